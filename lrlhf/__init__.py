@@ -1,0 +1,1 @@
+"""Reward models, PPO and RLOO from human feedback, as PyTorch Lightning modules."""

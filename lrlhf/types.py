@@ -1,0 +1,141 @@
+"""The batches that flow between the parts, one per stage of a step.
+
+Everything per token is ``[B, T]``, right-padded and aligned with ``input_ids``: entry ``[b, t]``
+belongs to ``input_ids[b, t]`` given what precedes it. Masks are bool and True means "counts".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Message = Mapping[str, Any]
+"""One chat turn: ``role``, ``content``, and whatever else the chat template reads."""
+
+Prompt = str | tuple[Message, ...]
+"""Plain text, or the turns of a chat that the policy is to continue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorBatch:
+    """Rows of tensors and of Python values that move and split together.
+
+    Lightning refuses to move a frozen dataclass that has no ``to``, and a DataLoader silently
+    leaves one unpinned that has no ``pin_memory``, so both are here.
+    """
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Apply ``function`` to every tensor, also inside nested batches."""
+        changed: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                changed[field.name] = function(value)
+            elif isinstance(value, TensorBatch):
+                changed[field.name] = value.map(function)
+        return replace(self, **changed)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """Move every tensor to ``device``."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Pin every tensor, so that the copy to a GPU can overlap with work."""
+        return self.map(lambda tensor: tensor.pin_memory())
+
+    def select(self, rows: Int[Tensor, " N"]) -> Self:
+        """Return the batch of the given rows: tensors, tuples and nested batches alike."""
+        positions = rows.tolist()
+        changed: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                changed[field.name] = value[rows.to(value.device)]
+            elif isinstance(value, TensorBatch):
+                changed[field.name] = value.select(rows)
+            elif isinstance(value, tuple):
+                changed[field.name] = tuple(value[position] for position in positions)
+        return replace(self, **changed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceBatch(TensorBatch):
+    """Token sequences, right-padded."""
+
+    input_ids: Int[Tensor, "B T"]
+    attention_mask: Bool[Tensor, "B T"]
+    response_mask: Bool[Tensor, "B T"]
+    """True on the tokens that are trained on: no prompt, no padding, no tool output."""
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def lengths(self) -> Int[Tensor, " B"]:
+        """Tokens of each row, padding excluded."""
+        return self.attention_mask.sum(dim=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceBatch(TensorBatch):
+    """Pairs of candidate answers and which of the two each head prefers."""
+
+    candidate0: SequenceBatch
+    candidate1: SequenceBatch
+    labels: Float[Tensor, "B H"]
+    """+1 candidate 0 is better, -1 candidate 1 is better, 0 they are equal, NaN not labelled."""
+    margin: Float[Tensor, " B"] | None = None
+    """By how much the better candidate should win; None: the loss's own constant."""
+    info: tuple[Mapping[str, Any], ...]
+    """What else the row held; written to the evaluation file as it is."""
+
+    def __len__(self) -> int:
+        return self.labels.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptBatch(TensorBatch):
+    """Unique prompts, ready to generate from."""
+
+    input_ids: Int[Tensor, "B P"]
+    """Left-padded, the one exception to the convention: generation continues at the right."""
+    attention_mask: Bool[Tensor, "B P"]
+    prompts: tuple[Prompt, ...]
+    columns: tuple[Mapping[str, Any], ...]
+    """Every other column of each row, passed on to the rewards."""
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout(SequenceBatch):
+    """Responses as the engine returned them; rows of one prompt are consecutive."""
+
+    sampling_logprobs: Float[Tensor, "B T"]
+    """The engine's own log-probabilities at the sampling temperature, 0 outside the response."""
+    group_ids: Int[Tensor, " B"]
+    """Rows with equal ids answer the same prompt."""
+    truncated: Bool[Tensor, " B"]
+    """The length limit came before an end-of-sequence token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experience(Rollout):
+    """A rollout with all that the update needs."""
+
+    scores: Float[Tensor, " B"]
+    """Outcome reward of each sequence before any KL; NaN: no reward could score it."""
+    old_logprobs: Float[Tensor, "B T"] | None = None
+    """The policy's when the rollout was taken; None: the first update is exactly on-policy."""
+    advantages: Float[Tensor, "B T"]
+    ref_logprobs: Float[Tensor, "B T"] | None = None
+    """None: no KL term."""
+    values: Float[Tensor, "B T"] | None = None
+    """None: no critic."""
+    returns: Float[Tensor, "B T"] | None = None

@@ -1,0 +1,101 @@
+"""Seeds, and a language model small enough to build in code for every test that wants one."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+from collections.abc import Callable
+
+import lightning as L
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    L.seed_everything(1, verbose=False)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and pad, end-of-text and chat marks that are all different."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    specials = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {token: index for index, token in enumerate([*specials, *alphabet])}
+    backend = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(specials)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        eos_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_language_model(tokenizer: PreTrainedTokenizerBase, *, seed: int = 0) -> PreTrainedModel:
+    """A two-layer Llama with random weights, large enough that its outputs differ between inputs."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return build_tokenizer()
+
+
+@pytest.fixture
+def language_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    return build_language_model(tokenizer)
+
+
+@pytest.fixture(scope="session")
+def model_folder(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """The tiny model and its tokenizer, saved as a hub user would have them."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    build_language_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def load_policy(model_folder: str) -> Callable[[], PreTrainedModel]:
+    return lambda: AutoModelForCausalLM.from_pretrained(model_folder)
