@@ -123,6 +123,8 @@ class Rollout(SequenceBatch):
     """Rows with equal ids answer the same prompt."""
     truncated: Bool[Tensor, " B"]
     """The length limit came before an end-of-sequence token."""
+    kept_mass: Float[Tensor, "B T"] | None = None
+    """Probability that top_p, top_k and min_p left at each token; None: nothing was cut off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +136,10 @@ class Experience(Rollout):
     old_logprobs: Float[Tensor, "B T"] | None = None
     """The policy's when the rollout was taken; None: the first update is exactly on-policy."""
     advantages: Float[Tensor, "B T"]
+    loss_mask: Bool[Tensor, "B T"]
+    """The response tokens that are trained on; a response left out as a whole has none."""
+    counted: Bool[Tensor, " B"]
+    """The rows that count in means over sequences."""
     ref_logprobs: Float[Tensor, "B T"] | None = None
     """None: no KL term."""
     values: Float[Tensor, "B T"] | None = None

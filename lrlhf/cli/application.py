@@ -1,0 +1,209 @@
+"""Runs a command, and ends it with one clear message whatever goes wrong."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+import lrlhf.callbacks
+import lrlhf.datamodules
+import lrlhf.modules
+import lrlhf.rewards
+import lrlhf.rollout  # noqa: F401  classes that are imported can be named by their short names
+from lrlhf.cli.complaints import read_complaint
+from lrlhf.cli.config_files import ConfigFile, locate, locate_refusal, read_config_files
+from lrlhf.cli.errors import ConfigError, ValidationError, hint
+from lrlhf.cli.nulls import forbidden_nulls
+from lrlhf.cli.output import configure_output
+from lrlhf.cli.parser import Parser
+
+_CHECKPOINT_WORDS = {"last", "best", "hpc"}
+
+
+class _RefusedError(Exception):
+    """A class of the config refused its arguments; the cause is what jsonargparse reported."""
+
+
+class Application(LightningCLI):
+    """LightningCLI as this project sets it up.
+
+    Args:
+        arguments: The command and its options.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = list(arguments)
+        super().__init__(
+            L.LightningModule,
+            L.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=0,
+            trainer_defaults={"use_distributed_sampler": False},
+            parser_class=Parser,
+            parser_kwargs={"prog": "lrlhf", "allow_abbrev": False},
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        self.config = parser.parse_args(self._arguments)
+        for keys in forbidden_nulls(self.config.get(self._arguments[0])):
+            message = (
+                f'Parser key "{".".join(keys)}": null is not accepted here; leave the line out'
+            )
+            raise ValidationError(f"{message} to get the default")
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the config as it is.
+
+        Lightning would let the hyperparameters stored in the checkpoint overrule the YAML and the
+        flags, silently, and only if the path is that of a file.
+        """
+
+    def before_instantiate_classes(self) -> None:
+        _check_checkpoint(self.config[self.subcommand].get("ckpt_path"))
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except Exception as error:
+            raise _RefusedError from error
+
+
+def run(arguments: Sequence[str], *, debug: bool = False) -> int:
+    """Run one command of ``lrlhf``.
+
+    Args:
+        arguments: The command and its options, without ``--debug``.
+        debug: Show tracebacks, and what other libraries log.
+
+    Returns:
+        The exit status, see `lrlhf.__main__.main`.
+    """
+    configure_output(debug=debug)
+    try:
+        files = read_config_files(arguments)
+    except ConfigError as error:
+        return _end(error, str(error), status=2, show=debug)
+    try:
+        Application(arguments)
+    except ValidationError as error:
+        return _end(error, _explain(error, files, arguments), status=2, show=debug)
+    except ConfigError as error:
+        return _end(error, str(error), status=2, show=debug)
+    except _RefusedError as error:
+        return _end_refused(error, files, arguments, debug=debug)
+    except SIGTERMException as error:
+        return _end(error, "terminated; --ckpt_path last continues", status=143, show=debug)
+    except KeyboardInterrupt as error:
+        return _end(error, "interrupted", status=130, show=debug)
+    except SystemExit as error:
+        # Lightning turns an interrupt during a run into exit(1)
+        if isinstance(error.__context__, KeyboardInterrupt):
+            text = "interrupted; --ckpt_path last continues from the last checkpoint"
+            return _end(error, text, status=130, show=debug)
+        return error.code if isinstance(error.code, int) else 0
+    except Exception as error:  # noqa: BLE001  the outermost frame: everything ends in one line
+        return _end_failed(error, debug=debug)
+    return 0
+
+
+def _check_checkpoint(path: str | None) -> None:
+    """Refuse a checkpoint that is not there before anything is loaded."""
+    if path is None or path in _CHECKPOINT_WORDS or "://" in path or Path(path).exists():
+        return
+    folder = Path(path).parent
+    siblings = [entry.name for entry in folder.glob("*.ckpt")]
+    raise ConfigError(
+        f"ckpt_path: no file {path}{hint(Path(path).name, siblings, listed_as='there')}"
+    )
+
+
+def _explain(error: ValidationError, files: Sequence[ConfigFile], arguments: Sequence[str]) -> str:
+    """Say file, line, dotted key and what is wrong there."""
+    # a missing group is reported as `fit.model`, one that is there as `model`
+    complaint = read_complaint(str(error).replace(f" {arguments[0]}.", " "))
+    place, key = locate(complaint, files, arguments)
+    text = ": ".join(part for part in (place, key, str(complaint)) if part)
+    return text if files else f"{text} (a YAML file is given with --config)"
+
+
+def _end_refused(
+    error: _RefusedError, files: Sequence[ConfigFile], arguments: Sequence[str], *, debug: bool
+) -> int:
+    """End because a constructor raised, which jsonargparse reports as a failed validation."""
+    report = error.__cause__
+    assert report is not None
+    sentence = str(read_complaint(str(report)))
+    origin = next(
+        (cause for cause in _causes(report) if " ".join(str(cause).split()) == sentence), None
+    )
+    if origin is not None and not _is_about_arguments(origin):
+        return _end_unexpected(origin)
+    classes = _constructors(origin.__traceback__) if origin else []
+    place, key = locate_refusal(sentence, classes, files, arguments)
+    text = ": ".join(part for part in (place, key, sentence) if part)
+    return _end(error, text, status=2, show=debug)
+
+
+def _is_about_arguments(error: BaseException) -> bool:
+    if isinstance(error, TypeError):  # the call itself failed, nothing inside the constructor
+        return _raised_in(error).startswith("jsonargparse.")
+    return isinstance(error, ValueError | OSError | ImportError | MisconfigurationException)
+
+
+def _end_failed(error: Exception, *, debug: bool) -> int:
+    """End because a run raised: briefly if it explains itself to the user."""
+    plain = isinstance(error, OSError | MisconfigurationException)
+    explained = isinstance(error, ValueError | ImportError) and _raised_in(error).startswith(
+        "lrlhf."
+    )
+    if plain or explained or _is_ours(error):
+        return _end(error, str(error), status=1, show=debug)
+    return _end_unexpected(error)
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether the class of the error is this project's, so that its message is for the user."""
+    return type(error).__module__.startswith("lrlhf.")
+
+
+def _raised_in(error: BaseException) -> str:
+    """Name of the module whose code raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__", ""))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    yield error
+    while error.__cause__ is not None:
+        error = error.__cause__
+        yield error
+
+
+def _constructors(trace: TracebackType | None) -> list[str]:
+    """Names of the classes under construction when an error was raised, the innermost first."""
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    building = [frame for frame in frames if frame.f_code.co_name in {"__init__", "__post_init__"}]
+    return [type(frame.f_locals["self"]).__name__ for frame in reversed(building)]
+
+
+def _end(error: BaseException, text: str, *, status: int, show: bool) -> int:
+    if show:
+        traceback.print_exception(error)
+    sys.stderr.write(f"error: {text}\n")
+    return status
+
+
+def _end_unexpected(error: BaseException) -> int:
+    text = f"unexpected {type(error).__name__}: {error}"
+    return _end(error, text, status=1, show=True)

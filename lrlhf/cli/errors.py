@@ -1,0 +1,30 @@
+"""What is wrong with a command line or a config, and the nearest thing that would be right."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+_MAX_LISTED = 16
+
+
+class ConfigError(ValueError):
+    """A config file or a flag that cannot be used; the message is all that the user is shown."""
+
+
+class ValidationError(ConfigError):
+    """A config that does not fit; the message is still the parser's nested report."""
+
+
+def hint(word: str, accepted: Iterable[str], *, listed_as: str = "accepted") -> str:
+    """Say what the user may have meant.
+
+    Returns:
+        A clause to append to a sentence: the nearest accepted word, else all of them when they
+        are few, else nothing.
+    """
+    words = sorted(set(accepted))
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return f"; {listed_as}: {', '.join(words)}" if 0 < len(words) <= _MAX_LISTED else ""

@@ -1,0 +1,68 @@
+"""Finds options set to null although their type does not allow it.
+
+jsonargparse takes null for "not given", whatever the type, so the class would fail later and far
+from the config.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Iterator
+from pydoc import locate as import_by_path
+from typing import Any
+
+from jsonargparse import Namespace
+
+
+def forbidden_nulls(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the keys that lead to each option that is null and must not be.
+
+    Args:
+        value: A parsed config, or a part of one.
+        path: Keys that lead to it.
+    """
+    if isinstance(value, list):
+        for item in value:
+            yield from forbidden_nulls(item, path)
+    if not isinstance(value, Namespace):
+        return
+    children = vars(value)
+    class_path, options = children.get("class_path"), children.get("init_args")
+    if isinstance(class_path, str) and isinstance(options, Namespace):
+        strict = _options_without_null(import_by_path(class_path))
+        yield from (
+            (*path, name)
+            for name, given in vars(options).items()
+            if given is None and name in strict
+        )
+        children = vars(options)
+    for key, child in children.items():
+        yield from forbidden_nulls(child, (*path, key))
+
+
+def _options_without_null(cls: object) -> set[str]:
+    """Options of a class that have a type and a default of which neither is None."""
+    if not isinstance(cls, type):
+        return set()
+    constructor = inspect.getattr_static(cls, "__init__")
+    try:
+        hints = typing.get_type_hints(constructor)
+    except NameError:  # a type that is imported for type checkers only
+        return set()
+    parameters = inspect.signature(cls).parameters.values()
+    return {
+        parameter.name
+        for parameter in parameters
+        if parameter.default not in (None, inspect.Parameter.empty)
+        and not _allows_none(hints.get(parameter.name, Any))
+    }
+
+
+def _allows_none(hint: Any) -> bool:
+    if typing.get_origin(hint) in {typing.Union, types.UnionType}:
+        return any(_allows_none(branch) for branch in typing.get_args(hint))
+    if typing.get_origin(hint) is typing.Literal:
+        return None in typing.get_args(hint)
+    return hint in {Any, object, type(None)}

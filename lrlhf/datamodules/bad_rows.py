@@ -1,0 +1,132 @@
+"""Rows that cannot be used: counted by reason, told once, and too many of them stop the run."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable
+
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+logger = logging.getLogger(__name__)
+
+MAX_EXAMPLES = 5
+
+
+class BadDataError(ValueError):
+    """The data as a whole cannot be used; the message names rows and says what to do."""
+
+
+class BadRow(ValueError):  # noqa: N818 - one row is a finding to be counted, not yet an error
+    """One row cannot be used.
+
+    Args:
+        reason: What rows are counted by, such as ``too long``.
+        detail: What is wrong with this row, naming the column.
+        remedy: What the user can do about rows like it.
+    """
+
+    def __init__(self, reason: str, detail: str, *, remedy: str = "") -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+        self.remedy = remedy
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str:
+    """Return ``; did you mean 'x'?`` for the candidate closest to ``word``, else nothing."""
+    close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def missing_column(column: str, columns: Iterable[str], *, setting: str = "") -> BadRow:
+    """Describe a row that lacks ``column``.
+
+    Args:
+        column: The column that was looked for.
+        columns: Those that the row has.
+        setting: Argument of the data module that names the column.
+    """
+    names = sorted(columns)
+    listed = ", ".join(names) or "none"
+    return BadRow(
+        "missing column",
+        f"no column {column!r}{nearest(column, names)} (columns: {listed})",
+        remedy=f"name the right column in `{setting}`" if setting else "",
+    )
+
+
+class BadRows:
+    """Counts rows by what is wrong with them.
+
+    Args:
+        what: What is being loaded, such as ``train``; opens every message.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.total = 0
+        self.counts: dict[str, int] = {}
+        self._examples: dict[str, list[str]] = {}
+        self._remedies: dict[str, str] = {}
+
+    def add(self, place: str, problem: BadRow) -> None:
+        """Count one bad row.
+
+        Args:
+            place: File and row number.
+            problem: What is wrong with it.
+        """
+        self.counts[problem.reason] = self.counts.get(problem.reason, 0) + 1
+        examples = self._examples.setdefault(problem.reason, [])
+        if len(examples) < MAX_EXAMPLES:
+            examples.append(f"{place}: {problem.detail}")
+        if problem.remedy:
+            self._remedies.setdefault(problem.reason, problem.remedy)
+
+    @property
+    def count(self) -> int:
+        """Bad rows of all reasons."""
+        return sum(self.counts.values())
+
+    def table(self) -> str:
+        """List the reasons with their counts and the first rows of each."""
+        lines = ["   rows  reason"]
+        for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
+            lines.append(f"{count:7d}  {reason}")
+            lines += [f"         - {example}" for example in self._examples[reason]]
+        return "\n".join(lines)
+
+    def check(self, max_fraction: float) -> None:
+        """Report the bad rows once.
+
+        Args:
+            max_fraction: Largest share of bad rows to go on with.
+
+        Raises:
+            BadDataError: More rows than that are bad, or none is left.
+        """
+        if self.total == 0:
+            raise BadDataError(f"the {self.what} data is empty: no rows in it")
+        share = self.count / self.total
+        head = f"{self.count} of {self.total} rows of the {self.what} data cannot be used"
+        if self.count == self.total:
+            raise BadDataError(f"no usable rows: {head}.\n{self.table()}\n{self._advice()}")
+        if share > max_fraction:
+            raise BadDataError(
+                f"{head}: {share:.2%}, more than max_bad_fraction={max_fraction:g}.\n"
+                f"{self.table()}\n{self._advice()}"
+                f"Or raise max_bad_fraction to {share:.4f} or more to leave these rows out."
+            )
+        self._tell(head)
+
+    @rank_zero_only
+    def _tell(self, head: str) -> None:
+        if self.count:
+            logger.warning("%s and are left out:\n%s", head, self.table())
+        else:
+            logger.info("all %d rows of the %s data can be used", self.total, self.what)
+
+    def _advice(self) -> str:
+        remedies = list(dict.fromkeys(self._remedies.values()))
+        return f"To do: {'; '.join([*remedies, 'correct these rows'])}.\n"

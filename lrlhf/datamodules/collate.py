@@ -1,0 +1,106 @@
+"""Tokenised rows, and how several of them become one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lrlhf.datamodules.tokenizing import Tokens
+from lrlhf.types import PreferenceBatch, Prompt, PromptBatch, SequenceBatch
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One tokenised prompt."""
+
+    prompt: Prompt
+    input_ids: Tokens
+    columns: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One tokenised answer with its prompt before it."""
+
+    input_ids: Tokens
+    start: int
+    """Where the answer begins."""
+
+
+@dataclass(frozen=True)
+class PairRow:
+    """One tokenised pair."""
+
+    candidate0: Candidate
+    candidate1: Candidate
+    labels: tuple[float, ...]
+    margin: float | None
+    keys: tuple[str, ...]
+    """Pairs that share one belong on the same side of a split."""
+    info: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PromptCollator:
+    """Makes left-padded batches of prompts.
+
+    Args:
+        pad_token_id: Any id; what is padding is told by the mask.
+    """
+
+    pad_token_id: int
+
+    def __call__(self, rows: Sequence[PromptRow]) -> PromptBatch:
+        """Collate ``rows``."""
+        width = max(len(row.input_ids) for row in rows)
+        input_ids = torch.full((len(rows), width), self.pad_token_id, dtype=torch.long)
+        attention_mask = torch.zeros(len(rows), width, dtype=torch.bool)
+        for index, row in enumerate(rows):
+            start = width - len(row.input_ids)
+            input_ids[index, start:] = torch.from_numpy(row.input_ids)
+            attention_mask[index, start:] = True
+        return PromptBatch(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            prompts=tuple(row.prompt for row in rows),
+            columns=tuple(row.columns for row in rows),
+        )
+
+
+@dataclass(frozen=True)
+class PreferenceCollator:
+    """Makes right-padded batches of pairs; each side is as wide as its own longest row.
+
+    Args:
+        pad_token_id: Any id; what is padding is told by the mask.
+    """
+
+    pad_token_id: int
+
+    def __call__(self, rows: Sequence[PairRow]) -> PreferenceBatch:
+        """Collate ``rows``."""
+        margins = [row.margin for row in rows if row.margin is not None]
+        return PreferenceBatch(
+            candidate0=self._sequences([row.candidate0 for row in rows]),
+            candidate1=self._sequences([row.candidate1 for row in rows]),
+            labels=torch.tensor([row.labels for row in rows], dtype=torch.float32),
+            margin=torch.tensor(margins, dtype=torch.float32) if margins else None,
+            info=tuple(row.info for row in rows),
+        )
+
+    def _sequences(self, candidates: Sequence[Candidate]) -> SequenceBatch:
+        width = max(len(candidate.input_ids) for candidate in candidates)
+        input_ids = torch.full((len(candidates), width), self.pad_token_id, dtype=torch.long)
+        attention_mask = torch.zeros(len(candidates), width, dtype=torch.bool)
+        response_mask = torch.zeros(len(candidates), width, dtype=torch.bool)
+        for index, candidate in enumerate(candidates):
+            end = len(candidate.input_ids)
+            input_ids[index, :end] = torch.from_numpy(candidate.input_ids)
+            attention_mask[index, :end] = True
+            response_mask[index, candidate.start : end] = True
+        return SequenceBatch(
+            input_ids=input_ids, attention_mask=attention_mask, response_mask=response_mask
+        )

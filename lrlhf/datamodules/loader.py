@@ -1,0 +1,229 @@
+"""Loaders that know where they stand, and go on from there after a resume.
+
+They are not ``torch.utils.data.DataLoader``s: Lightning replaces the sampler of those when it
+runs on several ranks. They are sized, so Lightning does not fetch a batch ahead of the step, which
+would put the saved position one batch too far.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Generic, TypeVar
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch.utils.data import DataLoader
+
+from lrlhf.datamodules.order import EpochOrder
+
+logger = logging.getLogger(__name__)
+
+RowT = TypeVar("RowT")
+BatchT = TypeVar("BatchT")
+
+
+@dataclass(frozen=True)
+class Fetching(Generic[RowT, BatchT]):
+    """How rows become batches.
+
+    Args:
+        collate: Makes a batch of rows; must be picklable to reach worker processes.
+        num_workers: Processes that collate; 0 collates in the training process.
+        pin_memory: Pin batches for an asynchronous copy to a GPU.
+    """
+
+    collate: Callable[[Sequence[RowT]], BatchT]
+    num_workers: int = 0
+    pin_memory: bool = False
+
+    def batches(self, rows: Sequence[RowT], batches: Sequence[Sequence[int]]) -> Iterator[BatchT]:
+        """Go through batches of the given row indices."""
+        loader: DataLoader[BatchT] = DataLoader(
+            rows,  # type: ignore[arg-type]  # a sequence is a map-style data set
+            batch_sampler=[list(batch) for batch in batches],
+            collate_fn=self.collate,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            # its own generator: else every epoch takes a number from the global one, and what is
+            # sampled afterwards depends on how often a run was resumed
+            generator=torch.Generator().manual_seed(0),
+        )
+        yield from loader
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which share of each batch is this process's."""
+
+    rank: int = 0
+    world: int = 1
+
+
+class TrainLoader(Generic[RowT, BatchT]):
+    """Shuffled batches of one rank, as an endless stream cut into passes.
+
+    Batch ``s`` of the stream is a pure function of the seed and ``s``; the state is ``s``. Rows
+    left over at the end of an epoch, fewer than one batch of all ranks, are left out of that
+    epoch: others in each epoch, as the order is drawn anew.
+
+    Args:
+        rows: All rows.
+        order: Their order in each epoch.
+        batch_size: Rows per batch and rank.
+        fetching: How rows become batches.
+        ranks: This process among all.
+        pass_limit: Lightning's ``limit_train_batches``: a number of batches, or a share of the
+            epoch. The next pass goes on where this one ended.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[RowT],
+        order: EpochOrder,
+        batch_size: int,
+        *,
+        fetching: Fetching[RowT, BatchT],
+        ranks: Ranks,
+        pass_limit: int | float = 1.0,
+    ) -> None:
+        self._rows = rows
+        self._order = order
+        self.batch_size = batch_size
+        self._fetching = fetching
+        self._ranks = ranks
+        self._size = len(order) // (batch_size * ranks.world)
+        if self._size == 0:
+            largest = len(order) // ranks.world
+            raise ValueError(
+                f"batch_size={batch_size} on {ranks.world} rank(s) takes "
+                f"{batch_size * ranks.world} rows for one batch, and there are {len(order)} train "
+                + (
+                    f"rows: the largest possible batch_size is {largest}"
+                    if largest
+                    else "rows: train on fewer ranks or give more data"
+                )
+            )
+        limit = pass_limit if isinstance(pass_limit, int) else int(pass_limit * self._size)
+        self._per_pass = min(limit, self._size) or self._size
+        self._done = 0
+        self._resumed = False
+        self._tell_remainder()
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[BatchT]:
+        """Go through one pass, or through what is left of it after a resume."""
+        left = self._per_pass - self._done % self._per_pass if self._resumed else self._per_pass
+        self._resumed = False
+        while left:
+            batches = self._rest_of_epoch()[:left]
+            for batch in self._fetching.batches(self._rows, batches):
+                self._done += 1  # before the step: a checkpoint within it counts this batch
+                left -= 1
+                yield batch
+
+    def _rest_of_epoch(self) -> list[list[int]]:
+        epoch, first = divmod(self._done, self._size)
+        order = self._order.epoch(epoch)
+        own, all_ranks = self.batch_size, self.batch_size * self._ranks.world
+        starts = [index * all_ranks + self._ranks.rank * own for index in range(first, self._size)]
+        return [order[start : start + own].tolist() for start in starts]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position in the stream, the same on every rank."""
+        return {
+            "batches": self._done,
+            "rows": len(self._order),
+            "seed": self._order.seed,
+            "batch_size": self.batch_size,
+            "ranks": self._ranks.world,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken.
+
+        Another batch size or number of ranks is allowed; then some rows of the current epoch can
+        come a second time.
+
+        Raises:
+            ValueError: The data or the seed are not those of the checkpoint.
+        """
+        for key, ours in (("rows", len(self._order)), ("seed", self._order.seed)):
+            if state[key] != ours:
+                raise ValueError(
+                    f"cannot resume: the checkpoint was made with {key}={state[key]} of train "
+                    f"data, this run has {key}={ours}, so the order of the rows is another. "
+                    "Restore the data and the seed, or begin a new run from the exported weights"
+                )
+        then, now = state["batch_size"] * state["ranks"], self.batch_size * self._ranks.world
+        epoch, batches = divmod(state["batches"], state["rows"] // then)
+        position, again = divmod(batches * then, now)
+        self._done = epoch * self._size + min(position, self._size)
+        self._resumed = True
+        if again:
+            logger.warning("the batch size changed: %d rows of this epoch come again", again)
+
+    @rank_zero_only
+    def _tell_remainder(self) -> None:
+        remainder = len(self._order) % (self.batch_size * self._ranks.world)
+        if remainder:
+            logger.info(
+                "an epoch has %d batches; the last %d of its %d rows make no full batch and are "
+                "left out, other rows in every epoch",
+                self._size,
+                remainder,
+                len(self._order),
+            )
+
+
+class EvalLoader(Generic[RowT, BatchT]):
+    """Every row once and in order, shared out over the ranks.
+
+    All ranks get the same number of batches, so that no rank waits in a collective for another
+    that is done; where the rows do not divide, batches are a row shorter or longer.
+
+    Args:
+        rows: All rows.
+        batch_size: Rows per batch and rank.
+        fetching: How rows become batches.
+        ranks: This process among all.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[RowT],
+        batch_size: int,
+        *,
+        fetching: Fetching[RowT, BatchT],
+        ranks: Ranks,
+    ) -> None:
+        if len(rows) < ranks.world:
+            raise ValueError(
+                f"{len(rows)} validation rows cannot be shared out over {ranks.world} ranks: give "
+                f"at least {ranks.world} rows, or validate on {len(rows)} rank(s)"
+            )
+        self._rows = rows
+        self.batch_size = batch_size
+        self._fetching = fetching
+        self._batches = _share_out(len(rows), batch_size, ranks)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[BatchT]:
+        return self._fetching.batches(self._rows, self._batches)
+
+
+def _share_out(rows: int, batch_size: int, ranks: Ranks) -> list[list[int]]:
+    own = list(range(ranks.rank, rows, ranks.world))
+    fewest, most = rows // ranks.world, math.ceil(rows / ranks.world)
+    count = min(math.ceil(most / batch_size), fewest)
+    if count == math.ceil(fewest / batch_size) == math.ceil(most / batch_size):
+        return [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
+    edges = [len(own) * index // count for index in range(count + 1)]
+    return [own[start:end] for start, end in pairwise(edges)]

@@ -1,0 +1,76 @@
+"""In which order an epoch goes through the rows: a pure function of seed and epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """Seeded order of the rows of one or several sources.
+
+    Without weights an epoch holds every row once. With weights an epoch is as long as all sources
+    together, and source ``i`` fills the share ``weights[i] / sum(weights)`` of it. Each source
+    runs through its own permutations, which go on from one epoch to the next: all of its rows
+    come once before any comes again, so a small share loses no rows, it only takes longer.
+
+    Args:
+        members: Row indices of each source.
+        weights: One per source, or None.
+        seed: Another seed gives another order.
+    """
+
+    members: Sequence[Sequence[int]]
+    weights: Sequence[float] | None
+    seed: int
+
+    def __len__(self) -> int:
+        return sum(map(len, self.members))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each source in an epoch: shares rounded by largest remainder."""
+        if self.weights is None:
+            return tuple(map(len, self.members))
+        exact = np.asarray(self.weights) / sum(self.weights) * len(self)
+        counts = np.floor(exact).astype(int)
+        by_remainder = np.argsort(counts - exact, kind="stable")
+        counts[by_remainder[: len(self) - counts.sum()]] += 1
+        return tuple(counts.tolist())
+
+    def epoch(self, epoch: int) -> Rows:
+        """Return the row indices of an epoch in their order."""
+        drawn = [
+            self._draw(source, epoch * count, count) for source, count in enumerate(self.counts)
+        ]
+        rows = np.concatenate(drawn)
+        return rows[np.random.default_rng([self.seed, 0, epoch]).permutation(len(rows))]
+
+    def _draw(self, source: int, start: int, count: int) -> Rows:
+        """Take the stretch of a source's endless sequence of permutations."""
+        members = np.asarray(self.members[source], dtype=np.int64)
+        size = len(members)
+        if count == 0:
+            return members[:0]
+        passes = range(start // size, (start + count - 1) // size + 1)
+        stretch = np.concatenate(
+            [
+                members[np.random.default_rng([self.seed, 1, source, turn]).permutation(size)]
+                for turn in passes
+            ]
+        )
+        offset = start - passes[0] * size
+        return stretch[offset : offset + count]
+
+    def table(self, names: Sequence[str]) -> str:
+        """Describe the mixture, one line per source."""
+        lines = ["   rows  per epoch  passes per epoch  source"]
+        for name, rows, count in zip(names, self.members, self.counts, strict=True):
+            lines.append(f"{len(rows):7d}  {count:9d}  {count / len(rows):16.2f}  {name}")
+        return "\n".join(lines)

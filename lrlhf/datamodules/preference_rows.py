@@ -1,0 +1,179 @@
+"""One row of a preference data set, from its columns to two texts and their labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lrlhf.datamodules.bad_rows import BadRow, missing_column
+from lrlhf.datamodules.chat import ChatFormat, read_messages
+from lrlhf.datamodules.implicit_prompts import (
+    is_transcript,
+    shared_length,
+    split_messages,
+    split_texts,
+    transcript_messages,
+)
+from lrlhf.datamodules.preference_labels import LabelReader, read_margin
+from lrlhf.datamodules.rows import plain, text_of, wrong_type
+from lrlhf.datamodules.sources import Row
+from lrlhf.datamodules.tokenizing import Text
+from lrlhf.types import Message
+
+_ID_COLUMNS = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids"))
+
+
+@dataclass(frozen=True)
+class TextPair:
+    """Two candidates as text."""
+
+    prompt: Text
+    candidates: tuple[Text, Text]
+    """Each with the prompt before it, as the model reads them."""
+
+
+@dataclass(frozen=True)
+class TokenPair:
+    """Two candidates that the data brings as token ids."""
+
+    candidates: tuple[list[int], list[int]]
+
+
+@dataclass(frozen=True)
+class PairDraft:
+    """A row that was read and not yet tokenised."""
+
+    pair: TextPair | TokenPair
+    keys: tuple[str, ...]
+    """Pairs that share one of these must not be parted into train and validation data."""
+    labels: tuple[float, ...]
+    margin: float | None
+    info: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PreferenceParser:
+    """Reads rows as pairs of candidates.
+
+    Args:
+        chat: Renders chat messages.
+        labels: Reads the labels.
+        prompt_column: Text or messages; absent where both candidates are whole conversations.
+        margin_column: None: margins are ignored.
+        as_chat: Make plain prompts and answers the turns of a chat.
+        hh_as_chat: Make ``Human: … Assistant: …`` transcripts the turns of a chat.
+        vocabulary: Bound of token ids that the data brings.
+    """
+
+    chat: ChatFormat
+    labels: LabelReader
+    vocabulary: int
+    prompt_column: str = "prompt"
+    chosen_column: str = "chosen"
+    rejected_column: str = "rejected"
+    margin_column: str | None = "margin"
+    as_chat: bool = False
+    hh_as_chat: bool = False
+
+    def __call__(self, row: Row) -> PairDraft:
+        """Parse one row, or raise `BadRow`."""
+        for names in _ID_COLUMNS:
+            if names[0] in row or names[1] in row:
+                first, second = (self._ids(row, name) for name in names)
+                shared = first[: shared_length(first, second)]
+                return self._draft(row, TokenPair((first, second)), (str(shared),), names)
+        names = self._candidate_columns(row)
+        pair, prompt = self._texts(row, *names)
+        texts = tuple(text.text for text in pair.candidates)
+        return self._draft(row, pair, (prompt,) if prompt.strip() else texts, names)
+
+    def _draft(
+        self, row: Row, pair: TextPair | TokenPair, keys: tuple[str, ...], names: tuple[str, str]
+    ) -> PairDraft:
+        unordered = names[0] == "candidate0"
+        labels = self.labels.of_candidates(row) if unordered else self.labels.of_chosen(row)
+        if pair.candidates[0] == pair.candidates[1] and any(abs(label) == 1 for label in labels):
+            raise BadRow("identical candidates", f"columns {names[0]!r} and {names[1]!r} are equal")
+        used = {self.prompt_column, *names, "tools", "chat_template_kwargs", self.margin_column}
+        info = {key: plain(value) for key, value in row.items() if key not in used}
+        return PairDraft(pair, keys, labels, read_margin(row, self.margin_column), info)
+
+    def _candidate_columns(self, row: Row) -> tuple[str, str]:
+        if "candidate0" in row or "candidate1" in row:
+            names = ("candidate0", "candidate1")
+        else:
+            names = (self.chosen_column, self.rejected_column)
+        settings = ("chosen_column", "rejected_column")
+        for name, setting in zip(names, settings, strict=True):
+            if name not in row:
+                raise missing_column(name, row, setting=setting)
+        return names
+
+    def _texts(self, row: Row, first: str, second: str) -> tuple[TextPair, str]:
+        """Return the pair, and the prompt as text that tells prompts apart."""
+        prompt = row.get(self.prompt_column)
+        if isinstance(prompt, list | tuple) or any(
+            isinstance(row[name], list | tuple) for name in (first, second)
+        ):
+            return self._chat(row, prompt, self._turns(row, first), self._turns(row, second))
+        texts = text_of(row, first), text_of(row, second)
+        if prompt is None:
+            if self.hh_as_chat and is_transcript(texts[0]) and is_transcript(texts[1]):
+                return self._chat(row, None, *map(transcript_messages, texts))
+            prompt, *answers = split_texts(*texts)
+        else:
+            prompt = text_of(row, self.prompt_column, allow_empty=True)
+            answers = list(texts)
+        for name, answer in zip((first, second), answers, strict=True):
+            if not answer.strip():
+                raise BadRow("empty text", f"column {name!r} has nothing after the shared prompt")
+        if self.as_chat:
+            turns = ((_turn("assistant", answer),) for answer in answers)
+            return self._chat(row, prompt, *turns)
+        pair = (Text(prompt + answers[0], False), Text(prompt + answers[1], False))
+        return TextPair(Text(prompt, False), pair), prompt
+
+    def _chat(
+        self, row: Row, prompt: object, first: tuple[Message, ...], second: tuple[Message, ...]
+    ) -> tuple[TextPair, str]:
+        if prompt is None:
+            turns, first, second = split_messages(first, second)
+        elif isinstance(prompt, str):
+            turns = (_turn("user", prompt),) if prompt.strip() else ()
+        else:
+            turns = read_messages(prompt, self.prompt_column)
+        for answer in (first, second):
+            if not any(turn.get("content") or turn.get("tool_calls") for turn in answer):
+                raise BadRow("empty text", "a candidate has no content after the shared prompt")
+        before = self.chat.render(turns, row, prompt=True) if turns else ""
+        rendered = [
+            self.chat.render((*turns, *rest), row, prompt=False) for rest in (first, second)
+        ]
+        pair = (Text(rendered[0], True), Text(rendered[1], True))
+        return TextPair(Text(before, True), pair), before
+
+    def _turns(self, row: Row, column: str) -> tuple[Message, ...]:
+        if isinstance(row[column], str):
+            return (_turn("assistant", text_of(row, column)),)
+        return read_messages(row[column], column)
+
+    def _ids(self, row: Row, column: str) -> list[int]:
+        if column not in row:
+            raise missing_column(column, row)
+        ids = row[column]
+        if not isinstance(ids, list | tuple) or not all(type(token) is int for token in ids):
+            raise wrong_type(column, "a list of token ids", ids)
+        if not ids:
+            raise BadRow("empty text", f"column {column!r} holds no token")
+        if min(ids) < 0 or max(ids) >= self.vocabulary:
+            raise BadRow(
+                "wrong type",
+                f"column {column!r} holds token ids outside 0…{self.vocabulary - 1}",
+                remedy="the ids come from another tokenizer: give text instead",
+            )
+        return list(ids)
+
+
+def _turn(role: str, content: str) -> Message:
+    return {"role": role, "content": content}

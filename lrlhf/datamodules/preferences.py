@@ -1,0 +1,214 @@
+"""Pairs of answers for reward modelling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import lightning as L
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.datamodules.attached import resolve_heads, resolve_tokenizer
+from lrlhf.datamodules.bad_rows import BadDataError
+from lrlhf.datamodules.batching import LoaderOptions, Loaders
+from lrlhf.datamodules.chat import ChatFormat
+from lrlhf.datamodules.collate import PairRow, PreferenceCollator
+from lrlhf.datamodules.loader import EvalLoader, TrainLoader
+from lrlhf.datamodules.pair_tokens import tokenize_pairs
+from lrlhf.datamodules.preference_labels import LabelReader
+from lrlhf.datamodules.preference_rows import PairDraft, PreferenceParser
+from lrlhf.datamodules.sides import Preparation, Side, Sides, Split, prepare_sources
+from lrlhf.datamodules.sources import Source, Weighted
+from lrlhf.types import PreferenceBatch
+
+
+class PreferenceDataModule(L.LightningDataModule):
+    """Loads pairs of answers with the judgement which of them is better.
+
+    A source is a file (.jsonl, .json, .parquet, .csv, each optionally .gz), a folder or pattern of
+    such files, a hub id (``owner/name:config@split``), or a `Source` such as `VaderRatings`.
+
+    Rows come as
+
+    - ``prompt``, ``chosen``, ``rejected``: text, or messages that the chat template renders;
+    - ``chosen`` and ``rejected`` that begin with the same prompt: messages, transcripts as in
+      HH-RLHF, or text;
+    - ``candidate0``, ``candidate1`` and a label per head: A, B or C (equal), see `LabelReader`;
+    - ``chosen_ids``, ``rejected_ids``: token ids of prompt and answer.
+
+    Plain text ends with the tokenizer's end-of-sequence token. A row's ``margin``, else its
+    ``chosen_score`` minus ``rejected_score``, says by how much the better answer should win.
+    All other columns end up in the batch's ``info``.
+
+    Args:
+        train: One source or a list of them; `Weighted` entries give each a share of an epoch.
+        val: Validation data of its own; every row is kept.
+        batch_size: Pairs per step and rank.
+        val_batch_size: Pairs per validation batch and rank; None: as ``batch_size``.
+        tokenizer: Model folder, hub id or tokenizer; None: the LightningModule's.
+        head_names: Heads in the order of ``labels``; None: the LightningModule's.
+        label_columns: For each head the column with its label.
+        prompt_column: Column with the prompt.
+        chosen_column: Column with the better answer.
+        rejected_column: Column with the worse answer.
+        margin_column: Column with the margin; null: margins are ignored.
+        as_chat: Make plain prompts and answers the turns of a chat.
+        hh_as_chat: Make ``Human: … Assistant: …`` transcripts the turns of a chat; else they are
+            kept as they are.
+        chat_template: File or text of a template to use instead of the tokenizer's.
+        chat_template_kwargs: Passed to the template.
+        tools: Tool descriptions for rows that have none of their own.
+        max_tokens: Pairs with a longer side are left out and counted, never cut.
+        val_fraction: Share of the rows to hold out for validation when ``val`` is not given. Rows
+            with equal prompts (or, without a prompt, equal texts) never stand on both sides.
+        val_size: Number of rows to hold out instead.
+        max_bad_fraction: Stop when a larger share of the rows cannot be used.
+        seed: Of the order and of the held-out rows.
+        num_workers: Processes that collate; rows are tokenised once, so 0 is fast.
+        pin_memory: None: where there is a GPU.
+    """
+
+    def __init__(  # noqa: PLR0913 - the constructor is the schema of the config
+        self,
+        train: str | Source | list[str | Source | Weighted],
+        val: str | Source | list[str | Source | Weighted] | None = None,
+        *,
+        batch_size: int = 8,
+        val_batch_size: int | None = None,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        head_names: list[str] | None = None,
+        label_columns: dict[str, str] | None = None,
+        prompt_column: str = "prompt",
+        chosen_column: str = "chosen",
+        rejected_column: str = "rejected",
+        margin_column: str | None = "margin",
+        as_chat: bool = False,
+        hh_as_chat: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        val_fraction: float = 0.0,
+        val_size: int = 0,
+        max_bad_fraction: float = 0.01,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self._train = train
+        self._split = Split(val, val_size, val_fraction, seed)
+        self._given_tokenizer = tokenizer
+        self._options = LoaderOptions(batch_size, val_batch_size, seed, num_workers, pin_memory)
+        self._chat_format = partial(
+            ChatFormat, template=chat_template, kwargs=dict(chat_template_kwargs or {}), tools=tools
+        )
+        self._given_heads = head_names
+        self._label_columns = dict(label_columns or {})
+        self._parser = partial(
+            PreferenceParser,
+            prompt_column=prompt_column,
+            chosen_column=chosen_column,
+            rejected_column=rejected_column,
+            margin_column=margin_column,
+            as_chat=as_chat,
+            hh_as_chat=hh_as_chat,
+        )
+        self._max_tokens = max_tokens
+        self._max_bad_fraction = max_bad_fraction
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._heads: tuple[str, ...] = ()
+        self._stage = ""
+        self._sides: Sides[PairRow] | None = None
+        self._loaders: Loaders[PairRow, PreferenceBatch] | None = None
+
+    def prepare_data(self) -> None:
+        prepare_sources(self._train, self._split.val)
+
+    def setup(self, stage: str) -> None:
+        tokenizer = resolve_tokenizer(self._given_tokenizer, self.trainer)
+        heads = resolve_heads(self._given_heads, self.trainer)
+        if self._sides is None or tokenizer is not self._tokenizer or heads != self._heads:
+            self._tokenizer, self._heads = tokenizer, heads
+            self._sides = self._load(tokenizer)
+        self._stage = stage
+        collate = PreferenceCollator(int(tokenizer.pad_token_id))
+        self._loaders = Loaders(self._sides, self._options, collate, self.trainer)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer that made the ids; known after `setup`."""
+        if self._tokenizer is None:
+            raise RuntimeError("call setup() first: the tokenizer is not known before")
+        return self._tokenizer
+
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        """The heads in the order of the labels; known after `setup`."""
+        return self._heads
+
+    def train_dataloader(
+        self,
+    ) -> TrainLoader[PairRow, PreferenceBatch] | EvalLoader[PairRow, PreferenceBatch]:
+        return self._made.train()
+
+    def val_dataloader(self) -> EvalLoader[PairRow, PreferenceBatch] | list[Any]:
+        return self._made.validation()
+
+    def test_dataloader(self) -> EvalLoader[PairRow, PreferenceBatch] | list[Any]:
+        return self._made.validation()
+
+    def predict_dataloader(self) -> EvalLoader[PairRow, PreferenceBatch] | list[Any]:
+        return self._made.validation()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the train data.
+
+        Lightning also saves the loader's own state, but forgets to restore it when something asks
+        for ``trainer.estimated_stepping_batches`` before.
+        """
+        return self._loaders.state_dict() if self._loaders is not None else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if self._loaders is not None and self._stage == "fit":
+            self._loaders.load_state_dict(state_dict)
+
+    @property
+    def _made(self) -> Loaders[PairRow, PreferenceBatch]:
+        if self._loaders is None:
+            raise RuntimeError("call setup() before asking for a loader")
+        return self._loaders
+
+    def _load(self, tokenizer: PreTrainedTokenizerBase) -> Sides[PairRow]:
+        preparation = Preparation[PairDraft, PairRow](
+            parse=self._parser(
+                self._chat_format(tokenizer),
+                LabelReader(self._heads, self._label_columns),
+                vocabulary=len(tokenizer),
+            ),
+            finish=lambda drafts: tokenize_pairs(tokenizer, drafts, max_tokens=self._max_tokens),
+            keys=lambda row: row.keys,
+            check=self._check,
+            max_bad_fraction=self._max_bad_fraction,
+        )
+        return preparation.load_sides(self._train, self._split)
+
+    def _check(self, side: Side[PairRow], what: str) -> Side[PairRow]:
+        without = [row for row in side.rows if row.value.margin is None]
+        if 0 < len(without) < len(side.rows):
+            raise BadDataError(
+                f"{len(without)} of {len(side.rows)} rows of the {what} data have no margin, the "
+                f"first is {without[0].place}: give every row one (also in the other sources), or "
+                "set margin_column to null to ignore margins"
+            )
+        for index, head in enumerate(self._heads if what == "train" else ()):
+            if all(math.isnan(row.labels[index]) for row in side.values):
+                columns = sorted({column for row in side.values for column in row.info})
+                raise BadDataError(
+                    f"no train row has a label for the head {head!r}, so it would never be "
+                    f"trained (columns: {', '.join(columns)}): name its column in "
+                    "`label_columns`, or leave the head out of head_names"
+                )
+        return side

@@ -1,0 +1,177 @@
+"""One row of a prompt data set, from its columns to the text that is tokenised."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+import jinja2.meta
+from jinja2.sandbox import SandboxedEnvironment
+
+from lrlhf.datamodules.bad_rows import BadRow, missing_column
+from lrlhf.datamodules.chat import ChatFormat, read_messages
+from lrlhf.datamodules.rows import text_of, wrong_type
+from lrlhf.datamodules.sources import Row
+from lrlhf.datamodules.tokenizing import Text
+from lrlhf.types import Message, Prompt
+
+DEFAULT_PROMPT_COLUMN = "prompt"
+_DIALOGUE_COLUMNS: tuple[str, ...] = ("messages", "conversations")
+_NOT_FOR_REWARDS = ("tools", "chat_template_kwargs")
+
+
+@dataclass(frozen=True)
+class PromptDraft:
+    """A row that was read and not yet tokenised."""
+
+    prompt: Prompt
+    text: Text
+    columns: Mapping[str, Any]
+
+
+class ColumnPattern:
+    """Replaces a column by the part of it that a regular expression finds.
+
+    Args:
+        target: ``answer`` to change a column in place, ``answer -> gold`` to make a new one.
+        pattern: The first group is kept, or the whole match if there is none.
+    """
+
+    def __init__(self, target: str, pattern: str) -> None:
+        source, arrow, new = (part.strip() for part in target.partition("->"))
+        if not source or (arrow and not new):
+            raise ValueError(
+                f"column_patterns key {target!r}: write `column`, or `column -> new column`"
+            )
+        self._source = source
+        self.target = new or source
+        try:
+            self._pattern = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"column_patterns[{target!r}] is no regular expression: {error} in {pattern!r}"
+            ) from error
+
+    def find(self, row: Row) -> str:
+        """Return what the pattern finds in ``row``, without surrounding space."""
+        text = text_of(row, self._source, setting="column_patterns")
+        match = self._pattern.search(text)
+        if match is None:
+            raise BadRow(
+                "pattern not found",
+                f"column {self._source!r} has no {self._pattern.pattern!r}: {text[-60:]!r}",
+                remedy="correct the regular expression in `column_patterns`",
+            )
+        found = match.group(1 if self._pattern.groups else 0)
+        return (found or "").strip()
+
+
+class PromptTemplate:
+    """A jinja2 template over the columns of a row, rendered in a sandbox.
+
+    Args:
+        template: Such as ``"Question: {{ question }}"``. A trailing line break is kept.
+    """
+
+    def __init__(self, template: str) -> None:
+        environment = SandboxedEnvironment(
+            undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
+        )
+        try:
+            self._columns = sorted(
+                jinja2.meta.find_undeclared_variables(environment.parse(template))
+            )
+            self._template = environment.from_string(template)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(
+                f"prompt_template is no jinja2 template: {error.message} (line {error.lineno})"
+            ) from error
+
+    def render(self, row: Row) -> str:
+        """Fill in the columns of ``row``."""
+        for column in self._columns:
+            if column not in row:
+                raise missing_column(column, row, setting="prompt_template")
+        try:
+            return str(self._template.render(row))
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+        ) as error:
+            raise BadRow("prompt_template failed", f"{type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class PromptParser:
+    """Reads rows as prompts.
+
+    Args:
+        chat: Renders chat prompts.
+        column: Column with the prompt: text, or a list of messages.
+        template: Makes the prompt from several columns instead.
+        as_chat: Make a plain text prompt the user's turn of a chat.
+        system_prompt: Opens every chat that has no system turn of its own.
+        patterns: Applied before anything else reads the row.
+    """
+
+    chat: ChatFormat
+    column: str = DEFAULT_PROMPT_COLUMN
+    template: PromptTemplate | None = None
+    as_chat: bool = False
+    system_prompt: str | None = None
+    patterns: Sequence[ColumnPattern] = field(default_factory=tuple)
+
+    def __call__(self, row: Row) -> PromptDraft:
+        """Parse one row, or raise `BadRow`."""
+        row = {**row, **{pattern.target: pattern.find(row) for pattern in self.patterns}}
+        prompt, columns = self._prompt(row)
+        if isinstance(prompt, str) and self.as_chat:
+            prompt = ({"role": "user", "content": prompt},)
+        columns = {key: value for key, value in columns.items() if key not in _NOT_FOR_REWARDS}
+        if isinstance(prompt, str):
+            return PromptDraft(prompt, Text(prompt, complete=False), columns)
+        prompt = self._with_system(prompt)
+        text = self.chat.render(prompt, row, prompt=True)
+        return PromptDraft(prompt, Text(text, complete=True), columns)
+
+    def _prompt(self, row: Row) -> tuple[Prompt, dict[str, Any]]:
+        if self.template is not None:
+            text = self.template.render(row)
+            if not text.strip():
+                raise BadRow("empty text", "prompt_template gives an empty prompt")
+            return text, dict(row)
+        column = self._column_of(row)
+        columns = {key: value for key, value in row.items() if key != column}
+        value = row[column]
+        if isinstance(value, str):
+            return text_of(row, column), columns
+        if value is None:
+            raise wrong_type(column, "text or a list of messages", value)
+        messages = read_messages(value, column)
+        if column in _DIALOGUE_COLUMNS and messages[-1]["role"] == "assistant":
+            # a whole dialogue: its last turn is the answer that the policy is to find itself
+            columns.setdefault("reference", messages[-1].get("content"))
+            messages = messages[:-1]
+            if not messages:
+                raise BadRow("empty text", f"column {column!r} holds nothing but an answer")
+        return messages, columns
+
+    def _column_of(self, row: Row) -> str:
+        # a column that the user named must be there; others stand in for the default only
+        default = self.column == DEFAULT_PROMPT_COLUMN
+        names = [self.column, *(_DIALOGUE_COLUMNS if default else ())]
+        for column in names:
+            if column in row:
+                return column
+        raise missing_column(self.column, row, setting="prompt_column")
+
+    def _with_system(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        if self.system_prompt is None or messages[0]["role"] == "system":
+            return messages
+        return ({"role": "system", "content": self.system_prompt}, *messages)

@@ -1,0 +1,214 @@
+"""Prompts for on-policy training."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import lightning as L
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.datamodules.attached import resolve_tokenizer
+from lrlhf.datamodules.bad_rows import BadRow
+from lrlhf.datamodules.batching import LoaderOptions, Loaders
+from lrlhf.datamodules.chat import ChatFormat
+from lrlhf.datamodules.collate import PromptCollator, PromptRow
+from lrlhf.datamodules.loader import EvalLoader, TrainLoader
+from lrlhf.datamodules.prompt_rows import (
+    DEFAULT_PROMPT_COLUMN,
+    ColumnPattern,
+    PromptDraft,
+    PromptParser,
+    PromptTemplate,
+)
+from lrlhf.datamodules.sides import Preparation, Side, Sides, Split, prepare_sources
+from lrlhf.datamodules.sources import Source, Weighted
+from lrlhf.datamodules.tokenizing import tokenize_prompts
+from lrlhf.types import Prompt, PromptBatch
+
+logger = logging.getLogger(__name__)
+
+
+class PromptDataModule(L.LightningDataModule):
+    r"""Loads prompts; every other column of a row is passed on to the rewards.
+
+    A source is a file (.jsonl, .json, .parquet, .csv, each optionally .gz), a folder or pattern of
+    such files, a hub id (``owner/name:config@split``), or a `Source` such as `ReasoningGym`.
+
+    A prompt is text, or a list of messages that the chat template renders. In whole dialogues
+    (columns ``messages`` and ``conversations``) the last assistant turn is left out and passed on
+    as ``reference``. A row's ``tools`` and ``chat_template_kwargs`` reach the template.
+
+    Args:
+        train: One source or a list of them; `Weighted` entries give each a share of an epoch.
+        val: Validation data of its own; every row is kept.
+        batch_size: Prompts per step and rank.
+        val_batch_size: Prompts per validation batch and rank; None: as ``batch_size``.
+        tokenizer: Model folder, hub id or tokenizer; None: the LightningModule's.
+        prompt_column: Column with the prompt.
+        prompt_template: A jinja2 template over the columns that makes the prompt instead, such as
+            ``"5 + 3 = 8\n{{ metadata.expression }} ="``.
+        as_chat: Make a plain text prompt the user's turn of a chat.
+        system_prompt: System turn of every chat that has none.
+        chat_template: File or text of a template to use instead of the tokenizer's.
+        chat_template_kwargs: Passed to the template, such as ``{enable_thinking: false}``.
+        tools: Tool descriptions for rows that have none of their own.
+        column_patterns: Regular expressions that cut a column down to what they find, by column:
+            ``{answer: "####\\s*(.+)"}``, or ``{"answer -> gold": …}`` for a new column. The first
+            group counts.
+        max_prompt_tokens: Rows with longer prompts are left out and counted, never cut.
+        val_fraction: Share of the rows to hold out for validation when ``val`` is not given. Rows
+            with equal prompts never stand on both sides.
+        val_size: Number of rows to hold out instead.
+        deduplicate: Keep only the first of the rows with equal prompts.
+        max_bad_fraction: Stop when a larger share of the rows cannot be used.
+        seed: Of the order and of the held-out rows.
+        num_workers: Processes that collate; rows are tokenised once, so 0 is fast.
+        pin_memory: None: where there is a GPU.
+    """
+
+    def __init__(  # noqa: PLR0913 - the constructor is the schema of the config
+        self,
+        train: str | Source | list[str | Source | Weighted],
+        val: str | Source | list[str | Source | Weighted] | None = None,
+        *,
+        batch_size: int = 8,
+        val_batch_size: int | None = None,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        prompt_column: str = DEFAULT_PROMPT_COLUMN,
+        prompt_template: str | None = None,
+        as_chat: bool = False,
+        system_prompt: str | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        column_patterns: dict[str, str] | None = None,
+        max_prompt_tokens: int | None = None,
+        val_fraction: float = 0.0,
+        val_size: int = 0,
+        deduplicate: bool = False,
+        max_bad_fraction: float = 0.01,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self._train = train
+        self._split = Split(val, val_size, val_fraction, seed)
+        self._given_tokenizer = tokenizer
+        self._options = LoaderOptions(batch_size, val_batch_size, seed, num_workers, pin_memory)
+        self._chat_format = partial(
+            ChatFormat, template=chat_template, kwargs=dict(chat_template_kwargs or {}), tools=tools
+        )
+        self._parser = partial(
+            PromptParser,
+            column=prompt_column,
+            template=PromptTemplate(prompt_template) if prompt_template is not None else None,
+            as_chat=as_chat,
+            system_prompt=system_prompt,
+            patterns=tuple(ColumnPattern(*item) for item in (column_patterns or {}).items()),
+        )
+        self._max_tokens = max_prompt_tokens
+        self._deduplicate = deduplicate
+        self._max_bad_fraction = max_bad_fraction
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._stage = ""
+        self._sides: Sides[PromptRow] | None = None
+        self._loaders: Loaders[PromptRow, PromptBatch] | None = None
+
+    def prepare_data(self) -> None:
+        prepare_sources(self._train, self._split.val)
+
+    def setup(self, stage: str) -> None:
+        tokenizer = resolve_tokenizer(self._given_tokenizer, self.trainer)
+        if self._sides is None or tokenizer is not self._tokenizer:
+            self._tokenizer = tokenizer
+            self._sides = self._load(tokenizer)
+        self._stage = stage
+        collate = PromptCollator(int(tokenizer.pad_token_id))
+        self._loaders = Loaders(self._sides, self._options, collate, self.trainer)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer that made the ids; known after `setup`."""
+        if self._tokenizer is None:
+            raise RuntimeError("call setup() first: the tokenizer is not known before")
+        return self._tokenizer
+
+    def train_dataloader(
+        self,
+    ) -> TrainLoader[PromptRow, PromptBatch] | EvalLoader[PromptRow, PromptBatch]:
+        return self._made.train()
+
+    def val_dataloader(self) -> EvalLoader[PromptRow, PromptBatch] | list[Any]:
+        return self._made.validation()
+
+    def test_dataloader(self) -> EvalLoader[PromptRow, PromptBatch] | list[Any]:
+        return self._made.validation()
+
+    def predict_dataloader(self) -> EvalLoader[PromptRow, PromptBatch] | list[Any]:
+        return self._made.validation()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the train data.
+
+        Lightning also saves the loader's own state, but forgets to restore it when something asks
+        for ``trainer.estimated_stepping_batches`` before.
+        """
+        return self._loaders.state_dict() if self._loaders is not None else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if self._loaders is not None and self._stage == "fit":
+            self._loaders.load_state_dict(state_dict)
+
+    @property
+    def _made(self) -> Loaders[PromptRow, PromptBatch]:
+        if self._loaders is None:
+            raise RuntimeError("call setup() before asking for a loader")
+        return self._loaders
+
+    def _load(self, tokenizer: PreTrainedTokenizerBase) -> Sides[PromptRow]:
+        preparation = Preparation[PromptDraft, PromptRow](
+            parse=self._parser(self._chat_format(tokenizer)),
+            finish=self._finish,
+            keys=lambda row: (_key(row.prompt),),
+            check=self._check,
+            max_bad_fraction=self._max_bad_fraction,
+        )
+        return preparation.load_sides(self._train, self._split)
+
+    def _check(self, side: Side[PromptRow], what: str) -> Side[PromptRow]:
+        return _without_duplicates(side, what) if self._deduplicate else side
+
+    def _finish(self, drafts: Sequence[PromptDraft]) -> list[PromptRow | BadRow]:
+        finished: list[PromptRow | BadRow] = []
+        tokens = tokenize_prompts(self.tokenizer, [draft.text for draft in drafts])
+        for draft, ids in zip(drafts, tokens, strict=True):
+            if self._max_tokens is not None and len(ids) > self._max_tokens:
+                finished.append(
+                    BadRow(
+                        "too long",
+                        f"the prompt has {len(ids)} tokens, max_prompt_tokens={self._max_tokens}",
+                        remedy="raise max_prompt_tokens",
+                    )
+                )
+            else:
+                finished.append(PromptRow(draft.prompt, ids, draft.columns))
+        return finished
+
+
+def _key(prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return json.dumps([dict(message) for message in prompt], sort_keys=True, default=str)
+
+
+def _without_duplicates(side: Side[PromptRow], what: str) -> Side[PromptRow]:
+    first = {_key(row.value.prompt): row for row in reversed(side.rows)}
+    rows = [row for row in side.rows if first[_key(row.value.prompt)] is row]
+    left_out = len(side.rows) - len(rows)
+    logger.info("left out %d rows of the %s data whose prompt came before", left_out, what)
+    return Side(side.components, rows)

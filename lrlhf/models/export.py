@@ -1,0 +1,109 @@
+"""Trained models as ordinary folders, adapters merged into the weights."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import cast
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.integrations import dequantize_module_weight
+from peft.utils.other import ModulesToSaveWrapper
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lrlhf.models.output_head import plain_model
+
+
+def save_model(
+    model: PreTrainedModel | PeftModel,
+    folder: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Write a model into a folder that ``from_pretrained`` loads without this library or PEFT.
+
+    Adapters are merged and quantised weights restored in what is written; the model in memory
+    stays as it is, to the bit.
+
+    Args:
+        model: With or without LoRA adapters.
+        folder: Created where it does not exist.
+        tokenizer: Written beside the model.
+    """
+    plain = plain_model(model)
+    if isinstance(model, PeftModel) or plain.is_quantized:
+        skeleton_of(plain).save_pretrained(folder, state_dict=merged_state_dict(plain))
+    else:
+        plain.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Build the same architecture without adapters, quantisation or memory for its weights."""
+    config = copy.deepcopy(model.config)
+    if "quantization_config" in vars(config):
+        del config.quantization_config
+    with torch.device("meta"):
+        skeleton = type(model)(config)
+    if skeleton.can_generate():
+        skeleton.generation_config = model.generation_config
+    return cast(nn.Module, skeleton).to(model.dtype)  # type: ignore[return-value]
+
+
+@torch.no_grad()
+def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's weights under their original names, its active LoRA adapters added in.
+
+    Quantised weights are restored. Tensors that neither concerns are shared, not copied.
+
+    Args:
+        model: A model that PEFT has put LoRA layers into, or any other.
+
+    Raises:
+        ValueError: It has adapters of another kind than LoRA.
+    """
+    changed: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside_another = any(name.startswith(f"{outer}.") for outer in changed)
+        if not inside_another and _differs_when_saved(module):
+            changed[name] = module
+    prefixes = tuple(f"{name}." for name in changed)
+    merged = {
+        key: tensor for key, tensor in model.state_dict().items() if not key.startswith(prefixes)
+    }
+    for name, module in changed.items():
+        merged.update({f"{name}.{key}": tensor for key, tensor in _as_saved(module).items()})
+    return merged
+
+
+def _differs_when_saved(module: nn.Module) -> bool:
+    return isinstance(module, BaseTunerLayer | ModulesToSaveWrapper) or _is_quantised(module)
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    # by name, as PEFT does it: bitsandbytes may not be installed
+    kinds = {type(weight).__name__ for weight in module.parameters(recurse=False)}
+    return bool(kinds & {"Params4bit", "Int8Params"})
+
+
+def _as_saved(module: nn.Module) -> dict[str, Tensor]:
+    if isinstance(module, ModulesToSaveWrapper):
+        return merged_state_dict(module.modules_to_save[module.active_adapters[0]])
+    if not isinstance(module, BaseTunerLayer):
+        return _dense(module)
+    if not isinstance(module, LoraLayer):
+        raise ValueError(f"Adapters of kind {type(module).__name__} cannot be merged; use LoRA.")
+    parts = _dense(module.get_base_layer())
+    for adapter in module.active_adapters:
+        delta = module.get_delta_weight(adapter)
+        parts["weight"] = parts["weight"] + delta.to(parts["weight"].dtype)
+    return parts
+
+
+def _dense(layer: nn.Module) -> dict[str, Tensor]:
+    parts = {name: weight.detach() for name, weight in layer.named_parameters(recurse=False)}
+    return {**parts, "weight": dequantize_module_weight(layer).detach()}

@@ -1,0 +1,163 @@
+"""Scalar heads on a backbone's hidden states: pooling by mask, projection, bounded scale."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Pooling = Literal["last", "mean", "attention"]
+HeadKind = Literal["linear", "mlp"]
+
+_ATTENTION_VIEWS = 4
+"""Weighted averages that attention pooling takes side by side, as far as the size divides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """Everything that decides a reward network's scores besides its weights."""
+
+    names: tuple[str, ...] = ("reward",)
+    pooling: Pooling = "last"
+    layer: int = -1
+    """-1: the last hidden state, final norm included; k: what block k returns, counted from 1."""
+    head: HeadKind = "linear"
+    learn_scale: bool = False
+    scale_max: float = 100.0
+    """A learnt scale stays within ``(1 / scale_max, scale_max)``."""
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise ValueError("heads: at least one name is needed.")
+        if len(set(self.names)) != len(self.names):
+            raise ValueError(f"heads: {', '.join(self.names)} names a head twice.")
+        for name in self.names:
+            if not name.isidentifier():
+                raise ValueError(f"heads: {name!r} must be letters, digits and underscores.")
+        for key, value, allowed in (
+            ("pooling", self.pooling, ("last", "mean", "attention")),
+            ("head", self.head, ("linear", "mlp")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{key}: {value!r} is none of {', '.join(allowed)}.")
+        if self.scale_max <= 1.0:
+            raise ValueError(f"scale_max: {self.scale_max} must be above 1.")
+
+
+class RewardHead(nn.Module):
+    """One named score: pools a sequence, projects it, scales it, in its own weights' precision."""
+
+    def __init__(self, size: int, config: HeadConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        self.pooling = config.pooling
+        self.attention = AttentionPool(size, generator) if config.pooling == "attention" else None
+        self.projection = _projection(size, config.head, generator)
+        self.scale = BoundedScale(config.scale_max) if config.learn_scale else None
+
+    def forward(
+        self, hidden: Float[Tensor, "B T H"], attention_mask: Bool[Tensor, "B T"]
+    ) -> Float[Tensor, " B"]:
+        """Score rows whose attended tokens come first.
+
+        Args:
+            hidden: Hidden states; what lies outside the mask has no influence.
+            attention_mask: True on real tokens, at least one a row.
+        """
+        dtype = next(self.projection.parameters()).dtype
+        if self.attention is not None:
+            pooled = self.attention(hidden.to(dtype), attention_mask)
+        elif self.pooling == "mean":
+            pooled = mean_pool(hidden.to(dtype), attention_mask)
+        else:
+            pooled = last_pool(hidden, attention_mask).to(dtype)
+        score: Tensor = self.projection(pooled).squeeze(-1)
+        return score if self.scale is None else score * self.scale()
+
+
+def last_pool(
+    hidden: Float[Tensor, "B T H"], attention_mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B H"]:
+    """Take the last attended token, by its index: a padding id may also be a real token."""
+    last = attention_mask.sum(dim=1) - 1
+    return hidden[torch.arange(len(hidden), device=hidden.device), last]
+
+
+def mean_pool(
+    hidden: Float[Tensor, "B T H"], attention_mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B H"]:
+    """Average the attended tokens."""
+    kept = hidden.masked_fill(~attention_mask.unsqueeze(-1), 0.0)
+    return kept.sum(dim=1) / attention_mask.sum(dim=1, keepdim=True)
+
+
+class AttentionPool(nn.Module):
+    """Learnt weighted averages over the attended tokens, one for each slice of the features.
+
+    It starts as the plain mean: the weights' logits are zero.
+    """
+
+    def __init__(self, size: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.views = math.gcd(size, _ATTENTION_VIEWS)
+        self.logits = _linear(size, self.views, generator, std=0.0)
+        self.values = _linear(size, size, generator, std=size**-0.5)
+
+    def forward(
+        self, hidden: Float[Tensor, "B T H"], attention_mask: Bool[Tensor, "B T"]
+    ) -> Float[Tensor, "B H"]:
+        """Pool each sequence; padding gets exactly no weight."""
+        hidden = hidden.masked_fill(~attention_mask.unsqueeze(-1), 0.0)
+        logits = self.logits(hidden).masked_fill(~attention_mask.unsqueeze(-1), -math.inf)
+        values = self.values(hidden).unflatten(-1, (self.views, -1))
+        return torch.einsum("btv,btvd->bvd", logits.softmax(dim=1), values).flatten(1)
+
+
+class BoundedScale(nn.Module):
+    """A learnt positive factor that cannot run away: exp(b · tanh(s / b)), b = log(maximum).
+
+    It starts at 1, moves like exp(s) near it, and stays within (1 / maximum, maximum) for any s.
+    Training and evaluation use the same factor.
+    """
+
+    def __init__(self, maximum: float) -> None:
+        super().__init__()
+        self.bound = math.log(maximum)
+        self.log_scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self) -> Float[Tensor, ""]:
+        """Return the factor."""
+        return torch.exp(self.bound * torch.tanh(self.log_scale / self.bound))
+
+
+class RMSNormedSiLU(nn.Module):
+    """Root-mean-square norm with learnt gains, then SiLU."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Float[Tensor, "*B H"]) -> Float[Tensor, "*B H"]:
+        """Normalise and gate."""
+        return F.silu(F.rms_norm(x, (x.shape[-1],), self.weight, eps=1e-6))
+
+
+def _projection(size: int, kind: HeadKind, generator: torch.Generator) -> nn.Module:
+    # https://arxiv.org/abs/2009.01325 starts a reward head at this width, and without bias: a
+    # constant cancels out between the two scores of a pair
+    output = _linear(size, 1, generator, std=(size + 1) ** -0.5)
+    if kind == "linear":
+        return output
+    return nn.Sequential(
+        _linear(size, size, generator, std=size**-0.5), RMSNormedSiLU(size), output
+    )
+
+
+def _linear(inputs: int, outputs: int, generator: torch.Generator, *, std: float) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs, bias=False, device="meta").to_empty(device="cpu")
+    nn.init.normal_(layer.weight, std=std, generator=generator)
+    return layer

@@ -1,0 +1,231 @@
+"""Pretrained models as a configuration describes them: precision, adapters, memory savings."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import peft
+import torch
+from peft.utils.constants import EMBEDDING_LAYER_NAMES
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lrlhf.models.output_head import check_output_head
+from lrlhf.models.sources import explained, resolve_source
+from lrlhf.models.tokenization import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+DType = Literal["float32", "bfloat16", "float16", "auto"]
+
+_DROPOUT_WORDS = ("dropout", "pdrop", "layerdrop", "drop_path")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Low-rank adapters: only they are trained, the model's own weights stay as they are."""
+
+    r: int = 16
+    """Rank of every adapter."""
+    alpha: int = 32
+    """Adapters are scaled by ``alpha / r``."""
+    dropout: float = 0.0
+    """Dropout in front of the adapters, active in training mode only."""
+    target_modules: str | list[str] = "all-linear"
+    """Names (or one regular expression) of the layers that get one; all but the output head."""
+    modules_to_save: list[str] | None = None
+    """Further modules that are trained in full, as a copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainedSpec:
+    """What every pretrained model's loading can be told."""
+
+    source: str
+    """Folder, hub id, ``.gguf`` file or ``package:<module>[/<path>]``."""
+    dtype: DType = "float32"
+    """Of the weights. ``auto``: as stored. Adapters on a 16-bit model stay float32."""
+    attn_implementation: str | None = None
+    """``eager``, ``sdpa``, ``flash_attention_2``, ...; None: the model's default."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    dropout: bool = False
+    """Keep the model's own dropout. Off by default: it makes policy ratios and scores noisy."""
+    lora: LoRA | None = None
+    """Train adapters only; None: train every weight."""
+    quantization: Literal["4bit", "8bit"] | None = None
+    """Hold the frozen weights in nf4 or int8 (bitsandbytes). Training then needs ``lora``."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer that lies beside the model."""
+        return load_tokenizer(
+            self.source, revision=self.revision, trust_remote_code=self.trust_remote_code
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalLM(PretrainedSpec):
+    """A language model: a policy, or the reference it is held close to."""
+
+    def load(self, *, trainable: bool = True) -> PreTrainedModel | peft.PeftModel:
+        """Load the model, in eval mode as ``from_pretrained`` leaves it.
+
+        Args:
+            trainable: False: every parameter is frozen, and a quantised model needs no adapters.
+
+        Raises:
+            ValueError: The source leads to no model, an option does not fit it, or its output
+                head computes logits in a way that this library does not know.
+        """
+        model = load_pretrained(self, AutoModelForCausalLM, trainable=trainable)
+        check_output_head(model)
+        if not trainable:
+            return model.requires_grad_(False)
+        return finish_for_training(model, self, task_type="CAUSAL_LM")
+
+
+def load_pretrained(
+    spec: PretrainedSpec, auto_class: Any, *, trainable: bool, **options: Any
+) -> PreTrainedModel:
+    """Load the weights that ``spec`` names into the class that ``auto_class`` picks.
+
+    Args:
+        spec: Source and loading options; adapters are not added here.
+        auto_class: ``AutoModel``, ``AutoModelForCausalLM``, ...
+        trainable: Whether the weights will be trained, which a quantised model cannot without
+            adapters.
+        options: Fields to override in the model's config.
+
+    Raises:
+        ValueError: The source leads to no model, or lacks weights that the class needs.
+    """
+    if spec.quantization is not None and spec.lora is None and trainable:
+        raise ValueError(
+            f"quantization: {spec.quantization} cannot train the model's own weights. "
+            "Add `lora: {}` to train adapters, or drop quantization."
+        )
+    location = resolve_source(spec.source)
+    shared = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
+    quantization = _bitsandbytes(spec)
+    with explained(spec.source):
+        config = AutoConfig.from_pretrained(location, **shared, **options)
+        if not spec.dropout:
+            clear_dropout(config)
+        model, report = auto_class.from_pretrained(
+            location,
+            config=config,
+            dtype=spec.dtype,
+            attn_implementation=spec.attn_implementation,
+            quantization_config=quantization,
+            use_safetensors=None,  # safetensors where there is one, else a weights_only pickle
+            output_loading_info=True,
+            **shared,
+        )
+    _check_complete(report, spec.source, type(model).__name__)
+    if not spec.dropout:
+        silence_dropout(model)
+    return model  # type: ignore[no-any-return]
+
+
+def finish_for_training(
+    model: PreTrainedModel, spec: PretrainedSpec, *, task_type: str
+) -> PreTrainedModel | peft.PeftModel:
+    """Add the adapters and the activation recomputing that ``spec`` asks for."""
+    finished: PreTrainedModel | peft.PeftModel = model
+    if spec.lora is not None:
+        finished = _with_adapters(model, spec.lora, task_type)
+    if spec.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if spec.lora is not None:
+            # the inputs of the first block come from frozen embeddings
+            model.enable_input_require_grads()  # type: ignore[no-untyped-call]
+    return finished
+
+
+def clear_dropout(config: PreTrainedConfig) -> None:
+    """Set every dropout probability of a config, and of the configs inside it, to 0."""
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            clear_dropout(value)
+        elif isinstance(value, float) and any(word in name for word in _DROPOUT_WORDS):
+            setattr(config, name, 0.0)
+
+
+def silence_dropout(model: nn.Module) -> None:
+    """Set the probability of every dropout layer to 0."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+
+
+def _with_adapters(model: PreTrainedModel, lora: LoRA, task_type: str) -> peft.PeftModel:
+    _refuse_tied_embeddings(model, lora)
+    return peft.get_peft_model(
+        model,
+        peft.LoraConfig(
+            task_type=task_type,
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=lora.target_modules,
+            modules_to_save=lora.modules_to_save,
+        ),
+    )
+
+
+def _refuse_tied_embeddings(model: PreTrainedModel, lora: LoRA) -> None:
+    """Adapting one end of a tied pair would untie it, and the saved model with it."""
+    named = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules
+    tied = model.config.get_text_config().tie_word_embeddings
+    ends = {name.split(".")[-1] for name in [*named, *(lora.modules_to_save or [])]}
+    ends &= set(EMBEDDING_LAYER_NAMES)
+    if tied and ends:
+        raise ValueError(
+            f"lora: {', '.join(sorted(ends))} shares its weights with the other end of the model "
+            "(tie_word_embeddings). Leave it out of target_modules and modules_to_save."
+        )
+
+
+def _bitsandbytes(spec: PretrainedSpec) -> BitsAndBytesConfig | None:
+    if spec.quantization is None:
+        return None
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(
+            f"quantization: {spec.quantization} needs bitsandbytes. "
+            "Run `pip install 'lrlhf[quantization]'`."
+        )
+    if spec.quantization == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
+    compute = torch.bfloat16 if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
+
+
+def _check_complete(report: Mapping[str, Any], source: str, class_name: str) -> None:
+    """Refuse weights left at random; a pooling layer is allowed to be new, nothing uses it."""
+    missing = sorted(key for key in report["missing_keys"] if "pooler" not in key)
+    wrong = sorted(str(entry) for entry in report["mismatched_keys"])
+    if missing or wrong:
+        raise ValueError(
+            f"source {source!r} does not fill {class_name}: missing {missing[:5]}, "
+            f"of another shape {wrong[:5]}. It holds another kind of model, or is incomplete."
+        )

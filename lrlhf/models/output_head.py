@@ -1,0 +1,103 @@
+"""From a language model's last hidden states to its logits, as the model itself does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+def plain_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """Return the ``transformers`` model; LoRA layers sit inside it and stay as they are.
+
+    Raises:
+        ValueError: The adapters are virtual tokens, which live outside the model.
+    """
+    if not isinstance(model, PeftModel):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        raise ValueError("Prompt-learning adapters are not supported; use LoRA.")
+    return cast(PreTrainedModel, model.get_base_model())
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputHead:
+    """The output projection, and what some families do to its result."""
+
+    projection: nn.Module
+    """Hidden states to raw logits, adapters included."""
+    multiplier: float = 1.0
+    """Logits are multiplied by it (Cohere, Granite, Falcon-H1, HyperCLOVA)."""
+    softcap: float | None = None
+    """Then bounded to ``softcap · tanh(logits / softcap)`` (Gemma)."""
+
+    def __call__(self, hidden: Float[Tensor, "*N H"]) -> Float[Tensor, "*N V"]:
+        """Compute logits, scaled and capped in at least float32."""
+        logits = self.projection(hidden)
+        if self.multiplier == 1.0 and self.softcap is None:
+            return logits  # type: ignore[no-any-return]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * self.multiplier
+        if self.softcap is None:
+            return logits  # type: ignore[no-any-return]
+        return torch.tanh(logits / self.softcap) * self.softcap
+
+
+def output_head(model: PreTrainedModel) -> OutputHead:
+    """Build the head of a causal language model from its config.
+
+    Raises:
+        ValueError: The model has no output projection.
+    """
+    projection = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if projection is None:
+        raise ValueError(f"{type(model).__name__} has no output head: it is no language model.")
+    config: dict[str, Any] = model.config.get_text_config().to_dict()
+    softcap = config.get("final_logit_softcapping") or config.get("logits_soft_cap")
+    return OutputHead(projection=projection, multiplier=_multiplier(config), softcap=softcap)
+
+
+def _multiplier(config: dict[str, Any]) -> float:
+    family = str(config["model_type"])
+    scaling = config.get("logits_scaling") or 1.0
+    if family.startswith("hyperclovax"):
+        return float(scaling)
+    if family.startswith("cohere"):  # MPT has a field of this name too, and ignores it
+        return float(config.get("logit_scale") or 1.0)
+    multiplier = config.get("lm_head_multiplier") or config.get("output_multiplier") or 1.0
+    return float(multiplier) / float(scaling)
+
+
+@torch.no_grad()
+def check_output_head(model: PreTrainedModel | PeftModel) -> None:
+    """Compare the model's logits for two tokens with those of :func:`output_head`.
+
+    Log-probabilities are computed from the hidden states, never from whole logits. A family that
+    scales its logits in some new way would give wrong ones silently; here it is refused.
+
+    Raises:
+        ValueError: The logits differ.
+    """
+    plain = plain_model(model)
+    # of two ids at most one is the padding id, whose embedding may be all zero
+    tokens = torch.tensor([[1, 2]], device=plain.device)
+    captured: list[Tensor] = []
+    handle = plain.base_model.register_forward_hook(
+        lambda _module, _inputs, output: captured.append(output.last_hidden_state)
+    )
+    try:
+        expected = plain(input_ids=tokens, use_cache=False).logits.float()
+    finally:
+        handle.remove()
+    actual = output_head(plain)(captured[0]).float()
+    tolerance = 2e-2 * expected.abs().max()  # bfloat16 rounds the two orders of work differently
+    if actual.shape != expected.shape or (actual - expected).abs().max() > tolerance:
+        raise ValueError(
+            f"{type(plain).__name__} computes its logits from the hidden states in a way that is "
+            "not known here, so log-probabilities would be wrong. This model family is not "
+            "supported."
+        )

@@ -1,0 +1,190 @@
+"""The fixed policy that training is held close to."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Self
+
+import torch
+from jaxtyping import Float
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lrlhf.models.loading import CausalLM
+from lrlhf.models.logprobs import sequence_logprobs
+from lrlhf.types import SequenceBatch
+
+
+class ReferencePolicy(ABC):
+    """Log-probabilities of a policy that gets no gradient.
+
+    It is deliberately no ``nn.Module``: as an attribute of one it would be trained, sharded and
+    saved with it.
+    """
+
+    @abstractmethod
+    def logprobs(
+        self, batch: SequenceBatch, *, temperature: float = 1.0, chunk_size: int = 1024
+    ) -> Float[Tensor, "B T"]:
+        """Compute what :func:`lrlhf.models.sequence_logprobs` does, without gradient."""
+
+    @abstractmethod
+    def mix(self, policy: PreTrainedModel | PeftModel, alpha: float) -> None:
+        """Move the reference towards the policy: ``α·policy + (1 - α)·reference`` (TR-DPO)."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what a checkpoint needs: the weights if ``mix`` ever changed them, else nothing.
+
+        A reference that never moved is rebuilt from its source when a run resumes.
+        """
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what ``state_dict`` returned; an empty state changes nothing."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str) -> Self:
+        """Move to ``device``."""
+
+
+def frozen_reference(
+    model: PreTrainedModel | PeftModel, spec: CausalLM | None = None
+) -> ReferencePolicy:
+    """Build the reference of a policy, before the policy's first update or restored checkpoint.
+
+    Args:
+        model: The policy as it starts.
+        spec: Another model as the reference, with the policy's tokenizer. None: the policy as it
+            is now, as a frozen copy, or with LoRA the policy with its adapters switched off,
+            which costs no memory.
+    """
+    if spec is not None:
+        return _FrozenModel(spec.load(trainable=False))
+    if isinstance(model, PeftModel):
+        return _WithoutAdapters(model)
+    duplicate = copy.deepcopy(model)
+    duplicate.gradient_checkpointing_disable()
+    return _FrozenModel(duplicate)
+
+
+class _FrozenModel(ReferencePolicy):
+    """A model of its own."""
+
+    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self._moved = False
+
+    @torch.no_grad()
+    def logprobs(
+        self, batch: SequenceBatch, *, temperature: float = 1.0, chunk_size: int = 1024
+    ) -> Float[Tensor, "B T"]:
+        return sequence_logprobs(self.model, batch, temperature=temperature, chunk_size=chunk_size)
+
+    @torch.no_grad()
+    def mix(self, policy: PreTrainedModel | PeftModel, alpha: float) -> None:
+        if not 0.0 <= alpha <= 1.0:
+            raise ValueError(f"The share of the policy in the reference is {alpha}, not in [0, 1].")
+        theirs = dict(policy.named_parameters())
+        ours = dict(self.model.named_parameters())
+        different = sorted(theirs.keys() ^ ours.keys())
+        different += [
+            name for name in ours.keys() & theirs if ours[name].shape != theirs[name].shape
+        ]
+        if different:
+            raise ValueError(
+                "Only a reference with the policy's own architecture can follow it; these weights "
+                f"differ: {', '.join(different[:5])}."
+            )
+        for name, weight in ours.items():
+            weight.lerp_(theirs[name].to(weight), alpha)
+        self._moved = True
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.model.state_dict() if self._moved else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if state:
+            self.model.load_state_dict(state)
+            self._moved = True
+
+    def to(self, device: torch.device | str) -> Self:
+        self.model.to(device)
+        return self
+
+
+class _WithoutAdapters(ReferencePolicy):
+    """The policy itself, its adapters switched off while it is asked."""
+
+    def __init__(self, policy: PeftModel) -> None:
+        self._policy = policy
+
+    @torch.no_grad()
+    def logprobs(
+        self, batch: SequenceBatch, *, temperature: float = 1.0, chunk_size: int = 1024
+    ) -> Float[Tensor, "B T"]:
+        with adapters_disabled(self._policy), evaluating(self._policy):
+            return sequence_logprobs(
+                self._policy, batch, temperature=temperature, chunk_size=chunk_size
+            )
+
+    def mix(self, policy: PreTrainedModel | PeftModel, alpha: float) -> None:
+        raise ValueError(
+            "With lora the reference is the model below the adapters and cannot follow the policy. "
+            "Train every weight (drop lora), or switch the syncing of the reference off."
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if state:
+            raise ValueError(
+                "The checkpoint holds a reference that followed a policy trained without lora; "
+                "resume it without lora."
+            )
+
+    def to(self, device: torch.device | str) -> Self:
+        return self
+
+
+@contextlib.contextmanager
+def adapters_disabled(model: PeftModel) -> Iterator[None]:
+    """Switch every adapter off, and put each back as it was, whatever happens in between.
+
+    PEFT's own context manager leaves every adapter weight trainable, also those that were frozen.
+    """
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+    ]
+    enabled = [not layer.disable_adapters for layer in layers]
+    trainable = [(weight, weight.requires_grad) for weight in model.parameters()]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer, was_enabled in zip(layers, enabled, strict=True):
+            layer.enable_adapters(was_enabled)
+        for weight, was_trainable in trainable:
+            weight.requires_grad_(was_trainable)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode, and each of its modules back into the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module in training:
+            module.training = True

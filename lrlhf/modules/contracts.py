@@ -1,0 +1,33 @@
+"""What callbacks may ask of a module, whichever algorithm it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+
+@runtime_checkable
+class Exportable(Protocol):
+    """A module whose trained model can leave as a folder that ``transformers`` loads."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def trainable_models(self) -> dict[str, nn.Module]:
+        """Models that receive gradients, by role: policy, critic or reward."""
+        ...
+
+    def export_pretrained(self, folder: Path) -> None:
+        """Write weights, config and tokenizer into ``folder``."""
+        ...
+
+
+@runtime_checkable
+class KLPenalized(Protocol):
+    """A module with a KL penalty whose strength may change between iterations."""
+
+    kl_coef: float
+    samples_per_step: int
+    """Responses of one iteration over all ranks."""

@@ -1,0 +1,195 @@
+"""One description of optimizer and learning-rate schedule, shared by all modules."""
+
+from __future__ import annotations
+
+import math
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+_ADAMW = "torch.optim.AdamW"
+
+
+class OptimizerAndScheduler(NamedTuple):
+    """An optimizer, and the schedule that its owner steps after every optimizer step."""
+
+    optimizer: Optimizer
+    scheduler: LambdaLR
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with decoupled weight decay on matrices only, and a learning-rate schedule.
+
+    Args:
+        lr: Peak learning rate.
+        betas: Decay rates of AdamW's running mean and running square of the gradient.
+        weight_decay: Decoupled decay of parameters with two or more axes; biases, norms and
+            scalars never decay.
+        eps: Added to AdamW's denominator.
+        schedule: Course of the learning rate after the warm-up: it stays, or falls in a straight
+            line or half a cosine to ``min_lr_fraction`` of the peak at the last step.
+        warmup_steps: Optimizer steps of linear warm-up; a value below 1 is that fraction of all
+            steps. Step s of W warm-up steps runs at (s + 1) / (W + 1) of the peak, so that,
+            unlike in ``transformers``, no step is wasted at zero.
+        min_lr_fraction: Where a falling schedule ends, as a fraction of ``lr``.
+        fused: Whether AdamW runs its fused kernel; None leaves the choice to torch. Precision
+            16-mixed cannot clip gradients with it.
+        optimizer_class: Dotted path of another ``torch.optim.Optimizer``. It is given ``lr``, the
+            parameter groups with their ``weight_decay``, and ``optimizer_options``; ``betas``,
+            ``eps`` and ``fused`` belong to AdamW alone.
+        optimizer_options: Further keyword arguments of the optimizer's constructor.
+
+    Raises:
+        ValueError: A value is outside its range, or does not belong to this optimizer.
+    """
+
+    lr: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    eps: float = 1e-8
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int | float = 0
+    min_lr_fraction: float = 0.0
+    fused: bool | None = None
+    optimizer_class: str = _ADAMW
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ValueError(f"optimizer.lr is {self.lr}, expected a positive number")
+        if self.weight_decay < 0:
+            raise ValueError(f"optimizer.weight_decay is {self.weight_decay}, expected 0 or more")
+        if not 0 <= self.min_lr_fraction <= 1:
+            raise ValueError(
+                f"optimizer.min_lr_fraction is {self.min_lr_fraction}, expected 0 to 1"
+            )
+        if self.schedule not in _DECAYS:
+            raise ValueError(
+                f"optimizer.schedule is {self.schedule!r}, expected one of {', '.join(_DECAYS)}"
+            )
+        if self.warmup_steps < 0 or (self.warmup_steps >= 1 and self.warmup_steps % 1 != 0):
+            raise ValueError(
+                f"optimizer.warmup_steps is {self.warmup_steps}, expected a fraction of all steps "
+                "(0 to 1) or a whole number of steps"
+            )
+        if self.optimizer_class != _ADAMW:
+            self._refuse_adamw_options()
+
+    def build(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], total_steps: float
+    ) -> OptimizerAndScheduler:
+        """Build the optimizer of the parameters that require gradients, and its schedule.
+
+        Args:
+            named_parameters: As from ``module.named_parameters()``; frozen ones are left out.
+            total_steps: Optimizer steps of the whole run; ``inf`` where the run has no end, which
+                only a constant schedule with a whole number of warm-up steps can follow.
+
+        Raises:
+            ValueError: No parameter requires gradients, the schedule needs to know an end that
+                the run has not, or the optimizer refuses its options.
+        """
+        groups = parameter_groups(named_parameters, weight_decay=self.weight_decay)
+        optimizer = self._optimizer(groups)
+        return OptimizerAndScheduler(optimizer, LambdaLR(optimizer, self.lr_factor(total_steps)))
+
+    def lr_factor(self, total_steps: float) -> Callable[[int], float]:
+        """Return the function from steps taken to the fraction of the peak learning rate."""
+        warmup = self._warmup(total_steps)
+        if math.isinf(total_steps) and self.schedule != "constant":
+            raise ValueError(
+                f"optimizer.schedule {self.schedule!r} falls towards the last step, but this run "
+                "has none: set trainer.max_steps or trainer.max_epochs, or use constant"
+            )
+        decay, floor = _DECAYS[self.schedule], self.min_lr_fraction
+
+        # A closure, not an object: LambdaLR would store an object's attributes in checkpoints, and
+        # a run resumed with more steps would keep the end of the old one.
+        def factor(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / (warmup + 1)
+            progress = min(1.0, (step - warmup) / max(1.0, total_steps - warmup))
+            return floor + (1 - floor) * decay(progress)
+
+        return factor
+
+    def _warmup(self, total_steps: float) -> int:
+        if not 0 < self.warmup_steps < 1:
+            return int(self.warmup_steps)
+        if math.isinf(total_steps):
+            raise ValueError(
+                f"optimizer.warmup_steps {self.warmup_steps} is a fraction of all steps, but this "
+                "run has no end: set trainer.max_steps or trainer.max_epochs, or give a number of "
+                "steps"
+            )
+        return math.ceil(self.warmup_steps * total_steps)
+
+    def _optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
+        options = dict(self.optimizer_options)
+        if self.optimizer_class == _ADAMW:
+            options = {"betas": self.betas, "eps": self.eps, "fused": self.fused, **options}
+        optimizer_class = _resolve_optimizer(self.optimizer_class)
+        try:
+            return optimizer_class(groups, lr=self.lr, **options)  # type: ignore[call-arg]
+        except TypeError as error:
+            raise ValueError(
+                f"optimizer.optimizer_options {sorted(self.optimizer_options)} do not fit "
+                f"{self.optimizer_class}: {error}"
+            ) from error
+
+    def _refuse_adamw_options(self) -> None:
+        for name, default in (("betas", (0.9, 0.999)), ("eps", 1e-8), ("fused", None)):
+            value = self.__dict__[name]
+            if (tuple(value) if name == "betas" else value) != default:
+                raise ValueError(
+                    f"optimizer.{name} belongs to AdamW, not to {self.optimizer_class}: put it "
+                    f"into optimizer.optimizer_options"
+                )
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Split the trainable parameters into those that decay and those that do not.
+
+    Parameters with fewer than two axes are biases, the gains of norms and scalars: pulling them
+    to zero regularises nothing.
+    """
+    trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    if not trainable:
+        raise ValueError(
+            "no parameter requires gradients: unfreeze some of the model, or give it a LoRA"
+        )
+    matrices = [parameter for parameter in trainable if parameter.ndim >= 2]
+    others = [parameter for parameter in trainable if parameter.ndim < 2]
+    groups = ((matrices, weight_decay), (others, 0.0))
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+def _resolve_optimizer(path: str) -> type[Optimizer]:
+    try:
+        found = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"optimizer.optimizer_class {path!r} cannot be imported: {error}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise ValueError(f"optimizer.optimizer_class {path!r} is no torch.optim.Optimizer")
+    return found
+
+
+def _half_cosine(progress: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+_DECAYS: dict[str, Callable[[float], float]] = {
+    "constant": lambda _: 1.0,
+    "linear": lambda progress: 1 - progress,
+    "cosine": _half_cosine,
+}

@@ -1,0 +1,51 @@
+"""Pairs as one batch of rows, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lrlhf.types import PreferenceBatch, SequenceBatch
+
+
+class PairScores(NamedTuple):
+    """Scores of both candidates of every pair, [B, H] each."""
+
+    candidate0: Tensor
+    candidate1: Tensor
+
+
+def concatenate(first: SequenceBatch, second: SequenceBatch, *, pad_id: int) -> SequenceBatch:
+    """Stack the rows of two batches, right-padded to one length."""
+    length = max(first.input_ids.shape[1], second.input_ids.shape[1])
+
+    def stacked(column: str, value: int | bool) -> Tensor:
+        parts = [getattr(batch, column) for batch in (first, second)]
+        return torch.cat(
+            [functional.pad(part, (0, length - part.shape[1]), value=value) for part in parts]
+        )
+
+    return SequenceBatch(
+        input_ids=stacked("input_ids", pad_id),
+        attention_mask=stacked("attention_mask", value=False),
+        response_mask=stacked("response_mask", value=False),
+    )
+
+
+def score_records(
+    scores: PairScores, batch: PreferenceBatch, head_names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return one JSON-ready line per pair: ``info``, and ``scores0``, ``scores1`` by head."""
+    rows = zip(batch.info, scores.candidate0.tolist(), scores.candidate1.tolist(), strict=True)
+    return [
+        {
+            "info": dict(info),
+            "scores0": dict(zip(head_names, scores0, strict=True)),
+            "scores1": dict(zip(head_names, scores1, strict=True)),
+        }
+        for info, scores0, scores1 in rows
+    ]

@@ -1,0 +1,231 @@
+"""How well scores agree with labels, over all pairs of all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.functional.classification import binary_calibration_error
+from torchmetrics.utilities import dim_zero_cat
+
+_CALIBRATION_BINS = 20  # even, so that no bin lies across one half
+
+
+class Interval(NamedTuple):
+    """The ends of a confidence interval."""
+
+    low: float
+    high: float
+
+
+class HeadPairs(NamedTuple):
+    """All pairs of one head."""
+
+    scores0: Float[Tensor, " N"]
+    scores1: Float[Tensor, " N"]
+    labels: Float[Tensor, " N"]
+    """1: candidate 0 is better, -1: candidate 1, 0: equal, NaN: not labelled."""
+    losses: Float[Tensor, " N"]
+    lengths: Float[Tensor, "N 2"]
+    """Tokens of both candidates."""
+
+
+class RewardSummary(NamedTuple):
+    """Metrics by name, ``/head`` appended where there are several, and the pairs behind them."""
+
+    metrics: dict[str, float]
+    heads: dict[str, HeadPairs]
+
+
+class RewardMetrics(Metric):
+    """Collects the scored pairs of all ranks and sums them up.
+
+    Args:
+        head_names: Names of the heads, in the order of the scores' columns.
+        head_weights: Weight of each head in the loss.
+    """
+
+    full_state_update = False
+    pairs: list[Tensor]
+    lengths: list[Tensor]
+
+    def __init__(self, head_names: Sequence[str], head_weights: Sequence[float]) -> None:
+        super().__init__()
+        self.head_names = tuple(head_names)
+        self.head_weights = tuple(head_weights)
+        self.add_state("pairs", default=[], dist_reduce_fx="cat")
+        self.add_state("lengths", default=[], dist_reduce_fx="cat")
+
+    def update(
+        self, scores0: Tensor, scores1: Tensor, losses: Tensor, labels: Tensor, lengths: Tensor
+    ) -> None:
+        """Add a batch.
+
+        Args:
+            scores0: Scores of candidate 0, [B, H].
+            scores1: Scores of candidate 1, [B, H].
+            losses: Unweighted loss of every label, [B, H].
+            labels: 1: candidate 0 is better, -1: candidate 1, 0: equal, NaN: no label; [B, H].
+            lengths: Tokens of both candidates, [B, 2].
+        """
+        columns = (scores0, scores1, labels, losses)
+        self.pairs.append(torch.stack([column.detach().float() for column in columns], dim=-1))
+        self.lengths.append(lengths.float())
+
+    def update_with_nothing(self) -> None:
+        """Take part in the sum although this rank may have seen no pair.
+
+        A rank without any state would offer a tensor with fewer axes than the others' and break
+        their gathering.
+        """
+        none = torch.empty(0, len(self.head_names), device=self.device)
+        self.update(none, none, none, none, torch.empty(0, 2, device=self.device))
+
+    def compute(self) -> RewardSummary:
+        """Return every metric that the collected pairs define, and the pairs themselves."""
+        pairs, lengths = dim_zero_cat(self.pairs), dim_zero_cat(self.lengths)
+        heads = {name: _head_pairs(pairs[:, i], lengths) for i, name in enumerate(self.head_names)}
+        if len(pairs) == 0:
+            return RewardSummary({}, heads)
+        weighted = [
+            w * head.losses for w, head in zip(self.head_weights, heads.values(), strict=True)
+        ]
+        metrics = {"loss": float(torch.stack(weighted).sum(dim=0).mean())}
+        if len(heads) == 1:
+            return RewardSummary(head_metrics(*heads.values()) | metrics, heads)
+        metrics |= accuracy_metrics(torch.cat([signed_gaps(head) for head in heads.values()]))
+        for name, head in heads.items():
+            metrics |= {f"{key}/{name}": value for key, value in head_metrics(head).items()}
+        return RewardSummary(metrics, heads)
+
+
+def _head_pairs(columns: Float[Tensor, "N 4"], lengths: Float[Tensor, "N 2"]) -> HeadPairs:
+    scores0, scores1, labels, losses = columns.unbind(dim=-1)
+    return HeadPairs(scores0, scores1, labels, losses, lengths)
+
+
+def head_metrics(head: HeadPairs) -> dict[str, float]:
+    """Return the metrics of one head; those that its pairs leave undefined are left out."""
+    labelled = ~head.labels.isnan()
+    decided = labelled & (head.labels != 0)
+    scores = torch.stack([head.scores0, head.scores1], dim=1)
+    metrics = {
+        "score_mean": scores.mean(),
+        "score_std": scores.std(correction=0),
+        "score_min": scores.min(),
+        "score_max": scores.max(),
+    }
+    if labelled.any():
+        metrics["loss"] = head.losses[labelled].mean()
+    if (head.labels == 0).any():
+        metrics["tie_gap"] = (head.scores0 - head.scores1)[head.labels == 0].abs().mean()
+    if decided.any():
+        metrics |= _preference_metrics(head, decided)
+    correlation = pearson(scores.flatten(), head.lengths.flatten())
+    if correlation is not None:
+        metrics["length_correlation"] = correlation
+    return {k: float(v) for k, v in metrics.items()} | accuracy_metrics(signed_gaps(head))
+
+
+def _preference_metrics(head: HeadPairs, decided: Tensor) -> dict[str, Tensor]:
+    gaps = signed_gaps(head)
+    middle = (head.scores0 + head.scores1)[decided] / 2
+    longer = (head.lengths[:, 0] - head.lengths[:, 1])[decided] * head.labels[decided]
+    return {
+        "margin": gaps.mean(),
+        "chosen_mean": (middle + gaps / 2).mean(),
+        "rejected_mean": (middle - gaps / 2).mean(),
+        "score_ties": (gaps == 0).float().mean(),
+        "calibration_error": calibration_error(gaps),
+        "longer_wins": win_rate(longer),
+    }
+
+
+def accuracy_metrics(gaps: Float[Tensor, " N"]) -> dict[str, float]:
+    """Return the share of pairs in the right order, with its 95 % confidence interval."""
+    if len(gaps) == 0:
+        return {}
+    accuracy = float(win_rate(gaps))
+    low, high = wilson_interval(accuracy, len(gaps))
+    return {"accuracy": accuracy, "accuracy_low": low, "accuracy_high": high, "pairs": len(gaps)}
+
+
+def signed_gaps(head: HeadPairs) -> Float[Tensor, " M"]:
+    """Return chosen minus rejected score of every pair that has a preference."""
+    decided = ~head.labels.isnan() & (head.labels != 0)
+    return ((head.scores0 - head.scores1) * head.labels)[decided]
+
+
+def win_rate(gaps: Float[Tensor, " N"]) -> Float[Tensor, ""]:
+    """Return the share of gaps above zero; a gap of exactly zero is half a win."""
+    return (gaps > 0).float().mean() + (gaps == 0).float().mean() / 2
+
+
+def wilson_interval(share: float, count: int, *, z: float = 1.959963984540054) -> Interval:
+    """Return the score interval of a share of ``count`` independent trials.
+
+        (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)
+
+    Args:
+        share: Observed share p, 0 to 1.
+        count: Number n of trials, at least 1.
+        z: Quantile of the normal distribution; the default gives 95 %.
+
+    Reference:
+        Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953
+    """
+    scale = 1 + z**2 / count
+    center = share + z**2 / (2 * count)
+    spread = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return Interval((center - spread) / scale, (center + spread) / scale)
+
+
+def calibration_error(gaps: Float[Tensor, " N"]) -> Float[Tensor, ""]:
+    """Return how far σ(gap) is, on average, from the share of wins at that gap.
+
+    Each pair counts in both orders, so that it does not matter which candidate comes first.
+    """
+    if not gaps.isfinite().all():
+        return torch.full((), torch.nan)
+    probabilities = torch.cat([gaps, -gaps]).sigmoid()
+    targets = torch.cat([torch.ones_like(gaps), torch.zeros_like(gaps)]).long()
+    return binary_calibration_error(probabilities, targets, n_bins=_CALIBRATION_BINS)
+
+
+def pearson(x: Float[Tensor, " N"], y: Float[Tensor, " N"]) -> Float[Tensor, ""] | None:
+    """Return the linear correlation, or None where one of the two does not vary."""
+    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
+    norm = x.norm() * y.norm()
+    return x @ y / norm if norm > 0 else None
+
+
+def fit_tie_threshold(head: HeadPairs) -> float | None:
+    """Return the gap below which calling a pair a tie gets most labels right.
+
+    Thresholds half way between neighbouring gaps are tried, besides none and all; None where no
+    pair is labelled a tie.
+    """
+    ties = (head.labels == 0).nonzero().flatten()
+    if len(ties) == 0:
+        return None
+    won = signed_gaps(head)
+    tied = (head.scores0 - head.scores1)[ties].abs().sort().values
+    right = won[won > 0].sort().values
+    gaps: Tensor = torch.unique(torch.cat([tied, won.abs()]))
+    tried = torch.cat([gaps.new_zeros(1), (gaps[1:] + gaps[:-1]) / 2, 2 * gaps[-1:] + 1])
+    caught = torch.searchsorted(tied, tried)
+    lost = torch.searchsorted(right, tried)
+    return float(tried[(caught - lost).argmax()])
+
+
+def three_way_accuracy(head: HeadPairs, threshold: float) -> float:
+    """Return the share of labels that scores predict: better, worse, or equal below a gap."""
+    gap = head.scores0 - head.scores1
+    predicted = torch.where(gap.abs() < threshold, torch.zeros_like(gap), gap.sign())
+    labelled = ~head.labels.isnan()
+    return float((predicted == head.labels)[labelled].float().mean())

@@ -1,0 +1,103 @@
+"""What an iteration reports of its rollout and of its update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lrlhf.functional.kl import kl_estimate
+from lrlhf.functional.masking import masked_sum
+from lrlhf.functional.policy import policy_metrics
+from lrlhf.modules.metric_sums import MetricSums
+from lrlhf.rewards import RewardResult
+from lrlhf.types import Experience
+
+
+def measure_rollout(
+    experience: Experience, result: RewardResult, metrics: MetricSums, *, num_generations: int
+) -> None:
+    """Scores, lengths, truncation, and groups that teach nothing."""
+    scores = experience.scores.double()
+    groups = scores.view(-1, num_generations)
+    metrics.add_values("rollout/score", scores)
+    if num_generations > 1:
+        for group in groups:
+            scorable = group[group.isfinite()]
+            if len(scorable) > 1:
+                metrics.add("rollout/score_std", scorable.std(), 1.0)
+    spread = groups.nan_to_num(nan=-torch.inf).amax(dim=1) - groups.nan_to_num(
+        nan=torch.inf
+    ).amin(dim=1)
+    metrics.add_values("rollout/zero_variance_groups", (spread <= 0).double())
+    metrics.add_values("rollout/unscorable_fraction", scores.isnan().double())
+    metrics.add_values("rollout/response_length", experience.response_mask.sum(dim=1).double())
+    metrics.add_values("rollout/truncated_fraction", experience.truncated.double())
+    for column, name in enumerate(result.names):
+        values = result.per_function[:, column].double()
+        finite = values[values.isfinite()]
+        metrics.add_values(f"rewards/{name}/mean", values)
+        metrics.add_moments(f"rewards/{name}/std", finite)
+    for name, value in result.metrics.items():
+        metrics.add(f"rewards/{name}", value, 1.0)
+    if experience.kept_mass is not None:
+        mask = experience.response_mask
+        metrics.add("rollout/kept_mass", masked_sum(experience.kept_mass, mask), mask.sum())
+
+
+def measure_kl(experience: Experience, metrics: MetricSums) -> None:
+    """Distance to the reference per token and per response (k1, nats)."""
+    if experience.ref_logprobs is None:
+        return
+    policy = experience.old_logprobs
+    if policy is None:
+        policy = experience.sampling_logprobs
+    mask = experience.response_mask
+    total = masked_sum(kl_estimate(policy, experience.ref_logprobs, estimator="k1"), mask)
+    metrics.add("kl/reference", total, mask.sum())
+    metrics.add("kl/sequence", total, float(len(experience)))
+
+
+def measure_mismatch(logprobs: Tensor, experience: Experience, metrics: MetricSums) -> None:
+    """Distance between the trainer's log-probabilities of a rollout and the engine's."""
+    mask = experience.response_mask
+    gap = (logprobs - experience.sampling_logprobs).abs() * mask
+    metrics.add("mismatch/mean", masked_sum(gap, mask), mask.sum())
+    metrics.maximum("mismatch/max", gap.max())
+    kl = kl_estimate(experience.sampling_logprobs, logprobs, estimator="k3")
+    metrics.add("mismatch/kl", masked_sum(kl, mask), mask.sum())
+
+
+def measure_update(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    micro: Experience,
+    metrics: MetricSums,
+    *,
+    options: Mapping[str, Any],
+) -> None:
+    """How far one micro-batch has moved from the policy that drew it."""
+    mask = micro.loss_mask
+    tokens = mask.sum()
+    old = micro.old_logprobs
+    if old is None:
+        old = logprobs
+        measure_mismatch(logprobs, micro, metrics)
+    measured = policy_metrics(
+        logprobs,
+        old,
+        mask,
+        clip_low=options.get("clip_low", 0.2),
+        clip_high=options.get("clip_high", 0.2),
+    )
+    metrics.add("policy/approx_kl", measured.approx_kl * tokens, tokens)
+    metrics.add("policy/clip_fraction", measured.clip_fraction * tokens, tokens)
+    metrics.maximum("policy/ratio_max", measured.ratio_max)
+    if entropy is not None:
+        metrics.add("policy/entropy", masked_sum(entropy.detach(), mask), tokens)
+    positions = micro.attention_mask.numel()
+    metrics.add(
+        "perf/padding_fraction", positions - float(micro.attention_mask.sum()), float(positions)
+    )

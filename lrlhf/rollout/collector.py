@@ -1,0 +1,79 @@
+"""Prompts in, scored responses out: what training and evaluation of every policy share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.rewards import RewardResult, Rewards
+from lrlhf.rollout.engine import RolloutEngine
+from lrlhf.rollout.records import completions_for_rewards, response_ids, rollout_records
+from lrlhf.rollout.sampling import Sampling
+from lrlhf.types import PromptBatch, Rollout
+
+
+class Collected(NamedTuple):
+    """Responses, what the rewards said of them, and a readable line for each."""
+
+    rollout: Rollout
+    rewards: RewardResult
+    records: list[dict[str, Any]]
+
+
+class Collector:
+    """Draws responses and has them scored.
+
+    Args:
+        engine: Draws the responses; already attached to the policy.
+        rewards: Scores them.
+        tokenizer: Turns them into text for the rewards and for people.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, rewards: Rewards, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self._engine = engine
+        self._rewards = rewards
+        self._tokenizer = tokenizer
+
+    def collect(
+        self,
+        prompts: PromptBatch,
+        sampling: Sampling,
+        *,
+        seeds: Sequence[int],
+        step: int,
+        phase: Callable[[str], AbstractContextManager[None]],
+    ) -> Collected:
+        """Draw and score ``len(seeds) / len(prompts)`` responses to each prompt.
+
+        Args:
+            prompts: Unique prompts.
+            sampling: How tokens are drawn.
+            seeds: One per response, those of one prompt consecutive.
+            step: Written into the records.
+            phase: Entered with "generate" and "reward" around the two halves.
+        """
+        num_generations = len(seeds) // len(prompts)
+        with phase("generate"):
+            rollout = self._engine.generate(
+                prompts, sampling, num_generations=num_generations, seeds=seeds
+            )
+        with phase("reward"):
+            ids = response_ids(rollout)
+            texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+            rewards = self._rewards.score(
+                prompts=[prompts.prompts[row // num_generations] for row in range(len(seeds))],
+                completions=completions_for_rewards(
+                    prompts, texts, num_generations=num_generations
+                ),
+                completion_ids=ids,
+                columns=[prompts.columns[row // num_generations] for row in range(len(seeds))],
+            )
+        records = rollout_records(
+            prompts, rollout, texts, rewards, tokenizer=self._tokenizer, step=step
+        )
+        return Collected(rollout, rewards, records)

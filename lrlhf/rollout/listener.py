@@ -1,0 +1,40 @@
+"""Who wants to hear of an iteration while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from lrlhf.types import Experience
+
+
+class RolloutListener:
+    """Callbacks that derive from it are told the phase and the rollout of every iteration.
+
+    Both methods do nothing by default: override what you need.
+    """
+
+    def on_phase(self, phase: str) -> None:
+        """Hear that ``phase`` begins: generate, reward, logprob, update; an empty name ends it."""
+
+    def on_rollout(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        experience: Experience,
+        records: Sequence[dict[str, Any]],
+    ) -> None:
+        """Hear of the experience of this rank before it is trained on.
+
+        Args:
+            trainer: The running trainer.
+            module: The module that took the rollout.
+            experience: The rows on their device.
+            records: One JSON-ready line per row, in the order of ``experience``: ``step``,
+                ``group``, ``prompt``, ``completion``, ``token_ids``, ``score``, ``rewards`` by
+                name, ``advantage`` (of the first response token), ``length``, ``finish_reason``
+                (``stop`` or ``length``), ``columns`` and ``extras``.
+        """

@@ -1,0 +1,97 @@
+"""How a batch of experience is cut into optimizer steps and forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lrlhf.types import SequenceBatch
+
+Batch = TypeVar("Batch", bound=SequenceBatch)
+
+
+def minibatches(batch: Batch, *, size: int | None, shuffle: bool = True) -> Iterator[Batch]:
+    """Cut a batch into the parts of one optimizer step each.
+
+    Args:
+        batch: All rows of an iteration on this rank.
+        size: Rows per part; must divide the number of rows. None: one part.
+        shuffle: Draw the parts at random (torch's global generator) rather than in order.
+
+    Raises:
+        ValueError: ``size`` does not divide the rows.
+    """
+    rows = len(batch)
+    size = rows if size is None else size
+    if size < 1 or rows % size != 0:
+        raise ValueError(
+            f"update.minibatch_size is {size} per process, but an iteration has {rows} responses "
+            f"per process; the nearest sizes that divide it are {nearest_divisors(rows, size)}"
+        )
+    order = torch.randperm(rows) if shuffle and size < rows else torch.arange(rows)
+    for start in range(0, rows, size):
+        yield batch.select(order[start : start + size])
+
+
+def micro_batches(batch: Batch, *, max_tokens: int | None) -> list[Batch]:
+    """Cut a minibatch into forward passes of similar length, trimmed of common padding.
+
+    Args:
+        batch: The rows of one optimizer step.
+        max_tokens: See `micro_batch_rows`.
+
+    Returns:
+        At least one part; together they hold every row once.
+    """
+    return [
+        trim(batch.select(rows)) for rows in micro_batch_rows(batch.lengths, max_tokens=max_tokens)
+    ]
+
+
+def micro_batch_rows(lengths: Tensor, *, max_tokens: int | None) -> list[Tensor]:
+    """Group rows of similar length, longest first.
+
+    Args:
+        lengths: `[B]`, tokens of each row.
+        max_tokens: Rows times longest row of one group, padding counted; a single row may be
+            longer. None: one group.
+
+    Returns:
+        Row indices of each group.
+    """
+    # longest first: what does not fit in memory fails at once, not in the middle of a run
+    order = torch.argsort(lengths, descending=True, stable=True).cpu()
+    ordered = lengths.cpu()[order].tolist()
+    groups: list[Tensor] = []
+    start = 0
+    while start < len(ordered):
+        rows = len(ordered) if max_tokens is None else max(1, max_tokens // max(ordered[start], 1))
+        groups.append(order[start : start + rows])
+        start += rows
+    return groups
+
+
+def trim(batch: Batch) -> Batch:
+    """Drop the columns that are padding in every row."""
+    longest = max(1, int(batch.lengths.max()))
+    width = batch.input_ids.shape[1]
+    if longest == width:
+        return batch
+
+    def cut(tensor: Tensor) -> Tensor:
+        per_token = tensor.dim() > 1 and tensor.shape[1] == width
+        return tensor[:, :longest] if per_token else tensor
+
+    return batch.map(cut)
+
+
+def nearest_divisors(number: int, value: int) -> str:
+    """Name the divisors of ``number`` on both sides of ``value``."""
+    divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    below = [candidate for candidate in divisors if candidate <= value]
+    above = [candidate for candidate in divisors if candidate >= value]
+    nearest = {*below[-1:], *above[:1]}
+    return " and ".join(str(candidate) for candidate in sorted(nearest))

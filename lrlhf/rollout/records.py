@@ -1,0 +1,99 @@
+"""One readable line per response: for logs, for evaluation files, for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.rewards import RewardResult
+from lrlhf.types import PromptBatch, Rollout
+
+
+def response_ids(rollout: Rollout) -> list[list[int]]:
+    """Token ids of each response, as the engine returned them."""
+    return [
+        ids[mask].tolist()
+        for ids, mask in zip(rollout.input_ids, rollout.response_mask, strict=True)
+    ]
+
+
+def completions_for_rewards(
+    prompts: PromptBatch, texts: Sequence[str], *, num_generations: int
+) -> list[str | list[dict[str, str]]]:
+    """Shape the texts as rewards expect them: as a chat turn where the prompt is a chat."""
+    return [
+        text
+        if isinstance(prompts.prompts[index // num_generations], str)
+        else [{"role": "assistant", "content": text}]
+        for index, text in enumerate(texts)
+    ]
+
+
+def rollout_records(
+    prompts: PromptBatch,
+    rollout: Rollout,
+    texts: Sequence[str],
+    rewards: RewardResult,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    step: int,
+) -> list[dict[str, Any]]:
+    """Describe each response in JSON types.
+
+    Args:
+        prompts: The unique prompts.
+        rollout: Their responses, rows of one prompt consecutive.
+        texts: The responses as text, special tokens left out.
+        rewards: What the rewards said.
+        tokenizer: Decodes the prompts.
+        step: The iteration that the rollout belongs to.
+    """
+    num_generations = len(rollout) // len(prompts)
+    prompt_texts = [
+        tokenizer.decode(ids[mask])
+        for ids, mask in zip(prompts.input_ids, prompts.attention_mask, strict=True)
+    ]
+    records = []
+    for row, token_ids in enumerate(response_ids(rollout)):
+        group = row // num_generations
+        records.append(
+            {
+                "step": step,
+                "group": group,
+                "prompt": prompt_texts[group],
+                "completion": texts[row],
+                "token_ids": token_ids,
+                "score": _number(rewards.scores[row]),
+                "rewards": {
+                    name: _number(rewards.per_function[row, column])
+                    for column, name in enumerate(rewards.names)
+                },
+                "length": len(token_ids),
+                "finish_reason": "length" if bool(rollout.truncated[row]) else "stop",
+                "columns": plain_json(prompts.columns[group]),
+                "extras": {name: plain_json(values[row]) for name, values in rewards.extras.items()},
+            }
+        )
+    return records
+
+
+def plain_json(value: Any) -> Any:
+    """Turn a column's value into JSON types; what JSON cannot hold becomes its text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return str(value)
+
+
+def _number(value: torch.Tensor) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,57 @@
+"""How responses are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How an engine draws a response.
+
+    Args:
+        temperature: Divides the logits; 0 takes the most likely token.
+        max_new_tokens: Longest response, the end-of-sequence token included.
+        min_new_tokens: No end-of-sequence token before so many.
+        top_p: Keep the smallest set of tokens with this much probability; 1 keeps all.
+        top_k: Keep this many of the likeliest tokens; 0 keeps all.
+        min_p: Drop tokens less likely than this fraction of the likeliest one; 0 keeps all.
+        stop: Strings that end a response where they first appear; they stay part of it.
+
+    Raises:
+        ValueError: An option is out of its range.
+    """
+
+    temperature: float = 1.0
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"sampling.temperature is {self.temperature}; it must be 0 or more")
+        if self.max_new_tokens < 1:
+            raise ValueError(
+                f"sampling.max_new_tokens is {self.max_new_tokens}; it must be 1 or more"
+            )
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"sampling.min_new_tokens is {self.min_new_tokens}; it must lie between 0 and "
+                f"max_new_tokens ({self.max_new_tokens})"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p is {self.top_p}; it must lie in (0, 1], 1 keeps all")
+        if self.top_k < 0:
+            raise ValueError(f"sampling.top_k is {self.top_k}; it must be 0 (all tokens) or more")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"sampling.min_p is {self.min_p}; it must lie in [0, 1), 0 keeps all")
+        if "" in self.stop:
+            raise ValueError("sampling.stop holds an empty string, which would end every response")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens can never be drawn, so that the policy is not what is sampled."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0

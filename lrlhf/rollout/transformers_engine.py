@@ -1,0 +1,307 @@
+"""Rollouts with the model that is being trained, through ``transformers.generate``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from lrlhf.models import eos_token_ids
+from lrlhf.rollout.engine import Response, assemble_rollout
+from lrlhf.rollout.sampling import Sampling
+from lrlhf.types import PromptBatch, Rollout
+
+
+class TransformersEngine:
+    """Generates with the policy itself, so its weights are never stale.
+
+    The prompt is computed once per group. Every response has a random stream of its own: the
+    token at step ``t`` is where the cumulated probabilities pass the ``t``-th uniform number
+    drawn from the response's seed.
+
+    Args:
+        max_batch_size: Responses computed at the same time; None: all of them. Smaller values
+            save memory for keys and values and change nothing else.
+        share_prompts: Compute the prompt once per group. Off, every response computes its own,
+            for models whose cache cannot be copied.
+    """
+
+    def __init__(self, max_batch_size: int | None = None, share_prompts: bool = True) -> None:
+        if max_batch_size is not None and max_batch_size < 1:
+            raise ValueError(f"engine.max_batch_size is {max_batch_size}; it must be 1 or more")
+        self.max_batch_size = max_batch_size
+        self.share_prompts = share_prompts
+        self._policy: nn.Module | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def attach(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._policy = policy
+        self._tokenizer = tokenizer
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: PromptBatch,
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        seeds: Sequence[int],
+    ) -> Rollout:
+        if self._policy is None or self._tokenizer is None:
+            raise RuntimeError("TransformersEngine.attach has not been called")
+        if len(seeds) != len(prompts) * num_generations:
+            raise ValueError(
+                f"{len(seeds)} seeds for {len(prompts)} prompts x {num_generations} generations"
+            )
+        groups_at_once = len(prompts)
+        if self.max_batch_size is not None:
+            groups_at_once = max(1, self.max_batch_size // num_generations)
+        responses: list[Response] = []
+        with _evaluating(self._policy), _cached_autocast(prompts.input_ids.device):
+            for start in range(0, len(prompts), groups_at_once):
+                rows = torch.arange(start, min(start + groups_at_once, len(prompts)))
+                part = seeds[start * num_generations :][: len(rows) * num_generations]
+                responses += self._respond(prompts.select(rows), sampling, num_generations, part)
+        return assemble_rollout(
+            prompts,
+            responses,
+            num_generations=num_generations,
+            pad_id=_pad_id(self._tokenizer),
+        )
+
+    def _respond(
+        self, prompts: PromptBatch, sampling: Sampling, num_generations: int, seeds: Sequence[int]
+    ) -> list[Response]:
+        assert self._policy is not None
+        assert self._tokenizer is not None
+        model = _generator(self._policy)
+        eos = sorted(eos_token_ids(model, self._tokenizer))
+        width = int(prompts.attention_mask.sum(dim=1).max())
+        input_ids = prompts.input_ids[:, -width:]
+        mask = prompts.attention_mask[:, -width:].long()
+        drawer = _Drawer(sampling, seeds, prompt_width=width)
+        ending = _Ending(eos, sampling.stop, self._tokenizer, prompt_width=width)
+        cache = self._prefill(model, input_ids, mask, num_generations)
+        with _own_generation_config(model):
+            sequences = model.generate(
+                input_ids=input_ids.repeat_interleave(num_generations, dim=0),
+                attention_mask=mask.repeat_interleave(num_generations, dim=0),
+                generation_config=_plain_config(sampling, eos, _pad_id(self._tokenizer)),
+                logits_processor=LogitsProcessorList([drawer]),
+                stopping_criteria=StoppingCriteriaList([ending]),
+                past_key_values=cache,
+            )
+        return drawer.responses(sequences[:, width:], ending.ends)
+
+    def _prefill(
+        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor, num_generations: int
+    ) -> DynamicCache | None:
+        """Keys and values of all prompt tokens but the last, copied for every response."""
+        if not self.share_prompts or num_generations == 1 or input_ids.shape[1] < 2:
+            return None
+        cache = DynamicCache(config=model.config)
+        model(
+            input_ids=input_ids[:, :-1],
+            attention_mask=mask[:, :-1],
+            position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0)[:, :-1],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache.batch_repeat_interleave(num_generations)
+        return cache
+
+
+class _Drawer(LogitsProcessor):
+    """Draws each row's token from its own random stream and remembers its log-probability."""
+
+    def __init__(self, sampling: Sampling, seeds: Sequence[int], *, prompt_width: int) -> None:
+        self._sampling = sampling
+        self._prompt_width = prompt_width
+        steps = sampling.max_new_tokens
+        self._uniform = torch.from_numpy(
+            np.stack([np.random.Generator(np.random.Philox(seed)).random(steps) for seed in seeds])
+        )
+        self._warpers = _warpers(sampling)
+        self._logprobs: list[Tensor] = []
+        self._kept_mass: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        step = input_ids.shape[1] - self._prompt_width
+        greedy = self._sampling.temperature == 0
+        full = (scores.float() if greedy else scores.float() / self._sampling.temperature).log_softmax(-1)
+        logprobs = full
+        for warper in self._warpers:
+            logprobs = warper(input_ids, logprobs)
+        if self._warpers:
+            mass = full.exp().masked_fill(logprobs.isinf(), 0.0).sum(dim=-1)
+            self._kept_mass.append(mass)
+            logprobs = logprobs - mass.log()[:, None]
+        if greedy:
+            chosen = logprobs.argmax(dim=-1)
+        else:
+            chosen = _inverse_cdf(logprobs, self._uniform[:, step].to(scores.device))
+        self._logprobs.append(logprobs.gather(1, chosen[:, None])[:, 0])
+        # generate takes the argmax of what is returned: leave it one token to take
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
+
+    def responses(self, token_ids: Tensor, ends: Tensor) -> list[Response]:
+        """Cut the rows where they ended.
+
+        Args:
+            token_ids: `[B, L]`, padded behind the end.
+            ends: `[B]`, tokens of each response, 0 where it ran into the length limit.
+        """
+        logprobs = torch.stack(self._logprobs, dim=1)
+        masses = torch.stack(self._kept_mass, dim=1) if self._kept_mass else None
+        responses = []
+        for row, end in enumerate(ends.tolist()):
+            length = end or token_ids.shape[1]
+            responses.append(
+                Response(
+                    token_ids=token_ids[row, :length],
+                    logprobs=logprobs[row, :length],
+                    truncated=end == 0,
+                    kept_mass=None if masses is None else masses[row, :length],
+                )
+            )
+        return responses
+
+
+class _Ending(StoppingCriteria):
+    """Ends a row at any end-of-sequence token or stop string, and remembers where.
+
+    Looking for padding afterwards would not do: the pad token often is an end-of-sequence token.
+    """
+
+    def __init__(
+        self,
+        eos: Sequence[int],
+        stop: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        prompt_width: int,
+    ) -> None:
+        self._eos = torch.tensor(list(eos))
+        self._strings = StopStringCriteria(tokenizer, list(stop)) if stop else None
+        self._prompt_width = prompt_width
+        self.ends = torch.zeros(0, dtype=torch.long)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if len(self.ends) == 0:
+            self.ends = torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)
+        done = torch.isin(input_ids[:, -1], self._eos.to(input_ids.device))
+        if self._strings is not None:
+            # only the response: a stop string inside the prompt must not end it at once
+            done |= self._strings(input_ids[:, self._prompt_width :], scores)
+        length = input_ids.shape[1] - self._prompt_width
+        self.ends = torch.where((self.ends == 0) & done, length, self.ends)
+        return self.ends > 0
+
+
+def _inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Pick the token at which the cumulated probability passes ``uniform``."""
+    # float32 sums over a large vocabulary would drift by more than a rare token's probability
+    cumulated = logprobs.double().exp().cumsum(dim=-1)
+    target = uniform[:, None] * cumulated[:, -1:]
+    chosen = torch.searchsorted(cumulated, target, right=True)[:, 0]
+    return chosen.clamp(max=logprobs.shape[1] - 1)
+
+
+def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
+    warpers: list[LogitsProcessor] = []
+    if sampling.top_k > 0:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p > 0:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    return warpers
+
+
+def _plain_config(sampling: Sampling, eos: list[int], pad_id: int) -> GenerationConfig:
+    return GenerationConfig(
+        do_sample=False,  # the drawer samples
+        max_new_tokens=sampling.max_new_tokens,
+        min_new_tokens=sampling.min_new_tokens or None,
+        eos_token_id=eos,
+        pad_token_id=pad_id,
+    )
+
+
+@contextlib.contextmanager
+def _own_generation_config(model: PreTrainedModel) -> Iterator[None]:
+    """Keep a checkpoint's generation defaults (repetition penalty, temperature) out of the draw.
+
+    ``generate`` fills what a given config leaves open from the model's own.
+    """
+    before = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+@contextlib.contextmanager
+def _evaluating(policy: nn.Module) -> Iterator[None]:
+    training = [module for module in policy.modules() if module.training]
+    policy.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextlib.contextmanager
+def _cached_autocast(device: torch.device) -> Iterator[None]:
+    """Cast each weight once per call instead of once per token.
+
+    Lightning runs training steps under an autocast whose cache is off. Casts made here carry no
+    gradient, so none may be left behind for the update that follows.
+    """
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    dtype = torch.get_autocast_dtype(device.type)
+    torch.clear_autocast_cache()
+    try:
+        with torch.autocast(device.type, dtype=dtype, cache_enabled=True):
+            yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+def _generator(policy: nn.Module) -> PreTrainedModel:
+    model = policy.get_base_model() if isinstance(policy, PeftModel) else policy
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"TransformersEngine needs a transformers model, got {type(model).__name__}"
+        )
+    return model
+
+
+def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    if tokenizer.pad_token_id is None:
+        raise ValueError("the tokenizer has no pad token; set tokenizer.pad_token")
+    return int(tokenizer.pad_token_id)

@@ -1,0 +1,66 @@
+"""What an iteration needs to know from the other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lrlhf.functional.masking import masked_sum
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """Reductions over all ranks; the identity where there is one process."""
+
+    trainer: L.Trainer
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes that train together."""
+        return self.trainer.world_size
+
+    @property
+    def rank(self) -> int:
+        """Index of this process."""
+        return self.trainer.global_rank
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Add ``value`` up over the ranks."""
+        return self._reduce(value, "sum")
+
+    def max(self, value: Tensor) -> Tensor:
+        """Take the largest ``value`` of the ranks, elementwise."""
+        return self._reduce(value, "max")
+
+    def _reduce(self, value: Tensor, operation: str) -> Tensor:
+        if self.world_size == 1:
+            return value
+        # reduce works in place on some back ends, and the caller keeps using its own tensor
+        reduced = self.trainer.strategy.reduce(value.clone(), reduce_op=operation)
+        if not isinstance(reduced, Tensor):
+            raise TypeError(f"the strategy reduced a tensor to {type(reduced).__name__}")
+        return reduced
+
+    def whiten(self, values: Tensor, mask: Tensor, *, eps: float) -> Tensor:
+        """Shift and scale the masked entries of all ranks to mean 0 and deviation 1.
+
+        Args:
+            values: Any shape.
+            mask: Same shape; entries outside it neither count nor change.
+            eps: Added to the standard deviation (Bessel-corrected).
+
+        Returns:
+            The whitened values; unchanged outside ``mask`` and where fewer than two entries count.
+        """
+        zeros = torch.zeros_like(values)
+        kept = torch.where(mask, values, zeros)
+        total = self.sum(torch.stack([masked_sum(kept, mask), mask.sum().to(values.dtype)]))
+        count = total[1]
+        if count < 2:
+            return values
+        centered = kept - total[0] / count
+        variance = self.sum(masked_sum(centered.square(), mask)) / (count - 1)
+        return torch.where(mask, centered / (variance.sqrt() + eps), values)

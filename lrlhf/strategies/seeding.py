@@ -1,0 +1,35 @@
+"""Random numbers as a function of (run seed, rank, step, sample), never of call order.
+
+A run that resumes needs no generator state, and a validation pass in between changes nothing.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+
+def seed_everything_for(seed: int, *where: int) -> None:
+    """Seed torch, NumPy and Python for one rank and step.
+
+    Args:
+        seed: Seed of the run.
+        where: Coordinates such as the step and the rank; each combination gives its own stream.
+    """
+    words = np.random.SeedSequence([seed, *where]).generate_state(3)
+    torch.manual_seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    random.seed(int(words[2]))
+
+
+def sample_seeds(seed: int, *where: int, count: int) -> list[int]:
+    """Return ``count`` seeds of 32 bits, one per response.
+
+    Args:
+        seed: Seed of the run.
+        where: Coordinates of the first response: the step, and the index of the prompt.
+        count: Number of responses.
+    """
+    return [int(word) for word in np.random.SeedSequence([seed, *where]).generate_state(count)]

@@ -1,0 +1,245 @@
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+from torch.testing import assert_close
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
+
+from lrlhf.models import CausalLM, LoRA, save_model, sequence_logprobs
+from lrlhf.models.loading import clear_dropout
+from tests.models.families import llama, right_padded, seeded
+
+
+@pytest.fixture
+def dropping_folder(tmp_path: Path) -> str:
+    """A GPT-2 whose every dropout is 0.5."""
+    config = GPT2Config(
+        vocab_size=50,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.5
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def trainable_names(model: nn.Module) -> set[str]:
+    return {name for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def test_it_comes_in_eval_mode_with_every_weight_trainable_in_float32(model_folder: str) -> None:
+    model = CausalLM(source=model_folder).load()
+    assert not model.training
+    assert trainable_names(model) == {name for name, _ in model.named_parameters()}
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+
+
+def test_dtype_is_that_of_the_weights(model_folder: str) -> None:
+    model = CausalLM(source=model_folder, dtype="bfloat16").load()
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+
+
+def test_attention_implementation_is_passed_on(model_folder: str) -> None:
+    model = CausalLM(source=model_folder, attn_implementation="eager").load()
+    assert model.config._attn_implementation == "eager"
+
+
+def test_dropout_is_off_by_default_also_in_training_mode(dropping_folder: str) -> None:
+    model = CausalLM(source=dropping_folder).load().train()
+    batch = right_padded([9, 6])
+    assert_close(sequence_logprobs(model, batch), sequence_logprobs(model, batch), rtol=0, atol=0)
+    assert (model.config.attn_pdrop, model.config.resid_pdrop) == (0.0, 0.0)
+
+
+def test_dropout_stays_on_request(dropping_folder: str) -> None:
+    model = CausalLM(source=dropping_folder, dropout=True).load().train()
+    batch = right_padded([9, 6])
+    assert not torch.equal(sequence_logprobs(model, batch), sequence_logprobs(model, batch))
+    assert model.config.attn_pdrop == 0.5
+
+
+def test_clearing_dropout_leaves_other_fields_and_none_alone() -> None:
+    config = BertConfig(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.2)
+    before = config.initializer_range
+    clear_dropout(config)
+    assert (config.hidden_dropout_prob, config.attention_probs_dropout_prob) == (0.0, 0.0)
+    assert config.classifier_dropout is None
+    assert config.initializer_range == before
+
+
+def test_lora_trains_only_adapters_of_every_layer_but_the_output(model_folder: str) -> None:
+    model = CausalLM(source=model_folder, lora=LoRA(r=2, alpha=4)).load()
+    assert isinstance(model, PeftModel)
+    names = trainable_names(model)
+    # 2 blocks with 7 linear layers, each with A and B
+    assert len(names) == 2 * 7 * 2
+    assert all("lora_" in name for name in names)
+    assert model.peft_config["default"].r == 2
+    assert model.peft_config["default"].lora_alpha == 4
+
+
+def test_lora_options_reach_the_layers(model_folder: str) -> None:
+    lora = LoRA(target_modules=["q_proj"], modules_to_save=["norm"], dropout=0.25)
+    model = CausalLM(source=model_folder, lora=lora).load()
+    names = trainable_names(model)
+    # 2 blocks, A and B of each; and the weight of the last norm
+    assert len([name for name in names if "q_proj.lora_" in name]) == 4
+    assert [name for name in names if "lora_" not in name] == [
+        "base_model.model.model.norm.modules_to_save.default.weight"
+    ]
+    dropouts = {m.p for m in model.modules() if isinstance(m, nn.Dropout)}
+    assert dropouts == {0.25}
+
+
+def test_adapters_of_a_16_bit_model_are_float32(model_folder: str) -> None:
+    model = CausalLM(source=model_folder, dtype="bfloat16", lora=LoRA()).load()
+    trainable = {weight.dtype for weight in model.parameters() if weight.requires_grad}
+    assert trainable == {torch.float32}
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(r=2)])
+def test_recomputing_activations_changes_no_gradient(model_folder: str, lora: LoRA | None) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        spec = CausalLM(source=model_folder, lora=lora, gradient_checkpointing=checkpointing)
+        model = spec.load().train()
+        assert model.is_gradient_checkpointing == checkpointing
+        sequence_logprobs(model, right_padded([9, 6])).sum().backward()
+        gradients.append({n: w.grad for n, w in model.named_parameters() if w.requires_grad})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        assert_close(gradients[1][name], gradient, msg=name)
+
+
+def test_a_frozen_model_has_no_trainable_weight(model_folder: str) -> None:
+    assert not trainable_names(CausalLM(source=model_folder).load(trainable=False))
+
+
+def test_a_folder_that_lacks_weights_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    model = BertModel(BertConfig(vocab_size=len(tokenizer), num_hidden_layers=1, **sizes))
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "is_decoder": True}))
+    with pytest.raises(ValueError, match=r"does not fill BertLMHeadModel: missing \['cls"):
+        CausalLM(source=str(tmp_path)).load()
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_a_quantised_model_trains_only_with_adapters(model_folder: str, bits: str) -> None:
+    with pytest.raises(ValueError, match=f"quantization: {bits} cannot train"):
+        CausalLM(source=model_folder, quantization=bits).load()
+
+
+def test_without_bitsandbytes_the_extra_is_named(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name)
+    )
+    with pytest.raises(ValueError, match=r"pip install 'lrlhf\[quantization\]'"):
+        CausalLM(source=model_folder, quantization="4bit", lora=LoRA()).load()
+
+
+def test_adapters_on_a_4_bit_model_learn_and_its_weights_stay(model_folder: str) -> None:
+    spec = CausalLM(source=model_folder, quantization="4bit", lora=LoRA(r=4))
+    model, batch = spec.load(), right_padded([9, 6])
+    names = trainable_names(model)
+    assert names
+    assert all("lora_" in name for name in names)
+    frozen = {n: w.detach().clone() for n, w in model.named_parameters() if n not in names}
+    assert torch.uint8 in {weight.dtype for weight in frozen.values()}
+    optimizer = torch.optim.Adam([w for w in model.parameters() if w.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = -sequence_logprobs(model, batch).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    for name, weight in model.named_parameters():
+        if name in frozen:
+            assert torch.equal(weight, frozen[name]), name
+
+
+def test_a_quantised_model_without_adapters_can_be_a_frozen_one(model_folder: str) -> None:
+    plain = sequence_logprobs(CausalLM(source=model_folder).load(), right_padded([9, 6]))
+    spec = CausalLM(source=model_folder, quantization="4bit")
+    quantised = sequence_logprobs(spec.load(trainable=False), right_padded([9, 6]))
+    assert not torch.equal(plain, quantised)
+    assert_close(quantised, plain, rtol=0.5, atol=2.0)  # the same model, coarsely
+
+
+@pytest.mark.parametrize("target", [["q_proj", "down_proj"], "all-linear"])
+def test_a_saved_model_with_adapters_is_a_plain_one_with_the_same_logprobs(
+    model_folder: str,
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    target: str | list[str],
+) -> None:
+    lora = LoRA(r=2, target_modules=target, modules_to_save=["norm"])
+    model, batch = CausalLM(source=model_folder, lora=lora).load(), right_padded([9, 6])
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(0.1 * torch.randn(weight.shape))
+    expected = sequence_logprobs(model, batch)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_model(model, tmp_path, tokenizer)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    restored = CausalLM(source=str(tmp_path)).load()
+    assert not isinstance(restored, PeftModel)
+    assert_close(sequence_logprobs(restored, batch), expected, rtol=1e-4, atol=1e-4)
+    assert len(CausalLM(source=str(tmp_path)).load_tokenizer()) == len(tokenizer)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_adapters_on_one_end_of_tied_embeddings_are_refused(model_folder: str, name: str) -> None:
+    for lora in (LoRA(target_modules=[name]), LoRA(modules_to_save=[name])):
+        with pytest.raises(ValueError, match=f"lora: {name} shares its weights"):
+            CausalLM(source=model_folder, lora=lora).load()
+
+
+def test_adapters_on_an_untied_embedding_are_merged_too(tmp_path: Path) -> None:
+    seeded(llama).save_pretrained(tmp_path / "start")
+    lora = LoRA(r=2, target_modules=["embed_tokens", "lm_head"])
+    model = CausalLM(source=str(tmp_path / "start"), lora=lora).load()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(0.3)
+    batch = right_padded([9, 6])
+    expected = sequence_logprobs(model, batch)
+    save_model(model, tmp_path / "end")
+    restored = CausalLM(source=str(tmp_path / "end")).load()
+    assert_close(sequence_logprobs(restored, batch), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_a_saved_quantised_model_is_a_plain_one_with_about_the_same_logprobs(
+    model_folder: str, tmp_path: Path, bits: str
+) -> None:
+    # only some layers carry adapters, all linear ones are quantised
+    lora = LoRA(r=2, target_modules=["q_proj"])
+    model = CausalLM(source=model_folder, quantization=bits, lora=lora).load()
+    batch = right_padded([9, 6])
+    save_model(model, tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    restored = CausalLM(source=str(tmp_path)).load()
+    # int8 rounds the activations too, which the restored weights do not
+    tolerance = {"4bit": 1e-3, "8bit": 0.1}[bits]
+    expected = sequence_logprobs(model, batch)
+    assert_close(sequence_logprobs(restored, batch), expected, rtol=tolerance, atol=tolerance)

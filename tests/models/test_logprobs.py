@@ -1,0 +1,159 @@
+from collections.abc import Callable
+
+import peft
+import pytest
+import torch
+from lrlhf.functional.logprobs import LogprobsAndEntropy
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from lrlhf.models import check_output_head, sequence_logprobs
+from lrlhf.types import SequenceBatch
+from tests.models.families import (
+    CAUSAL_FAMILIES,
+    VOCABULARY,
+    gemma2,
+    left_padded,
+    llama,
+    right_padded,
+    seeded,
+)
+
+
+def naive_logprobs(
+    model: PreTrainedModel, batch: SequenceBatch, temperature: float = 1.0
+) -> torch.Tensor:
+    """Token by token, each row alone and unpadded, from the model's own whole logits."""
+    result = torch.zeros(batch.input_ids.shape)
+    for row in range(len(batch)):
+        columns = batch.attention_mask[row].nonzero().flatten()
+        ids = batch.input_ids[row, columns]
+        logits = model(input_ids=ids[None]).logits[0].float() / temperature
+        logprobs = torch.log_softmax(logits, dim=-1)
+        for position in range(1, len(ids)):
+            if batch.response_mask[row, columns[position]]:
+                result[row, columns[position]] = logprobs[position - 1, ids[position]]
+    return result
+
+
+@pytest.mark.parametrize("build", CAUSAL_FAMILIES)
+def test_equals_the_log_softmax_of_each_family_s_own_logits(
+    build: Callable[[], PreTrainedModel],
+) -> None:
+    model, batch = seeded(build), right_padded([9, 6, 3])
+    actual = sequence_logprobs(model, batch, temperature=0.7, chunk_size=4)
+    assert_close(actual, naive_logprobs(model, batch, 0.7), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("build", CAUSAL_FAMILIES)
+def test_left_padding_gives_the_same_values(build: Callable[[], PreTrainedModel]) -> None:
+    model, batch = seeded(build), right_padded([9, 6, 3])
+    moved = left_padded(batch, extra=2)
+    expected = sequence_logprobs(model, batch)[batch.response_mask]
+    assert_close(sequence_logprobs(model, moved)[moved.response_mask], expected)
+
+
+def test_a_hole_in_the_attention_mask_is_as_if_its_tokens_were_not_there() -> None:
+    model, whole = seeded(llama), right_padded([9])
+    mask = whole.attention_mask.clone()
+    mask[0, 3:5] = False
+    batch = SequenceBatch(
+        input_ids=whole.input_ids, attention_mask=mask, response_mask=whole.response_mask
+    )
+    actual = sequence_logprobs(model, batch)
+    assert_close(actual, naive_logprobs(model, batch), rtol=1e-5, atol=1e-5)
+    assert actual[0, 3:5].tolist() == [0.0, 0.0]
+
+
+def test_it_is_zero_outside_the_response_and_on_the_first_token() -> None:
+    batch = right_padded([9, 6], prompt=0)
+    actual = sequence_logprobs(seeded(llama), batch)
+    assert actual[:, 0].tolist() == [0.0, 0.0]
+    assert actual[1, 6:].tolist() == [0.0, 0.0, 0.0]
+    assert (actual[0, 1:] < 0).all()
+
+
+def test_gradients_equal_those_of_whole_logits() -> None:
+    model, batch = seeded(gemma2), right_padded([9, 6, 3])
+    weights = torch.randn(batch.input_ids.shape, generator=torch.Generator().manual_seed(0))
+    (naive_logprobs(model, batch) * weights).sum().backward()
+    expected = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model.zero_grad()
+    (sequence_logprobs(model, batch, chunk_size=3) * weights).sum().backward()
+    for name, weight in model.named_parameters():
+        assert_close(weight.grad, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_entropy_is_that_of_the_predicting_distributions() -> None:
+    model, batch = seeded(llama), right_padded([9, 6])
+    result = sequence_logprobs(model, batch, return_entropy=True)
+    assert isinstance(result, LogprobsAndEntropy)
+    logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()).logits
+    entropy = torch.distributions.Categorical(logits=logits[:, :-1]).entropy()
+    expected = torch.nn.functional.pad(entropy, (1, 0)) * batch.response_mask
+    assert_close(result.entropy, expected, rtol=1e-5, atol=1e-5)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements that any result with a vocabulary axis had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (VOCABULARY,):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def test_whole_logits_never_exist_in_forward_or_backward() -> None:
+    model, batch = seeded(llama), right_padded([9] * 16)
+    with LargestTensor() as seen:
+        sequence_logprobs(model, batch, chunk_size=4).sum().backward()
+    # 4 positions of logits; the transposed 16-wide weights of the head have more: 16 rows
+    assert 4 * VOCABULARY <= seen.elements <= 16 * VOCABULARY
+    with LargestTensor() as naive:
+        model(input_ids=batch.input_ids)
+    assert naive.elements == 16 * 9 * VOCABULARY
+
+
+def test_a_batch_without_response_gives_zeros_and_reaches_every_parameter() -> None:
+    model, batch = seeded(llama), right_padded([9, 6], prompt=9)
+    result = sequence_logprobs(model, batch)
+    assert not result.any()
+    result.sum().backward()
+    assert all(weight.grad is not None and not weight.grad.any() for weight in model.parameters())
+
+
+def test_lora_layers_are_part_of_it() -> None:
+    model, batch = seeded(llama), right_padded([9, 6])
+    without = sequence_logprobs(model, batch)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj", "lm_head"], init_lora_weights=False
+    )
+    adapted = peft.get_peft_model(model, config)
+    actual = sequence_logprobs(adapted, batch)
+    assert_close(actual, naive_logprobs(adapted, batch), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(actual, without)
+
+
+class OddLlama(LlamaForCausalLM):
+    """Doubles its logits, which no config field says."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+
+def test_a_family_that_changes_its_logits_in_an_unknown_way_is_refused() -> None:
+    model = OddLlama(seeded(llama).config)
+    with pytest.raises(ValueError, match="OddLlama computes its logits"):
+        check_output_head(model)
+
+
+@pytest.mark.parametrize("build", CAUSAL_FAMILIES)
+def test_the_known_families_pass_the_same_check(build: Callable[[], PreTrainedModel]) -> None:
+    check_output_head(seeded(build))

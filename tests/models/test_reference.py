@@ -1,0 +1,188 @@
+import peft
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import PreTrainedModel
+
+from lrlhf.models import CausalLM, LoRA, frozen_reference, sequence_logprobs
+from lrlhf.models.reference import adapters_disabled
+from tests.models.families import right_padded
+
+
+@pytest.fixture
+def adapted(model_folder: str) -> peft.PeftModel:
+    """A policy with adapters that have learnt something."""
+    model = CausalLM(source=model_folder, lora=LoRA(r=2)).load()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn(weight.shape))
+    return model
+
+
+def shift(model: PreTrainedModel, amount: float) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(amount)
+
+
+def test_a_copy_keeps_what_the_policy_was(language_model: PreTrainedModel) -> None:
+    batch = right_padded([9, 6])
+    before = sequence_logprobs(language_model, batch, temperature=0.5).detach()
+    reference = frozen_reference(language_model)
+    shift(language_model, 0.1)
+    actual = reference.logprobs(batch, temperature=0.5)
+    assert torch.equal(actual, before)
+    assert not actual.requires_grad
+    assert not torch.allclose(sequence_logprobs(language_model, batch, temperature=0.5), before)
+
+
+def test_it_is_not_part_of_the_module_that_holds_it(language_model: PreTrainedModel) -> None:
+    holder = torch.nn.Module()
+    holder.reference = frozen_reference(language_model)
+    assert not list(holder.parameters())
+    assert not holder.state_dict()
+
+
+def test_another_model_may_be_the_reference(
+    language_model: PreTrainedModel, model_folder: str
+) -> None:
+    batch = right_padded([9, 6])
+    before = sequence_logprobs(language_model, batch).detach()  # the folder holds the same weights
+    shift(language_model, 0.1)
+    reference = frozen_reference(language_model, CausalLM(source=model_folder))
+    assert_close(reference.logprobs(batch), before)
+
+
+def test_with_lora_it_is_the_model_below_the_adapters(
+    adapted: peft.PeftModel, language_model: PreTrainedModel
+) -> None:
+    batch = right_padded([9, 6])
+    expected = sequence_logprobs(language_model, batch).detach()
+    reference = frozen_reference(adapted)
+    assert_close(reference.logprobs(batch), expected)
+    assert not torch.allclose(sequence_logprobs(adapted, batch), expected)
+    assert reference.state_dict() == {}
+
+
+def test_asking_the_reference_changes_neither_mode_nor_trainability(
+    adapted: peft.PeftModel,
+) -> None:
+    adapted.train()
+    frozen = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    adapted.get_parameter(frozen).requires_grad_(False)
+    adapted.base_model.model.model.layers[0].eval()
+    trainable = {name: w.requires_grad for name, w in adapted.named_parameters()}
+    modes = [module.training for module in adapted.modules()]
+    frozen_reference(adapted).logprobs(right_padded([9, 6]))
+    assert {name: w.requires_grad for name, w in adapted.named_parameters()} == trainable
+    assert [module.training for module in adapted.modules()] == modes
+
+
+def test_a_pending_gradient_of_the_policy_survives_the_reference(adapted: peft.PeftModel) -> None:
+    batch = right_padded([9, 6])
+    loss = sequence_logprobs(adapted, batch).sum()
+    frozen_reference(adapted).logprobs(batch)
+    loss.backward()
+    assert all(w.grad is not None for w in adapted.parameters() if w.requires_grad)
+
+
+def test_adapters_come_back_after_an_exception(adapted: peft.PeftModel) -> None:
+    batch = right_padded([9, 6])
+    before = sequence_logprobs(adapted, batch)
+    with pytest.raises(ZeroDivisionError), adapters_disabled(adapted):
+        raise ZeroDivisionError
+    assert torch.equal(sequence_logprobs(adapted, batch), before)
+    assert any(weight.requires_grad for weight in adapted.parameters())
+
+
+def test_adapters_that_were_off_stay_off(adapted: peft.PeftModel) -> None:
+    batch = right_padded([9, 6])
+    with adapters_disabled(adapted):
+        off = sequence_logprobs(adapted, batch)
+        with adapters_disabled(adapted):
+            pass
+        assert torch.equal(sequence_logprobs(adapted, batch), off)
+
+
+def test_modules_trained_in_full_are_switched_off_too(model_folder: str) -> None:
+    spec = CausalLM(source=model_folder, lora=LoRA(modules_to_save=["norm"]))
+    model, batch = spec.load(), right_padded([9, 6])
+    before = sequence_logprobs(model, batch).detach()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "modules_to_save" in name:
+                weight.mul_(3)
+    assert_close(frozen_reference(model).logprobs(batch), before)
+    assert not torch.allclose(sequence_logprobs(model, batch), before)
+
+
+def test_mixing_moves_every_weight_by_the_given_share(language_model: PreTrainedModel) -> None:
+    reference = frozen_reference(language_model)
+    start = {name: w.detach().clone() for name, w in language_model.named_parameters()}
+    shift(language_model, 1.0)
+    reference.mix(language_model, 0.25)
+    # 0.25 · (w + 1) + 0.75 · w = w + 0.25
+    state = reference.state_dict()
+    for name, weight in start.items():
+        assert_close(state[name], weight + 0.25)
+
+
+def test_mixing_all_of_the_policy_makes_the_reference_equal_to_it(
+    language_model: PreTrainedModel,
+) -> None:
+    batch = right_padded([9, 6])
+    reference = frozen_reference(language_model)
+    shift(language_model, 0.05)
+    reference.mix(language_model, 1.0)
+    assert torch.equal(reference.logprobs(batch), sequence_logprobs(language_model, batch))
+
+
+def test_a_mixed_reference_survives_a_checkpoint(language_model: PreTrainedModel) -> None:
+    batch = right_padded([9, 6])
+    reference = frozen_reference(language_model)
+    fresh = frozen_reference(language_model)
+    assert reference.state_dict() == {}
+    shift(language_model, 0.05)
+    reference.mix(language_model, 0.5)
+    fresh.load_state_dict(reference.state_dict())
+    assert torch.equal(fresh.logprobs(batch), reference.logprobs(batch))
+    # and goes on being saved
+    assert fresh.state_dict().keys() == reference.state_dict().keys()
+
+
+def test_an_unmixed_checkpoint_changes_nothing(language_model: PreTrainedModel) -> None:
+    batch = right_padded([9, 6])
+    reference = frozen_reference(language_model)
+    before = reference.logprobs(batch)
+    reference.load_state_dict({})
+    assert torch.equal(reference.logprobs(batch), before)
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.5])
+def test_a_share_outside_0_to_1_is_refused(language_model: PreTrainedModel, alpha: float) -> None:
+    with pytest.raises(ValueError, match="not in"):
+        frozen_reference(language_model).mix(language_model, alpha)
+
+
+def test_mixing_is_refused_with_lora(adapted: peft.PeftModel) -> None:
+    reference = frozen_reference(adapted)
+    with pytest.raises(ValueError, match="cannot follow the policy"):
+        reference.mix(adapted, 0.5)
+    with pytest.raises(ValueError, match="without lora"):
+        reference.load_state_dict({"weight": torch.zeros(1)})
+
+
+def test_mixing_is_refused_between_architectures(
+    adapted: peft.PeftModel, language_model: PreTrainedModel
+) -> None:
+    with pytest.raises(ValueError, match="own architecture"):
+        frozen_reference(language_model).mix(adapted, 0.5)
+
+
+def test_the_copy_does_not_recompute_activations(model_folder: str) -> None:
+    policy = CausalLM(source=model_folder, gradient_checkpointing=True).load()
+    reference = frozen_reference(policy)
+    assert policy.is_gradient_checkpointing
+    assert not reference.model.is_gradient_checkpointing
+    assert reference.to("cpu") is reference

@@ -1,0 +1,172 @@
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from lrlhf.modules.optimizers import OptimizerConfig, parameter_groups
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+
+
+def run_lrs(config: OptimizerConfig, *, steps: int, total: float | None = None) -> list[float]:
+    optimizer, scheduler = config.build(model().named_parameters(), total or steps)
+    lrs = []
+    for _ in range(steps):
+        lrs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return lrs
+
+
+def test_only_matrices_decay() -> None:
+    matrices, others = parameter_groups(model().named_parameters(), weight_decay=0.5)
+    assert [tuple(p.shape) for p in matrices["params"]] == [(2, 3)]
+    assert matrices["weight_decay"] == 0.5
+    assert [tuple(p.shape) for p in others["params"]] == [(2,), (2,), (2,)]
+    assert others["weight_decay"] == 0.0
+
+
+def test_decay_moves_a_matrix_without_gradient_and_no_bias() -> None:
+    network = nn.Linear(1, 1)
+    nn.init.ones_(network.weight)
+    nn.init.ones_(network.bias)
+    optimizer, _ = OptimizerConfig(lr=0.1, weight_decay=0.5).build(network.named_parameters(), 1)
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert network.weight.item() == pytest.approx(1 - 0.1 * 0.5)
+    assert network.bias.item() == 1.0
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    network = model()
+    network[0].requires_grad_(requires_grad=False)
+    optimizer, _ = OptimizerConfig().build(network.named_parameters(), 1)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in network[1].parameters()}
+
+
+def test_a_wholly_frozen_model_is_refused() -> None:
+    network = model().requires_grad_(requires_grad=False)
+    with pytest.raises(ValueError, match="no parameter requires gradients"):
+        OptimizerConfig().build(network.named_parameters(), 1)
+
+
+def test_adamw_gets_its_options() -> None:
+    config = OptimizerConfig(lr=0.3, betas=(0.5, 0.6), eps=1e-3, fused=False)
+    optimizer, _ = config.build(model().named_parameters(), 1)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (0.3, (0.5, 0.6), 1e-3)
+        assert group["fused"] is False
+
+
+def test_a_constant_schedule_stays_at_the_peak() -> None:
+    assert run_lrs(OptimizerConfig(lr=2.0), steps=3) == [2.0, 2.0, 2.0]
+
+
+def test_warmup_climbs_in_equal_steps_and_never_starts_at_zero() -> None:
+    lrs = run_lrs(OptimizerConfig(lr=1.0, warmup_steps=3), steps=5, total=math.inf)
+    assert lrs == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+
+
+def test_a_fraction_of_warmup_is_rounded_up() -> None:
+    # 0.15 of 10 steps: 1.5, so 2 steps
+    lrs = run_lrs(OptimizerConfig(lr=3.0, warmup_steps=0.15), steps=10)
+    assert lrs[:4] == pytest.approx([1.0, 2.0, 3.0, 3.0])
+
+
+def test_linear_falls_to_the_floor() -> None:
+    config = OptimizerConfig(lr=1.0, schedule="linear", min_lr_fraction=0.2)
+    # 4 steps from 1 to 0.2: 0.2 less at each
+    assert run_lrs(config, steps=6, total=4) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+
+
+def test_cosine_is_half_way_at_half_time_after_the_warmup() -> None:
+    config = OptimizerConfig(lr=1.0, schedule="cosine", warmup_steps=1, min_lr_fraction=0.1)
+    lrs = run_lrs(config, steps=6, total=5)
+    # warm-up 1/2; then cos at 0, 1/4, 1/2, 3/4, 1 of the way: (1 + 2**-0.5) / 2 = 0.85355
+    assert lrs == pytest.approx(
+        [0.5, 1.0, 0.1 + 0.9 * 0.8535534, 0.55, 0.1 + 0.9 * 0.1464466, 0.1], abs=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (OptimizerConfig(schedule="cosine"), "schedule 'cosine'.*max_steps"),
+        (OptimizerConfig(warmup_steps=0.1), "warmup_steps 0.1.*max_steps"),
+    ],
+)
+def test_a_run_without_end_is_refused_where_the_end_matters(
+    config: OptimizerConfig, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        config.build(model().named_parameters(), math.inf)
+
+
+def test_another_optimizer_gets_lr_decay_and_its_own_options() -> None:
+    config = OptimizerConfig(
+        lr=0.1,
+        weight_decay=0.2,
+        optimizer_class="torch.optim.SGD",
+        optimizer_options={"momentum": 0.7},
+    )
+    optimizer, _ = config.build(model().named_parameters(), 1)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
+    assert all(group["momentum"] == 0.7 for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": 0.0}, "optimizer.lr is 0.0"),
+        ({"lr": math.nan}, "optimizer.lr is nan"),
+        ({"weight_decay": -0.1}, "optimizer.weight_decay"),
+        ({"min_lr_fraction": 1.5}, "optimizer.min_lr_fraction"),
+        ({"schedule": "cosin"}, "'cosin', expected one of constant, linear, cosine"),
+        ({"warmup_steps": -1}, "optimizer.warmup_steps"),
+        ({"warmup_steps": 2.5}, "optimizer.warmup_steps is 2.5"),
+        ({"optimizer_class": "torch.optim.SGD", "betas": (0.5, 0.9)}, "optimizer.betas belongs"),
+        ({"optimizer_class": "torch.optim.SGD", "fused": True}, "optimizer.fused belongs"),
+    ],
+)
+def test_values_out_of_range_name_their_key(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer_class": "torch.optim.Nope"}, "'torch.optim.Nope' cannot be imported"),
+        ({"optimizer_class": "torch.nn.Linear"}, "is no torch.optim.Optimizer"),
+        ({"optimizer_options": {"speed": 3}}, r"\['speed'\] do not fit torch.optim.AdamW"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_built_says_why(
+    options: dict[str, object], message: str
+) -> None:
+    config = OptimizerConfig(**options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        config.build(model().named_parameters(), 1)
+
+
+def test_the_schedule_continues_from_a_state_dict_and_follows_a_longer_run() -> None:
+    def steps(scheduler: torch.optim.lr_scheduler.LambdaLR, count: int) -> Iterator[float]:
+        for _ in range(count):
+            scheduler.optimizer.step()
+            scheduler.step()
+            yield scheduler.get_last_lr()[0]
+
+    config = OptimizerConfig(lr=1.0, schedule="linear")
+    _, first = config.build(model().named_parameters(), 4)
+    assert list(steps(first, 2)) == pytest.approx([0.75, 0.5])
+    _, resumed = config.build(model().named_parameters(), 8)
+    resumed.load_state_dict(first.state_dict())
+    assert list(steps(resumed, 1)) == pytest.approx([1 - 3 / 8])

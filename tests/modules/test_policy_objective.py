@@ -1,0 +1,236 @@
+"""One fixed rollout through the module's own path gives TRL's advantages and TRL's loss."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lrlhf.functional.losses import POLICY_LOSSES
+from lrlhf.modules.policy_objective import (
+    Denominators,
+    as_experience,
+    compute_advantages,
+    denominators,
+    policy_loss,
+)
+from lrlhf.modules.settings import Advantage, Reference, Update
+from lrlhf.rewards import Rewards
+from lrlhf.strategies import Collectives
+from lrlhf.types import Experience, Rollout
+
+GOLDEN = Path(__file__).parents[1] / "functional" / "golden" / "trl.json"
+CASES = json.loads(GOLDEN.read_text())["rloo"]
+
+
+def one_process() -> Collectives:
+    return Collectives(SimpleNamespace(world_size=1, global_rank=0))  # type: ignore[arg-type]
+
+
+def rollout_of(mask: Tensor, truncated: Tensor, num_generations: int) -> Rollout:
+    """A rollout with a prompt of one token before each response."""
+    rows = mask.shape[0]
+    nothing = torch.zeros(rows, 1, dtype=torch.bool)
+    response = torch.cat([nothing, mask], dim=1)
+    return Rollout(
+        input_ids=torch.ones_like(response, dtype=torch.long),
+        attention_mask=torch.cat([~nothing, mask], dim=1),
+        response_mask=response,
+        sampling_logprobs=torch.zeros(response.shape),
+        group_ids=torch.arange(rows) // num_generations,
+        truncated=truncated,
+    )
+
+
+def shifted(values: Any) -> Tensor:
+    tensor = torch.tensor(values)
+    return torch.cat([torch.zeros(len(tensor), 1), tensor], dim=1)
+
+
+def scored(case: dict[str, Any]) -> Tensor:
+    """Scores as the runner of the rewards makes them, None included."""
+    table = case["rewards_per_function"]
+
+    def column(index: int) -> Any:
+        return lambda completions: [row[index] for row in table]
+
+    rewards = Rewards(
+        [column(0), column(1)],
+        weights=case["reward_weights"],
+        names=["first", "second"],
+        max_unscorable_fraction=1.0,
+    )
+    rows = len(table)
+    return rewards.score(
+        prompts=[""] * rows,
+        completions=[""] * rows,
+        completion_ids=[[0]] * rows,
+        columns=[{}] * rows,
+    ).scores
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_advantages_and_loss_equal_trl_on_the_same_rollout(case: dict[str, Any]) -> None:
+    mask = torch.tensor(case["completion_mask"]).bool()
+    truncated = torch.zeros(len(mask), dtype=torch.bool)
+    if case["mask_truncated"]:
+        # TRL recorded an empty mask for these; here they keep their tokens and are left out later
+        truncated = ~torch.tensor(case["ends_with_eos"])
+        mask = mask | truncated[:, None]
+    experience = as_experience(
+        rollout_of(mask, truncated, case["num_generations"]),
+        scores=scored(case),
+        old_logprobs=shifted(case["old_logprobs"]),
+        ref_logprobs=shifted(case["ref_logprobs"]) if case["beta"] else None,
+    )
+    settings = Advantage(
+        estimator="rloo",
+        reward_clip_range=case["reward_clip_range"],
+        normalize=case["normalize_advantages"],
+        truncated="trl" if case["mask_truncated"] else "train",
+    )
+    experience = compute_advantages(
+        experience,
+        settings=settings,
+        kl_in_reward=True,
+        kl_coef=case["beta"],
+        num_generations=case["num_generations"],
+        whiten=one_process().whiten,
+    )
+    expected = case["expected"]
+    per_row = experience.advantages.sum(dim=1) / experience.response_mask.sum(dim=1)
+    torch.testing.assert_close(per_row, torch.tensor(expected["advantages"]), rtol=1e-5, atol=1e-6)
+    rows, tokens = denominators(experience)
+    terms = policy_loss(
+        shifted(case["new_logprobs"]),
+        experience,
+        update=Update(
+            loss="sequence_clip",
+            options={"clip_low": case["epsilon_low"], "clip_high": case["epsilon_high"]},
+        ),
+        reference=Reference(kl_coef=case["beta"]),
+        kl_coef=0.0,
+        totals=Denominators(rows, tokens),
+        max_new_tokens=mask.shape[1],
+    )
+    torch.testing.assert_close(terms.loss, torch.tensor(expected["loss"]), rtol=1e-5, atol=1e-6)
+
+
+def random_experience(rows: int = 8, width: int = 7) -> Experience:
+    lengths = torch.randint(1, width, (rows,))
+    mask = torch.arange(width) < lengths[:, None]
+    rollout = rollout_of(mask, torch.zeros(rows, dtype=torch.bool), 4)
+    old, ref = -torch.rand(2, rows, width + 1) * rollout.response_mask
+    experience = as_experience(
+        rollout, scores=torch.randn(rows), old_logprobs=old, ref_logprobs=ref
+    )
+    return replace(experience, advantages=torch.randn(rows, 1) * rollout.response_mask)
+
+
+def loss_of(logprobs: Tensor, experience: Experience, update: Update, totals: Denominators) -> Tensor:
+    return policy_loss(
+        logprobs,
+        experience,
+        update=update,
+        reference=Reference(kl_coef=0.1),
+        kl_coef=0.1,
+        totals=totals,
+        max_new_tokens=9,
+        entropy=logprobs.exp(),
+    ).loss
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(name: str) -> None:
+    experience = random_experience()
+    update = Update(loss=name, entropy_coef=0.01)
+    totals = Denominators(*denominators(experience))
+    new = (experience.old_logprobs + 0.3 * torch.randn(8, 8)).requires_grad_()
+    loss = loss_of(new, experience, update, totals)
+    (whole,) = torch.autograd.grad(loss, new)
+    parts = [torch.tensor([0, 5]), torch.tensor([1, 2, 3]), torch.tensor([4, 6, 7])]
+    shares = [loss_of(new[rows], experience.select(rows), update, totals) for rows in parts]
+    (split,) = torch.autograd.grad(sum(shares), new)
+    torch.testing.assert_close(split, whole)
+    torch.testing.assert_close(sum(shares), loss)
+
+
+def test_an_excluded_truncated_response_changes_nothing_for_its_siblings() -> None:
+    # scores 1, 0, 5 of which the third is truncated: without it, 1 - 0 and 0 - 1
+    mask = torch.ones(3, 2, dtype=torch.bool)
+    truncated = torch.tensor([False, False, True])
+    experience = as_experience(
+        rollout_of(mask, truncated, 3),
+        scores=torch.tensor([1.0, 0.0, 5.0]),
+        old_logprobs=None,
+        ref_logprobs=None,
+    )
+    computed = compute_advantages(
+        experience,
+        settings=Advantage(truncated="exclude"),
+        kl_in_reward=True,
+        kl_coef=0.0,
+        num_generations=3,
+        whiten=one_process().whiten,
+    )
+    assert computed.advantages[:, 1].tolist() == [1.0, -1.0, 0.0]
+    assert computed.counted.tolist() == [True, True, False]
+    assert not computed.loss_mask[2].any()
+    kept = compute_advantages(
+        experience,
+        settings=Advantage(truncated="trl"),
+        kl_in_reward=True,
+        kl_coef=0.0,
+        num_generations=3,
+        whiten=one_process().whiten,
+    )
+    # siblings' means with it: 1 - (0 + 5) / 2, 0 - (1 + 5) / 2, 5 - (1 + 0) / 2
+    assert kept.advantages[:, 1].tolist() == [-1.5, -3.0, 4.5]
+    assert kept.counted.all()
+    assert not kept.loss_mask[2].any()
+
+
+def test_unscorable_responses_get_no_advantage_even_when_whitened() -> None:
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    experience = as_experience(
+        rollout_of(mask, torch.zeros(4, dtype=torch.bool), 4),
+        scores=torch.tensor([1.0, float("nan"), 0.0, 2.0]),
+        old_logprobs=None,
+        ref_logprobs=None,
+    )
+    computed = compute_advantages(
+        experience,
+        settings=Advantage(normalize=True),
+        kl_in_reward=True,
+        kl_coef=0.0,
+        num_generations=4,
+        whiten=one_process().whiten,
+    )
+    # leave one out of 1, 0, 2: 0, -1.5, 1.5; their deviation is 1.5
+    expected = torch.tensor([0.0, 0.0, -1.5 / 1.5001, 1.5 / 1.5001])
+    torch.testing.assert_close(computed.advantages[:, 1], expected)
+
+
+@pytest.mark.parametrize(
+    ("build", "culprit"),
+    [
+        (lambda: Reference(kl_coef=-0.1), "reference.kl_coef"),
+        (lambda: Reference(sync_every=0), "reference.sync_every"),
+        (lambda: Reference(kl_coef=0.0, sync_every=2), "reference.sync_every"),
+        (lambda: Reference(mixup=0.0), "reference.mixup"),
+        (lambda: Advantage(estimator="rlo"), "rloo"),
+        (lambda: Advantage(estimator="no.such.function"), "no.such.function"),
+        (lambda: Advantage(reward_clip_range=(1.0, -1.0)), "reward_clip_range"),
+        (lambda: Update(loss="sequence_clp"), "sequence_clip"),
+        (lambda: Update(num_iterations=0), "update.num_iterations"),
+        (lambda: Update(micro_batch_tokens=0), "update.micro_batch_tokens"),
+        (lambda: Update(max_grad_norm=0.0), "update.max_grad_norm"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(build: Any, culprit: str) -> None:
+    with pytest.raises(ValueError, match=culprit):
+        build()

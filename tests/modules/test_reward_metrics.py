@@ -1,0 +1,167 @@
+"""Expected values by hand, or from a slower search."""
+
+import math
+
+import pytest
+import torch
+
+from lrlhf.modules.reward_metrics import (
+    HeadPairs,
+    RewardMetrics,
+    calibration_error,
+    fit_tie_threshold,
+    head_metrics,
+    pearson,
+    three_way_accuracy,
+    wilson_interval,
+)
+
+NAN = float("nan")
+
+
+def head(
+    scores0: list[float],
+    scores1: list[float],
+    labels: list[float],
+    lengths: list[list[float]] | None = None,
+) -> HeadPairs:
+    count = len(labels)
+    return HeadPairs(
+        torch.tensor(scores0),
+        torch.tensor(scores1),
+        torch.tensor(labels),
+        torch.arange(1.0, count + 1),
+        torch.tensor(lengths or [[1.0, 1.0]] * count),
+    )
+
+
+def test_metrics_of_one_head_by_hand() -> None:
+    # gaps chosen - rejected: 2, -1 (label -1: 3 - 4), 0, and a tie with |gap| 0.5, one unlabelled
+    metrics = head_metrics(
+        head(
+            [3.0, 4.0, 1.0, 0.5, 9.0],
+            [1.0, 3.0, 1.0, 0.0, 9.0],
+            [1.0, -1.0, 1.0, 0.0, NAN],
+            [[5.0, 2.0], [2.0, 7.0], [3.0, 3.0], [1.0, 1.0], [1.0, 1.0]],
+        )
+    )
+    assert metrics["pairs"] == 3
+    assert metrics["accuracy"] == pytest.approx((1 + 0 + 0.5) / 3)
+    assert metrics["margin"] == pytest.approx((2 - 1 + 0) / 3)
+    assert metrics["chosen_mean"] == pytest.approx((3 + 3 + 1) / 3)
+    assert metrics["rejected_mean"] == pytest.approx((1 + 4 + 1) / 3)
+    assert metrics["score_ties"] == pytest.approx(1 / 3)
+    assert metrics["tie_gap"] == pytest.approx(0.5)
+    # labelled rows are 1..4, so their losses are 1, 2, 3, 4
+    assert metrics["loss"] == pytest.approx(2.5)
+    # all ten scores: 3 4 1 .5 9 1 3 1 0 9
+    assert metrics["score_mean"] == pytest.approx(3.15)
+    assert metrics["score_min"] == 0.0
+    assert metrics["score_max"] == 9.0
+    # squares 9 16 1 .25 81 1 9 1 0 81 sum to 199.25
+    assert metrics["score_std"] == pytest.approx(math.sqrt(19.925 - 3.15**2), rel=1e-5)
+    # chosen longer (5 > 2), chosen longer (label -1: 7 > 2), equal
+    assert metrics["longer_wins"] == pytest.approx(2.5 / 3)
+
+
+def test_a_head_without_preferences_has_no_accuracy() -> None:
+    metrics = head_metrics(head([1.0, 2.0], [0.0, 0.0], [NAN, NAN]))
+    assert {"accuracy", "margin", "loss", "length_correlation"}.isdisjoint(metrics)
+    assert metrics["score_mean"] == pytest.approx(0.75)
+
+
+def test_wilson_interval_of_a_textbook_example() -> None:
+    # Newcombe 1998, table I: 81 of 263 gives 0.2553 to 0.3662, 0 of 20 gives 0 to 0.1611
+    assert wilson_interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson_interval(0.0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+
+
+def test_calibration_is_perfect_where_wins_follow_the_sigmoid() -> None:
+    gap = math.log(3)  # sigma = 3/4: three wins for one loss
+    assert calibration_error(torch.tensor([gap, gap, gap, -gap])) == pytest.approx(0, abs=1e-6)
+
+
+def test_calibration_error_of_overconfident_scores_by_hand() -> None:
+    # sigma(2.1972) = 0.9 in all four pairs, of which half are won: off by 0.4 in either order
+    gap = math.log(9)
+    assert calibration_error(torch.tensor([gap, gap, -gap, -gap])) == pytest.approx(0.4, abs=1e-5)
+
+
+def test_calibration_does_not_depend_on_which_candidate_is_first() -> None:
+    scores0, scores1 = torch.tensor([0.3, 2.0, -1.0]), torch.tensor([0.1, 2.5, 1.5])
+    labels = torch.tensor([1.0, 1.0, -1.0])
+    lengths = torch.ones(3, 2)
+    one = head_metrics(HeadPairs(scores0, scores1, labels, labels, lengths))
+    other = head_metrics(HeadPairs(scores1, scores0, -labels, labels, lengths))
+    assert one == pytest.approx(other)
+
+
+def test_calibration_of_scores_that_are_not_finite_is_undefined() -> None:
+    assert calibration_error(torch.tensor([NAN, 1.0])).isnan()
+
+
+def test_pearson_by_hand() -> None:
+    # centred x: -1 0 1, y: -1 1 0: 1 / sqrt(2 * 2)
+    assert pearson(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 2.0, 1.0])) == pytest.approx(
+        0.5
+    )
+    assert pearson(torch.tensor([1.0, 1.0]), torch.tensor([0.0, 2.0])) is None
+
+
+def test_three_way_accuracy_by_hand() -> None:
+    pairs = head([1.0, 0.2, 0.1, 5.0], [0.0, 0.0, 0.2, 0.0], [1.0, 0.0, 1.0, NAN])
+    # below 0.5 the second and third are ties: first and second right, third wrong
+    assert three_way_accuracy(pairs, 0.5) == pytest.approx(2 / 3)
+    # no ties: first right, second wrong, third wrong (candidate 1 scored higher)
+    assert three_way_accuracy(pairs, 0.0) == pytest.approx(1 / 3)
+
+
+def test_the_tie_threshold_is_the_best_of_an_exhaustive_search() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(5):
+        gaps = torch.randn(30, generator=generator)
+        labels = torch.randint(-1, 2, (30,), generator=generator).float()
+        gaps = torch.where(labels == 0, gaps * 0.4, gaps + labels)
+        pairs = head(gaps.tolist(), [0.0] * 30, labels.tolist())
+        found = fit_tie_threshold(pairs)
+        assert found is not None
+        grid = [float(x) for x in torch.linspace(0, 6, 1000)]
+        best = max(three_way_accuracy(pairs, threshold) for threshold in grid)
+        assert three_way_accuracy(pairs, found) >= best - 1e-6
+
+
+def test_without_labelled_ties_there_is_no_threshold() -> None:
+    assert fit_tie_threshold(head([1.0], [0.0], [1.0])) is None
+
+
+def test_a_collection_in_parts_equals_the_whole() -> None:
+    labels = torch.tensor([[1, NAN], [-1, 0], [0, 1], [1, 1], [NAN, -1]])
+    columns = [torch.randn(5, 2), torch.randn(5, 2), torch.rand(5, 2), labels, torch.rand(5, 2)]
+    whole = RewardMetrics(("a", "b"), (1.0, 1.0))
+    whole.update(*columns)
+    parts = RewardMetrics(("a", "b"), (1.0, 1.0))
+    for rows in (slice(0, 2), slice(2, 5)):
+        parts.update(*(column[rows] for column in columns))
+    assert parts.compute().metrics == pytest.approx(whole.compute().metrics)
+
+
+def test_several_heads_are_pooled_and_listed() -> None:
+    metrics = RewardMetrics(("helpful", "short"), (1.0, 3.0))
+    scores0 = torch.tensor([[1.0, 0.0], [1.0, 5.0]])
+    scores1 = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    losses = torch.tensor([[0.5, 0.25], [1.5, 0.0]])
+    labels = torch.tensor([[1.0, 1.0], [1.0, NAN]])
+    metrics.update(scores0, scores1, losses, labels, torch.ones(2, 2))
+    values = metrics.compute().metrics
+    assert values["accuracy/helpful"] == pytest.approx(0.5)
+    assert values["accuracy/short"] == 0.0
+    assert values["accuracy"] == pytest.approx(1 / 3)
+    # weighted sum over labels, mean over the two pairs: (0.5 + 3 * 0.25 + 1.5) / 2
+    assert values["loss"] == pytest.approx(1.375)
+    assert values["loss/helpful"] == pytest.approx(1.0)
+
+
+def test_nothing_collected_gives_no_metrics() -> None:
+    metrics = RewardMetrics(("reward",), (1.0,))
+    metrics.update_with_nothing()
+    assert metrics.compute().metrics == {}

@@ -1,0 +1,361 @@
+"""RLOO end to end on a model of 27,000 parameters: learning, resuming, and what must not matter."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from lrlhf.datamodules import PromptDataModule
+from lrlhf.models import CausalLM, LoRA
+from lrlhf.modules import RLOO, Advantage, OptimizerConfig, Reference, Update
+from lrlhf.rewards import Rewards
+from lrlhf.rollout import RolloutListener, Sampling
+from lrlhf.types import Experience
+
+
+def vowels(completions: Sequence[str]) -> list[float]:
+    """Share of the characters that are an 'e': easy to learn, never constant."""
+    return [text.count("e") / max(len(text), 1) for text in completions]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    lines = [f'{{"prompt": "say {word}", "answer": "{word}"}}' for word in "abcdefghijklmnop"]
+    path.write_text("\n".join(lines))
+    return path
+
+
+class Watcher(RolloutListener, L.Callback):
+    """Keeps what the module tells its listeners."""
+
+    def __init__(self) -> None:
+        self.experiences: list[Experience] = []
+        self.records: list[list[dict[str, Any]]] = []
+        self.phases: list[str] = []
+
+    def on_phase(self, phase: str) -> None:
+        self.phases.append(phase)
+
+    def on_rollout(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        experience: Experience,
+        records: Sequence[dict[str, Any]],
+    ) -> None:
+        self.experiences.append(experience)
+        self.records.append(list(records))
+
+
+def build(
+    model: PreTrainedModel | CausalLM, tokenizer: PreTrainedTokenizerBase, **options: Any
+) -> RLOO:
+    defaults: dict[str, Any] = {
+        "num_generations": 4,
+        "sampling": Sampling(max_new_tokens=6),
+        "optimizer": OptimizerConfig(lr=1e-3),
+        "reference": Reference(kl_coef=0.05),
+    }
+    tokenizer_option = {} if isinstance(model, CausalLM) else {"tokenizer": tokenizer}
+    return RLOO(model, Rewards([vowels]), **tokenizer_option, **(defaults | options))
+
+
+def fit(
+    module: RLOO,
+    prompts: Path,
+    folder: Path,
+    *,
+    steps: int = 2,
+    callbacks: Sequence[L.Callback] = (),
+    ckpt_path: str | None = None,
+    **options: Any,
+) -> L.Trainer:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        max_epochs=-1,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=list(callbacks),
+        **options,
+    )
+    data = PromptDataModule(train=str(prompts), batch_size=4, val=str(prompts))
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return trainer
+
+
+def weights(module: RLOO) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.policy.state_dict().items()}
+
+
+def test_a_notebook_builds_and_trains_two_iterations_without_yaml(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    module = build(language_model, tokenizer)
+    before = weights(module)
+    watcher = Watcher()
+    trainer = fit(module, prompts, tmp_path, callbacks=[watcher])
+    assert trainer.global_step == 2
+    assert any(not torch.equal(before[name], value) for name, value in weights(module).items())
+    logged = trainer.logged_metrics
+    for key in (
+        "train/loss",
+        "rollout/score",
+        "rollout/score_std",
+        "rollout/response_length",
+        "rollout/truncated_fraction",
+        "rollout/zero_variance_groups",
+        "rewards/vowels/mean",
+        "rewards/vowels/std",
+        "policy/loss",
+        "policy/approx_kl",
+        "policy/clip_fraction",
+        "policy/ratio_max",
+        "policy/grad_norm",
+        "kl/reference",
+        "kl/sequence",
+        "kl/coef",
+        "mismatch/mean",
+        "mismatch/max",
+        "mismatch/kl",
+        "perf/generate_s",
+        "perf/reward_s",
+        "perf/logprob_s",
+        "perf/update_s",
+        "perf/tokens_per_s",
+        "perf/padding_fraction",
+        "eval/score",
+    ):
+        assert key in trainer.callback_metrics | logged, key
+    assert [phase for phase in watcher.phases if phase][-4:] == [
+        "generate",
+        "reward",
+        "logprob",
+        "update",
+    ]
+    assert len(watcher.records[0]) == 16
+    record = watcher.records[0][0]
+    assert record["score"] == pytest.approx(vowels([record["completion"]])[0])
+    assert record["columns"]["answer"] in "abcdefghijklmnop"
+
+
+def test_the_policy_learns_to_say_what_is_rewarded(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    module = build(
+        language_model,
+        tokenizer,
+        reference=Reference(kl_coef=0.0),
+        num_generations=8,
+        optimizer=OptimizerConfig(lr=1e-2),
+    )
+    watcher = Watcher()
+    fit(module, prompts, tmp_path, steps=25, callbacks=[watcher])
+    scores = [float(experience.scores.mean()) for experience in watcher.experiences]
+    assert sum(scores[:3]) / 3 < 0.05
+    assert sum(scores[-3:]) / 3 > 0.6
+
+
+def test_a_resumed_run_ends_with_the_same_weights(tokenizer, model_folder, prompts, tmp_path) -> None:
+    def fresh() -> RLOO:
+        return build(
+            CausalLM(source=model_folder),
+            tokenizer,
+            reference=Reference(kl_coef=0.1, sync_every=2),
+            update=Update(num_iterations=2, minibatch_size=8),
+            optimizer=OptimizerConfig(lr=1e-3, schedule="linear"),
+        )
+
+    straight = fresh()
+    fit(straight, prompts, tmp_path, steps=6)
+    first = fresh()
+    checkpoint = str(tmp_path / "step3.ckpt")
+
+    class SaveAtThree(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(checkpoint)
+
+    fit(first, prompts, tmp_path, steps=6, callbacks=[SaveAtThree()])
+    resumed = fresh()
+    fit(resumed, prompts, tmp_path, steps=6, ckpt_path=checkpoint)
+    expected = weights(straight)
+    for name, value in weights(resumed).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("loss", ["sequence_clip", "dapo"])
+def test_micro_batches_do_not_change_the_update(
+    language_model, tokenizer, prompts, tmp_path, loss: str
+) -> None:
+    results = []
+    for budget in (None, 40):
+        module = build(
+            copy.deepcopy(language_model),
+            tokenizer,
+            update=Update(loss=loss, micro_batch_tokens=budget),
+            optimizer=OptimizerConfig(lr=1e-3, optimizer_class="torch.optim.SGD"),
+        )
+        fit(module, prompts, tmp_path, steps=1)
+        results.append(weights(module))
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_validation_in_between_does_not_change_the_run(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    results = []
+    for options in ({"limit_val_batches": 0}, {"val_check_interval": 1}):
+        module = build(copy.deepcopy(language_model), tokenizer)
+        fit(module, prompts, tmp_path, steps=3, **options)
+        results.append(weights(module))
+    for name, value in results[0].items():
+        assert torch.equal(results[1][name], value)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "loss"),
+    [
+        ("rloo", "sequence_clip"),
+        ("rloo", "gspo"),
+        ("grpo", "token_clip"),
+        ("grpo", "dapo"),
+        ("grpo", "cispo"),
+        ("dr_grpo", "dr_grpo"),
+        ("rloo_openrlhf", "token_clip"),
+        ("reinforce", "reinforce"),
+        ("reinforce_baseline", "token_clip"),
+        ("reinforce_plus_plus", "token_clip"),
+        ("grpo", "cpgd"),
+    ],
+)
+def test_every_estimator_and_loss_trains(
+    language_model, tokenizer, prompts, tmp_path, estimator: str, loss: str
+) -> None:
+    module = build(
+        language_model,
+        tokenizer,
+        advantage=Advantage(estimator=estimator),
+        update=Update(loss=loss, entropy_coef=0.01, minibatch_size=8, num_iterations=2),
+    )
+    before = weights(module)
+    trainer = fit(module, prompts, tmp_path, steps=1)
+    assert torch.isfinite(trainer.logged_metrics["train/loss"])
+    assert "policy/entropy" in trainer.logged_metrics
+    assert any(not torch.equal(before[name], value) for name, value in weights(module).items())
+
+
+def test_an_adapter_trains_and_its_reference_is_the_base_model(
+    model_folder, tokenizer, prompts, tmp_path
+) -> None:
+    spec = CausalLM(source=model_folder, lora=LoRA(r=4, alpha=8))
+    module = build(spec, tokenizer, optimizer=OptimizerConfig(lr=1e-2))
+    base = {n: p.clone() for n, p in module.policy.named_parameters() if "lora" not in n}
+    watcher = Watcher()
+    fit(module, prompts, tmp_path, steps=3, callbacks=[watcher])
+    first, last = watcher.experiences[0], watcher.experiences[-1]
+    assert first.old_logprobs is not None
+    assert first.ref_logprobs is not None
+    torch.testing.assert_close(first.old_logprobs, first.ref_logprobs, atol=1e-5, rtol=1e-5)
+    assert last.old_logprobs is not None
+    assert last.ref_logprobs is not None
+    assert (last.old_logprobs - last.ref_logprobs).abs().max() > 1e-3
+    for name, value in module.policy.named_parameters():
+        if "lora" not in name:
+            assert torch.equal(value, base[name]), name
+
+
+def test_an_exported_policy_loads_with_transformers(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    module = build(language_model, tokenizer)
+    fit(module, prompts, tmp_path)
+    module.export_pretrained(tmp_path / "export")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    ids = torch.tensor([tokenizer("hello")["input_ids"]])
+    torch.testing.assert_close(loaded(ids).logits, module.policy.eval()(ids).logits)
+
+
+def test_a_step_with_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    module = build(language_model, tokenizer, update=Update(max_skipped_steps=5))
+    language_model.model.layers[0].mlp.down_proj.weight.register_hook(
+        lambda gradient: gradient * float("nan")
+    )
+    before = weights(module)
+    trainer = fit(module, prompts, tmp_path, steps=2)
+    assert trainer.logged_metrics["train/skipped_steps"] == 2
+    for name, value in weights(module).items():
+        assert torch.equal(value, before[name])
+
+
+def test_too_many_skipped_steps_stop_the_run(language_model, tokenizer, prompts, tmp_path) -> None:
+    module = build(language_model, tokenizer, update=Update(max_skipped_steps=1))
+    language_model.model.layers[0].mlp.down_proj.weight.register_hook(
+        lambda gradient: gradient * float("nan")
+    )
+    with pytest.raises(ValueError, match="max_skipped_steps"):
+        fit(module, prompts, tmp_path, steps=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [
+        ({"num_generations": 0}, "num_generations"),
+        ({"num_generations": 1}, "num_generations is 1; the nearest value is 2"),
+        ({"sampling": Sampling(temperature=0.0)}, "sampling.temperature"),
+        ({"sampling": Sampling(top_p=0.9)}, "allow_truncated_sampling"),
+        (
+            {"advantage": Advantage(estimator="reinforce"), "update": Update(loss="gspo")},
+            "update.loss",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(
+    language_model, tokenizer, options: dict[str, Any], culprit: str
+) -> None:
+    with pytest.raises(ValueError, match=culprit):
+        build(language_model, tokenizer, **options)
+
+
+def test_a_minibatch_that_does_not_divide_names_the_nearest_sizes(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    module = build(language_model, tokenizer, update=Update(minibatch_size=6))
+    with pytest.raises(ValueError, match="16 responses .* 4 and 8"):
+        fit(module, prompts, tmp_path)
+
+
+def test_weights_in_pure_bfloat16_are_refused(language_model, tokenizer, prompts, tmp_path) -> None:
+    module = build(language_model, tokenizer)
+    with pytest.raises(ValueError, match="bf16-mixed"):
+        fit(module, prompts, tmp_path, precision="bf16-true")
+
+
+def test_truncated_sampling_is_allowed_when_asked_for_and_its_mass_is_logged(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    module = build(
+        language_model,
+        tokenizer,
+        sampling=Sampling(max_new_tokens=4, top_k=50),
+        allow_truncated_sampling=True,
+    )
+    trainer = fit(module, prompts, tmp_path, steps=1)
+    assert 0 < trainer.logged_metrics["rollout/kept_mass"] < 1
+
+

@@ -1,0 +1,49 @@
+"""Cutting a batch loses no row, repeats none, and stays within its budget."""
+
+import pytest
+import torch
+
+from lrlhf.rollout import micro_batch_rows, micro_batches, minibatches
+from lrlhf.types import SequenceBatch
+
+LENGTHS = [5, 2, 9, 1, 4, 4]
+
+
+def batch() -> SequenceBatch:
+    width = 12
+    ids = torch.arange(len(LENGTHS))[:, None].expand(-1, width).clone()
+    mask = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
+    return SequenceBatch(input_ids=ids, attention_mask=mask, response_mask=mask)
+
+
+@pytest.mark.parametrize("budget", [None, 1, 9, 10, 18, 1000])
+def test_micro_batches_hold_every_row_once_within_the_token_budget(budget: int | None) -> None:
+    parts = micro_batches(batch(), max_tokens=budget)
+    rows = sorted(int(row) for part in parts for row in part.input_ids[:, 0])
+    assert rows == list(range(len(LENGTHS)))
+    for part in parts:
+        longest = max(LENGTHS[int(row)] for row in part.input_ids[:, 0])
+        assert part.input_ids.shape[1] == longest
+        if budget is not None and len(part) > 1:
+            assert len(part) * longest <= budget
+
+
+def test_the_longest_rows_come_first() -> None:
+    # lengths 9 5 4 4 2 1 under a budget of 10: 9 | 5 4 (2 x 5) | 4 2 (2 x 4 <= 10) | 1
+    groups = micro_batch_rows(torch.tensor(LENGTHS), max_tokens=10)
+    assert [group.tolist() for group in groups] == [[2], [0, 4], [5, 1], [3]]
+
+
+def test_minibatches_are_drawn_at_random_and_hold_every_row_once() -> None:
+    torch.manual_seed(3)
+    first = [part.input_ids[:, 0].tolist() for part in minibatches(batch(), size=2)]
+    second = [part.input_ids[:, 0].tolist() for part in minibatches(batch(), size=2)]
+    assert sorted(row for part in first for row in part) == list(range(6))
+    assert first != second
+    torch.manual_seed(3)
+    assert first == [part.input_ids[:, 0].tolist() for part in minibatches(batch(), size=2)]
+
+
+def test_a_size_that_does_not_divide_is_refused_with_the_nearest_ones() -> None:
+    with pytest.raises(ValueError, match=r"minibatch_size is 4 .* are 3 and 6"):
+        list(minibatches(batch(), size=4))
