@@ -1,1 +1,26 @@
-"""."""
+"""Optional companions of a run: what it writes, shows, averages, steers and saves."""
+
+from lrlhf.callbacks.checkpoint import AtomicCheckpointIO, RLCheckpoint
+from lrlhf.callbacks.ema import EMA
+from lrlhf.callbacks.eval_jsonl import EvalJSONL
+from lrlhf.callbacks.files import atomic_folder, atomic_write, output_folder
+from lrlhf.callbacks.hf_export import HFExport
+from lrlhf.callbacks.kl_control import KLControl
+from lrlhf.callbacks.progress import PhaseProgress
+from lrlhf.callbacks.rollout_log import RolloutLog
+from lrlhf.callbacks.run_report import RunReport
+
+__all__ = [
+    "EMA",
+    "AtomicCheckpointIO",
+    "EvalJSONL",
+    "HFExport",
+    "KLControl",
+    "PhaseProgress",
+    "RLCheckpoint",
+    "RolloutLog",
+    "RunReport",
+    "atomic_folder",
+    "atomic_write",
+    "output_folder",
+]

@@ -19,8 +19,9 @@ import lrlhf.modules
 import lrlhf.rewards
 import lrlhf.rollout  # noqa: F401  classes that are imported can be named by their short names
 from lrlhf.cli.complaints import read_complaint
-from lrlhf.cli.config_files import ConfigFile, locate, locate_refusal, read_config_files
+from lrlhf.cli.config_files import ConfigFile, read_config_files
 from lrlhf.cli.errors import ConfigError, ValidationError, hint
+from lrlhf.cli.locations import locate, locate_refusal
 from lrlhf.cli.nulls import forbidden_nulls
 from lrlhf.cli.output import configure_output
 from lrlhf.cli.parser import Parser

@@ -30,6 +30,10 @@ _FLAG = re.compile(
 _REQUIRED = re.compile(r"the following arguments are required: (?P<keys>.+)$")
 _NO_CLASS = re.compile(r"Expected a dot import path string: (?P<name>.+)$")
 _NO_ATTRIBUTE = re.compile(r"(?:module '.*' has no attribute|No module named) '(?P<name>[^']*)'")
+_NO_CALLABLE = re.compile(
+    r"Type .+ expects a function or a callable class: (?P<why>.+)\. "
+    r"Got value: (?:Namespace\(class_path=')?(?P<name>[\w.]+)"
+)
 _AMBIGUOUS = re.compile(
     r"Multiple subclasses with name (?P<name>\w+)\. .*ambiguity: (?P<all>.+)\.$"
 )
@@ -137,7 +141,8 @@ def _read_union(lines: Sequence[str]) -> Complaint:
     best = max(branches, key=lambda branch: branch.rank, default=Complaint(sentence="not accepted"))
     if best.rank in {4, 9}:
         names = _class_names(subtypes)
-        return replace(best, sentence=best.sentence + hint(_last_name(best.value), names))
+        nearest = hint(_last_name(best.value), names)
+        return replace(best, sentence=best.sentence + nearest, rank=8)
     if best.rank > 2:
         return best
     plain = [branch for branch in branches if not branch.sentence]
@@ -173,6 +178,10 @@ def _read_class_or_value(text: str) -> Complaint:
     if match := _AMBIGUOUS.match(text):
         sentence = f"several classes are named {match['name']}; give one in full: {match['all']}"
         return Complaint(sentence=sentence, value=match["name"], rank=5)
+    if match := _NO_CALLABLE.match(text):
+        name = match["name"]
+        sentence = f"no function or class '{name}' ({match['why']})"
+        return Complaint(sentence=sentence + _hint_in_module(name), value=name, rank=6)
     if match := _NO_CLASS.match(text):
         return Complaint(sentence=f"no class '{match['name']}'", value=match["name"], rank=4)
     if match := _NO_SUBCLASS.match(text):
@@ -196,6 +205,13 @@ def _unknown_flag(flag: str, nearest: str) -> Complaint:
     return Complaint(path=tuple(keys), sentence=f"no such option{nearest}", rank=6)
 
 
+def _hint_in_module(name: str) -> str:
+    module, _, attribute = name.rpartition(".")
+    public = [other for other in dir(import_by_path(module)) if not other.startswith("_")]
+    nearest = hint(attribute, public)
+    return nearest if "did you mean" in nearest else ""
+
+
 def _missing(keys: Sequence[str]) -> Complaint:
     others = f" (so are {', '.join(keys[1:])})" if len(keys) > 1 else ""
     return Complaint(
@@ -208,7 +224,8 @@ def _class_names(subtypes: str) -> list[str]:
     names: list[str] = []
     for path in re.findall(r"\b[A-Za-z_]\w*(?:\.\w+)+", subtypes.removeprefix("Subtypes: ")):
         base = import_by_path(path)
-        names.extend(_subclass_names(base) if isinstance(base, type) else ())
+        below = _subclass_names(base)[1:] if isinstance(base, type) else []
+        names.extend(below or [path.rpartition(".")[2]])
     return [name for name in names if not name.startswith("_")]
 
 

@@ -43,4 +43,6 @@ def _quieten_others() -> None:
     enable_progress_bars()  # the line above also hides downloads, which a person waits for
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", module="lightning", message=".*does not have many workers")
+    # rows are tokenised once, so no workers are needed; modules choose their models' modes
+    for message in (".*does not have many workers", r"Found \d+ module\(s\) in eval mode"):
+        warnings.filterwarnings("ignore", message=message)

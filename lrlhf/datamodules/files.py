@@ -101,7 +101,7 @@ def _parquet(stream: BinaryIO) -> RowsOrBad:
 
 
 def _csv(stream: BinaryIO) -> RowsOrBad:
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    text = io.StringIO(stream.read().decode("utf-8-sig"), newline="")
     for row in csv.DictReader(text, strict=True):
         if None in row or None in row.values():
             yield BadRow("wrong type", "the line has not as many cells as the header has columns")

@@ -98,6 +98,11 @@ class PromptDataModule(L.LightningDataModule):
         super().__init__()
         self._train = train
         self._split = Split(val, val_size, val_fraction, seed)
+        if not self._split.any:
+            # to Lightning a hook that is not overridden means that there is nothing to validate on,
+            # while it warns of an empty loader
+            for hook in ("val_dataloader", "test_dataloader", "predict_dataloader"):
+                setattr(self, hook, getattr(super(), hook))
         self._given_tokenizer = tokenizer
         self._options = LoaderOptions(batch_size, val_batch_size, seed, num_workers, pin_memory)
         self._chat_format = partial(

@@ -90,6 +90,11 @@ class Split:
             )
 
     @property
+    def any(self) -> bool:
+        """Whether there are to be validation rows."""
+        return self.val is not None or self.wanted
+
+    @property
     def wanted(self) -> bool:
         """Whether train rows are to be held out."""
         return self.size > 0 or self.fraction > 0

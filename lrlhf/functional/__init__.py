@@ -1,4 +1,4 @@
-"""The maths: tensors in, tensors out. No state, no I/O, no collectives, nothing but torch."""
+"""The maths: tensors in, tensors out, without state, files or communication."""
 
 from lrlhf.functional.advantages import (
     AdvantagesAndReturns,
@@ -6,27 +6,26 @@ from lrlhf.functional.advantages import (
     generalized_advantages,
     group_mean_advantages,
     group_normalized_advantages,
+    has_baseline,
     leave_one_out_advantages,
 )
-from lrlhf.functional.estimators import (
-    ESTIMATORS,
-    Estimator,
-    EstimatorInputs,
-    resolve_estimator,
-)
+from lrlhf.functional.estimators import ESTIMATORS, Estimator, EstimatorInputs, resolve_estimator
 from lrlhf.functional.kl import adaptive_kl_coef, kl_estimate, shape_rewards
 from lrlhf.functional.logprobs import LogprobsAndEntropy, token_logprobs
 from lrlhf.functional.losses import POLICY_LOSSES, PolicyLoss, resolve_policy_loss
-from lrlhf.functional.masking import masked_mean, masked_sum, whiten
+from lrlhf.functional.masking import masked_mean, masked_sum, standardize, whiten
 from lrlhf.functional.policy import (
+    ClipFractions,
     PolicyMetrics,
     aggregate,
     cispo_policy_loss,
+    clip_fractions,
     clipped_policy_loss,
     cpgd_policy_loss,
     importance_weighted_policy_loss,
     policy_metrics,
     sequence_clipped_policy_loss,
+    sequence_ratio,
 )
 from lrlhf.functional.reward import (
     bradley_terry_loss,
@@ -41,6 +40,7 @@ __all__ = [
     "ESTIMATORS",
     "POLICY_LOSSES",
     "AdvantagesAndReturns",
+    "ClipFractions",
     "Estimator",
     "EstimatorInputs",
     "LogprobsAndEntropy",
@@ -51,6 +51,7 @@ __all__ = [
     "bradley_terry_loss",
     "center_penalty",
     "cispo_policy_loss",
+    "clip_fractions",
     "clipped_policy_loss",
     "clipped_value_loss",
     "cpgd_policy_loss",
@@ -58,6 +59,7 @@ __all__ = [
     "generalized_advantages",
     "group_mean_advantages",
     "group_normalized_advantages",
+    "has_baseline",
     "hps_loss",
     "importance_weighted_policy_loss",
     "kl_estimate",
@@ -69,7 +71,9 @@ __all__ = [
     "resolve_estimator",
     "resolve_policy_loss",
     "sequence_clipped_policy_loss",
+    "sequence_ratio",
     "shape_rewards",
+    "standardize",
     "tie_loss",
     "token_logprobs",
     "whiten",

@@ -1,21 +1,20 @@
-"""From rewards to advantages."""
+"""From rewards to advantages: along a sequence, and within the group of one prompt's responses."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
 class AdvantagesAndReturns(NamedTuple):
-    """What the policy and the value function are trained on."""
+    """Both are 0 outside the response."""
 
-    advantages: Tensor
-    """`[B, T]`"""
-    returns: Tensor
-    """`[B, T]`"""
+    advantages: Float[Tensor, "B T"]
+    returns: Float[Tensor, "B T"]
+    """Regression target of the value function."""
 
 
 def generalized_advantages(
@@ -35,139 +34,184 @@ def generalized_advantages(
         rewards: Per-token rewards, any KL penalty already subtracted.
         values: Value estimates of the state before each token.
         response_mask: Positions outside it are skipped over, not treated as terminal, so tool
-            output between two turns does not cut the credit of the first.
-        gamma: Discount per token.
+            output between two turns does not cut the credit of the first. What stands there is
+            not read.
+        gamma: Discount per response token.
         lam: Bias-variance trade-off: 0 is the TD error, 1 the Monte Carlo return minus the value.
 
     Returns:
         The advantages, and ``advantages + values`` as the regression target of the value function.
 
+    Raises:
+        ValueError: ``gamma`` or ``lam`` outside [0, 1].
+
     Reference:
         Schulman et al. 2016, eq. 11-16, https://arxiv.org/abs/1506.02438
     """
-    advantages = torch.zeros_like(rewards)
-    next_value = torch.zeros_like(rewards[:, 0])
-    next_advantage = torch.zeros_like(rewards[:, 0])
+    for name, factor in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= factor <= 1:
+            raise ValueError(f"{name} is {factor}; it must lie in [0, 1]")
+    columns = []
+    next_value = next_advantage = torch.zeros_like(values[:, 0])
     for t in reversed(range(rewards.shape[1])):
         counts = response_mask[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = delta + gamma * lam * next_advantage
-        advantages[:, t] = torch.where(counts, advantage, torch.zeros_like(advantage))
+        next_advantage = torch.where(counts, delta + gamma * lam * next_advantage, next_advantage)
         next_value = torch.where(counts, values[:, t], next_value)
-        next_advantage = torch.where(counts, advantage, next_advantage)
-    returns = torch.where(response_mask, advantages + values, torch.zeros_like(values))
-    return AdvantagesAndReturns(advantages, returns)
+        columns.append(next_advantage)
+    advantages = torch.stack(columns[::-1], dim=1)
+    return AdvantagesAndReturns(
+        torch.where(response_mask, advantages, 0.0),
+        torch.where(response_mask, advantages + values, 0.0),
+    )
 
 
 def discounted_returns(
     rewards: Float[Tensor, "B T"], response_mask: Bool[Tensor, "B T"], *, gamma: float = 1.0
 ) -> Float[Tensor, "B T"]:
-    """Reward to go: ``G_t = r_t + γ G_{t+1}`` over the response tokens.
+    """Reward-to-go of every response token, ``G_t = r_t + γ G_{t+1}``; 0 outside the response.
 
     Args:
-        rewards: Per-token rewards.
-        response_mask: Positions outside it are skipped over and get 0.
+        rewards: Per-token rewards, any KL penalty already subtracted.
+        response_mask: Positions outside it are skipped over and cost no discount.
         gamma: Discount per response token.
+
+    Raises:
+        ValueError: ``gamma`` outside [0, 1].
     """
-    returns = torch.zeros_like(rewards)
-    following = torch.zeros_like(rewards[:, 0])
-    for t in reversed(range(rewards.shape[1])):
-        counts = response_mask[:, t]
-        following = torch.where(counts, rewards[:, t] + gamma * following, following)
-        returns[:, t] = torch.where(counts, following, torch.zeros_like(following))
-    return returns
+    # without a value function, GAE at lam = 1 is the Monte Carlo return
+    no_values = torch.zeros_like(rewards)
+    result = generalized_advantages(rewards, no_values, response_mask, gamma=gamma, lam=1.0)
+    return result.advantages
 
 
 def leave_one_out_advantages(
     scores: Float[Tensor, " B"], *, num_generations: int
 ) -> Float[Tensor, " B"]:
-    """Each score minus the mean of its siblings that could be scored.
+    """Score minus the mean score of the other responses to the same prompt.
+
+        A_i = R_i - 1/(n - 1) Σ_{j ≠ i} R_j
 
     Args:
-        scores: Rows of one prompt consecutive; NaN could not be scored.
-        num_generations: Responses per prompt.
+        scores: Rows of one prompt are consecutive; NaN is unscorable.
+        num_generations: Rows per prompt.
 
     Returns:
-        The advantages; unscorable rows and rows without a scorable sibling get 0.
+        0 for a row that is unscorable or has no scorable sibling.
 
     Raises:
-        ValueError: The rows are not whole groups.
+        ValueError: The rows do not form complete groups.
 
     Reference:
-        Ahmadian et al. 2024, eq. 8, https://arxiv.org/abs/2402.14740
+        Ahmadian et al. 2024, §3.2, https://arxiv.org/abs/2402.14740
     """
-    groups, scorable = _groups(scores, num_generations)
-    known = groups.nan_to_num(nan=0.0)
-    siblings = scorable.sum(dim=1, keepdim=True) - 1
-    baseline = (known.sum(dim=1, keepdim=True) - known) / siblings.clamp(min=1)
-    return _only(groups - baseline, scorable & (siblings > 0))
+    groups = _groups(scores, num_generations)
+    siblings = (groups.size - 1).clamp(min=1)
+    others = groups.offsets.sum(dim=1, keepdim=True) - groups.offsets
+    return _ungroup(groups.offsets - others / siblings, groups)
 
 
 def group_mean_advantages(
     scores: Float[Tensor, " B"], *, num_generations: int
 ) -> Float[Tensor, " B"]:
-    """Each score minus the mean of its group.
+    """Score minus the mean score of all scorable responses to the same prompt, itself included.
 
     Args:
-        scores: Rows of one prompt consecutive; NaN could not be scored.
-        num_generations: Responses per prompt.
+        scores: Rows of one prompt are consecutive; NaN is unscorable.
+        num_generations: Rows per prompt.
 
     Returns:
-        The advantages; unscorable rows get 0.
+        0 for a row that is unscorable or has no scorable sibling.
 
     Raises:
-        ValueError: The rows are not whole groups.
+        ValueError: The rows do not form complete groups.
 
     Reference:
-        Liu et al. 2025 (Dr. GRPO), section 3.2, https://arxiv.org/abs/2503.20783
+        Liu et al. 2025 (Dr. GRPO), §3.1, https://arxiv.org/abs/2503.20783
     """
-    groups, scorable = _groups(scores, num_generations)
-    return _only(groups - _mean(groups, scorable), scorable)
+    groups = _groups(scores, num_generations)
+    return _ungroup(_deviations(groups), groups)
 
 
 def group_normalized_advantages(
     scores: Float[Tensor, " B"], *, num_generations: int, eps: float = 1e-4
 ) -> Float[Tensor, " B"]:
-    """Z-score of each score within its group (Bessel-corrected deviation).
+    """Z-score within the scorable responses to the same prompt.
+
+        A_i = (R_i - mean) / (std + eps)          with Bessel's correction in std
 
     Args:
-        scores: Rows of one prompt consecutive; NaN could not be scored.
-        num_generations: Responses per prompt.
-        eps: Added to the deviation.
+        scores: Rows of one prompt are consecutive; NaN is unscorable.
+        num_generations: Rows per prompt.
+        eps: Added to the standard deviation, in score units.
 
     Returns:
-        The advantages; unscorable rows and rows without a scorable sibling get 0.
+        0 for a row that is unscorable, has no scorable sibling, or whose siblings score the same.
 
     Raises:
-        ValueError: The rows are not whole groups.
+        ValueError: The rows do not form complete groups.
 
     Reference:
-        Shao et al. 2024 (GRPO), section 4.1.2, https://arxiv.org/abs/2402.03300
+        Shao et al. 2024 (GRPO), §4.1.2, https://arxiv.org/abs/2402.03300
     """
-    groups, scorable = _groups(scores, num_generations)
-    centered = torch.where(scorable, groups - _mean(groups, scorable), torch.zeros_like(groups))
-    freedom = (scorable.sum(dim=1, keepdim=True) - 1).clamp(min=1)
-    deviation = (centered.square().sum(dim=1, keepdim=True) / freedom).sqrt()
-    return _only(centered / (deviation + eps), scorable)
+    groups = _groups(scores, num_generations)
+    deviations = _deviations(groups)
+    variance = deviations.square().sum(dim=1, keepdim=True) / (groups.size - 1).clamp(min=1)
+    return _ungroup(deviations / (variance.sqrt() + eps), groups)
 
 
-def _groups(scores: Tensor, num_generations: int) -> tuple[Tensor, Tensor]:
+def has_baseline(scores: Float[Tensor, " B"], *, num_generations: int) -> Bool[Tensor, " B"]:
+    """Tell the rows that can have an advantage: scorable, with a scorable sibling.
+
+    Args:
+        scores: Rows of one prompt are consecutive; NaN is unscorable.
+        num_generations: Rows per prompt.
+
+    Raises:
+        ValueError: The rows do not form complete groups.
+    """
+    groups = _groups(scores, num_generations)
+    return (groups.scorable & (groups.size > 1)).flatten()
+
+
+class _Groups(NamedTuple):
+    offsets: Float[Tensor, "P G"]
+    """Scores, measured from the best of the group: equal scores are exactly 0, and so is their
+    mean, whose rounding error a division by the deviation would otherwise blow up to about 1."""
+    scorable: Bool[Tensor, "P G"]
+    size: Int[Tensor, "P 1"]
+    """Scorable rows of the group."""
+
+
+def _groups(scores: Float[Tensor, " B"], num_generations: int) -> _Groups:
+    _check_groups(scores.shape[0], num_generations)
+    rows = scores.detach().view(-1, num_generations)
+    scorable = ~rows.isnan()
+    best = torch.where(scorable, rows, torch.finfo(rows.dtype).min).amax(dim=1, keepdim=True)
+    offsets = torch.where(scorable, rows - best, 0.0)
+    return _Groups(offsets, scorable, scorable.sum(dim=1, keepdim=True))
+
+
+def _deviations(groups: _Groups) -> Float[Tensor, "P G"]:
+    mean = groups.offsets.sum(dim=1, keepdim=True) / groups.size.clamp(min=1)
+    return torch.where(groups.scorable, groups.offsets - mean, 0.0)
+
+
+def _ungroup(advantages: Float[Tensor, "P G"], groups: _Groups) -> Float[Tensor, " B"]:
+    counts = groups.scorable & (groups.size > 1)
+    return torch.where(counts, advantages, 0.0).flatten()
+
+
+def _check_groups(rows: int, num_generations: int) -> None:
     if num_generations < 1:
         raise ValueError(f"num_generations is {num_generations}; it must be 1 or more")
-    rows = len(scores)
     if rows % num_generations:
-        raise ValueError(
-            f"{rows} rows are no whole groups of num_generations = {num_generations}; the nearest "
-            f"number of rows is {max(1, round(rows / num_generations)) * num_generations}"
+        below = rows - rows % num_generations
+        divisor = min(
+            (size for size in range(1, rows + 1) if rows % size == 0),
+            key=lambda size: abs(size - num_generations),
         )
-    groups = scores.view(-1, num_generations)
-    return groups, ~groups.isnan()
-
-
-def _mean(groups: Tensor, scorable: Tensor) -> Tensor:
-    total = groups.nan_to_num(nan=0.0).sum(dim=1, keepdim=True)
-    return total / scorable.sum(dim=1, keepdim=True).clamp(min=1)
-
-
-def _only(advantages: Tensor, where: Tensor) -> Tensor:
-    return torch.where(where, advantages, torch.zeros_like(advantages)).flatten()
+        raise ValueError(
+            f"{rows} scores do not form groups of num_generations={num_generations}; pass "
+            f"{below} or {below + num_generations} rows, or num_generations={divisor}"
+        )

@@ -1,8 +1,4 @@
-"""Advantage estimators by name: from scores and KL to one advantage per response token.
-
-An estimator is a function of `EstimatorInputs` and keyword options. To add one, write such a
-function and name it in the config by its import path.
-"""
+"""Advantage estimators by name: from the scores of a rollout to an advantage per token."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lrlhf.functional.advantages import (
@@ -24,150 +21,204 @@ from lrlhf.functional.names import import_function
 
 
 class EstimatorInputs(NamedTuple):
-    """What an estimator may look at."""
+    """What an estimator may look at; rows of one prompt are consecutive."""
 
-    scores: Tensor
-    """`[B]`, rows of one prompt consecutive; NaN could not be scored."""
-    kl: Tensor
-    """`[B, T]`, k1 estimate of the KL to the reference; 0 where the reward holds no penalty."""
-    response_mask: Tensor
-    """`[B, T]` bool."""
+    scores: Float[Tensor, " B"]
+    """NaN is unscorable."""
+    kl: Float[Tensor, "B T"]
+    """k1 estimate against the reference; zeros where the reward holds no penalty."""
+    response_mask: Bool[Tensor, "B T"]
     num_generations: int
     kl_coef: float
-    baseline_mask: Tensor
-    """`[B]` bool; False: the row gets no advantage and stays out of its siblings' baseline."""
-
-    @property
-    def comparable_scores(self) -> Tensor:
-        """`[B]`: NaN also where a row is kept out of the baseline."""
-        return self.scores.masked_fill(~self.baseline_mask, float("nan"))
-
-
-EstimatorFunction = Callable[..., Tensor]
+    baseline_mask: Bool[Tensor, " B"]
+    """False: the row stays out of its siblings' baselines and gets no advantage itself."""
 
 
 class Estimator(NamedTuple):
-    """An estimator and how the rest of the iteration treats it."""
+    """An estimator, and what it wants from its caller."""
 
-    function: EstimatorFunction
-    kl_in_reward: bool
-    """Where the KL penalty goes unless the user says otherwise: into the reward, or the loss."""
-    normalize: Literal["none", "sequence", "token"]
-    """What is whitened over the global batch unless the user says otherwise."""
-    per_token: bool
-    """A KL penalty in the reward makes the tokens of one response differ."""
-    groups: bool
-    """It compares the responses to one prompt and needs two or more of them."""
-    description: str
+    function: Callable[..., Tensor]
+    """``(inputs, **options) -> [B, T]``, 0 outside the response and on unscorable rows."""
+    kl_in_reward: bool = True
+    """Where the KL penalty goes unless the user says otherwise: into the reward or the loss."""
+    normalize: Literal["none", "sequence", "token"] = "none"
+    """What the caller whitens over the global batch unless told otherwise."""
+    description: str = ""
+    per_token: bool = False
+    """Whether a KL penalty in the reward makes the tokens of one response differ."""
+    groups: bool = False
+    """Whether it compares the responses to one prompt, and so needs two or more of them."""
 
 
-def rloo(inputs: EstimatorInputs) -> Tensor:
-    """Score minus summed KL penalty, minus the mean of the same of the siblings (TRL's order)."""
-    penalty = inputs.kl_coef * masked_sum(inputs.kl, inputs.response_mask, dim=1)
+def rloo(inputs: EstimatorInputs) -> Float[Tensor, "B T"]:
+    """Leave-one-out over the penalised score of each response, as in TRL.
+
+        R = score - kl_coef · Σ_t kl_t,      A_t = R - mean R of the siblings, for every token
+
+    Reference:
+        Ahmadian et al. 2024, §3.2, https://arxiv.org/abs/2402.14740
+    """
     advantages = leave_one_out_advantages(
-        inputs.comparable_scores - penalty, num_generations=inputs.num_generations
+        _penalized_scores(inputs), num_generations=inputs.num_generations
     )
     return _broadcast(advantages, inputs)
 
 
-def rloo_openrlhf(inputs: EstimatorInputs, *, advantage_clip: float = 10.0) -> Tensor:
-    """Leave-one-out on raw scores, clipped; the KL penalty per token, as reward to go.
+def rloo_openrlhf(
+    inputs: EstimatorInputs, *, advantage_clip: float = 10.0, gamma: float = 1.0
+) -> Float[Tensor, "B T"]:
+    """Leave-one-out over the raw scores, then a KL penalty per token, as in OpenRLHF.
+
+    The advantage of the score is clipped and put on the last token, ``-kl_coef · kl_t`` is added
+    to every token, and the sum from each token on is its advantage.
 
     Args:
-        inputs: The rollout.
-        advantage_clip: Largest size of the leave-one-out difference.
+        inputs: Scores and KL of the rollout.
+        advantage_clip: Bound on the leave-one-out advantage, in score units.
+        gamma: Discount per response token.
+
+    Raises:
+        ValueError: ``advantage_clip`` is not positive.
     """
-    baselined = leave_one_out_advantages(
-        inputs.comparable_scores, num_generations=inputs.num_generations
-    ).clamp(-advantage_clip, advantage_clip)
-    return _reward_to_go(baselined, inputs, gamma=1.0)
+    if advantage_clip <= 0:
+        raise ValueError(f"advantage_clip is {advantage_clip}; it must be above 0")
+    advantages = leave_one_out_advantages(
+        _counted_scores(inputs), num_generations=inputs.num_generations
+    )
+    return _returns(advantages.clamp(-advantage_clip, advantage_clip), inputs, gamma)
 
 
-def grpo(inputs: EstimatorInputs, *, eps: float = 1e-4) -> Tensor:
-    """Z-score of the score within its group.
+def grpo(inputs: EstimatorInputs, *, eps: float = 1e-4) -> Float[Tensor, "B T"]:
+    """Z-score within the group, the same for every token.
 
     Args:
-        inputs: The rollout.
-        eps: Added to the group's standard deviation.
+        inputs: Scores of the rollout, and KL where it is to go into the reward.
+        eps: Added to the standard deviation, in score units.
+
+    Reference:
+        Shao et al. 2024, §4.1.2, https://arxiv.org/abs/2402.03300
     """
     advantages = group_normalized_advantages(
-        _penalized(inputs), num_generations=inputs.num_generations, eps=eps
+        _penalized_scores(inputs), num_generations=inputs.num_generations, eps=eps
     )
     return _broadcast(advantages, inputs)
 
 
-def dr_grpo(inputs: EstimatorInputs) -> Tensor:
-    """Score minus the mean of its group, not divided by the deviation."""
-    advantages = group_mean_advantages(_penalized(inputs), num_generations=inputs.num_generations)
+def dr_grpo(inputs: EstimatorInputs) -> Float[Tensor, "B T"]:
+    """Score minus the group's mean, the same for every token.
+
+    Reference:
+        Liu et al. 2025, §3.1, https://arxiv.org/abs/2503.20783
+    """
+    advantages = group_mean_advantages(
+        _penalized_scores(inputs), num_generations=inputs.num_generations
+    )
     return _broadcast(advantages, inputs)
 
 
-def reinforce(inputs: EstimatorInputs, *, gamma: float = 1.0) -> Tensor:
-    """Reward to go without a baseline: score on the last token, KL penalty on every token.
+def reinforce(inputs: EstimatorInputs, *, gamma: float = 1.0) -> Float[Tensor, "B T"]:
+    """Reward-to-go of the score on the last token and a KL penalty per token; no baseline.
 
     Args:
-        inputs: The rollout.
-        gamma: Discount per token.
+        inputs: Scores and KL of the rollout.
+        gamma: Discount per response token.
+
+    Reference:
+        Williams 1992, https://doi.org/10.1007/BF00992696
     """
-    return _reward_to_go(inputs.comparable_scores, inputs, gamma=gamma)
+    return _returns(_counted_scores(inputs), inputs, gamma)
 
 
-def reinforce_baseline(inputs: EstimatorInputs, *, gamma: float = 1.0) -> Tensor:
-    """As `reinforce`, on the score minus the mean of its group.
+def reinforce_baseline(inputs: EstimatorInputs, *, gamma: float = 1.0) -> Float[Tensor, "B T"]:
+    """Group mean as the baseline of the score, then as `reinforce`.
 
     Args:
-        inputs: The rollout.
-        gamma: Discount per token.
+        inputs: Scores and KL of the rollout.
+        gamma: Discount per response token.
+
+    Reference:
+        Hu et al. 2025 (REINFORCE++-baseline), §3, https://arxiv.org/abs/2501.03262
     """
-    baselined = group_mean_advantages(
-        inputs.comparable_scores, num_generations=inputs.num_generations
+    advantages = group_mean_advantages(
+        _counted_scores(inputs), num_generations=inputs.num_generations
     )
-    return _reward_to_go(baselined, inputs, gamma=gamma)
+    return _returns(advantages, inputs, gamma)
 
 
-def _penalized(inputs: EstimatorInputs) -> Tensor:
-    penalty = inputs.kl_coef * masked_sum(inputs.kl, inputs.response_mask, dim=1)
-    return inputs.comparable_scores - penalty
+def reinforce_plus_plus(inputs: EstimatorInputs, *, gamma: float = 1.0) -> Float[Tensor, "B T"]:
+    """As `reinforce`; its baseline is the whitening over the global batch, done by the caller.
+
+    Args:
+        inputs: Scores and KL of the rollout.
+        gamma: Discount per response token.
+
+    Reference:
+        Hu et al. 2025, §3, https://arxiv.org/abs/2501.03262
+    """
+    return reinforce(inputs, gamma=gamma)
 
 
-def _broadcast(advantages: Tensor, inputs: EstimatorInputs) -> Tensor:
-    return advantages[:, None] * inputs.response_mask
+def _counted_scores(inputs: EstimatorInputs) -> Float[Tensor, " B"]:
+    # a row outside the baselines is treated like an unscorable one
+    return torch.where(inputs.baseline_mask, inputs.scores.detach(), torch.nan)
 
 
-def _reward_to_go(scores: Tensor, inputs: EstimatorInputs, *, gamma: float) -> Tensor:
-    rewards = shape_rewards(scores, inputs.kl, inputs.response_mask, kl_coef=inputs.kl_coef)
+def _penalized_scores(inputs: EstimatorInputs) -> Float[Tensor, " B"]:
+    total = masked_sum(inputs.kl.detach(), inputs.response_mask, dim=1)
+    return _counted_scores(inputs) - inputs.kl_coef * total
+
+
+def _broadcast(advantages: Float[Tensor, " B"], inputs: EstimatorInputs) -> Float[Tensor, "B T"]:
+    return torch.where(inputs.response_mask, advantages[:, None], 0.0)
+
+
+def _returns(
+    scores: Float[Tensor, " B"], inputs: EstimatorInputs, gamma: float
+) -> Float[Tensor, "B T"]:
+    rewards = shape_rewards(
+        scores, inputs.kl.detach(), inputs.response_mask, kl_coef=inputs.kl_coef
+    )
     returns = discounted_returns(rewards, inputs.response_mask, gamma=gamma)
-    scorable = ~inputs.comparable_scores.isnan()
-    return torch.where(scorable[:, None], returns, torch.zeros_like(returns))
+    # an unscorable row is left out as a whole, its KL penalty included
+    counted = ~_counted_scores(inputs).isnan()
+    return torch.where(counted[:, None], returns, 0.0)
+
+
+def _named(
+    function: Callable[..., Tensor],
+    *,
+    kl_in_reward: bool = True,
+    normalize: Literal["none", "sequence", "token"] = "none",
+    per_token: bool = False,
+    groups: bool = False,
+) -> Estimator:
+    description = (function.__doc__ or "").strip().partition("\n")[0]
+    return Estimator(function, kl_in_reward, normalize, description, per_token, groups)
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "rloo": Estimator(rloo, True, "none", False, True, "leave-one-out, as TRL orders it"),
-    "rloo_openrlhf": Estimator(
-        rloo_openrlhf, True, "none", True, True, "leave-one-out, as OpenRLHF orders it"
+    "rloo": _named(rloo, groups=True),
+    "rloo_openrlhf": _named(rloo_openrlhf, per_token=True, groups=True),
+    "grpo": _named(grpo, kl_in_reward=False, groups=True),
+    "dr_grpo": _named(dr_grpo, kl_in_reward=False, groups=True),
+    "reinforce": _named(reinforce, per_token=True),
+    "reinforce_baseline": _named(
+        reinforce_baseline, normalize="token", per_token=True, groups=True
     ),
-    "grpo": Estimator(grpo, False, "none", False, True, "z-score in the group"),
-    "dr_grpo": Estimator(dr_grpo, False, "none", False, True, "group mean, no deviation"),
-    "reinforce": Estimator(reinforce, True, "none", True, False, "reward to go, no baseline"),
-    "reinforce_baseline": Estimator(
-        reinforce_baseline, True, "token", True, True, "reward to go, group mean baseline"
-    ),
-    "reinforce_plus_plus": Estimator(
-        reinforce, True, "token", True, False, "reward to go, whitened over the global batch"
-    ),
+    "reinforce_plus_plus": _named(reinforce_plus_plus, normalize="token", per_token=True),
 }
 
 
 def resolve_estimator(name: str) -> Estimator:
-    """Find an estimator by its name or the import path of its function.
+    """Look up an estimator by name, or import one by its dotted path.
 
-    A function of your own gets the KL penalty in ``inputs.kl`` and is not whitened unless
-    ``advantage.normalize`` says so.
+    Args:
+        name: A key of `ESTIMATORS`, or the path of a function like those here, which then gets the
+            KL in the reward and is not whitened.
 
     Raises:
-        ValueError: There is no such name or path.
+        ValueError: Unknown name, or a path that leads to no function.
     """
     if name in ESTIMATORS:
         return ESTIMATORS[name]
-    function = import_function("advantage estimator", name, ESTIMATORS)
-    return Estimator(function, True, "none", False, False, f"user function {name}")
+    return _named(import_function("estimator", name, ESTIMATORS))

@@ -1,6 +1,8 @@
-"""Estimates of KL(policy || reference) from samples of the policy, and what is done with them."""
+"""Distance to the reference policy: per-token estimates, as a penalty, and its coefficient."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from jaxtyping import Bool, Float
@@ -8,36 +10,33 @@ from torch import Tensor
 
 from lrlhf.functional.names import unknown_name
 
-_ESTIMATORS = ("k1", "k2", "k3")
+MAX_LOG_RATIO = 20.0
+"""Bound on a log-ratio before ``exp``. Real ones stay far below; e^20 is 5e8, and past e^88 a
+float32 is infinite, which the product with a zero turns into NaN for the whole batch."""
 
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ±20 before ``exp``: e^20 is far outside every clip range, and one
-outlier token must not turn a whole batch into infinities."""
+KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 def kl_estimate(
-    logprobs: Float[Tensor, "*shape"],
-    ref_logprobs: Float[Tensor, "*shape"],
-    *,
-    estimator: str = "k1",
-) -> Float[Tensor, "*shape"]:
-    """Per-token estimate of the KL divergence to the reference, in nats.
+    logprobs: Float[Tensor, "*dims"], ref_logprobs: Float[Tensor, "*dims"], *, estimator: str = "k1"
+) -> Float[Tensor, "*dims"]:
+    """Estimate KL(policy || reference) from the tokens that were sampled.
 
-        d = logprobs - ref_logprobs
-        k1 = d,   k2 = d² / 2,   k3 = e^(-d) - 1 + d
-
-    k1 and k3 have the divergence as their mean under the policy; k2 and k3 are never negative.
+        k1 = d        k2 = d² / 2        k3 = e^(-d) - 1 + d        with d = logprobs - ref
 
     Args:
-        logprobs: Of the policy that the tokens were drawn from.
-        ref_logprobs: Of the reference; no gradient flows into them.
-        estimator: k1, k2 or k3.
+        logprobs: Log-probabilities under the policy that drew the tokens, in nats.
+        ref_logprobs: Under the reference; no gradient flows into them.
+        estimator: k1 is unbiased and may be negative; k2 is biased, with a useful gradient; k3 is
+            unbiased and never negative.
 
     Raises:
-        ValueError: There is no such estimator.
+        ValueError: Unknown estimator.
 
     Reference:
-        Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html
+        Schulman 2020, http://joschu.net/blog/kl-approx.html
+
+    Differs from the source: in k3 the exponent is bounded to ±20.
     """
     difference = logprobs - ref_logprobs.detach()
     if estimator == "k1":
@@ -45,9 +44,8 @@ def kl_estimate(
     if estimator == "k2":
         return difference.square() / 2
     if estimator == "k3":
-        bounded = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        return torch.expm1(-bounded) + bounded
-    raise unknown_name("KL estimator", estimator, _ESTIMATORS)
+        return difference.neg().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1 + difference
+    raise unknown_name("KL estimator", estimator, KL_ESTIMATORS)
 
 
 def shape_rewards(
@@ -57,45 +55,50 @@ def shape_rewards(
     *,
     kl_coef: float,
 ) -> Float[Tensor, "B T"]:
-    """Per-token rewards: the KL penalty everywhere, the score on the last response token.
+    """Spread the score of a sequence and its KL penalty over the response tokens.
+
+        r_t = -kl_coef · kl_t + score · 1[t is the last response token]
 
     Args:
         scores: Outcome of each sequence; NaN (unscorable) adds nothing.
-        kl: Per-token estimate.
-        response_mask: Rewards outside it are 0.
-        kl_coef: Strength of the penalty.
+        kl: Estimate per token, in nats.
+        response_mask: Outside it the reward is 0.
+        kl_coef: Score units per nat.
 
     Reference:
         Ziegler et al. 2019, eq. 2, https://arxiv.org/abs/1909.08593
     """
-    rewards = torch.where(response_mask, -kl_coef * kl, torch.zeros_like(kl))
-    positions = torch.arange(response_mask.shape[1], device=response_mask.device)
-    last = torch.where(response_mask, positions, -1).amax(dim=1, keepdim=True)
-    is_last = response_mask & (positions == last)
-    return rewards + is_last * scores.nan_to_num(nan=0.0)[:, None]
+    rewards = torch.where(response_mask, -kl_coef * kl, 0.0)
+    left = response_mask.flip(1).cumsum(1).flip(1)  # response tokens from here to the end
+    last = response_mask & (left == 1)
+    return rewards + torch.where(last, scores.nan_to_num(nan=0.0)[:, None], 0.0)
 
 
 def adaptive_kl_coef(
-    kl_coef: float, current: float, *, target: float, horizon: int, num_samples: int
+    kl_coef: float, current: float, *, target: float, horizon: float, num_samples: int
 ) -> float:
-    """Move the KL coefficient towards the value that keeps the KL at its target.
+    """Move the coefficient of the KL penalty so that the KL approaches a target.
 
-        coef · (1 + clip(current / target - 1, -0.2, 0.2) · num_samples / horizon)
+        coef · (1 + clip(current / target - 1, ±0.2) · num_samples / horizon)
 
     Args:
-        kl_coef: Present coefficient.
-        current: KL that was measured, in the units of ``target``.
-        target: KL that is wanted.
-        horizon: Samples over which the coefficient may change by about a fifth.
+        kl_coef: Coefficient so far.
+        current: KL measured now, in nats per sequence.
+        target: KL to hold, in the same unit.
+        horizon: Samples over which the coefficient may change by about 20 %.
         num_samples: Samples since the last change.
 
     Raises:
-        ValueError: ``target`` or ``horizon`` is not positive.
+        ValueError: A target or horizon that is not positive, or a KL that is not finite.
 
     Reference:
-        Ziegler et al. 2019, section 2.2, https://arxiv.org/abs/1909.08593
+        Ziegler et al. 2019, §2.2, https://arxiv.org/abs/1909.08593
     """
-    if target <= 0 or horizon <= 0:
-        raise ValueError(f"target ({target}) and horizon ({horizon}) must be above 0")
+    if target <= 0:
+        raise ValueError(f"target is {target}; the KL to hold must be above 0")
+    if horizon <= 0:
+        raise ValueError(f"horizon is {horizon}; it must be above 0 samples")
+    if not math.isfinite(current):
+        raise ValueError(f"the measured KL is {current}; its coefficient cannot follow it")
     error = min(max(current / target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * num_samples / horizon)

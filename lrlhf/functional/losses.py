@@ -1,9 +1,8 @@
-"""Policy losses by name, each with the aggregation and the defaults of its paper."""
+"""Policy losses by name: a function, how its values are averaged, and the paper's settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -19,53 +18,57 @@ from lrlhf.functional.policy import (
 
 
 class PolicyLoss(NamedTuple):
-    """A loss and how its terms become one number."""
+    """A loss, and what it wants from its caller."""
 
     function: Callable[..., Tensor]
-    """``(logprobs, old_logprobs, advantages, response_mask, **options)``: `[B, T]` or `[B]`."""
+    """``(logprobs, old_logprobs, advantages, response_mask, **options)``."""
     level: Literal["token", "sequence"]
-    """Whether the advantages it takes, and the terms it returns, are per token or sequence."""
+    """Whether it takes advantages and returns losses ``[B, T]`` or ``[B]``."""
     aggregate: Literal["sequence_mean", "token_mean", "constant"]
-    defaults: Mapping[str, Any] = MappingProxyType({})
-    """Keyword arguments of the function."""
+    """Mode of :func:`lrlhf.functional.policy.aggregate`; for sequences, their mean."""
+    defaults: dict[str, Any]
+    """Options of the function."""
 
+
+_PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "sequence_clip": PolicyLoss(
-        sequence_clipped_policy_loss,
-        "sequence",
-        "sequence_mean",
-        {"clip_low": 0.2, "clip_high": 0.2},
+        sequence_clipped_policy_loss, "sequence", "sequence_mean", {**_PPO_CLIP}
     ),
-    "token_clip": PolicyLoss(
-        clipped_policy_loss, "token", "sequence_mean", {"clip_low": 0.2, "clip_high": 0.2}
-    ),
+    "token_clip": PolicyLoss(clipped_policy_loss, "token", "sequence_mean", {**_PPO_CLIP}),
     "gspo": PolicyLoss(
         sequence_clipped_policy_loss,
         "sequence",
         "sequence_mean",
+        # §5.1 of https://arxiv.org/abs/2507.18071
         {"clip_low": 3e-4, "clip_high": 4e-4, "length_normalized": True},
     ),
     "cispo": PolicyLoss(cispo_policy_loss, "token", "token_mean", {"ratio_max": 5.0}),
     "dapo": PolicyLoss(
-        clipped_policy_loss, "token", "token_mean", {"clip_low": 0.2, "clip_high": 0.28}
+        clipped_policy_loss,
+        "token",
+        "token_mean",
+        # §4.1 of https://arxiv.org/abs/2503.14476
+        {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
     ),
-    "dr_grpo": PolicyLoss(
-        clipped_policy_loss, "token", "constant", {"clip_low": 0.2, "clip_high": 0.2}
-    ),
+    "dr_grpo": PolicyLoss(clipped_policy_loss, "token", "constant", {**_PPO_CLIP}),
     "cpgd": PolicyLoss(cpgd_policy_loss, "token", "sequence_mean", {"clip_range": 0.2}),
-    "reinforce": PolicyLoss(importance_weighted_policy_loss, "token", "token_mean"),
+    "reinforce": PolicyLoss(importance_weighted_policy_loss, "token", "token_mean", {}),
 }
 
 
 def resolve_policy_loss(name: str) -> PolicyLoss:
-    """Find a loss by its name or the import path of its function.
+    """Look up a policy loss by name, or import one by its dotted path.
 
-    A function of your own returns one term per token, aggregated as ``token_mean``.
+    Args:
+        name: A key of `POLICY_LOSSES`, or the path of a function like the losses per token, which
+            is then averaged over tokens.
 
     Raises:
-        ValueError: There is no such name or path.
+        ValueError: Unknown name, or a path that leads to no function.
     """
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
-    return PolicyLoss(import_function("policy loss", name, POLICY_LOSSES), "token", "token_mean")
+    function = import_function("policy loss", name, POLICY_LOSSES)
+    return PolicyLoss(function, "token", "token_mean", {})

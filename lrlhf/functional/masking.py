@@ -1,4 +1,4 @@
-"""Means and sums over the entries that a mask counts. A mask is bool, True means "counts"."""
+"""Sums, means and whitening over the entries that a mask lets count."""
 
 from __future__ import annotations
 
@@ -8,64 +8,92 @@ from torch import Tensor
 
 
 def masked_sum(
-    x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: int | None = None
+    x: Float[Tensor, "*dims"], mask: Bool[Tensor, "*dims"], dim: int | None = None
 ) -> Float[Tensor, ...]:
-    """Sum of the entries that count; what the mask hides may be anything, NaN included.
+    """Sum of the entries inside ``mask``, over one dimension or over all.
+
+    What stands outside, NaN and infinity included, reaches neither the value nor the gradient.
 
     Args:
-        x: Values.
-        mask: Which of them count.
-        dim: Axis to sum over; None sums over all.
-
-    Returns:
-        The sum, 0 where nothing counts.
+        x: Any shape.
+        mask: Same shape; True counts.
+        dim: Dimension to sum over; None: all of them.
     """
-    kept = torch.where(mask, x, torch.zeros_like(x))
-    return kept.sum() if dim is None else kept.sum(dim=dim)
+    # where and not a product: 0 · NaN is NaN
+    kept = torch.where(mask, x, 0.0)
+    return kept.sum() if dim is None else kept.sum(dim)
 
 
 def masked_mean(
-    x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: int | None = None
+    x: Float[Tensor, "*dims"], mask: Bool[Tensor, "*dims"], dim: int | None = None
 ) -> Float[Tensor, ...]:
-    """Mean of the entries that count.
+    """Mean of the entries inside ``mask``, over one dimension or over all; 0 where none counts.
 
     Args:
-        x: Values.
-        mask: Which of them count.
-        dim: Axis to average over; None averages over all.
-
-    Returns:
-        The mean, 0 where nothing counts.
+        x: Any shape.
+        mask: Same shape; True counts.
+        dim: Dimension to average over; None: all of them.
     """
-    count = mask.sum() if dim is None else mask.sum(dim=dim)
+    count = mask.sum() if dim is None else mask.sum(dim)
     return masked_sum(x, mask, dim) / count.clamp(min=1)
 
 
 def whiten(
-    x: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    x: Float[Tensor, "*dims"],
+    mask: Bool[Tensor, "*dims"],
     *,
     shift_mean: bool = True,
     eps: float = 1e-8,
-) -> Float[Tensor, "*shape"]:
-    """Scale the entries that count to variance 1 and, unless told otherwise, mean 0.
+) -> Float[Tensor, "*dims"]:
+    """Scale the entries inside ``mask`` to variance 1, and shift them to mean 0.
 
-        y = (x - mean) / sqrt(var + eps)          (+ mean, if the mean is not to be shifted)
+        y = (x - mean) / √(var + eps)         with Bessel's correction in var
+
+    Equal entries give 0, and so does a single one.
 
     Args:
-        x: Values.
-        mask: Which of them count; the variance of them is Bessel-corrected.
-        shift_mean: Whether the mean becomes 0; off, it stays what it was.
+        x: Any shape.
+        mask: Same shape; True counts.
+        shift_mean: False puts the mean back after scaling.
         eps: Added to the variance.
 
     Returns:
-        The whitened values, 0 outside the mask; fewer than two entries have no variance and are
-        only shifted.
+        The whitened entries, 0 outside ``mask``.
     """
-    mean = masked_mean(x, mask)
-    centered = torch.where(mask, x - mean, torch.zeros_like(x))
-    count = mask.sum()
-    variance = centered.square().sum() / (count - 1).clamp(min=1)
-    scale = torch.where(count > 1, (variance + eps).rsqrt(), torch.ones_like(variance))
-    whitened = centered * scale
-    return whitened if shift_mean else torch.where(mask, whitened + mean, whitened)
+    centered, mean = _centered(x, mask)
+    whitened = centered * torch.rsqrt(_variance(centered, mask) + eps)
+    return whitened if shift_mean else torch.where(mask, whitened + mean, 0.0)
+
+
+def standardize(
+    x: Float[Tensor, "*dims"], mask: Bool[Tensor, "*dims"], *, eps: float = 1e-4
+) -> Float[Tensor, "*dims"]:
+    """Z-score of the entries inside ``mask``, as TRL normalises advantages over a batch.
+
+        y = (x - mean) / (std + eps)          with Bessel's correction in std
+
+    Args:
+        x: Any shape.
+        mask: Same shape; True counts.
+        eps: Added to the standard deviation, in units of ``x``.
+
+    Returns:
+        The z-scores, 0 outside ``mask``.
+    """
+    centered, _ = _centered(x, mask)
+    return centered / (_variance(centered, mask).sqrt() + eps)
+
+
+def _centered(
+    x: Float[Tensor, "*dims"], mask: Bool[Tensor, "*dims"]
+) -> tuple[Float[Tensor, "*dims"], Float[Tensor, ""]]:
+    # Measured from one of the entries, equal ones have a mean of exactly 0; the rounding error of
+    # a plain mean would be divided by a deviation as small as itself.
+    origin = torch.where(mask, x, torch.finfo(x.dtype).min).amax()
+    origin = torch.where(mask.any(), origin, 0.0)
+    offset = masked_mean(x - origin, mask)
+    return torch.where(mask, x - origin - offset, 0.0), origin + offset
+
+
+def _variance(centered: Float[Tensor, "*dims"], mask: Bool[Tensor, "*dims"]) -> Float[Tensor, ""]:
+    return masked_sum(centered.square(), mask) / (mask.sum() - 1).clamp(min=1)

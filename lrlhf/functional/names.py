@@ -1,34 +1,45 @@
-"""Functions that users name in a config: by a short name, or by an import path."""
+"""Names of interchangeable functions, and the import paths that may stand in their place."""
 
 from __future__ import annotations
 
 import difflib
-import importlib
+import pkgutil
 from collections.abc import Callable, Iterable
 from typing import Any
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> ValueError:
-    """Say that there is no such ``kind``, what there is, and which was probably meant."""
+    """Build the error for a name that does not exist, with the nearest one that does.
+
+    Args:
+        kind: What is being named, for the message.
+        name: What was asked for.
+        known: What exists.
+    """
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return ValueError(f"unknown {kind} {name!r}{hint} (known: {', '.join(names)})")
+    nearest = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    return ValueError(f"unknown {kind} {name!r}, expected one of {', '.join(names)}{hint}")
 
 
-def import_function(kind: str, path: str, known: Iterable[str]) -> Callable[..., Any]:
-    """Import a function by its dotted path.
+def import_function(kind: str, name: str, known: Iterable[str]) -> Callable[..., Any]:
+    """Import a function that a configuration names by its dotted path.
+
+    Args:
+        kind: What is being named, for the message.
+        name: Path such as ``my_package.losses.my_loss``.
+        known: Names that would not have needed an import, for the message.
 
     Raises:
-        ValueError: The path has no dot and so is an unknown short name, or leads nowhere.
+        ValueError: No path, or one that leads to nothing that can be called.
     """
-    module_name, _, attribute = path.rpartition(".")
-    if not module_name:
-        raise unknown_name(kind, path, known)
+    if "." not in name:
+        raise unknown_name(kind, name, known)
     try:
-        function = vars(importlib.import_module(module_name))[attribute]
-    except (ImportError, KeyError) as error:
-        raise ValueError(f"{kind} {path!r} cannot be imported: {error}") from error
-    if not callable(function):
-        raise ValueError(f"{kind} {path!r} is not a function")
-    return function  # type: ignore[no-any-return]
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{kind} {name!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{kind} {name!r} is a {type(found).__name__}, not a function")
+    function: Callable[..., Any] = found
+    return function

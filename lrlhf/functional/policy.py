@@ -1,28 +1,19 @@
-"""Policy losses per token or per sequence, and how they become one number."""
+"""Policy-gradient losses per token or per sequence, how they are averaged, and their metrics."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Real
 from torch import Tensor
 
-from lrlhf.functional.kl import LOG_RATIO_BOUND, kl_estimate
+from lrlhf.functional.kl import MAX_LOG_RATIO, kl_estimate
 from lrlhf.functional.masking import masked_mean, masked_sum
 from lrlhf.functional.names import unknown_name
 
-_MODES = ("sequence_mean", "token_mean", "constant")
-
-
-def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-
-
-def _pessimistic(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+AGGREGATIONS = ("sequence_mean", "token_mean", "constant")
 
 
 def clipped_policy_loss(
@@ -35,29 +26,37 @@ def clipped_policy_loss(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Float[Tensor, "B T"]:
-    """PPO's clipped surrogate per token.
+    """PPO's clipped surrogate, one ratio per token.
 
-        -min(ρA, clip(ρ, 1 - low, 1 + high) A)        ρ = exp(logprobs - old_logprobs)
+        ρ = exp(logprobs - old)
+        ℓ = -min(ρ A, clip(ρ, 1 - low, 1 + high) A),     and where A < 0:  ℓ ≤ -dual_clip · A
 
     Args:
-        logprobs: Of the policy that is trained.
-        old_logprobs: Of the policy that drew the tokens; no gradient flows into them.
-        advantages: No gradient flows into them.
-        response_mask: The loss outside it is 0.
-        clip_low: How far below 1 the ratio still counts.
-        clip_high: How far above 1; larger than ``clip_low`` is DAPO's clip-higher.
-        dual_clip: With a negative advantage the loss is at most this many times its size; None:
-            no such bound.
+        logprobs: Under the policy being trained.
+        old_logprobs: Under the policy that the ratio starts from; no gradient.
+        advantages: No gradient.
+        response_mask: Outside it the loss is 0.
+        clip_low: How far below 1 the ratio may gain.
+        clip_high: How far above 1 the ratio may gain.
+        dual_clip: Ratio at which the loss of a bad token stops growing, above 1; None: never.
+
+    Raises:
+        ValueError: A bound out of range.
 
     Reference:
         Schulman et al. 2017, eq. 7, https://arxiv.org/abs/1707.06347; dual clip: Ye et al. 2020,
-        eq. 3, https://arxiv.org/abs/1912.09729
+        eq. 5, https://arxiv.org/abs/1912.09729
+
+    Differs from the paper: the log-ratio is bounded to ±20.
     """
-    advantages = advantages.detach()
-    loss = _pessimistic(_ratio(logprobs - old_logprobs.detach()), advantages, clip_low, clip_high)
-    if dual_clip is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
-    return torch.where(response_mask, loss, torch.zeros_like(loss))
+    ratio = _token_ratio(logprobs, old_logprobs, response_mask)
+    loss = _clipped(ratio, _kept(advantages, response_mask), clip_low, clip_high)
+    if dual_clip is None:
+        return loss
+    if dual_clip <= 1:
+        raise ValueError(f"dual_clip is {dual_clip}; it must be above 1, or None")
+    bound = -dual_clip * _kept(advantages, response_mask)
+    return torch.where(bound > 0, torch.minimum(loss, bound), loss)
 
 
 def sequence_clipped_policy_loss(
@@ -70,56 +69,51 @@ def sequence_clipped_policy_loss(
     clip_high: float = 0.2,
     length_normalized: bool = False,
 ) -> Float[Tensor, " B"]:
-    """The clipped surrogate with one ratio per sequence.
+    """Clipped surrogate with one ratio per sequence.
+
+        ℓ = -min(ρ A, clip(ρ, 1 - low, 1 + high) A)      with ρ from :func:`sequence_ratio`
 
     Args:
-        logprobs: Of the policy that is trained.
-        old_logprobs: Of the policy that drew the tokens; no gradient flows into them.
-        advantages: One per sequence; no gradient flows into them.
-        response_mask: The tokens of the sequence.
-        clip_low: How far below 1 the ratio still counts.
-        clip_high: How far above 1.
-        length_normalized: The ratio is exp of the mean log-ratio (GSPO) rather than of its sum
-            (RLOO).
+        logprobs: Under the policy being trained.
+        old_logprobs: Under the policy that the ratio starts from; no gradient.
+        advantages: One per sequence; no gradient.
+        response_mask: Tokens of the ratio. A row without any has ratio 1 and no gradient, so its
+            loss is ``-A``.
+        clip_low: How far below 1 the ratio may gain.
+        clip_high: How far above 1 the ratio may gain.
+        length_normalized: Ratio of the geometric mean over tokens (GSPO), not of the whole
+            sequence (RLOO).
+
+    Raises:
+        ValueError: A bound out of range.
 
     Reference:
-        GSPO: Zheng et al. 2025, eq. 5-7, https://arxiv.org/abs/2507.18071
+        Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, clipped as in TRL; GSPO: Zheng et
+        al. 2025, eq. 5-7, https://arxiv.org/abs/2507.18071
     """
-    reduce = masked_mean if length_normalized else masked_sum
-    log_ratio = reduce(logprobs - old_logprobs.detach(), response_mask, dim=1)
-    return _pessimistic(_ratio(log_ratio), advantages.detach(), clip_low, clip_high)
+    ratio = sequence_ratio(
+        logprobs, old_logprobs, response_mask, length_normalized=length_normalized
+    )
+    return _clipped(ratio, advantages.detach(), clip_low, clip_high)
 
 
-def cpgd_policy_loss(
+def sequence_ratio(
     logprobs: Float[Tensor, "B T"],
     old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
     response_mask: Bool[Tensor, "B T"],
     *,
-    clip_range: float = 0.2,
-) -> Float[Tensor, "B T"]:
-    """Clipped policy gradient with drift: the log-probability is clipped, not the ratio.
-
-        A > 0: -A · min(logprobs, old + log(1 + range))
-        A ≤ 0: -A · max(logprobs, old + log(1 - range))
+    length_normalized: bool = False,
+) -> Float[Tensor, " B"]:
+    """Probability ratio of whole responses: ``exp(Σ log-ratio)``, or ``exp(mean log-ratio)``.
 
     Args:
-        logprobs: Of the policy that is trained.
-        old_logprobs: Of the policy that drew the tokens; no gradient flows into them.
-        advantages: No gradient flows into them.
-        response_mask: The loss outside it is 0.
-        clip_range: How far the ratio may move and still receive a gradient; below 1.
-
-    Reference:
-        Liu et al. 2025, eq. 4, https://arxiv.org/abs/2505.12504
+        logprobs: Under the policy being trained.
+        old_logprobs: Under the policy that the ratio starts from; no gradient.
+        response_mask: Tokens of the ratio; without any it is 1.
+        length_normalized: Take the mean over tokens in place of the sum.
     """
-    old, advantages = old_logprobs.detach(), advantages.detach()
-    clipped = torch.where(
-        advantages > 0,
-        torch.minimum(logprobs, old + math.log1p(clip_range)),
-        torch.maximum(logprobs, old + math.log1p(-clip_range)),
-    )
-    return torch.where(response_mask, -clipped * advantages, torch.zeros_like(logprobs))
+    reduce = masked_mean if length_normalized else masked_sum
+    return _bounded_exp(reduce(logprobs - old_logprobs.detach(), response_mask, 1))
 
 
 def cispo_policy_loss(
@@ -130,23 +124,62 @@ def cispo_policy_loss(
     *,
     ratio_max: float = 5.0,
 ) -> Float[Tensor, "B T"]:
-    """Policy gradient with a bounded importance weight: no token loses its gradient.
+    """REINFORCE with a bounded importance weight, so that no token loses its gradient.
 
-        -stop_gradient(min(ρ, ratio_max)) · A · logprobs
+        ℓ = -sg(min(ρ, ratio_max)) · A · logprobs
 
     Args:
-        logprobs: Of the policy that is trained.
-        old_logprobs: Of the policy that drew the tokens; no gradient flows into them.
-        advantages: No gradient flows into them.
-        response_mask: The loss outside it is 0.
-        ratio_max: Largest importance weight.
+        logprobs: Under the policy being trained.
+        old_logprobs: Under the policy that the ratio starts from; no gradient.
+        advantages: No gradient.
+        response_mask: Outside it the loss is 0.
+        ratio_max: Largest weight.
+
+    Raises:
+        ValueError: ``ratio_max`` is not positive.
 
     Reference:
-        MiniMax 2025, eq. 4-5, https://arxiv.org/abs/2506.13585
+        MiniMax 2025 (CISPO), eq. 4-5, https://arxiv.org/abs/2506.13585
     """
-    weight = _ratio((logprobs - old_logprobs).detach()).clamp(max=ratio_max)
-    loss = -weight * advantages.detach() * logprobs
-    return torch.where(response_mask, loss, torch.zeros_like(loss))
+    if ratio_max <= 0:
+        raise ValueError(f"ratio_max is {ratio_max}; it must be above 0")
+    weight = _token_ratio(logprobs, old_logprobs, response_mask).detach().clamp(max=ratio_max)
+    return -weight * _kept(advantages, response_mask) * torch.where(response_mask, logprobs, 0.0)
+
+
+def cpgd_policy_loss(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    response_mask: Bool[Tensor, "B T"],
+    *,
+    clip_range: float = 0.2,
+) -> Float[Tensor, "B T"]:
+    """Policy gradient whose log-probabilities, not ratios, are clipped.
+
+        A > 0:  ℓ = -min(logprobs, old + log(1 + ε)) A
+        A ≤ 0:  ℓ = -max(logprobs, old + log(1 - ε)) A
+
+    Args:
+        logprobs: Under the policy being trained.
+        old_logprobs: Under the policy that the bounds are taken from; no gradient.
+        advantages: No gradient.
+        response_mask: Outside it the loss is 0.
+        clip_range: ε, above 0 and below 1.
+
+    Raises:
+        ValueError: ``clip_range`` out of range.
+
+    Reference:
+        Liu et al. 2025 (CPGD), eq. 5, https://arxiv.org/abs/2505.12504
+    """
+    if not 0 < clip_range < 1:
+        raise ValueError(f"clip_range is {clip_range}; it must lie between 0 and 1")
+    advantages, old = _kept(advantages, response_mask), _kept(old_logprobs, response_mask)
+    logprobs = torch.where(response_mask, logprobs, 0.0)
+    risen = torch.minimum(logprobs, old + math.log1p(clip_range))
+    fallen = torch.maximum(logprobs, old + math.log1p(-clip_range))
+    return -torch.where(advantages > 0, risen, fallen) * advantages
 
 
 def importance_weighted_policy_loss(
@@ -155,21 +188,21 @@ def importance_weighted_policy_loss(
     advantages: Float[Tensor, "B T"],
     response_mask: Bool[Tensor, "B T"],
 ) -> Float[Tensor, "B T"]:
-    """REINFORCE with the importance ratio and no clipping: ``-ρA``.
+    """Policy gradient with importance weights and no clipping, ``ℓ = -ρ A``.
 
-    Its gradient on-policy is that of ``-A · logprobs``.
+    On-policy (ρ = 1) its gradient is REINFORCE's ``-A ∇ logprobs``.
 
     Args:
-        logprobs: Of the policy that is trained.
-        old_logprobs: Of the policy that drew the tokens; no gradient flows into them.
-        advantages: No gradient flows into them.
-        response_mask: The loss outside it is 0.
+        logprobs: Under the policy being trained.
+        old_logprobs: Under the policy that drew the tokens; no gradient.
+        advantages: No gradient.
+        response_mask: Outside it the loss is 0.
 
     Reference:
-        Williams 1992, section 4
+        Williams 1992, https://doi.org/10.1007/BF00992696
     """
-    loss = -_ratio(logprobs - old_logprobs.detach()) * advantages.detach()
-    return torch.where(response_mask, loss, torch.zeros_like(loss))
+    ratio = _token_ratio(logprobs, old_logprobs, response_mask)
+    return -ratio * _kept(advantages, response_mask)
 
 
 def aggregate(
@@ -177,49 +210,55 @@ def aggregate(
     response_mask: Bool[Tensor, "B T"],
     *,
     mode: str,
-    denominator: float | Float[Tensor, ""] | None = None,
+    denominator: float | Real[Tensor, ""] | None = None,
 ) -> Float[Tensor, ""]:
     """Reduce a loss per token to one number.
 
-    Args:
-        loss: Per token.
-        response_mask: The tokens that count.
-        mode: ``sequence_mean``: mean over sequences of the mean over their tokens.
-            ``token_mean``: sum over tokens by their number. ``constant``: sum over tokens by
-            sequences times the longest possible length.
-        denominator: Replaces the number of sequences, the number of tokens, or the constant, so
-            that parts of a batch add up to the whole.
+        sequence_mean   Σ_sequences (mean over its tokens) / sequences
+        token_mean      Σ_tokens / tokens
+        constant        Σ_tokens / (B · L_max)
 
-    Returns:
-        The loss, 0 where nothing counts.
+    A sequence without a token adds 0 and counts as a sequence.
+
+    Args:
+        loss: What stands outside ``response_mask`` is not read.
+        response_mask: Tokens that count.
+        mode: One of the above.
+        denominator: Replaces the divisor (sequences; tokens; B · L_max, where L_max is otherwise
+            the width T). Pass that of the whole optimizer step, and the sum over micro-batches and
+            ranks does not depend on how it was split. 0 (nothing counts) gives 0.
 
     Raises:
-        ValueError: There is no such mode.
+        ValueError: Unknown mode, or a negative denominator.
     """
+    if mode not in AGGREGATIONS:
+        raise unknown_name("aggregation mode", mode, AGGREGATIONS)
+    if not isinstance(denominator, Tensor) and denominator is not None and denominator < 0:
+        raise ValueError(f"denominator is {denominator}; it must be 0 or more")
     if mode == "sequence_mean":
         total = masked_mean(loss, response_mask, dim=1).sum()
-        count: float | Tensor = len(loss)
-    elif mode == "token_mean":
-        total = masked_sum(loss, response_mask)
-        count = response_mask.sum().clamp(min=1)
-    elif mode == "constant":
-        total = masked_sum(loss, response_mask)
-        count = loss.numel()
     else:
-        raise unknown_name("aggregation mode", mode, _MODES)
-    return total / (count if denominator is None else denominator)
+        total = masked_sum(loss, response_mask)
+    if denominator is None:
+        rows, width = loss.shape
+        tokens = response_mask.sum()
+        own = {"sequence_mean": rows, "token_mean": tokens, "constant": rows * width}
+        denominator = cast(float | Tensor, own[mode])
+    divisor = torch.as_tensor(denominator, dtype=total.dtype, device=total.device)
+    return total / torch.where(divisor == 0, 1.0, divisor)
 
 
 class PolicyMetrics(NamedTuple):
-    """How far the policy has moved, over the response tokens."""
+    """How far the policy has moved from the one that drew the tokens; 0 without tokens."""
 
-    approx_kl: Tensor
-    """Mean k3 estimate of KL(old || new), in nats."""
-    clip_fraction: Tensor
-    """Share of tokens whose ratio lies outside the clip range."""
-    ratio_max: Tensor
+    approx_kl: Float[Tensor, ""]
+    """KL(old || new) in nats, the k3 estimate averaged over tokens."""
+    clip_fraction: Float[Tensor, ""]
+    """Share of tokens whose ratio is outside the clip range."""
+    ratio_max: Float[Tensor, ""]
 
 
+@torch.no_grad()
 def policy_metrics(
     logprobs: Float[Tensor, "B T"],
     old_logprobs: Float[Tensor, "B T"],
@@ -228,22 +267,86 @@ def policy_metrics(
     clip_low: float,
     clip_high: float,
 ) -> PolicyMetrics:
-    """Measure the move from the old policy.
+    """Measure an update, token by token.
 
     Args:
-        logprobs: Of the policy that is trained.
-        old_logprobs: Of the policy that drew the tokens.
-        response_mask: The tokens that count.
-        clip_low: How far below 1 the ratio is not clipped.
-        clip_high: How far above 1.
+        logprobs: Under the policy being trained.
+        old_logprobs: Under the policy that drew the tokens.
+        response_mask: Tokens that count.
+        clip_low: How far below 1 a ratio is still inside.
+        clip_high: How far above 1 a ratio is still inside.
     """
-    ratio = torch.where(
-        response_mask, _ratio(logprobs - old_logprobs), torch.ones_like(logprobs)
-    ).detach()
+    log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0)
+    ratio = _bounded_exp(log_ratio)
     outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
-    kl = kl_estimate(old_logprobs, logprobs, estimator="k3")
     return PolicyMetrics(
-        approx_kl=masked_mean(kl.detach(), response_mask),
+        approx_kl=masked_mean(kl_estimate(old_logprobs, logprobs, estimator="k3"), response_mask),
         clip_fraction=masked_mean(outside.to(ratio.dtype), response_mask),
-        ratio_max=ratio.max(),
+        ratio_max=torch.where(response_mask, ratio, 0.0).amax(),
     )
+
+
+class ClipFractions(NamedTuple):
+    """Shares of the ratios that clipping leaves without a gradient."""
+
+    low: Float[Tensor, ""]
+    """Below the range at a negative advantage."""
+    high: Float[Tensor, ""]
+    """Above the range at a positive advantage."""
+
+
+@torch.no_grad()
+def clip_fractions(
+    ratio: Float[Tensor, "*dims"],
+    advantages: Float[Tensor, "*dims"],
+    mask: Bool[Tensor, "*dims"],
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> ClipFractions:
+    """Count the ratios, of tokens or of sequences, that the clipped loss holds back.
+
+    Args:
+        ratio: New over old probability.
+        advantages: One per ratio.
+        mask: Ratios that count.
+        clip_low: How far below 1 the ratio may gain.
+        clip_high: How far above 1 the ratio may gain.
+    """
+    low = (ratio < 1 - clip_low) & (advantages < 0)
+    high = (ratio > 1 + clip_high) & (advantages > 0)
+    return ClipFractions(
+        masked_mean(low.to(ratio.dtype), mask), masked_mean(high.to(ratio.dtype), mask)
+    )
+
+
+def _bounded_exp(log_ratio: Float[Tensor, "*dims"]) -> Float[Tensor, "*dims"]:
+    # see MAX_LOG_RATIO: it is never reached in a sound run, and keeps an unsound one finite
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _token_ratio(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    response_mask: Bool[Tensor, "B T"],
+) -> Float[Tensor, "B T"]:
+    # masked before exp: the gradient of a masked infinity is 0 · inf
+    return _bounded_exp(torch.where(response_mask, logprobs - old_logprobs.detach(), 0.0))
+
+
+def _kept(constant: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    return torch.where(mask, constant.detach(), 0.0)
+
+
+def _clipped(
+    ratio: Float[Tensor, "*dims"],
+    advantages: Float[Tensor, "*dims"],
+    clip_low: float,
+    clip_high: float,
+) -> Float[Tensor, "*dims"]:
+    if not 0 <= clip_low <= 1:
+        raise ValueError(f"clip_low is {clip_low}; it must lie in [0, 1]")
+    if clip_high < 0:
+        raise ValueError(f"clip_high is {clip_high}; it must be 0 or more")
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -torch.minimum(ratio * advantages, bounded * advantages)

@@ -1,4 +1,4 @@
-"""Losses of reward models: one number per pair, not reduced."""
+"""Losses of a reward model on pairs of answers, one value per pair."""
 
 from __future__ import annotations
 
@@ -12,67 +12,84 @@ def bradley_terry_loss(
     chosen: Float[Tensor, " B"],
     rejected: Float[Tensor, " B"],
     *,
-    margin: float | Float[Tensor, " B"] = 0.0,
+    margin: float | Float[Tensor, ...] = 0.0,
     label_smoothing: float = 0.0,
 ) -> Float[Tensor, " B"]:
-    """Negative log-likelihood that the chosen answer wins by the margin.
+    """Negative log-likelihood that the chosen answer wins, by at least a margin.
 
-        (1 - s) · -log σ(c - r - m)  +  s · -log σ(r - c)
+        ℓ = -(1 - s) log σ(c - r - m) - s log σ(r - c)
+
+    Args:
+        chosen: Scores c of the better answers.
+        rejected: Scores r of the worse answers.
+        margin: Gap m by which the chosen should lead, in score units; one for all or one per pair.
+        label_smoothing: Probability s that a label is wrong. A flipped pair has no margin.
+
+    Raises:
+        ValueError: A margin of another shape, or a smoothing outside [0, 0.5).
+
+    Reference:
+        Touvron et al. 2023, eq. 1-2, https://arxiv.org/abs/2307.09288; the smoothing is eq. 3 of
+        Mitchell 2023, https://ericmitchell.ai/cdpo.pdf
+    """
+    if isinstance(margin, Tensor) and margin.ndim > 0 and margin.shape != chosen.shape:
+        # a [B, 1] margin would broadcast to [B, B] and train every pair on all the margins
+        raise ValueError(
+            f"margin has shape {list(margin.shape)}, but there are {chosen.shape[0]} pairs; pass a "
+            f"number or a tensor of shape {list(chosen.shape)}"
+        )
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing is {label_smoothing}; it must lie in [0, 0.5)")
+    loss = -F.logsigmoid(chosen - rejected - margin)
+    if label_smoothing == 0:
+        return loss
+    return (1 - label_smoothing) * loss - label_smoothing * F.logsigmoid(rejected - chosen)
+
+
+def log_exp_loss(chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """``log(1 + exp(r - c))``, finite for any finite gap.
+
+    Args:
+        chosen: Scores c of the better answers.
+        rejected: Scores r of the worse answers.
+    """
+    gap = rejected - chosen
+    return torch.logaddexp(gap, torch.zeros_like(gap))
+
+
+def hps_loss(chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """Cross-entropy over the two scores of a pair as logits, the chosen being the right class.
 
     Args:
         chosen: Scores of the better answers.
         rejected: Scores of the worse answers.
-        margin: By how much the better one should win; one number, or one per pair.
-        label_smoothing: Probability s that a label is the wrong way round.
-
-    Raises:
-        ValueError: The margin is not one number per pair, or the smoothing not in [0, 0.5).
 
     Reference:
-        Bradley and Terry 1952; the margin after Touvron et al. 2023 (Llama 2), eq. 2,
-        https://arxiv.org/abs/2307.09288
+        Wu et al. 2023 (HPS v2), eq. 1-2, https://arxiv.org/abs/2306.09341
     """
-    if isinstance(margin, Tensor) and margin.shape != chosen.shape:
-        raise ValueError(
-            f"margin has shape {tuple(margin.shape)}, the scores {tuple(chosen.shape)}: "
-            "give one margin per pair"
-        )
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing is {label_smoothing}; it must lie in [0, 0.5)")
-    difference = chosen - rejected
-    loss = -F.logsigmoid(difference - margin)
-    if label_smoothing == 0:
-        return loss
-    return (1 - label_smoothing) * loss - label_smoothing * F.logsigmoid(-difference)
-
-
-def log_exp_loss(chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """``log(1 + e^(r - c))``, which is the Bradley-Terry loss without margin, for any gap."""
-    return torch.logaddexp(torch.zeros_like(chosen), rejected - chosen)
-
-
-def hps_loss(chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """Cross entropy over the two scores, the chosen one being the class.
-
-    Reference:
-        Wu et al. 2023 (HPS v2), eq. 2, https://arxiv.org/abs/2306.09341
-    """
-    logits = torch.stack([chosen, rejected], dim=1)
-    target = torch.zeros(len(chosen), dtype=torch.long, device=chosen.device)
-    return F.cross_entropy(logits, target, reduction="none")
+    return -torch.log_softmax(torch.stack([chosen, rejected], dim=-1), dim=-1)[:, 0]
 
 
 def tie_loss(score_a: Float[Tensor, " B"], score_b: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """Distance between the scores of two answers that people found equal."""
+    """Distance ``|a - b|`` between answers that were judged equal.
+
+    Args:
+        score_a: Scores of one answer.
+        score_b: Scores of the other.
+    """
     return (score_a - score_b).abs()
 
 
 def center_penalty(
     chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"]
 ) -> Float[Tensor, " B"]:
-    """Squared sum of the two scores, which keeps their common level at 0.
+    """``(c + r)²``, which keeps the scores around 0: a pair loss alone leaves their level free.
+
+    Args:
+        chosen: Scores c of the better answers.
+        rejected: Scores r of the worse answers.
 
     Reference:
-        Eisenstein et al. 2023, section 2, https://arxiv.org/abs/2312.09244
+        Eisenstein et al. 2023, eq. 2, https://arxiv.org/abs/2312.09244
     """
     return (chosen + rejected).square()

@@ -1,4 +1,4 @@
-"""The loss of the value function."""
+"""The loss of a value function."""
 
 from __future__ import annotations
 
@@ -15,25 +15,31 @@ def clipped_value_loss(
     *,
     value_clip_range: float | None = None,
 ) -> Float[Tensor, "B T"]:
-    """Squared error per token, pessimistic about moves beyond the clip range.
+    """Half the squared error to the returns, not better than that of a value clipped to the old.
 
-        ½ · max((V - R)², (V_old + clip(V - V_old, ±range) - R)²)
+        ℓ = ½ max((v - R)², (clip(v, old - ε, old + ε) - R)²)
 
     Args:
-        values: Of the value function that is trained.
-        old_values: When the rollout was taken; no gradient flows into them.
-        returns: Regression target; no gradient flows into it.
-        response_mask: The loss outside it is 0.
-        value_clip_range: Largest move that counts; None: no clipping.
+        values: Under the value function being trained.
+        old_values: When the rollout was taken; no gradient.
+        returns: Regression targets; no gradient.
+        response_mask: Outside it the loss is 0.
+        value_clip_range: ε, in units of the values; None: plain squared error.
+
+    Raises:
+        ValueError: ``value_clip_range`` is not positive.
 
     Reference:
-        Schulman et al., OpenAI baselines PPO2; Engstrom et al. 2020, section 3,
-        https://arxiv.org/abs/2005.12729
+        Schulman et al. 2017 in the form of OpenAI's baselines, see Huang et al. 2022, detail 9,
+        https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
     """
-    target = returns.detach()
-    loss = (values - target).square()
+    if value_clip_range is not None and value_clip_range <= 0:
+        raise ValueError(f"value_clip_range is {value_clip_range}; it must be above 0, or None")
+    targets = torch.where(response_mask, returns.detach(), 0.0)
+    values = torch.where(response_mask, values, 0.0)
+    error = (values - targets).square()
     if value_clip_range is not None:
-        old = old_values.detach()
-        clipped = old + (values - old).clamp(-value_clip_range, value_clip_range)
-        loss = torch.maximum(loss, (clipped - target).square())
-    return torch.where(response_mask, loss / 2, torch.zeros_like(loss))
+        old = torch.where(response_mask, old_values.detach(), 0.0)
+        clipped = torch.clamp(values, old - value_clip_range, old + value_clip_range)
+        error = torch.maximum(error, (clipped - targets).square())
+    return error / 2

@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.integrations import dequantize_module_weight
+from peft.utils.integrations import dequantize_bnb_weight
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,7 +34,7 @@ def save_model(
         tokenizer: Written beside the model.
     """
     plain = plain_model(model)
-    if isinstance(model, PeftModel) or plain.is_quantized:
+    if isinstance(model, PeftModel) or any(map(_is_quantised, plain.modules())):
         skeleton_of(plain).save_pretrained(folder, state_dict=merged_state_dict(plain))
     else:
         plain.save_pretrained(folder)
@@ -106,4 +106,9 @@ def _as_saved(module: nn.Module) -> dict[str, Tensor]:
 
 def _dense(layer: nn.Module) -> dict[str, Tensor]:
     parts = {name: weight.detach() for name, weight in layer.named_parameters(recurse=False)}
-    return {**parts, "weight": dequantize_module_weight(layer).detach()}
+    if not _is_quantised(layer):
+        return parts
+    # not PEFT's dequantize_module_weight: it replaces the layer's weight, and int8 then fails
+    quantised = layer.get_parameter("weight")
+    state = layer.state if type(quantised).__name__ == "Int8Params" else None
+    return {**parts, "weight": dequantize_bnb_weight(quantised, state).detach()}

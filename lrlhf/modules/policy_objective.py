@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lrlhf.functional.advantages import has_baseline
 from lrlhf.functional.estimators import EstimatorInputs
 from lrlhf.functional.kl import kl_estimate
 from lrlhf.functional.masking import masked_mean
@@ -92,6 +93,10 @@ def compute_advantages(
         **settings.options,
     )
     scorable = ~scores.isnan() & ~excluded
+    if estimator.groups:
+        # a row without a sibling has nothing to be compared with: it is no observation either
+        comparable = scores.masked_fill(excluded, torch.nan)
+        scorable = has_baseline(comparable, num_generations=num_generations)
     advantages = _normalized(advantages, mask & scorable[:, None], settings, whiten)
     return replace(experience, advantages=advantages, loss_mask=loss_mask, counted=~excluded)
 
@@ -180,4 +185,3 @@ def policy_loss(
     bonus = zero if entropy is None else share(entropy)
     loss = policy + kl_coef * kl - update.entropy_coef * bonus
     return LossTerms(loss, policy.detach(), kl.detach(), bonus.detach())
-

@@ -277,6 +277,7 @@ class RewardModel(L.LightningModule):
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if (self.trainer.global_step + 1) % max(1, every) == 0:
             values |= self._training_values()
+            self.log("train/loss", values.pop("train/loss"), batch_size=1, prog_bar=True)
         self.log_dict(values, batch_size=1)
 
     def on_train_epoch_end(self) -> None:

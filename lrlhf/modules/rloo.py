@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +13,11 @@ import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from peft import PeftModel
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.functional.logprobs import LogprobsAndEntropy
 from lrlhf.models import CausalLM, ReferencePolicy, frozen_reference, sequence_logprobs
 from lrlhf.modules.checks import check_batch_algebra, refuse_pure_low_precision
 from lrlhf.modules.metric_sums import MetricSums
@@ -30,7 +29,12 @@ from lrlhf.modules.policy_objective import (
     denominators,
     policy_loss,
 )
-from lrlhf.modules.rollout_metrics import measure_kl, measure_mismatch, measure_rollout, measure_update
+from lrlhf.modules.rollout_metrics import (
+    measure_kl,
+    measure_mismatch,
+    measure_rollout,
+    measure_update,
+)
 from lrlhf.modules.settings import Advantage, Reference, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import (
@@ -92,7 +96,7 @@ class RLOO(L.LightningModule):
 
     def __init__(  # noqa: PLR0913  the constructor is the config schema
         self,
-        policy: str | CausalLM | nn.Module,
+        policy: str | CausalLM | PreTrainedModel | PeftModel,
         rewards: Rewards,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -125,16 +129,15 @@ class RLOO(L.LightningModule):
         self.skipped_steps = 0
         self.policy, self.tokenizer = _loaded(policy, tokenizer)
         # frozen models stay out of the module tree: no gradient, no wrapping, no checkpoint
-        object.__setattr__(self, "frozen", None)
-        if reference.kl_coef > 0:
-            spec = policy if isinstance(policy, CausalLM) else None
-            object.__setattr__(self, "frozen", frozen_reference(self.policy, spec))
+        self.frozen = frozen_reference(self.policy, reference.model) if reference.kl_coef else None
         self.rewards = rewards
         self.engine: RolloutEngine = engine or TransformersEngine()
         self._collector = Collector(self.engine, rewards, self.tokenizer)
         self._eval_names = ["eval/score", *(f"eval/{name}" for name in rewards.names)]
         self._eval_names += ["eval/response_length", "eval/truncated_fraction"]
-        self._eval_means = nn.ModuleList(MeanMetric(nan_strategy="ignore") for _ in self._eval_names)
+        self._eval_means = nn.ModuleList(
+            MeanMetric(nan_strategy="ignore") for _ in self._eval_names
+        )
         self._updater = PlainUpdater(self)
         self._seconds: dict[str, float] = {}
 
@@ -183,7 +186,7 @@ class RLOO(L.LightningModule):
 
     def export_pretrained(self, folder: Path) -> None:
         """Write the policy and its tokenizer; a LoRA policy leaves as its adapter."""
-        self.policy.save_pretrained(folder)  # type: ignore[operator]
+        self.policy.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
     # ------------------------------------------------------------------ set-up
@@ -205,7 +208,7 @@ class RLOO(L.LightningModule):
 
     # ------------------------------------------------------------------ one iteration
 
-    def training_step(self, batch: PromptBatch, batch_idx: int) -> None:  # noqa: ARG002  Lightning's
+    def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         collectives = Collectives(self.trainer)
         metrics = MetricSums()
         self._seconds = {}
@@ -270,14 +273,12 @@ class RLOO(L.LightningModule):
         )
 
     def _policy_logprobs(self, part: Rollout) -> Tensor:
-        logprobs = sequence_logprobs(
+        return sequence_logprobs(
             self.policy,
             part,
             temperature=self.sampling.temperature,
             chunk_size=self.update.logprob_chunk,
         )
-        assert isinstance(logprobs, Tensor)
-        return logprobs
 
     def _reference_logprobs(self, part: Rollout) -> Tensor:
         assert self.frozen is not None
@@ -338,14 +339,7 @@ class RLOO(L.LightningModule):
     def _loss(
         self, micro: Experience, totals: Denominators, metrics: MetricSums, *, share: float
     ) -> Tensor:
-        computed = sequence_logprobs(
-            self.policy,
-            micro,
-            temperature=self.sampling.temperature,
-            chunk_size=self.update.logprob_chunk,
-            return_entropy=self.update.entropy_coef != 0,
-        )
-        logprobs, entropy = computed if isinstance(computed, LogprobsAndEntropy) else (computed, None)
+        logprobs, entropy = self._logprobs_and_entropy(micro)
         terms = policy_loss(
             logprobs,
             micro,
@@ -363,6 +357,21 @@ class RLOO(L.LightningModule):
         )
         return terms.loss
 
+    def _logprobs_and_entropy(self, micro: Experience) -> tuple[Tensor, Tensor | None]:
+        temperature, chunk_size = self.sampling.temperature, self.update.logprob_chunk
+        if self.update.entropy_coef == 0:
+            logprobs = sequence_logprobs(
+                self.policy, micro, temperature=temperature, chunk_size=chunk_size
+            )
+            return logprobs, None
+        return sequence_logprobs(
+            self.policy,
+            micro,
+            temperature=temperature,
+            chunk_size=chunk_size,
+            return_entropy=True,
+        )
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._updater.before_step(optimizer)
 
@@ -375,23 +384,25 @@ class RLOO(L.LightningModule):
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        listeners = [cb for cb in self.trainer.callbacks if isinstance(cb, RolloutListener)]
-        for listener in listeners:
+        for listener in self._listeners():
             listener.on_phase(name)
         start = time.perf_counter()
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-        for listener in listeners:
+        for listener in self._listeners():
             listener.on_phase("")
+
+    def _listeners(self) -> list[RolloutListener]:
+        callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        return [callback for callback in callbacks if isinstance(callback, RolloutListener)]
 
     def _tell_listeners(self, experience: Experience, collected: Collected) -> None:
         first = experience.response_mask.long().argmax(dim=1)
         advantages = experience.advantages.gather(1, first[:, None])[:, 0].tolist()
         for record, advantage in zip(collected.records, advantages, strict=True):
             record["advantage"] = advantage
-        for callback in self.trainer.callbacks:
-            if isinstance(callback, RolloutListener):
-                callback.on_rollout(self.trainer, self, experience, collected.records)
+        for listener in self._listeners():
+            listener.on_rollout(self.trainer, self, experience, collected.records)
 
     def _log_iteration(
         self, experience: Experience, metrics: MetricSums, collectives: Collectives
@@ -399,7 +410,9 @@ class RLOO(L.LightningModule):
         for phase, seconds in self._seconds.items():
             metrics.maximum(f"perf/{phase}_s", seconds)
         busy = sum(self._seconds.values())
-        metrics.add("perf/tokens_per_s", experience.attention_mask.sum() / busy, 1 / collectives.world_size)
+        metrics.add(
+            "perf/tokens_per_s", experience.attention_mask.sum() / busy, 1 / collectives.world_size
+        )
         metrics.add("kl/coef", self.kl_coef, 1.0)
         metrics.add("train/skipped_steps", float(self.skipped_steps), 1.0)
         shown = ("rollout/score", "kl/reference")
@@ -468,7 +481,7 @@ class RLOO(L.LightningModule):
 
 
 def _loaded(
-    policy: str | CausalLM | nn.Module, tokenizer: PreTrainedTokenizerBase | None
+    policy: str | CausalLM | PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     if isinstance(policy, str):
         policy = CausalLM(source=policy)

@@ -28,9 +28,9 @@ def measure_rollout(
             scorable = group[group.isfinite()]
             if len(scorable) > 1:
                 metrics.add("rollout/score_std", scorable.std(), 1.0)
-    spread = groups.nan_to_num(nan=-torch.inf).amax(dim=1) - groups.nan_to_num(
-        nan=torch.inf
-    ).amin(dim=1)
+    spread = groups.nan_to_num(nan=-torch.inf).amax(dim=1) - groups.nan_to_num(nan=torch.inf).amin(
+        dim=1
+    )
     metrics.add_values("rollout/zero_variance_groups", (spread <= 0).double())
     metrics.add_values("rollout/unscorable_fraction", scores.isnan().double())
     metrics.add_values("rollout/response_length", experience.response_mask.sum(dim=1).double())

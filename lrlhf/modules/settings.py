@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from lrlhf.functional.estimators import Estimator, resolve_estimator
 from lrlhf.functional.losses import PolicyLoss, resolve_policy_loss
+from lrlhf.models import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class Reference:
         sync_every: Mix the policy into the reference every so many iterations (TR-DPO, Gorbatovski
             et al. 2024, https://arxiv.org/abs/2404.09656, eq. 2); None: never.
         mixup: Weight of the policy in that mix; 1 replaces the reference.
+        model: Another model with the policy's tokenizer; None: the policy as it starts.
     """
 
     kl_coef: float = 0.05
@@ -30,6 +32,7 @@ class Reference:
     placement: Literal["reward", "loss"] | None = None
     sync_every: int | None = None
     mixup: float = 0.6
+    model: CausalLM | None = None
 
     def __post_init__(self) -> None:
         if self.kl_coef < 0:

@@ -75,7 +75,9 @@ def rollout_records(
                 "length": len(token_ids),
                 "finish_reason": "length" if bool(rollout.truncated[row]) else "stop",
                 "columns": plain_json(prompts.columns[group]),
-                "extras": {name: plain_json(values[row]) for name, values in rewards.extras.items()},
+                "extras": {
+                    name: plain_json(values[row]) for name, values in rewards.extras.items()
+                },
             }
         )
     return records

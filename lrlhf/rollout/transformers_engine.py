@@ -102,7 +102,7 @@ class TransformersEngine:
         ending = _Ending(eos, sampling.stop, self._tokenizer, prompt_width=width)
         cache = self._prefill(model, input_ids, mask, num_generations)
         with _own_generation_config(model):
-            sequences = model.generate(
+            sequences = model.generate(  # type: ignore[operator]
                 input_ids=input_ids.repeat_interleave(num_generations, dim=0),
                 attention_mask=mask.repeat_interleave(num_generations, dim=0),
                 generation_config=_plain_config(sampling, eos, _pad_id(self._tokenizer)),
@@ -148,7 +148,9 @@ class _Drawer(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         step = input_ids.shape[1] - self._prompt_width
         greedy = self._sampling.temperature == 0
-        full = (scores.float() if greedy else scores.float() / self._sampling.temperature).log_softmax(-1)
+        full = (
+            scores.float() if greedy else scores.float() / self._sampling.temperature
+        ).log_softmax(-1)
         logprobs = full
         for warper in self._warpers:
             logprobs = warper(input_ids, logprobs)
@@ -239,7 +241,7 @@ def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
 
 
 def _plain_config(sampling: Sampling, eos: list[int], pad_id: int) -> GenerationConfig:
-    return GenerationConfig(
+    return GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False,  # the drawer samples
         max_new_tokens=sampling.max_new_tokens,
         min_new_tokens=sampling.min_new_tokens or None,
@@ -255,7 +257,7 @@ def _own_generation_config(model: PreTrainedModel) -> Iterator[None]:
     ``generate`` fills what a given config leaves open from the model's own.
     """
     before = model.generation_config
-    model.generation_config = GenerationConfig()
+    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

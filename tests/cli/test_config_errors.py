@@ -134,6 +134,23 @@ MISTAKES = {
         "lr: -1",
         "toy.yaml:6: model.init_args.lr: lr must be positive, got -1.0",
     ),
+    "impossible value that the message names with its group": (
+        "source: tiny",
+        "source: nowhere",
+        "toy.yaml:5: model.init_args.policy.source: policy.source is 'nowhere'; give a folder",
+    ),
+    "impossible value that the message names in its midst": (
+        "    lr: 0.1",
+        "    clip: -2.0",
+        "toy.yaml:6: model.init_args.clip: ToyModule cannot run like this: clip is -2.0",
+    ),
+    "misspelt class of a list of functions": (
+        "    lr: 0.1",
+        "    rewards: [{class_path: tests.cli.toys.ToyRewar}]",
+        "toy.yaml:6: model.init_args.rewards[0].class_path: no function or class "
+        "'tests.cli.toys.ToyRewar' (module 'tests.cli.toys' has no attribute 'ToyRewar'); "
+        "did you mean 'ToyReward'?",
+    ),
     "impossible value two groups down": (
         "      source: tiny",
         "      source: tiny\n      adapter: {rank: 0}",

@@ -28,6 +28,10 @@ class ToyPolicy:
     dtype: Literal["float32", "bfloat16"] = "float32"
     adapter: ToyAdapter | None = None
 
+    def __post_init__(self) -> None:
+        if self.source == "nowhere":
+            raise ValueError("policy.source is 'nowhere'; give a folder")
+
 
 class ToySource:
     """A data set that is made up on the spot."""
@@ -36,6 +40,13 @@ class ToySource:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
         self.size = size
+
+
+class ToyReward:
+    """Scores every response alike."""
+
+    def __call__(self, completions: list[str]) -> list[float]:
+        return [1.0 for _ in completions]
 
 
 class ToyModule(L.LightningModule):
@@ -62,6 +73,8 @@ class ToyModule(L.LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
+        if clip is not None and clip < 0:
+            raise ValueError(f"ToyModule cannot run like this: clip is {clip}")
         if lr <= 0:
             raise ValueError(f"lr must be positive, got {lr}")
         if fail == "TypeError in constructor":

@@ -27,7 +27,7 @@ def test_last_pooling_takes_the_last_attended_token() -> None:
 
 
 def test_mean_pooling_averages_the_attended_tokens() -> None:
-    # (1 + 3) / 2 and (2 + 6) / 2
+    # the first row: half of 1 + 3, and half of 2 + 6
     assert mean_pool(HIDDEN, MASK).tolist() == [[2.0, 4.0], [4.0, 0.0]]
 
 

@@ -87,14 +87,13 @@ def test_lora_trains_only_adapters_of_every_layer_but_the_output(model_folder: s
 
 
 def test_lora_options_reach_the_layers(model_folder: str) -> None:
-    lora = LoRA(target_modules=["q_proj"], modules_to_save=["norm"], dropout=0.25)
+    lora = LoRA(target_modules=["q_proj"], modules_to_save=["o_proj"], dropout=0.25)
     model = CausalLM(source=model_folder, lora=lora).load()
     names = trainable_names(model)
-    # 2 blocks, A and B of each; and the weight of the last norm
+    # 2 blocks: adapters A and B of one layer, a whole copy of another
     assert len([name for name in names if "q_proj.lora_" in name]) == 4
-    assert [name for name in names if "lora_" not in name] == [
-        "base_model.model.model.norm.modules_to_save.default.weight"
-    ]
+    assert len([name for name in names if "o_proj.modules_to_save" in name]) == 2
+    assert len(names) == 6
     dropouts = {m.p for m in model.modules() if isinstance(m, nn.Dropout)}
     assert dropouts == {0.25}
 
@@ -134,6 +133,17 @@ def test_a_folder_that_lacks_weights_is_refused(
     (tmp_path / "config.json").write_text(json.dumps({**config, "is_decoder": True}))
     with pytest.raises(ValueError, match=r"does not fill BertLMHeadModel: missing \['cls"):
         CausalLM(source=str(tmp_path)).load()
+
+
+def test_code_beside_a_model_runs_only_if_the_user_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "odd", "auto_map": {"AutoConfig": "odd.OddConfig"}})
+    )
+    (tmp_path / "odd.py").write_text("raise ZeroDivisionError('the code ran')")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        CausalLM(source=str(tmp_path)).load()
+    with pytest.raises(ZeroDivisionError, match="the code ran"):
+        CausalLM(source=str(tmp_path), trust_remote_code=True).load()
 
 
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])

@@ -3,11 +3,11 @@ from collections.abc import Callable
 import peft
 import pytest
 import torch
-from lrlhf.functional.logprobs import LogprobsAndEntropy
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM, PreTrainedModel
 
+from lrlhf.functional.logprobs import LogprobsAndEntropy
 from lrlhf.models import check_output_head, sequence_logprobs
 from lrlhf.types import SequenceBatch
 from tests.models.families import (

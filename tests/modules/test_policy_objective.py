@@ -131,7 +131,9 @@ def random_experience(rows: int = 8, width: int = 7) -> Experience:
     return replace(experience, advantages=torch.randn(rows, 1) * rollout.response_mask)
 
 
-def loss_of(logprobs: Tensor, experience: Experience, update: Update, totals: Denominators) -> Tensor:
+def loss_of(
+    logprobs: Tensor, experience: Experience, update: Update, totals: Denominators
+) -> Tensor:
     return policy_loss(
         logprobs,
         experience,

@@ -19,9 +19,11 @@ from lrlhf.rollout import RolloutListener, Sampling
 from lrlhf.types import Experience
 
 
-def vowels(completions: Sequence[str]) -> list[float]:
-    """Share of the characters that are an 'e': easy to learn, never constant."""
-    return [text.count("e") / max(len(text), 1) for text in completions]
+def letters(completions: Sequence[str]) -> list[float]:
+    """Share of the characters that are ASCII letters: differs between almost any two responses."""
+    return [
+        sum(c.isascii() and c.isalpha() for c in text) / max(len(text), 1) for text in completions
+    ]
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def build(
         "reference": Reference(kl_coef=0.05),
     }
     tokenizer_option = {} if isinstance(model, CausalLM) else {"tokenizer": tokenizer}
-    return RLOO(model, Rewards([vowels]), **tokenizer_option, **(defaults | options))
+    return RLOO(model, Rewards([letters]), **tokenizer_option, **(defaults | options))
 
 
 def fit(
@@ -106,7 +108,7 @@ def test_a_notebook_builds_and_trains_two_iterations_without_yaml(
     module = build(language_model, tokenizer)
     before = weights(module)
     watcher = Watcher()
-    trainer = fit(module, prompts, tmp_path, callbacks=[watcher])
+    trainer = fit(module, prompts, tmp_path, callbacks=[watcher], val_check_interval=1)
     assert trainer.global_step == 2
     assert any(not torch.equal(before[name], value) for name, value in weights(module).items())
     logged = trainer.logged_metrics
@@ -117,8 +119,8 @@ def test_a_notebook_builds_and_trains_two_iterations_without_yaml(
         "rollout/response_length",
         "rollout/truncated_fraction",
         "rollout/zero_variance_groups",
-        "rewards/vowels/mean",
-        "rewards/vowels/std",
+        "rewards/letters/mean",
+        "rewards/letters/std",
         "policy/loss",
         "policy/approx_kl",
         "policy/clip_fraction",
@@ -139,15 +141,11 @@ def test_a_notebook_builds_and_trains_two_iterations_without_yaml(
         "eval/score",
     ):
         assert key in trainer.callback_metrics | logged, key
-    assert [phase for phase in watcher.phases if phase][-4:] == [
-        "generate",
-        "reward",
-        "logprob",
-        "update",
-    ]
+    phases = [phase for phase in watcher.phases if phase]
+    assert phases[:4] == ["generate", "reward", "logprob", "update"]
     assert len(watcher.records[0]) == 16
     record = watcher.records[0][0]
-    assert record["score"] == pytest.approx(vowels([record["completion"]])[0])
+    assert record["score"] == pytest.approx(letters([record["completion"]])[0])
     assert record["columns"]["answer"] in "abcdefghijklmnop"
 
 
@@ -164,11 +162,13 @@ def test_the_policy_learns_to_say_what_is_rewarded(
     watcher = Watcher()
     fit(module, prompts, tmp_path, steps=25, callbacks=[watcher])
     scores = [float(experience.scores.mean()) for experience in watcher.experiences]
-    assert sum(scores[:3]) / 3 < 0.05
-    assert sum(scores[-3:]) / 3 > 0.6
+    assert sum(scores[:3]) / 3 < 0.5
+    assert sum(scores[-3:]) / 3 > 0.9
 
 
-def test_a_resumed_run_ends_with_the_same_weights(tokenizer, model_folder, prompts, tmp_path) -> None:
+def test_a_resumed_run_ends_with_the_same_weights(
+    tokenizer, model_folder, prompts, tmp_path
+) -> None:
     def fresh() -> RLOO:
         return build(
             CausalLM(source=model_folder),
@@ -357,5 +357,3 @@ def test_truncated_sampling_is_allowed_when_asked_for_and_its_mass_is_logged(
     )
     trainer = fit(module, prompts, tmp_path, steps=1)
     assert 0 < trainer.logged_metrics["rollout/kept_mass"] < 1
-
-

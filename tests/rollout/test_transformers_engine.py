@@ -1,6 +1,5 @@
 """The engine draws from the policy, stops where it should, and says with which probability."""
 
-
 import peft
 import pytest
 import torch
@@ -103,7 +102,9 @@ def test_neither_splitting_the_batch_nor_sharing_prompts_changes_a_response(
     ):
         other = generate(language_model, tokenizer, sampling, num_generations=4, engine=engine)
         assert responses(other) == responses(whole)
-        torch.testing.assert_close(other.sampling_logprobs, whole.sampling_logprobs, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            other.sampling_logprobs, whole.sampling_logprobs, atol=1e-4, rtol=1e-4
+        )
     assert whole.group_ids.tolist() == [0] * 4 + [1] * 4 + [2] * 4
 
 
@@ -162,7 +163,8 @@ def test_a_stop_string_ends_a_response_but_not_when_it_is_in_the_prompt(
 ) -> None:
     free = generate(language_model, tokenizer, Sampling(max_new_tokens=12), texts=("b e",))
     text = tokenizer.decode(responses(free)[0])
-    character = text[4]
+    # half a character of several bytes decodes to a mark that no string matches
+    character = next(c for c in text[1:] if c.isascii() and c.isprintable())
     stopped = generate(
         language_model,
         tokenizer,
@@ -188,9 +190,7 @@ def test_truncated_sampling_reports_its_own_probabilities_and_the_mass_it_kept(
     language_model, tokenizer
 ) -> None:
     sampling = Sampling(max_new_tokens=1, top_k=5)
-    rollout = generate(
-        language_model, tokenizer, sampling, texts=("b",), num_generations=200
-    )
+    rollout = generate(language_model, tokenizer, sampling, texts=("b",), num_generations=200)
     ids = torch.tensor([tokenizer("b")["input_ids"]])
     full = language_model(input_ids=ids).logits[0, -1].softmax(-1)
     top = full.topk(5)
@@ -234,9 +234,9 @@ def test_generation_leaves_training_mode_and_autocast_cache_as_they_were(
 
 def test_an_adapter_takes_part_in_generation(language_model, tokenizer) -> None:
 
-
     adapted = peft.get_peft_model(
-        language_model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        language_model,
+        peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False),
     )
     rollout = generate(adapted, tokenizer, Sampling(max_new_tokens=6))
     logprobs = sequence_logprobs(adapted, rollout)

@@ -1,0 +1,189 @@
+"""A moving average of the weights beside the ones that are trained."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lrlhf.modules.contracts import Exportable
+
+
+class EMA(L.Callback):
+    """Keeps an exponential moving average of every trainable weight, in float32.
+
+        shadow <- decay * shadow + (1 - decay) * weight
+
+    It covers what receives gradients, so of a LoRA policy only the adapter. The averaged weights
+    stand in for the trained ones during validation and, with ``HFExport(use_ema=True)``, in
+    exports; checkpoints hold both. An engine with a copy of the weights of its own does not see
+    the stand-in.
+
+    Args:
+        decay: Share of the old average that an update keeps.
+        every_n_steps: Steps (of a policy: iterations) between two updates.
+        update_after: Until this step is done, the average follows the weights exactly.
+        validate: Validate the averaged weights instead of the trained ones.
+        device: Where the average is kept; None: beside the weights. ``cpu`` saves GPU memory.
+
+    Raises:
+        ValueError: If an option is out of range, the module has no ``trainable_models``, its
+            weights are split over ranks, or a checkpoint was made with other weights.
+    """
+
+    def __init__(
+        self,
+        decay: float = 0.999,
+        every_n_steps: int = 1,
+        update_after: int = 0,
+        validate: bool = True,
+        device: str | None = None,
+    ) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"EMA decay is {decay}; it must be at least 0 and below 1, e.g. 0.999")
+        if every_n_steps < 1:
+            raise ValueError(f"EMA every_n_steps is {every_n_steps}; it must be at least 1")
+        self.decay = decay
+        self.every_n_steps = every_n_steps
+        self.update_after = update_after
+        self.validate = validate
+        self.device = device
+        self._shadows: dict[str, Tensor] = {}
+        self._step = 0
+        self._replaced: dict[str, Tensor] = {}
+
+    @property
+    def shadows(self) -> dict[str, Tensor]:
+        """The averages by role and name, such as ``policy.model.norm.weight``."""
+        return self._shadows
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._shadows:
+            self._pairs(pl_module)  # a checkpoint of another model fails now, not at the next update
+            return
+        weights = trainable_weights(pl_module)
+        self._shadows = {name: self._shadow_of(weight) for name, weight in weights.items()}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        # a batch that only accumulated gradients has changed nothing
+        if trainer.global_step <= self._step:
+            return
+        self._step = trainer.global_step
+        if self._step <= self.update_after:
+            self._update(pl_module, decay=0.0)
+        elif self._step % self.every_n_steps == 0:
+            self._update(pl_module, decay=self.decay)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.validate and self._shadows:
+            self._put_in(pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._put_back(pl_module)
+
+    def on_exception(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        exception: BaseException,
+    ) -> None:
+        # before a checkpoint callback, which Lightning runs last, saves what it finds
+        self._put_back(pl_module)
+
+    @contextlib.contextmanager
+    def averaged(self, module: L.LightningModule) -> Iterator[None]:
+        """Put the averaged weights into ``module`` for the duration of the block."""
+        self._put_in(module)
+        try:
+            yield
+        finally:
+            self._put_back(module)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._replaced:
+            raise RuntimeError(
+                "a checkpoint was asked for while the averaged weights stand in for the trained "
+                "ones; save after validation has ended"
+            )
+        return {"shadows": dict(self._shadows), "step": self._step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._shadows = {name: shadow.clone() for name, shadow in state_dict["shadows"].items()}
+        self._step = state_dict["step"]
+
+    @torch.no_grad()
+    def _update(self, module: L.LightningModule, *, decay: float) -> None:
+        for weight, shadow in self._pairs(module):
+            shadow.lerp_(weight.detach().to(shadow.device, torch.float32), 1 - decay)
+
+    @torch.no_grad()
+    def _put_in(self, module: L.LightningModule) -> None:
+        pairs = self._pairs(module)
+        # validation runs in inference mode, whose tensors could not be used in training again
+        with torch.inference_mode(False):
+            self._replaced = {
+                name: weight.detach().clone() for name, weight in trainable_weights(module).items()
+            }
+        for weight, shadow in pairs:
+            weight.copy_(shadow)
+
+    @torch.no_grad()
+    def _put_back(self, module: L.LightningModule) -> None:
+        if not self._replaced:
+            return
+        for name, weight in trainable_weights(module).items():
+            weight.copy_(self._replaced[name])
+        self._replaced = {}
+
+    def _pairs(self, module: L.LightningModule) -> list[tuple[nn.Parameter, Tensor]]:
+        weights = trainable_weights(module)
+        for name in sorted(weights.keys() ^ self._shadows.keys()):
+            where = "the checkpoint" if name in self._shadows else "the model"
+            raise ValueError(
+                f"EMA: only {where} has {name!r}; resume with the model (and LoRA settings) that "
+                "the run was started with"
+            )
+        with torch.inference_mode(False):
+            self._shadows = {name: self._checked(name, weight) for name, weight in weights.items()}
+        return [(weight, self._shadows[name]) for name, weight in weights.items()]
+
+    def _checked(self, name: str, weight: nn.Parameter) -> Tensor:
+        shadow = self._shadows[name]
+        if shadow.shape != weight.shape:
+            raise ValueError(
+                f"EMA: {name!r} has shape {tuple(shadow.shape)} in the checkpoint and "
+                f"{tuple(weight.shape)} in the model; resume with the model of that run"
+            )
+        return shadow.to(self.device or weight.device)  # a checkpoint is read to the CPU
+
+    def _shadow_of(self, weight: nn.Parameter) -> Tensor:
+        return weight.detach().to(self.device or weight.device, torch.float32, copy=True)
+
+
+def trainable_weights(module: L.LightningModule) -> dict[str, nn.Parameter]:
+    """Parameters of the trainable models that receive gradients, each once, by role and name."""
+    if not isinstance(module, Exportable):
+        raise ValueError(
+            f"EMA needs trainable_models() and {type(module).__name__} has none; "
+            "remove EMA from trainer.callbacks"
+        )
+    weights: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for role, model in module.trainable_models().items():
+        for name, weight in model.named_parameters():
+            # a policy and a critic may share a backbone
+            if not weight.requires_grad or id(weight) in seen:
+                continue
+            if isinstance(weight, DTensor) or weight.numel() == 0:
+                raise ValueError(
+                    f"EMA averages whole weights, but {role}.{name} is split over ranks; use ddp "
+                    "or one device, or remove EMA from trainer.callbacks"
+                )
+            seen.add(id(weight))
+            weights[f"{role}.{name}"] = weight
+    return weights

@@ -1,0 +1,125 @@
+"""What the model answered in an evaluation, one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lrlhf.callbacks.files import atomic_write, output_folder
+from lrlhf.callbacks.json_lines import gather_on_zero, json_line
+
+
+class _Line(NamedTuple):
+    dataloader: int
+    position: int
+    text: str
+
+
+class EvalJSONL(L.Callback):
+    """Writes the records of each evaluation to ``eval_scores_{step}.jsonl``.
+
+    The lines of all ranks go into one file, in the order of the data set where records carry an
+    ``index``. A test run writes ``test_scores_{step}.jsonl``. A sanity check that covers the
+    whole validation set (``num_sanity_val_steps: -1``) is an evaluation too: that of the model
+    before training. A shorter one is no evaluation and writes nothing.
+
+    Args:
+        dirpath: Folder of the files; None: the logger's, else the trainer's root.
+    """
+
+    def __init__(self, dirpath: str | Path | None = None) -> None:
+        self.dirpath = dirpath
+        self.paths: list[Path] = []
+        """Files written by this process, oldest first; on rank zero only."""
+        self._lines: list[_Line] = []
+        self._loaded_step: int | None = None
+
+    def on_load_checkpoint(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        checkpoint: dict[str, Any],
+    ) -> None:
+        # outside of fit the trainer leaves its own counter at 0
+        self._loaded_step = int(checkpoint["global_step"])
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._lines = []
+
+    def on_test_start(self, *_: Any) -> None:
+        self._lines = []
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        several = len(trainer.num_val_batches) > 1
+        self._collect(pl_module, outputs, dataloader_idx, several=several, step="validation_step")
+
+    def on_test_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        several = len(trainer.num_test_batches) > 1
+        self._collect(pl_module, outputs, dataloader_idx, several=several, step="test_step")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.sanity_checking or covers_validation_set(trainer):
+            self._write(trainer, "eval_scores")
+        self._lines = []
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._write(trainer, "test_scores")
+        self._lines = []
+
+    def _collect(
+        self,
+        module: L.LightningModule,
+        outputs: Any,
+        dataloader: int,
+        *,
+        several: bool,
+        step: str,
+    ) -> None:
+        if not isinstance(outputs, Mapping) or "records" not in outputs:
+            raise ValueError(
+                f"EvalJSONL needs {step} of {type(module).__name__} to return "
+                "{'records': [...]}; return them, or remove EvalJSONL from trainer.callbacks"
+            )
+        for record in outputs["records"]:
+            line = {"dataloader": dataloader, **record} if several else record
+            # without an index the order of arrival stands, because the sort is stable
+            self._lines.append(_Line(dataloader, int(record.get("index", 0)), json_line(line)))
+
+    def _write(self, trainer: L.Trainer, name: str) -> None:
+        lines = gather_on_zero(trainer, self._lines)
+        if not trainer.is_global_zero:
+            return
+        lines.sort(key=lambda line: (line.dataloader, line.position))
+        path = output_folder(trainer, self.dirpath) / f"{name}_{self._step(trainer)}.jsonl"
+        with atomic_write(path) as handle:
+            handle.writelines(f"{line.text}\n".encode() for line in lines)
+        self.paths.append(path)
+
+    def _step(self, trainer: L.Trainer) -> int:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        return trainer.global_step if fitting else (self._loaded_step or trainer.global_step)
+
+
+def covers_validation_set(trainer: L.Trainer) -> bool:
+    """Tell whether the sanity check sees every batch that validation sees."""
+    return trainer.num_sanity_val_batches == trainer.num_val_batches

@@ -1,0 +1,111 @@
+"""The trained model as a folder that others can load."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from lrlhf.callbacks.ema import EMA
+from lrlhf.callbacks.files import atomic_folder, output_folder
+from lrlhf.modules.contracts import Exportable
+
+
+class HFExport(L.Callback):
+    """Writes weights, config and tokenizer as ``transformers`` reads them.
+
+    The folder appears whole under its name or not at all. Exports of the run go to
+    ``step_000100``, ``step_000200``, …, the last one to ``final``. Rank zero writes.
+
+    Args:
+        dirpath: Folder of the exports; None: ``hf`` in the logger's folder, else in the
+            trainer's root.
+        every_n_steps: Also export each time so many steps are done; None: only at the end.
+        at_end: Export when training ends.
+        use_ema: Export the averaged weights of the `EMA` callback.
+        keep: How many ``step_*`` exports to keep, newest first; None: all.
+
+    Raises:
+        ValueError: If nothing would ever be exported, the module has no ``export_pretrained``,
+            or ``use_ema`` is on without an `EMA` callback.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        every_n_steps: int | None = None,
+        at_end: bool = True,
+        use_ema: bool = False,
+        keep: int | None = None,
+    ) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"HFExport every_n_steps is {every_n_steps}; it must be at least 1")
+        if every_n_steps is None and not at_end:
+            raise ValueError("HFExport would never export: set every_n_steps, or at_end: true")
+        if keep is not None and keep < 1:
+            raise ValueError(f"HFExport keep is {keep}; it must be at least 1, or null for all")
+        self.dirpath = dirpath
+        self.every_n_steps = every_n_steps
+        self.at_end = at_end
+        self.use_ema = use_ema
+        self.keep = keep
+        self.last_export: Path | None = None
+        """The newest folder this process wrote; on rank zero only."""
+        self._exported_step = 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if not isinstance(pl_module, Exportable):
+            raise ValueError(
+                f"HFExport needs export_pretrained() and {type(pl_module).__name__} has none; "
+                "remove HFExport from trainer.callbacks"
+            )
+        self._ema(trainer)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        step = trainer.global_step
+        if self.every_n_steps is None or step == self._exported_step or step % self.every_n_steps:
+            return
+        self._exported_step = step
+        self._export(trainer, pl_module, f"step_{step:06d}")
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.at_end:
+            self._export(trainer, pl_module, "final")
+
+    def _export(self, trainer: L.Trainer, module: L.LightningModule, name: str) -> None:
+        assert isinstance(module, Exportable)
+        if trainer.is_global_zero:
+            folder = self._folder(trainer)
+            ema = self._ema(trainer)
+            weights = ema.averaged(module) if ema is not None else contextlib.nullcontext()
+            with atomic_folder(folder / name) as fresh, weights:
+                module.export_pretrained(fresh)
+            self.last_export = folder / name
+            self._forget_old(folder)
+        trainer.strategy.barrier("hf_export")
+
+    def _folder(self, trainer: L.Trainer) -> Path:
+        folder = output_folder(trainer, self.dirpath)
+        return folder / "hf" if self.dirpath is None else folder
+
+    def _ema(self, trainer: L.Trainer) -> EMA | None:
+        if not self.use_ema:
+            return None
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, EMA):
+                return callback
+        raise ValueError("HFExport has use_ema: true, but trainer.callbacks has no EMA; add one")
+
+    def _forget_old(self, folder: Path) -> None:
+        if self.keep is None:
+            return
+        exports = [path for path in folder.iterdir() if re.fullmatch(r"step_\d+", path.name)]
+        exports.sort(key=lambda path: int(path.name.removeprefix("step_")))
+        for path in exports[: -self.keep]:
+            shutil.rmtree(path)

@@ -1,0 +1,145 @@
+"""Progress of a run whose steps take long: which phase, and what came out."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import TQDMProgressBar
+
+from lrlhf.rollout.listener import RolloutListener
+
+SHOWN: Mapping[str, str] = {
+    "rollout/score": "score",
+    "rollout/response_length": "length",
+    "kl/reference": "kl",
+    "reward_model/accuracy": "accuracy",
+    "train/loss": "loss",
+}
+"""Logged keys that are shown, and the short names they get."""
+
+
+class PhaseProgress(TQDMProgressBar, RolloutListener):
+    """A progress bar that shows the phase of the iteration and the metrics that matter.
+
+    Where the output is no terminal (a log file, CI), it prints one plain line per step instead:
+    ``step 12/60  score 0.53  kl 0.01  4.1 s/step (generate 2.1 reward 0.0 update 1.9)``.
+
+    Args:
+        refresh_rate: Steps between two updates of the bar, or between two lines.
+        metrics: Logged keys to show, with the short names they get; None: score, length, KL,
+            accuracy and loss, as far as they are logged.
+        plain: Print lines (True) or draw a bar (False); None: a bar on a terminal only.
+    """
+
+    def __init__(
+        self,
+        refresh_rate: int = 1,
+        metrics: dict[str, str] | None = None,
+        plain: bool | None = None,
+    ) -> None:
+        super().__init__(refresh_rate=refresh_rate)
+        self.metrics = dict(SHOWN if metrics is None else metrics)
+        self.plain = not sys.stdout.isatty() if plain is None else plain
+        self._wanted = refresh_rate > 0
+        self._seconds: dict[str, float] = {}
+        self._phase = ""
+        self._phase_start = 0.0
+        self._step_start = 0.0
+        self._printed_step = 0
+        if self.plain:
+            super().disable()
+
+    def disable(self) -> None:
+        """Show nothing: what Lightning asks of the ranks other than zero."""
+        self._wanted = False
+        super().disable()
+
+    def enable(self) -> None:
+        self._wanted = True
+        if not self.plain:
+            super().enable()
+
+    def get_metrics(
+        self, trainer: L.Trainer, pl_module: L.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        shown = self._shown(trainer)
+        logged = super().get_metrics(trainer, pl_module)
+        known = {*self.metrics, "v_num"}
+        return {**shown, **{name: value for name, value in logged.items() if name not in known}}
+
+    def on_phase(self, phase: str) -> None:
+        now = time.monotonic()
+        if self._phase:
+            self._seconds[self._phase] = (
+                self._seconds.get(self._phase, 0.0) + now - self._phase_start
+            )
+        self._phase, self._phase_start = phase, now
+        if self.is_enabled and phase and self._train_progress_bar is not None:
+            epoch = self.trainer.current_epoch
+            self.train_progress_bar.set_description(f"Epoch {epoch} [{phase}]", refresh=True)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._seconds = {}
+        self._step_start = time.monotonic()
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._prints_step(trainer):
+            self._printed_step = trainer.global_step
+            total = trainer.estimated_stepping_batches
+            of = "" if math.isinf(total) else f"/{int(total)}"
+            parts = [f"step {trainer.global_step}{of}", *self._words(trainer), self._pace()]
+            self._say("  ".join(parts))
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        if not (self.plain and self._wanted):
+            return
+        metrics = [
+            f"{name.removeprefix('eval/')} {float(value):.4g}"
+            for name, value in trainer.callback_metrics.items()
+            if name.startswith("eval/")
+        ]
+        self._say("  ".join([f"eval at step {trainer.global_step}", *metrics]))
+
+    def _prints_step(self, trainer: L.Trainer) -> bool:
+        step = trainer.global_step
+        last = step == trainer.estimated_stepping_batches
+        return (
+            self.plain
+            and self._wanted
+            and step != self._printed_step
+            and (step % self.refresh_rate == 0 or last)
+        )
+
+    def _shown(self, trainer: L.Trainer) -> dict[str, str]:
+        logged = trainer.callback_metrics
+        return {
+            label: f"{float(logged[key]):.3g}"
+            for key, label in self.metrics.items()
+            if key in logged
+        }
+
+    def _words(self, trainer: L.Trainer) -> list[str]:
+        return [f"{label} {value}" for label, value in self._shown(trainer).items()]
+
+    def _pace(self) -> str:
+        pace = f"{time.monotonic() - self._step_start:.1f} s/step"
+        phases = " ".join(f"{name} {seconds:.1f}" for name, seconds in self._seconds.items())
+        return f"{pace} ({phases})" if phases else pace
+
+    def _say(self, line: str) -> None:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()  # a log that is read while it grows

@@ -1,0 +1,136 @@
+"""What the policy says, while it learns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_info
+
+from lrlhf.callbacks.files import atomic_write, output_folder
+from lrlhf.callbacks.json_lines import gather_on_zero, json_line
+from lrlhf.callbacks.rollout_table import render, send, spread
+from lrlhf.rollout.listener import RolloutListener
+from lrlhf.types import Experience
+
+_TABLE = "rollout/samples"
+
+
+class RolloutLog(L.Callback, RolloutListener):
+    """Writes every response of training to ``rollouts.jsonl`` and shows some of them.
+
+    The responses of all ranks are gathered to rank zero, which appends them to one file, each
+    with the ``rank`` it came from; groups are numbered per rank. A resumed run first removes the
+    lines of the steps it is going to repeat, so no step is in the file twice. A run that starts
+    from the beginning where an earlier one has written keeps that file as ``rollouts.1.jsonl``
+    (``.2``, …).
+
+    Args:
+        dirpath: Folder of the file; None: the logger's, else the trainer's root.
+        print_every: Print a table of responses each so many iterations; None: never.
+        samples: Rows of the printed table, spread over the iteration's responses.
+        table_every: Send a table to W&B and TensorBoard, where such a logger is attached, each
+            so many iterations; None: never.
+        table_rows: Rows of that table.
+        max_chars: Characters of a prompt or completion in the printed table; the file has all.
+
+    Raises:
+        ValueError: If an option is out of range, or a line of an earlier file cannot be read.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        print_every: int | None = 1,
+        samples: int = 3,
+        table_every: int | None = 10,
+        table_rows: int = 32,
+        max_chars: int = 400,
+    ) -> None:
+        for name, value in {
+            "print_every": print_every,
+            "samples": samples,
+            "table_every": table_every,
+            "table_rows": table_rows,
+            "max_chars": max_chars,
+        }.items():
+            if value is not None and value < 1:
+                raise ValueError(f"RolloutLog {name} is {value}; it must be at least 1")
+        self.dirpath = dirpath
+        self.print_every = print_every
+        self.samples = samples
+        self.table_every = table_every
+        self.table_rows = table_rows
+        self.max_chars = max_chars
+        self.path: Path | None = None
+        """The file, once training has started."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.path = output_folder(trainer, self.dirpath) / "rollouts.jsonl"
+        if not trainer.is_global_zero:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.path.exists():
+            return
+        if trainer.global_step == 0:
+            _set_aside(self.path)
+        else:
+            _forget_steps_from(self.path, trainer.global_step)
+
+    def on_rollout(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        experience: Experience,
+        records: Sequence[dict[str, Any]],
+    ) -> None:
+        ranked = [{**record, "rank": trainer.global_rank} for record in records]
+        everything = gather_on_zero(trainer, ranked)
+        if not trainer.is_global_zero or not everything:
+            return
+        self._append(everything)
+        step = trainer.global_step
+        if self.print_every is not None and step % self.print_every == 0:
+            shown = spread(everything, self.samples)
+            title = f"step {step}: {len(shown)} of {len(everything)} responses"
+            module.print(render(shown, title=title, max_chars=self.max_chars))
+        if self.table_every is not None and step % self.table_every == 0:
+            send(trainer, spread(everything, self.table_rows), key=_TABLE, step=step)
+
+    def _append(self, records: Sequence[dict[str, Any]]) -> None:
+        assert self.path is not None, "a rollout before training has started"
+        lines = "".join(f"{json_line(record)}\n" for record in records)
+        # closed each time: a killed run has every iteration on file
+        with self.path.open("ab") as handle:
+            handle.write(lines.encode())
+
+
+def _set_aside(path: Path) -> None:
+    number = 1
+    while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(kept)
+    rank_zero_info(f"RolloutLog: an earlier run has written {path.name}; it is now {kept}")
+
+
+def _forget_steps_from(path: Path, step: int) -> None:
+    """Remove the lines of ``step`` and later, and a last line that a kill has cut short."""
+    with atomic_write(path) as kept, path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                rank_zero_info(f"RolloutLog: line {number} of {path} is cut short; removed")
+            elif _step_of(line, path, number) < step:
+                kept.write(line)
+
+
+def _step_of(line: bytes, path: Path, number: int) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}, line {number} is no rollout record ({error}); move the file away, or choose "
+            "another dirpath for RolloutLog"
+        ) from error

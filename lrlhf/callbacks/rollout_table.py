@@ -1,0 +1,160 @@
+"""Rollouts for people: a table in the terminal, in W&B, in TensorBoard."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_COLUMNS = ("prompt", "completion", "score", "rewards", "advantage", "length", "finish")
+
+
+def spread(records: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """Pick up to ``count`` records at even distances, so that several prompts are among them."""
+    if count >= len(records):
+        return list(records)
+    return [records[index * len(records) // count] for index in range(count)]
+
+
+def render(records: Sequence[Mapping[str, Any]], *, title: str, max_chars: int) -> str:
+    """Draw records as a table for a terminal.
+
+    Texts are shown as they are: nothing in them is taken for markup or for a control sequence.
+
+    Args:
+        records: One per row.
+        title: Line above the table.
+        max_chars: Longer prompts lose their beginning, longer completions their middle, each
+            with a mark in its place.
+    """
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_lines=True)
+    for name in _COLUMNS:
+        numeric = name in ("score", "advantage", "length")
+        table.add_column(
+            name,
+            justify="right" if numeric else "left",
+            no_wrap=numeric,
+            overflow="fold",
+            ratio={"prompt": 2, "completion": 3}.get(name),
+        )
+    for record in records:
+        cells = _cells(record)
+        cells["prompt"] = _tail(cells["prompt"], max_chars)
+        cells["completion"] = _middle_out(cells["completion"], max_chars)
+        table.add_row(*(Text(cells[name]) for name in _COLUMNS))
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size((120, 24)).columns if terminal else 120
+    buffer = io.StringIO()
+    Console(file=buffer, width=width, force_terminal=terminal).print(table)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+
+
+def send(trainer: L.Trainer, records: Sequence[Mapping[str, Any]], *, key: str, step: int) -> None:
+    """Log records as a table to every attached logger that shows text; rank zero only.
+
+    Args:
+        trainer: Holds the loggers.
+        records: One per row.
+        key: Name of the table.
+        step: Where it stands on the logger's axis.
+    """
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            rows = [[step, *(_typed(record, name) for name in _COLUMNS)] for record in records]
+            logger.log_table(key, columns=["step", *_COLUMNS], data=rows, step=step)
+        elif isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_text(key, _markdown(records), global_step=step)
+
+
+def visible(text: str) -> str:
+    """Replace what a terminal would act on, or not show, by its escape sequence."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+def prompt_text(prompt: Any) -> str:
+    """Text of a prompt: as it is, or the turns of a chat with their roles."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{turn['role']}: {_content(turn['content'])}" for turn in prompt)
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    # a turn with media is a list of typed parts
+    return " ".join(
+        str(part["text"]) if "text" in part else f"<{part['type']}>" for part in content
+    )
+
+
+def _completion_text(completion: Any) -> str:
+    return completion if isinstance(completion, str) else prompt_text(completion)
+
+
+def _cells(record: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "prompt": visible(prompt_text(record["prompt"])),
+        "completion": visible(_completion_text(record["completion"])),
+        "score": _number(record["score"]),
+        "rewards": visible(
+            " ".join(f"{name}={_number(value)}" for name, value in record["rewards"].items())
+        ),
+        "advantage": _number(record["advantage"]),
+        "length": str(record["length"]),
+        "finish": str(record["finish_reason"]),
+    }
+
+
+def _typed(record: Mapping[str, Any], column: str) -> Any:
+    """Value of a W&B cell, which sorts numbers as numbers."""
+    values = {
+        "prompt": prompt_text(record["prompt"]),
+        "completion": _completion_text(record["completion"]),
+        "rewards": json.dumps(record["rewards"]),
+        "finish": record["finish_reason"],
+    }
+    return values[column] if column in values else record[column]
+
+
+def _markdown(records: Sequence[Mapping[str, Any]]) -> str:
+    lines = [" | ".join(_COLUMNS), " | ".join("---" for _ in _COLUMNS)]
+    for record in records:
+        cells = _cells(record)
+        lines.append(" | ".join(_inert(cells[name]) for name in _COLUMNS))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _inert(text: str) -> str:
+    """Keep Markdown and HTML from reading the text: every sign that could open either."""
+    return "".join(
+        f"&#{ord(character)};" if character in "\\`*_{}[]()<>#+-!|&~" else character
+        for character in text
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _tail(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else f"…{text[-max_chars:]}"
+
+
+def _middle_out(text: str, max_chars: int) -> str:
+    if len(text) <= max_chars:
+        return text
+    half = max_chars // 2
+    return f"{text[:half]} … {text[-half:]}"

@@ -1,0 +1,153 @@
+"""The last words of a run: what it reached, and where everything is."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lrlhf.callbacks.eval_jsonl import EvalJSONL, covers_validation_set
+from lrlhf.callbacks.files import output_folder
+from lrlhf.callbacks.hf_export import HFExport
+from lrlhf.callbacks.reward_curve import Curve, draw_curve
+from lrlhf.callbacks.rollout_log import RolloutLog
+
+
+class RunReport(L.Callback):
+    """Draws ``reward_curve.png`` and prints where the results are, when ``fit`` ends.
+
+    It compares the evaluations at the start and at the end; with ``num_sanity_val_steps: -1`` the
+    first is that of the model before training.
+
+    Args:
+        dirpath: Folder of the picture; None: the logger's, else the trainer's root.
+        metric: Logged training metric to draw.
+        eval_metric: Logged validation metric to draw and to compare.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        metric: str = "rollout/score",
+        eval_metric: str = "eval/score",
+    ) -> None:
+        self.dirpath = dirpath
+        self.metric = Curve(metric, [], [])
+        self.evaluation = Curve(eval_metric, [], [])
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        _record(self.metric, trainer)
+
+    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if covers_validation_set(trainer):
+            _record(self.evaluation, trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            _record(self.evaluation, trainer)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        places = _places(trainer)
+        if self.metric.finite().steps:
+            path = output_folder(trainer, self.dirpath) / "reward_curve.png"
+            draw_curve(path, self.metric, self.evaluation)
+            places["reward curve"] = path
+        pl_module.print(_text(self._summary(trainer), places))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            name: {"steps": list(curve.steps), "values": list(curve.values)}
+            for name, curve in (("metric", self.metric), ("evaluation", self.evaluation))
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.metric = Curve(self.metric.name, **_copied(state_dict["metric"]))
+        self.evaluation = Curve(self.evaluation.name, **_copied(state_dict["evaluation"]))
+
+    def _summary(self, trainer: L.Trainer) -> list[str]:
+        return [_change(self.metric, trainer), _change(self.evaluation, trainer)]
+
+
+def _copied(curve: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {name: list(values) for name, values in curve.items()}
+
+
+def _record(curve: Curve, trainer: L.Trainer) -> None:
+    value = trainer.callback_metrics.get(curve.name)
+    if value is None:
+        return
+    step = trainer.global_step
+    if curve.steps and curve.steps[-1] == step:
+        # an accumulated batch, or a second evaluation of the same weights
+        curve.values[-1] = float(value)
+        return
+    curve.steps.append(step)
+    curve.values.append(float(value))
+
+
+def _change(curve: Curve, trainer: L.Trainer) -> str:
+    finite = curve.finite()
+    if not finite.steps:
+        logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+        return f"{curve.name}: never logged (logged: {logged})"
+    first, last = finite.values[0], finite.values[-1]
+    if len(finite.steps) == 1:
+        return f"{curve.name}: {last:.4g} at step {finite.steps[-1]}"
+    return (
+        f"{curve.name}: {first:.4g} at step {finite.steps[0]} → {last:.4g} at step "
+        f"{finite.steps[-1]} ({last - first:+.4g})"
+    )
+
+
+def _places(trainer: L.Trainer) -> dict[str, Path]:
+    """What the run has left on disk, by what it is."""
+    places: dict[str, Path] = {}
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger):
+            places["metrics (CSV)"] = Path(logger.log_dir) / "metrics.csv"
+        elif isinstance(logger, TensorBoardLogger):
+            places["metrics (TensorBoard)"] = Path(logger.log_dir)
+        elif isinstance(logger, WandbLogger):
+            places["metrics (W&B)"] = Path(logger.experiment.dir).parent
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, RolloutLog) and callback.path is not None:
+            places["rollouts"] = callback.path
+        elif isinstance(callback, EvalJSONL) and callback.paths:
+            places["evaluations"] = callback.paths[-1]
+        elif isinstance(callback, HFExport) and callback.last_export is not None:
+            places["exported model"] = callback.last_export
+        elif isinstance(callback, ModelCheckpoint):
+            places |= _checkpoints(callback)
+    return places
+
+
+def _checkpoints(callback: ModelCheckpoint) -> dict[str, Path]:
+    paths = {"checkpoint to resume": callback.last_model_path}
+    if callback.monitor is not None:
+        paths[f"checkpoint with best {callback.monitor}"] = callback.best_model_path
+    elif not callback.last_model_path:
+        paths["checkpoint to resume"] = callback.best_model_path
+    return {name: Path(path) for name, path in paths.items() if path}
+
+
+def _text(summary: list[str], places: dict[str, Path]) -> str:
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ignore")
+    for name, path in places.items():
+        table.add_row(Text(name), Text(str(path)))
+    buffer = io.StringIO()
+    # as wide as the longest path: a broken path cannot be copied
+    Console(file=buffer, width=4096, color_system=None).print(table)
+    lines = [line.rstrip() for line in buffer.getvalue().splitlines()]
+    return "\n".join([*summary, *(line for line in lines if line)])

@@ -1,0 +1,80 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from lrlhf.callbacks import EvalJSONL
+from tests.callbacks.fakes import ToyPolicy, batches, trainer
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_evaluation_becomes_one_file_in_data_set_order(tmp_path: Path) -> None:
+    log = EvalJSONL(tmp_path / "eval")
+    fit = trainer(tmp_path, log, val_check_interval=2, num_sanity_val_steps=-1)
+    fit.fit(ToyPolicy(), batches(4), batches(3, order=[2, 0, 1]))
+    names = [f"eval_scores_{step}.jsonl" for step in (0, 2, 4)]
+    assert [path.name for path in log.paths] == names
+    assert sorted(path.name for path in (tmp_path / "eval").iterdir()) == names
+    # NaN is no JSON
+    assert lines(log.paths[1]) == [{"index": index, "score": None} for index in (0, 1, 2)]
+
+
+def test_a_partial_sanity_check_is_no_evaluation(tmp_path: Path) -> None:
+    fit = trainer(tmp_path, EvalJSONL(), num_sanity_val_steps=2)
+    fit.fit(ToyPolicy(), batches(2), batches(3))
+    assert [path.name for path in tmp_path.iterdir()] == ["eval_scores_2.jsonl"]
+
+
+def test_records_of_several_validation_sets_are_told_apart(tmp_path: Path) -> None:
+    log = EvalJSONL()
+    trainer(tmp_path, log).fit(ToyPolicy(), batches(1), [batches(1, order=[5]), batches(1, order=[3])])
+    assert lines(log.paths[0]) == [
+        {"dataloader": 0, "index": 5, "score": None},
+        {"dataloader": 1, "index": 3, "score": None},
+    ]
+
+
+def test_an_evaluation_of_a_checkpoint_is_named_after_its_step(tmp_path: Path) -> None:
+    fit = trainer(tmp_path, EvalJSONL())
+    fit.fit(ToyPolicy(), batches(3))
+    fit.save_checkpoint(tmp_path / "three.ckpt")
+    fresh = EvalJSONL(tmp_path / "later")
+    again = trainer(tmp_path, fresh)
+    again.validate(ToyPolicy(), batches(1), ckpt_path=tmp_path / "three.ckpt", verbose=False)
+    again.test(ToyPolicy(), batches(1), ckpt_path=tmp_path / "three.ckpt", verbose=False)
+    assert [path.name for path in fresh.paths] == ["eval_scores_3.jsonl", "test_scores_3.jsonl"]
+    assert lines(fresh.paths[1]) == [{"index": 0, "weight": 3.0}]
+
+
+def test_a_validation_that_returns_no_records_is_named(tmp_path: Path) -> None:
+    class Silent(ToyPolicy):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None: ...
+
+    with pytest.raises(ValueError, match="validation_step of Silent to return"):
+        trainer(tmp_path, EvalJSONL()).fit(Silent(), batches(1), batches(1))
+
+
+class Halves(L.LightningModule):
+    """Each rank answers every second row."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+        mine = batch[self.global_rank :: 2]
+        return {"records": [{"index": int(row), "rank": self.global_rank} for row in mine]}
+
+
+@pytest.mark.slow
+def test_records_of_all_ranks_are_interleaved_into_one_file(tmp_path: Path) -> None:
+    # 5 rows: rank 0 has 3 of them and rank 1 has 2
+    loader = torch.utils.data.DataLoader(torch.arange(5), batch_size=5)
+    settings = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
+    trainer(tmp_path, EvalJSONL(), **settings).validate(Halves(), loader, verbose=False)
+    assert lines(tmp_path / "eval_scores_0.jsonl") == [
+        {"index": index, "rank": index % 2} for index in range(5)
+    ]

@@ -1,0 +1,181 @@
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lrlhf.callbacks import RolloutLog
+from lrlhf.callbacks.rollout_table import render, spread
+from tests.callbacks.fakes import ToyPolicy, batches, record, trainer
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_every_response_of_training_is_on_file(tmp_path: Path) -> None:
+    log = RolloutLog(print_every=None)
+    trainer(tmp_path, log).fit(ToyPolicy(records_per_step=2), batches(2))
+    assert log.path == tmp_path / "rollouts.jsonl"
+    expected = [record(step, row, columns={"answer": "plain"}) for step in (0, 1) for row in (0, 1)]
+    written = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert written == [{**line, "rank": 0} for line in expected]
+
+
+def test_a_resumed_run_repeats_no_step(tmp_path: Path) -> None:
+    first = trainer(tmp_path, RolloutLog(print_every=None))
+    first.fit(ToyPolicy(), batches(2))
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    path = tmp_path / "rollouts.jsonl"
+    # what the run went on to write before it was killed: two steps and half a line
+    with path.open("a") as handle:
+        handle.writelines(json.dumps(record(step, 0)) + "\n" for step in (2, 3))
+        handle.write('{"step": 4, "comp')
+    again = trainer(tmp_path, RolloutLog(print_every=None), max_epochs=2)
+    again.fit(ToyPolicy(), batches(2), ckpt_path=tmp_path / "two.ckpt", weights_only=True)
+    assert steps(path) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_new_run_keeps_the_file_of_an_earlier_one(tmp_path: Path) -> None:
+    for count in (1, 2, 3):
+        trainer(tmp_path, RolloutLog(print_every=None)).fit(ToyPolicy(), batches(count))
+    written = {path.name: steps(path) for path in tmp_path.glob("rollouts*")}
+    assert written == {
+        "rollouts.1.jsonl": [0, 0],
+        "rollouts.2.jsonl": [0, 0, 1, 1],
+        "rollouts.jsonl": [0, 0, 1, 1, 2, 2],
+    }
+
+
+def test_a_line_that_is_no_record_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
+    first = trainer(tmp_path, RolloutLog(print_every=None))
+    first.fit(ToyPolicy(), batches(1))
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    path = tmp_path / "rollouts.jsonl"
+    content = path.read_text() + "[1]\n"
+    path.write_text(content)
+    again = trainer(tmp_path, RolloutLog(print_every=None), max_epochs=2)
+    with pytest.raises(ValueError, match=r"rollouts\.jsonl, line 3 is no rollout record"):
+        again.fit(ToyPolicy(), batches(1), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+    assert path.read_text() == content
+
+
+def test_a_value_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
+    module = ToyPolicy()
+    module.extra_column = object()
+    with pytest.raises(ValueError, match=r"'columns\.answer' holds a object"):
+        trainer(tmp_path, RolloutLog()).fit(module, batches(1))
+
+
+def test_samples_are_printed_every_n_iterations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = RolloutLog(print_every=2, samples=1)
+    trainer(tmp_path, log).fit(ToyPolicy(records_per_step=5), batches(4))
+    printed = capsys.readouterr().out
+    assert re.findall(r"step (\d): 1 of 5 responses", printed) == ["0", "2"]
+    assert printed.count("answer 0") == 2
+    assert "answer 1" not in printed
+
+
+def test_texts_are_shown_as_they_are_and_never_obeyed() -> None:
+    shown = render(
+        [
+            record(
+                0,
+                0,
+                prompt="[bold]2[/bold] [/oops] \\[x]",
+                completion="a\x1b[2Jb\rc\nd\ud83d",
+                score=None,
+            )
+        ],
+        title="[red]t",
+        max_chars=100,
+    )
+    assert "[red]t" in shown
+    assert "[bold]2[/bold] [/oops] \\[x]" in " ".join(shown.split())
+    assert r"a\x1b[2Jb\rc\nd\ud83d" in shown
+    assert "\x1b" not in shown
+    assert "exact=0" in shown
+    assert "format=-" in shown
+
+
+def test_a_long_prompt_shows_its_end_and_a_long_completion_both_ends() -> None:
+    long = record(0, 0, prompt="0123456789", completion="abcdefghij")
+    shown = render([long], title="", max_chars=4)
+    assert "…6789" in shown
+    assert "ab … ij" in shown
+
+
+def test_a_chat_is_shown_turn_by_turn() -> None:
+    turns = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]},
+        {"role": "assistant", "content": "a cat"},
+    ]
+    shown = render(
+        [record(0, 0, prompt=turns[:1], completion=turns[1:])], title="", max_chars=100
+    )
+    assert "user: <image> what?" in shown
+    assert "assistant: a cat" in shown
+
+
+def test_samples_are_spread_over_the_prompts() -> None:
+    records = [{"row": row} for row in range(9)]
+    # floor(9 * k / 3) for k = 0, 1, 2
+    assert [line["row"] for line in spread(records, 3)] == [0, 3, 6]
+    assert spread(records, 20) == records
+
+
+def test_tensorboard_gets_a_table_without_markup(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, name="tb", version=0)
+    module = ToyPolicy(records_per_step=1)
+    log = RolloutLog(tmp_path, print_every=None, table_every=2)
+    trainer(tmp_path, log, logger=logger).fit(module, batches(3))
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    tables = events.Tensors("rollout/samples/text_summary")
+    assert [event.step for event in tables] == [0, 2]
+    text = tables[0].tensor_proto.string_val[0].decode()
+    assert text.splitlines()[0] == (
+        "| prompt | completion | score | rewards | advantage | length | finish |"
+    )
+    assert "2 &#43; 2 =" in text  # a plus sign could open a list
+
+
+@pytest.mark.slow
+def test_wandb_gets_a_table_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = WandbLogger(save_dir=tmp_path, project="toy", offline=True)
+    log = RolloutLog(tmp_path, print_every=None, table_every=1, table_rows=1)
+    trainer(tmp_path, log, logger=logger).fit(ToyPolicy(), batches(2))
+    logger.experiment.finish()
+    tables: list[dict[str, Any]] = [
+        json.loads(path.read_text()) for path in tmp_path.glob("wandb/*/files/media/table/**/*.json")
+    ]
+    columns = ["step", "prompt", "completion", "score", "rewards", "advantage", "length", "finish"]
+    assert [table["columns"] for table in tables] == [columns, columns]
+    rewards = '{"exact": 0.0, "format": null}'
+    assert sorted(table["data"][0] for table in tables) == [
+        [step, "2 + 2 =", "answer 0", 0, rewards, -0.5, 2, "stop"] for step in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["print_every", "samples", "table_every", "table_rows", "max_chars"]
+)
+def test_options_out_of_range_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        RolloutLog(**{name: 0})
+
+
+@pytest.mark.slow
+def test_responses_of_all_ranks_are_in_one_file(tmp_path: Path) -> None:
+    settings = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
+    log = RolloutLog(print_every=None)
+    trainer(tmp_path, log, **settings).fit(ToyPolicy(records_per_step=1), batches(2))
+    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["rank"]) for line in lines] == [(0, 0), (0, 1), (1, 0), (1, 1)]

@@ -1,0 +1,96 @@
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+from matplotlib import image
+
+from lrlhf.callbacks import EvalJSONL, HFExport, RLCheckpoint, RolloutLog, RunReport
+from lrlhf.callbacks.reward_curve import Curve, draw_curve, moving_average
+from tests.callbacks.fakes import ToyPolicy, batches, trainer
+
+
+def test_the_report_compares_start_and_end_and_says_where_things_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callbacks = [
+        RunReport(),
+        EvalJSONL(),
+        RolloutLog(print_every=None),
+        HFExport(),
+        RLCheckpoint(tmp_path / "ck"),
+    ]
+    fit = trainer(
+        tmp_path,
+        *callbacks,
+        logger=CSVLogger(tmp_path, name="logs", version=0),
+        enable_checkpointing=True,
+        num_sanity_val_steps=-1,
+        val_check_interval=2,
+        log_every_n_steps=1,
+    )
+    fit.fit(ToyPolicy(), batches(4), batches(1))
+    logs = tmp_path / "logs" / "version_0"
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        "rollout/score: 0 at step 1 → 3 at step 4 (+3)",
+        "eval/score: 0 at step 0 → 4 at step 4 (+4)",
+        f" metrics (CSV)         {logs / 'metrics.csv'}",
+        f" evaluations           {logs / 'eval_scores_4.jsonl'}",
+        f" rollouts              {logs / 'rollouts.jsonl'}",
+        f" exported model        {logs / 'hf' / 'final'}",
+        f" checkpoint to resume  {tmp_path / 'ck' / 'last.ckpt'}",
+        f" reward curve          {logs / 'reward_curve.png'}",
+    ]
+    for path in ("metrics.csv", "eval_scores_4.jsonl", "rollouts.jsonl", "hf/final"):
+        assert (logs / path).exists()
+
+
+def test_a_metric_that_was_never_logged_is_said_and_not_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer(tmp_path, RunReport(metric="rollout/scores")).fit(ToyPolicy(), batches(1))
+    printed = capsys.readouterr().out
+    assert "rollout/scores: never logged (logged: rollout/score, train/loss)" in printed
+    assert not (tmp_path / "reward_curve.png").exists()
+
+
+def test_a_resumed_run_reports_the_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"val_check_interval": 1}
+    first = trainer(tmp_path, RunReport(), num_sanity_val_steps=-1, **options)
+    first.fit(ToyPolicy(), batches(2), batches(1))
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    capsys.readouterr()
+    report = RunReport()
+    again = trainer(tmp_path, report, max_epochs=2, **options)
+    again.fit(
+        ToyPolicy(), batches(2), batches(1), ckpt_path=tmp_path / "two.ckpt", weights_only=True
+    )
+    assert report.metric == Curve("rollout/score", [1, 2, 3, 4], [0.0, 1.0, 2.0, 3.0])
+    assert report.evaluation == Curve("eval/score", [0, 1, 2, 3, 4], [0.0, 1.0, 2.0, 3.0, 4.0])
+    assert "eval/score: 0 at step 0 → 4 at step 4" in capsys.readouterr().out
+
+
+def test_a_partial_sanity_check_is_no_baseline(tmp_path: Path) -> None:
+    report = RunReport()
+    trainer(tmp_path, report, num_sanity_val_steps=1).fit(ToyPolicy(), batches(1), batches(2))
+    assert report.evaluation.steps == [1]
+
+
+def test_the_average_knows_only_the_past() -> None:
+    # (2), (2+4)/2, (2+4+0)/3, (4+0+8)/3
+    assert moving_average([2.0, 4.0, 0.0, 8.0], 3) == [2.0, 3.0, 2.0, 4.0]
+
+
+def test_the_picture_shows_the_metric_and_the_evaluations(tmp_path: Path) -> None:
+    steps = list(range(1, 61))
+    metric = Curve("rollout/score", steps, [float("nan"), *(step / 60 for step in steps[1:])])
+    bare, full = tmp_path / "bare.png", tmp_path / "full.png"
+    draw_curve(bare, metric, Curve("eval/score", [], []))
+    draw_curve(full, metric, Curve("eval/score", [0, 60], [0.0, 1.0]))
+    assert image.imread(bare).shape[:2] == (675, 1200)
+    # the evaluations are the only orange: red well above blue
+    pixels = {path: image.imread(path) for path in (bare, full)}
+    orange = {path: int((p[..., 0] > p[..., 2] + 0.5).sum()) for path, p in pixels.items()}
+    assert orange[bare] == 0
+    assert orange[full] > 100

@@ -1,0 +1,223 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.datamodules import BadDataError, PreferenceDataModule, PromptDataModule
+from lrlhf.datamodules.bad_rows import BadRow, BadRows
+from tests.datamodules.conftest import WriteRows
+
+GOOD_PROMPT = {"prompt": "fine", "answer": "#### 1", "tools": None}
+GOOD_PAIR = {"prompt": "Q", "chosen": " x", "rejected": " y"}
+USER = {"role": "user", "content": "hi"}
+
+PROMPTS: list[tuple[str, Any, str, str, dict[str, Any]]] = [
+    ("not json", '{"prompt": "a"', "unparsable JSON", "", {}),
+    ("no utf-8", "\udcff", "unparsable JSON", "", {}),
+    ("not an object", "[1, 2]", "wrong type", "not list", {}),
+    ("misspelt column", {"promt": "a"}, "missing column", "did you mean 'promt'", {}),
+    ("no column", {}, "missing column", "no column 'prompt'", {}),
+    ("null", {"prompt": None}, "wrong type", "NoneType", {}),
+    ("number", {"prompt": 3}, "wrong type", "'prompt' should be", {}),
+    ("empty", {"prompt": "  \n"}, "empty text", "'prompt'", {}),
+    ("no messages", {"prompt": []}, "empty text", "empty list", {}),
+    ("messages of text", {"prompt": ["hi"]}, "wrong type", "role and content", {}),
+    ("message without role", {"prompt": [{"content": "hi"}]}, "wrong type", "no role", {}),
+    ("role is no text", {"prompt": [{"role": 3, "content": "a"}]}, "wrong type", "no role", {}),
+    ("message without content", {"prompt": [{"role": "user"}]}, "empty text", "content", {}),
+    ("content is a number", {"prompt": [{**USER, "content": 1}]}, "wrong type", "content", {}),
+    ("content is empty", {"prompt": [{**USER, "content": ""}]}, "empty text", "content", {}),
+    ("unknown speaker", {"prompt": [{"from": "me", "value": "a"}]}, "wrong type", "'me'", {}),
+    ("only an answer", {"messages": [{"role": "assistant", "content": "a"}]}, "empty", "", {}),
+    ("tools are no list", {"prompt": [USER], "tools": {"a": 1}}, "wrong type", "'tools'", {}),
+    ("tools are no json", {"prompt": [USER], "tools": "clock"}, "wrong type", "no JSON", {}),
+    ("too long", {"prompt": "123456789"}, "too long", "9 tokens", {"max_prompt_tokens": 8}),
+    (
+        "pattern without match",
+        {"prompt": "a", "answer": "seven"},
+        "pattern not found",
+        "seven",
+        {"column_patterns": {"answer": "#### (.+)"}},
+    ),
+    (
+        "template over a missing column",
+        {"prompt": "a", "anwser": "b"},
+        "missing column",
+        "did you mean 'anwser'",
+        {"prompt_template": "{{ answer }}"},
+    ),
+    (
+        "template over a missing entry",
+        {"prompt": "a", "answer": {"x": 1}},
+        "prompt_template failed",
+        "UndefinedError",
+        {"prompt_template": "{{ answer.upper() }}"},
+    ),
+    (
+        "template that gives nothing",
+        {"prompt": "a", "answer": ""},
+        "empty text",
+        "prompt_template",
+        {"prompt_template": "{{ answer }}"},
+    ),
+    (
+        "chat template that refuses",
+        {"prompt": [USER]},
+        "refused by the chat template",
+        "no users here",
+        {"chat_template": "{{ raise_exception('no users here') }}"},
+    ),
+]
+
+PAIRS: list[tuple[str, Any, str, str]] = [
+    (
+        "no prompt column name",
+        {"prompt": 3, "chosen": "a", "rejected": "b"},
+        "wrong type",
+        "prompt",
+    ),
+    ("misspelt chosen", {"choosen": "a", "rejected": "b"}, "missing column", "mean 'choosen'"),
+    ("no rejected", {"prompt": "Q", "chosen": "a"}, "missing column", "'rejected'"),
+    ("chosen is a number", {**GOOD_PAIR, "chosen": 4}, "wrong type", "'chosen'"),
+    ("empty answer", {**GOOD_PAIR, "rejected": " "}, "empty text", "'rejected'"),
+    ("identical", {**GOOD_PAIR, "rejected": " x"}, "identical candidates", "are equal"),
+    (
+        "nothing after the prompt",
+        {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant:"},
+        "empty text",
+        "after the shared prompt",
+    ),
+    ("unknown label", {"candidate0": "a", "candidate1": "b", "label": "D"}, "unknown label", "'D'"),
+    ("label is a number", {"candidate0": "a", "candidate1": "b", "label": 1}, "unknown label", "1"),
+    ("no label", {"candidate0": "a", "candidate1": "b", "lable": "A"}, "no label", "'lable'"),
+    ("one candidate", {"candidate0": "a", "label": "A"}, "missing column", "'candidate1'"),
+    ("margin is text", {**GOOD_PAIR, "margin": "much"}, "wrong type", "'margin'"),
+    (
+        "margin is infinite",
+        '{"prompt":"Q","chosen":"a","rejected":"b","margin":Infinity}',
+        "wrong type",
+        "finite",
+    ),
+    ("negative margin", {**GOOD_PAIR, "margin": -1}, "negative margin", "-1"),
+    ("negative gap", {**GOOD_PAIR, "chosen_score": 1, "rejected_score": 2}, "negative margin", ""),
+    ("unknown head", {**GOOD_PAIR, "head": "hlepful"}, "unknown head", "'hlepful'"),
+    ("one list of ids", {"chosen_ids": [1, 2]}, "missing column", "'rejected_ids'"),
+    ("ids are text", {"chosen_ids": "1 2", "rejected_ids": [1]}, "wrong type", "token ids"),
+    ("no ids", {"chosen_ids": [], "rejected_ids": [1]}, "empty text", "no token"),
+    ("ids beyond", {"chosen_ids": [9999], "rejected_ids": [1]}, "wrong type", "outside 0"),
+    ("mixed kinds", {"prompt": "Q", "chosen": [USER], "rejected": 3}, "wrong type", "'rejected'"),
+    ("too long", {"prompt": "Q", "chosen": "1" * 90, "rejected": "2"}, "too long", "max_tokens=64"),
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "detail", "options"),
+    [case[1:] for case in PROMPTS],
+    ids=[c[0] for c in PROMPTS],
+)
+def test_a_bad_prompt_row_is_named_with_file_line_and_reason(
+    write_rows: WriteRows,
+    tokenizer: PreTrainedTokenizerBase,
+    row: Any,
+    reason: str,
+    detail: str,
+    options: dict[str, Any],
+) -> None:
+    if row == "\udcff":
+        path = write_rows([GOOD_PROMPT])
+        with Path(path).open("ab") as stream:
+            stream.write(b'{"prompt": "\xff"}\n')
+    else:
+        path = write_rows([GOOD_PROMPT, row])
+    data = PromptDataModule(path, tokenizer=tokenizer, batch_size=1, **options)
+    with pytest.raises(BadDataError, match="1 of 2 rows of the train data cannot be used") as error:
+        data.setup("fit")
+    message = str(error.value)
+    assert reason in message
+    assert f"{path}:2: " in message
+    assert detail in message
+    assert "max_bad_fraction to 0.5" in message
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "detail"), [case[1:] for case in PAIRS], ids=[c[0] for c in PAIRS]
+)
+def test_a_bad_preference_row_is_named_with_file_line_and_reason(
+    write_rows: WriteRows,
+    tokenizer: PreTrainedTokenizerBase,
+    row: Any,
+    reason: str,
+    detail: str,
+) -> None:
+    path = write_rows([GOOD_PAIR, row])
+    data = PreferenceDataModule(
+        path, tokenizer=tokenizer, batch_size=1, max_tokens=64, head_names=["helpful"]
+    )
+    with pytest.raises(BadDataError, match="1 of 2 rows of the train data cannot be used") as error:
+        data.setup("fit")
+    message = str(error.value)
+    assert reason in message
+    assert f"{path}:2: " in message
+    assert detail in message
+
+
+def test_few_bad_rows_are_left_out_and_told_once(
+    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [*({"prompt": f"p{n}"} for n in range(99)), {"prompt": ""}]
+    data = PromptDataModule(write_rows(rows), tokenizer=tokenizer, batch_size=1)
+    data.setup("fit")
+    assert len(data.train_dataloader()) == 99
+    records = [record for record in caplog.records if "cannot be used" in record.message]
+    assert len(records) == 1
+    assert records[0].levelname == "WARNING"
+    assert "1 of 100 rows" in records[0].message
+
+
+def test_bad_validation_rows_are_counted_by_themselves(
+    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    train = write_rows([GOOD_PROMPT] * 50)
+    val = write_rows([GOOD_PROMPT, {"prompt": ""}], name="val.jsonl")
+    data = PromptDataModule(train, val, tokenizer=tokenizer)
+    with pytest.raises(BadDataError, match="1 of 2 rows of the validation data"):
+        data.setup("fit")
+
+
+def test_data_without_a_usable_row_stops_whatever_is_allowed(
+    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    data = PromptDataModule(
+        write_rows([{"promt": "a"}] * 3), tokenizer=tokenizer, max_bad_fraction=1.0
+    )
+    with pytest.raises(BadDataError, match=r"no usable rows: 3 of 3[^$]*`prompt_column`"):
+        data.setup("fit")
+
+
+def test_an_empty_file_stops(write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(BadDataError, match="train data is empty"):
+        PromptDataModule(write_rows([]), tokenizer=tokenizer).setup("fit")
+
+
+def test_at_most_five_rows_are_shown_per_reason() -> None:
+    bad = BadRows("train")
+    bad.total = 20
+    for number in range(9):
+        bad.add(f"file:{number}", BadRow("too long", f"detail {number}"))
+    bad.add("file:10", BadRow("empty text", "nothing"))
+    assert bad.count == 10
+    lines = bad.table().splitlines()
+    assert lines[1].split() == ["9", "too", "long"]
+    assert [line.split()[-1] for line in lines[2:7]] == ["0", "1", "2", "3", "4"]
+    assert lines[7].split() == ["1", "empty", "text"]
+
+
+def test_exactly_the_allowed_share_goes_on() -> None:
+    bad = BadRows("train")
+    bad.total = 100
+    bad.add("file:1", BadRow("too long", "detail"))
+    bad.check(0.01)
+    bad.add("file:2", BadRow("too long", "detail"))
+    with pytest.raises(BadDataError, match=r"2\.00%, more than max_bad_fraction=0\.01"):
+        bad.check(0.01)

