@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lrlhf.callbacks.files import atomic_write
 
@@ -75,10 +76,18 @@ class RLCheckpoint(ModelCheckpoint):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         with warnings.catch_warnings():
-            if trainer.ckpt_path is not None:
-                # a run that goes on finds its own checkpoints there
-                warnings.filterwarnings("ignore", message="Checkpoint directory .* is not empty")
+            # whether the run goes on, and is right to find checkpoints, shows at its start
+            warnings.filterwarnings("ignore", message="Checkpoint directory .* is not empty")
             super().setup(trainer, pl_module, stage)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        folder = Path(str(self.dirpath))
+        if trainer.is_global_zero and trainer.global_step == 0 and any(folder.glob("*.ckpt")):
+            rank_zero_warn(
+                f"{folder} holds checkpoints of an earlier run, and this one starts from the "
+                "beginning beside them; resume with --ckpt_path last, or choose another dirpath"
+            )
 
     def on_train_batch_end(
         self,

@@ -64,7 +64,9 @@ class EMA(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._shadows:
-            self._pairs(pl_module)  # a checkpoint of another model fails now, not at the next update
+            self._pairs(
+                pl_module
+            )  # a checkpoint of another model fails now, not at the next update
             return
         weights = trainable_weights(pl_module)
         self._shadows = {name: self._shadow_of(weight) for name, weight in weights.items()}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from lrlhf.callbacks.files import atomic_write
 
-_LINE, _POINT, _QUIET = "#2a6fbb", "#c8500a", "#5f6672"
+_LINE, _POINT = "#2a6fbb", "#c8500a"
 
 
 class Curve(NamedTuple):
@@ -60,7 +60,7 @@ def draw_curve(path: Path, metric: Curve, evaluation: Curve) -> None:
     axes.grid(axis="y", color="#e3e6ea", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.02, y=0.1)
+    axes.margins(x=0.05, y=0.12)
     axes.legend(frameon=False, fontsize=9, loc="best")
     with atomic_write(path) as handle:
         figure.savefig(handle, format="png")
@@ -69,7 +69,10 @@ def draw_curve(path: Path, metric: Curve, evaluation: Curve) -> None:
 def _draw_metric(axes: Any, metric: Curve) -> None:
     window = max(1, len(metric.values) // 20)
     if window == 1:
-        axes.plot(metric.steps, metric.values, color=_LINE, linewidth=2, label=metric.name)
+        # too few for a mean, and one alone is no line
+        axes.plot(
+            metric.steps, metric.values, color=_LINE, linewidth=2, marker=".", label=metric.name
+        )
         return
     axes.plot(
         metric.steps,
@@ -80,8 +83,8 @@ def _draw_metric(axes: Any, metric: Curve) -> None:
         label=f"{metric.name}, each step",
     )
     axes.plot(
-        metric.steps,
-        moving_average(metric.values, window),
+        metric.steps[window - 1 :],
+        moving_average(metric.values, window)[window - 1 :],
         color=_LINE,
         linewidth=2.2,
         label=f"mean of {window} steps",
@@ -125,6 +128,6 @@ def _title(metric: Curve, evaluation: Curve) -> str:
     if len(evaluation.values) >= 2:
         return (
             f"{evaluation.name}  {evaluation.values[0]:.3g} → {evaluation.values[-1]:.3g}  "
-            f"in {evaluation.steps[-1] - evaluation.steps[0]} steps"
+            f"from step {evaluation.steps[0]} to {evaluation.steps[-1]}"
         )
-    return f"{metric.name} over {len(metric.steps)} steps"
+    return f"{metric.name}, steps {metric.steps[0]} to {metric.steps[-1]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 from collections.abc import Iterable
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -113,10 +114,11 @@ class BadRows:
         if self.count == self.total:
             raise BadDataError(f"no usable rows: {head}.\n{self.table()}\n{self._advice()}")
         if share > max_fraction:
+            enough = math.ceil(share * 1e4) / 1e4
             raise BadDataError(
                 f"{head}: {share:.2%}, more than max_bad_fraction={max_fraction:g}.\n"
                 f"{self.table()}\n{self._advice()}"
-                f"Or raise max_bad_fraction to {share:.4f} or more to leave these rows out."
+                f"Or raise max_bad_fraction to {enough:g} or more to leave these rows out."
             )
         self._tell(head)
 

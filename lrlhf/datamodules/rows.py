@@ -30,12 +30,14 @@ def read_rows(
     """Parse every row of every source; those that ``parse`` refuses are counted.
 
     Args:
-        components: The entries of ``train`` or ``val``.
+        components: The entries of ``train`` or ``val``. Where there are several, rows without a
+            column ``source`` get one, so that results can be told apart.
         parse: Raises `BadRow` on a row that cannot be used.
         bad_rows: Gets the refused rows and the total.
     """
     parsed: list[Placed[T]] = []
     for index, component in enumerate(components):
+        added = {"source": component.name} if len(components) > 1 else {}
         for source in component.sources:
             for number, row in enumerate(source.rows(), start=1):
                 place = f"{source.name}:{number}"
@@ -43,7 +45,7 @@ def read_rows(
                 try:
                     if isinstance(row, BadRow):
                         raise row
-                    value = parse({"source": component.name, **row, **component.columns})
+                    value = parse({**added, **row, **component.columns})
                 except BadRow as problem:
                     bad_rows.add(place, problem)
                 else:

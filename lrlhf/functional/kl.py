@@ -75,7 +75,7 @@ def shape_rewards(
 
 
 def adaptive_kl_coef(
-    kl_coef: float, current: float, *, target: float, horizon: float, num_samples: int
+    kl_coef: float, current: float, *, target: float, horizon: int, num_samples: int
 ) -> float:
     """Move the coefficient of the KL penalty so that the KL approaches a target.
 

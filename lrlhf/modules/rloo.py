@@ -92,6 +92,7 @@ class RLOO(L.LightningModule):
         Ahmadian et al. 2024, "Back to Basics", eq. 8, https://arxiv.org/abs/2402.14740
     """
 
+    policy: PreTrainedModel | PeftModel
     frozen: ReferencePolicy | None
 
     def __init__(  # noqa: PLR0913  the constructor is the config schema

@@ -92,7 +92,9 @@ class ToyPolicy(L.LightningModule):
             for row in range(self.records_per_step)
         ]
 
-    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+    def validation_step(
+        self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0
+    ) -> dict[str, Any]:
         self.validated_weights.append(self.weight)
         if self.fail_in_validation and not self.trainer.sanity_checking:
             raise RuntimeError("no more memory")

@@ -31,7 +31,12 @@ def saved(folder: Path) -> dict[str, float]:
 
 def test_checkpoints_are_saved_by_step_under_manual_optimization(tmp_path: Path) -> None:
     # Lightning's own would warn here, and a warning is an error in these tests
-    fit(tmp_path, RLCheckpoint(tmp_path / "ck", every_n_train_steps=2, save_top_k=-1), ToyPolicy(), 4)
+    fit(
+        tmp_path,
+        RLCheckpoint(tmp_path / "ck", every_n_train_steps=2, save_top_k=-1),
+        ToyPolicy(),
+        4,
+    )
     assert saved(tmp_path / "ck") == {"step=000002.ckpt": 2, "step=000004.ckpt": 4, "last.ckpt": 4}
 
 
@@ -104,6 +109,15 @@ def test_a_run_that_broke_off_resumes_from_the_last_checkpoint(tmp_path: Path) -
     fit(tmp_path, again, module, 6, ckpt_path=tmp_path / "ck" / "last.ckpt")
     assert module.weight == 6.0
     assert saved(tmp_path / "ck")["last.ckpt"] == 6
+
+
+def test_a_run_that_starts_over_beside_old_checkpoints_is_warned_and_keeps_them(
+    tmp_path: Path,
+) -> None:
+    fit(tmp_path, RLCheckpoint(tmp_path / "ck", save_top_k=0), ToyPolicy(), 3)
+    with pytest.warns(UserWarning, match="checkpoints of an earlier run"):
+        fit(tmp_path, RLCheckpoint(tmp_path / "ck", save_top_k=0), ToyPolicy(), 2)
+    assert saved(tmp_path / "ck") == {"last.ckpt": 3, "last-v1.ckpt": 2}
 
 
 class Breaks:

@@ -34,7 +34,9 @@ def test_a_partial_sanity_check_is_no_evaluation(tmp_path: Path) -> None:
 
 def test_records_of_several_validation_sets_are_told_apart(tmp_path: Path) -> None:
     log = EvalJSONL()
-    trainer(tmp_path, log).fit(ToyPolicy(), batches(1), [batches(1, order=[5]), batches(1, order=[3])])
+    trainer(tmp_path, log).fit(
+        ToyPolicy(), batches(1), [batches(1, order=[5]), batches(1, order=[3])]
+    )
     assert lines(log.paths[0]) == [
         {"dataloader": 0, "index": 5, "score": None},
         {"dataloader": 1, "index": 3, "score": None},

@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,11 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lrlhf.callbacks.files import atomic_folder, atomic_write, output_folder
 from tests.callbacks.fakes import trainer
+
+
+def fails_midway() -> Iterator[bytes]:
+    yield b"ne"
+    raise OSError("disk full")
 
 
 def test_a_write_replaces_the_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
@@ -20,8 +26,7 @@ def test_a_write_that_fails_midway_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "out.txt"
     path.write_text("old")
     with pytest.raises(OSError, match="disk full"), atomic_write(path) as handle:
-        handle.write(b"ne")
-        raise OSError("disk full")
+        handle.writelines(fails_midway())
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -50,8 +55,7 @@ def test_a_folder_that_fails_midway_leaves_the_old_one(tmp_path: Path) -> None:
     with atomic_folder(path) as fresh:
         (fresh / "a").write_text("old")
     with pytest.raises(OSError, match="disk full"), atomic_folder(path) as fresh:
-        (fresh / "a").write_text("new")
-        raise OSError("disk full")
+        (fresh / "a").write_bytes(b"".join(fails_midway()))
     assert (path / "a").read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

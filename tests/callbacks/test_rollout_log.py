@@ -115,9 +115,7 @@ def test_a_chat_is_shown_turn_by_turn() -> None:
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]},
         {"role": "assistant", "content": "a cat"},
     ]
-    shown = render(
-        [record(0, 0, prompt=turns[:1], completion=turns[1:])], title="", max_chars=100
-    )
+    shown = render([record(0, 0, prompt=turns[:1], completion=turns[1:])], title="", max_chars=100)
     assert "user: <image> what?" in shown
     assert "assistant: a cat" in shown
 
@@ -154,7 +152,8 @@ def test_wandb_gets_a_table_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     trainer(tmp_path, log, logger=logger).fit(ToyPolicy(), batches(2))
     logger.experiment.finish()
     tables: list[dict[str, Any]] = [
-        json.loads(path.read_text()) for path in tmp_path.glob("wandb/*/files/media/table/**/*.json")
+        json.loads(path.read_text())
+        for path in tmp_path.glob("wandb/offline-run-*/files/media/table/**/*.json")
     ]
     columns = ["step", "prompt", "completion", "score", "rewards", "advantage", "length", "finish"]
     assert [table["columns"] for table in tables] == [columns, columns]

@@ -30,16 +30,21 @@ def test_the_report_compares_start_and_end_and_says_where_things_are(
     )
     fit.fit(ToyPolicy(), batches(4), batches(1))
     logs = tmp_path / "logs" / "version_0"
-    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+    places = {
+        "metrics (CSV)": logs / "metrics.csv",
+        "evaluations": logs / "eval_scores_4.jsonl",
+        "rollouts": logs / "rollouts.jsonl",
+        "exported model": logs / "hf" / "final",
+        "checkpoint to resume": tmp_path / "ck" / "last.ckpt",
+        "reward curve": logs / "reward_curve.png",
+    }
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == [
         "rollout/score: 0 at step 1 → 3 at step 4 (+3)",
         "eval/score: 0 at step 0 → 4 at step 4 (+4)",
-        f" metrics (CSV)         {logs / 'metrics.csv'}",
-        f" evaluations           {logs / 'eval_scores_4.jsonl'}",
-        f" rollouts              {logs / 'rollouts.jsonl'}",
-        f" exported model        {logs / 'hf' / 'final'}",
-        f" checkpoint to resume  {tmp_path / 'ck' / 'last.ckpt'}",
-        f" reward curve          {logs / 'reward_curve.png'}",
     ]
+    assert [line.split("  ")[0].strip() for line in printed[2:]] == list(places)
+    assert [line.split("  ")[-1].strip() for line in printed[2:]] == list(map(str, places.values()))
     for path in ("metrics.csv", "eval_scores_4.jsonl", "rollouts.jsonl", "hf/final"):
         assert (logs / path).exists()
 
@@ -78,7 +83,7 @@ def test_a_partial_sanity_check_is_no_baseline(tmp_path: Path) -> None:
 
 
 def test_the_average_knows_only_the_past() -> None:
-    # (2), (2+4)/2, (2+4+0)/3, (4+0+8)/3
+    # means of (2), of (2 and 4), of (2, 4 and 0), of (4, 0 and 8)
     assert moving_average([2.0, 4.0, 0.0, 8.0], 3) == [2.0, 3.0, 2.0, 4.0]
 
 

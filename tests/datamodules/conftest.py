@@ -32,22 +32,17 @@ def numbered_prompts(count: int) -> list[dict[str, Any]]:
 class Remembers(L.LightningModule):
     """Manual optimization; keeps the row numbers of every train and validation batch."""
 
-    def __init__(self, stop_after: int | None = None, ask_for_steps: bool = False) -> None:
+    def __init__(self, *, ask_for_steps: bool = False) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.seen: list[list[int]] = []
         self.validated: list[list[int]] = []
-        self.stop_after = stop_after
         self.ask_for_steps = ask_for_steps
 
     def training_step(self, batch: Any, index: int) -> None:
         self.optimizers().step()
         self.seen.append([columns["number"] for columns in batch.columns])
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        if len(self.seen) == self.stop_after:
-            raise KeyboardInterrupt
 
     def validation_step(self, batch: Any, index: int) -> None:
         self.validated.append([columns["number"] for columns in batch.columns])

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +222,14 @@ def test_exactly_the_allowed_share_goes_on() -> None:
     bad.add("file:2", BadRow("too long", "detail"))
     with pytest.raises(BadDataError, match=r"2\.00%, more than max_bad_fraction=0\.01"):
         bad.check(0.01)
+
+
+def test_the_share_that_the_message_names_is_enough() -> None:
+    bad = BadRows("train")
+    bad.total = 75
+    bad.add("file:1", BadRow("too long", "detail"))
+    with pytest.raises(BadDataError) as error:
+        bad.check(0.01)
+    named = re.search(r"max_bad_fraction to ([\d.]+)", str(error.value))
+    assert named is not None
+    bad.check(float(named[1]))  # 1 of 75 is 0.01333…: 0.0133 would not do

@@ -48,7 +48,7 @@ def test_prompt_and_answers_are_one_text_with_one_end(
     assert both(batch, tokenizer) == [("Q: why? A:", f" because{END}"), ("Q: why? A:", f" no{END}")]
     assert batch.labels.tolist() == [[1.0]]
     assert batch.margin is None
-    assert batch.info == ({"source": path, "id": 3},)
+    assert batch.info == ({"id": 3},)
 
 
 def test_columns_are_configurable(

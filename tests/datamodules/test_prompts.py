@@ -1,4 +1,3 @@
-import multiprocessing
 import pickle
 from collections.abc import Iterable
 from typing import Any
@@ -43,7 +42,7 @@ def test_a_plain_prompt_is_read_as_it_is_and_other_columns_pass_on(
     batch = first(path, tokenizer)
     assert text_of(batch, tokenizer) == "2 + 2 ="
     assert batch.prompts == ("2 + 2 =",)
-    assert batch.columns == ({"answer": "4", "extra": {"a": [1]}, "source": path},)
+    assert batch.columns == ({"answer": "4", "extra": {"a": [1]}},)
 
 
 def test_a_prompt_of_messages_is_rendered_with_an_open_assistant_turn(
@@ -354,8 +353,10 @@ def test_a_list_without_weights_takes_every_row_once(
 ) -> None:
     one = write_rows(numbered_prompts(3), name="one.jsonl")
     two = write_rows(numbered_prompts(5)[3:], name="two.jsonl")
-    data = load([one, two], tokenizer)
-    assert sorted(numbers(data.train_dataloader())) == [0, 1, 2, 3, 4]
+    batches = list(load([one, two], tokenizer).train_dataloader())
+    assert sorted(numbers(batches)) == [0, 1, 2, 3, 4]
+    sources = {batch.columns[0]["number"]: batch.columns[0]["source"] for batch in batches}
+    assert sources == {0: one, 1: one, 2: one, 3: two, 4: two}
 
 
 class Squares(Source):
@@ -403,24 +404,6 @@ def test_what_a_worker_process_gets_survives_pickling(
     loader = load(write_rows(numbered_prompts(4)), tokenizer, batch_size=2).train_dataloader()
     copy = pickle.loads(pickle.dumps(loader))
     assert [batch.columns for batch in copy] == [batch.columns for batch in loader]
-
-
-@pytest.mark.slow  # a process that begins empty imports everything
-def test_batches_come_from_processes_that_begin_empty(
-    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    path = write_rows(numbered_prompts(4))
-    expected = list(load(path, tokenizer, batch_size=2).train_dataloader())
-    before = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method("spawn", force=True)  # as on macOS and Windows
-    try:
-        batches = list(load(path, tokenizer, batch_size=2, num_workers=1).train_dataloader())
-    finally:
-        multiprocessing.set_start_method(before, force=True)
-    assert [batch.input_ids.tolist() for batch in batches] == [
-        batch.input_ids.tolist() for batch in expected
-    ]
-    assert [batch.columns for batch in batches] == [batch.columns for batch in expected]
 
 
 def test_thousands_of_rows_are_tokenised_in_few_calls() -> None:

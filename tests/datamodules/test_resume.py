@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -5,6 +6,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules import EvalLoader, PromptDataModule
@@ -31,8 +33,7 @@ def trainer(save_to: Path | None = None, **options: Any) -> L.Trainer:
         enable_model_summary=False,
         num_sanity_val_steps=0,
         enable_checkpointing=save_to is not None,
-        callbacks=[saving] if save_to else [],
-        **{"max_epochs": 3, **options},
+        **{"callbacks": [saving] if save_to else [], "max_epochs": 3, **options},
     )
 
 
@@ -157,3 +158,45 @@ def test_a_module_without_tokenizer_and_data_without_one_stop_with_a_message(
     data = PromptDataModule(write_rows(numbered_prompts(4)), batch_size=2)
     with pytest.raises(ValueError, match="the LightningModule it is used with has none either"):
         trainer().fit(Remembers(), datamodule=data)
+
+
+def test_each_rank_gets_its_share_whatever_lightning_does_to_samplers(data: Any) -> None:
+    loaded = data(batch_size=2)
+    loaded.trainer = trainer(strategy="ddp", devices=2)
+    loaded.setup("fit")
+    loader = loaded.train_dataloader()
+    assert len(loader) == 5  # 20 rows, 2 on each of 2 ranks
+    assert not isinstance(loader, DataLoader)  # whose sampler Lightning would replace
+
+
+class SavesSeen(L.Callback):
+    """Leaves what each process saw in a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        assert isinstance(module, Remembers)
+        seen = {"train": module.seen, "val": module.validated}
+        (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(seen))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_two_processes_see_what_one_sees_with_batches_of_twice_the_size(
+    tmp_path: Path, data: Any
+) -> None:
+    alone = Remembers()
+    trainer(max_epochs=2).fit(alone, datamodule=data(batch_size=4))
+    both = trainer(
+        max_epochs=2,
+        strategy="ddp_fork_find_unused_parameters_true",
+        devices=2,
+        callbacks=[SavesSeen(tmp_path)],
+    )
+    both.fit(Remembers(), datamodule=data(batch_size=2))
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    joined = [a + b for a, b in zip(ranks[0]["train"], ranks[1]["train"], strict=True)]
+    assert joined == alone.seen
+    held_out = [row for rank in ranks for batch in rank["val"][:1] for row in batch]
+    assert sorted(held_out) == sorted(alone.validated[0])

@@ -7,10 +7,18 @@ import torch
 from peft import PeftModel
 from torch import nn
 from torch.testing import assert_close
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
 from lrlhf.models import CausalLM, LoRA, save_model, sequence_logprobs
-from lrlhf.models.loading import clear_dropout
+from lrlhf.models.loading import clear_dropout, load_pretrained
 from tests.models.families import llama, right_padded, seeded
 
 
@@ -64,6 +72,21 @@ def test_dropout_stays_on_request(dropping_folder: str) -> None:
     batch = right_padded([9, 6])
     assert not torch.equal(sequence_logprobs(model, batch), sequence_logprobs(model, batch))
     assert model.config.attn_pdrop == 0.5
+
+
+class Stubborn(LlamaForCausalLM):
+    """Has a dropout that no field of its config speaks of."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.drop = nn.Dropout(0.5)
+
+
+def test_dropout_outside_the_config_is_off_too(model_folder: str) -> None:
+    model = load_pretrained(CausalLM(source=model_folder), Stubborn, trainable=True)
+    assert model.drop.p == 0.0
+    kept = load_pretrained(CausalLM(source=model_folder, dropout=True), Stubborn, trainable=True)
+    assert kept.drop.p == 0.5
 
 
 def test_clearing_dropout_leaves_other_fields_and_none_alone() -> None:

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.models import RewardNetwork, ScoreModel
@@ -484,3 +484,69 @@ def test_it_learns_to_prefer_a_token(build, collate, tmp_path) -> None:
     run = trainer(tmp_path)
     run.validate(module, loader([collate([pair() for _ in range(200)])]), verbose=False)
     assert run.callback_metrics["eval/accuracy_low"] > 0.9
+
+
+# ---- two processes
+
+
+class PerRank(Dataset[PreferenceBatch]):
+    """Gives each rank its own batches."""
+
+    def __init__(self, *batches: Sequence[PreferenceBatch]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches[0])
+
+    def __getitem__(self, index: int) -> PreferenceBatch:
+        return self.batches[torch.distributed.get_rank()][index]
+
+
+def on_two_ranks(folder: Path, **options: Any) -> L.Trainer:
+    return trainer(folder, strategy="ddp_fork", devices=2, use_distributed_sampler=False, **options)
+
+
+def per_rank(*batches: Sequence[PreferenceBatch]) -> DataLoader[PreferenceBatch]:
+    return DataLoader(PerRank(*batches), batch_size=None, num_workers=0)
+
+
+@pytest.mark.slow
+def test_two_ranks_of_different_size_equal_one_process(build, collate, tmp_path) -> None:
+    whole, parts = build(("a", "b"), tie_weight=0.5), build(("a", "b"), tie_weight=0.5)
+    alone = fit(whole, [collate(ROWS)], tmp_path)
+    ranks = per_rank(
+        [collate(ROWS[:4]), collate(ROWS[4:6])], [collate(ROWS[6:7]), collate(ROWS[7:])]
+    )
+    run = on_two_ranks(tmp_path, accumulate_grad_batches=2)
+    run.fit(parts, ranks)
+    torch.testing.assert_close(weights(parts), weights(whole), atol=2e-5, rtol=1e-4)
+    for key in (
+        "train/loss",
+        "train/grad_norm",
+        "reward_model/accuracy",
+        "reward_model/score_std/a",
+    ):
+        expected = float(alone.callback_metrics[key])
+        assert float(run.callback_metrics[key]) == pytest.approx(expected, rel=1e-4), key
+
+
+@pytest.mark.slow
+def test_a_bad_loss_on_one_rank_skips_the_step_on_both(build, collate, tmp_path) -> None:
+    module = build()
+    before = weights(module)
+    bad = collate(ONE_HEAD[:1], margin=[float("inf")])
+    run = on_two_ranks(tmp_path)
+    run.fit(module, per_rank([collate(ONE_HEAD[:1], margin=[0.0])], [bad]))
+    assert torch.equal(weights(module), before)
+    assert run.callback_metrics["train/skipped_steps"] == 1
+
+
+@pytest.mark.slow
+def test_validation_counts_the_pairs_of_both_ranks(build, collate, tmp_path) -> None:
+    module = build()
+    alone, both = trainer(tmp_path), on_two_ranks(tmp_path)
+    alone.validate(module, loader([collate(ONE_HEAD)]), verbose=False)
+    ranks = per_rank([collate(ONE_HEAD[:7])], [collate(ONE_HEAD[7:])])
+    both.validate(module, ranks, verbose=False)
+    for key, value in alone.callback_metrics.items():
+        assert float(both.callback_metrics[key]) == pytest.approx(float(value), rel=1e-4), key

@@ -25,7 +25,6 @@ TRIAL = [
     "--trainer.accelerator=cpu",
     "--trainer.devices=1",
     "--trainer.precision=32-true",
-    "--trainer.enable_progress_bar=false",
 ]
 
 

@@ -1,0 +1,36 @@
+"""Names and import paths of functions."""
+
+import pytest
+import torch
+
+from lrlhf.functional.names import import_function, unknown_name
+
+
+def test_the_error_lists_the_names_and_suggests_the_nearest() -> None:
+    error = unknown_name("fruit", "aple", ["pear", "apple"])
+    assert str(error) == (
+        "unknown fruit 'aple', expected one of apple, pear; did you mean 'apple'?"
+    )
+
+
+def test_nothing_is_suggested_when_nothing_is_near() -> None:
+    assert "did you mean" not in str(unknown_name("fruit", "zzz", ["pear", "apple"]))
+
+
+def test_a_path_leads_to_its_function() -> None:
+    assert import_function("loss", "torch.nn.functional.relu", []) is torch.nn.functional.relu
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("relu", "unknown loss 'relu'"),
+        ("no.such.function", "'no.such.function' cannot be imported"),
+        ("torch.no_such_name", "'torch.no_such_name' cannot be imported"),
+        ("torch..relu", "'torch..relu' cannot be imported"),
+        ("math.pi", "'math.pi' is a float, not a function"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused(path: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        import_function("loss", path, ["mse"])

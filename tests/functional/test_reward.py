@@ -1,0 +1,96 @@
+"""Pair losses by hand: softplus of the negative gap."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lrlhf.functional import (
+    bradley_terry_loss,
+    center_penalty,
+    hps_loss,
+    log_exp_loss,
+    tie_loss,
+)
+
+CHOSEN, REJECTED = torch.tensor([2.0, 0.5]), torch.tensor([1.0, 2.5])  # gaps 1 and -2
+
+
+def softplus(x: float) -> float:
+    return math.log1p(math.exp(x))
+
+
+@pytest.mark.parametrize("loss", [bradley_terry_loss, log_exp_loss, hps_loss])
+def test_a_pair_costs_softplus_of_minus_the_gap(loss) -> None:  # type: ignore[no-untyped-def]
+    expected = [softplus(-1), softplus(2)]
+    assert loss(CHOSEN, REJECTED).tolist() == pytest.approx(expected)
+
+
+def test_a_margin_must_be_won_too() -> None:
+    loss = bradley_terry_loss(CHOSEN, REJECTED, margin=0.5)
+    assert loss.tolist() == pytest.approx([softplus(-0.5), softplus(2.5)])
+    loss = bradley_terry_loss(CHOSEN, REJECTED, margin=torch.tensor([0.5, -1.0]))
+    assert loss.tolist() == pytest.approx([softplus(-0.5), softplus(1)])
+
+
+def test_a_margin_of_one_number_may_be_a_tensor() -> None:
+    loss = bradley_terry_loss(CHOSEN, REJECTED, margin=torch.tensor(0.5))
+    assert loss.tolist() == pytest.approx([softplus(-0.5), softplus(2.5)])
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1,), (3,)])
+def test_a_margin_that_would_broadcast_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"margin has shape \[.*2 pairs"):
+        bradley_terry_loss(CHOSEN, REJECTED, margin=torch.zeros(shape))
+
+
+def test_smoothing_mixes_in_the_flipped_pair_without_the_margin() -> None:
+    loss = bradley_terry_loss(CHOSEN, REJECTED, margin=0.5, label_smoothing=0.1)
+    # gap 1: 0.9 softplus(-(1 - 0.5)) + 0.1 softplus(1)
+    expected = [
+        0.9 * softplus(-0.5) + 0.1 * softplus(1),
+        0.9 * softplus(2.5) + 0.1 * softplus(-2),
+    ]
+    assert loss.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("smoothing", [-0.1, 0.5, 1.0, float("nan")])
+def test_an_impossible_smoothing_is_refused(smoothing: float) -> None:
+    with pytest.raises(ValueError, match="label_smoothing"):
+        bradley_terry_loss(CHOSEN, REJECTED, label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize("loss", [bradley_terry_loss, log_exp_loss, hps_loss])
+@pytest.mark.parametrize(("gap", "value", "slope"), [(-1e4, 1e4, -1), (1e4, 0, 0)])
+def test_huge_gaps_stay_finite(loss, gap: float, value: float, slope: float) -> None:  # type: ignore[no-untyped-def]
+    chosen = torch.tensor([gap], requires_grad=True)
+    result = loss(chosen, torch.zeros(1))
+    result.sum().backward()
+    assert result.item() == value
+    assert chosen.grad is not None
+    assert chosen.grad.item() == slope
+
+
+def test_a_tie_costs_the_distance() -> None:
+    assert tie_loss(CHOSEN, REJECTED).tolist() == [1, 2]
+
+
+def test_centering_costs_the_squared_sum() -> None:
+    assert center_penalty(CHOSEN, REJECTED).tolist() == [9, 9]
+
+
+@pytest.mark.parametrize(
+    "loss", [bradley_terry_loss, log_exp_loss, hps_loss, tie_loss, center_penalty]
+)
+def test_pairs_do_not_see_each_other(loss) -> None:  # type: ignore[no-untyped-def]
+    order = torch.tensor([1, 0])
+    whole: Tensor = loss(CHOSEN, REJECTED)
+    assert torch.equal(loss(CHOSEN[order], REJECTED[order]), whole[order])
+    assert torch.equal(loss(CHOSEN[:1], REJECTED[:1]), whole[:1])
+
+
+@pytest.mark.parametrize("loss", [bradley_terry_loss, log_exp_loss, hps_loss, center_penalty])
+def test_gradients_are_right(loss) -> None:  # type: ignore[no-untyped-def]
+    pair = [x.double().requires_grad_() for x in (CHOSEN, REJECTED)]
+    assert torch.autograd.gradcheck(loss, pair)
