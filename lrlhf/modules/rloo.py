@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.models import CausalLM, ReferencePolicy, frozen_reference, sequence_logprobs
+from lrlhf.models import (
+    CausalLM,
+    ReferencePolicy,
+    frozen_reference,
+    save_model,
+    sequence_logprobs,
+)
 from lrlhf.modules.checks import check_batch_algebra, refuse_pure_low_precision
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.optimizers import OptimizerConfig
@@ -186,9 +192,8 @@ class RLOO(L.LightningModule):
         return {"policy": self.policy}
 
     def export_pretrained(self, folder: Path) -> None:
-        """Write the policy and its tokenizer; a LoRA policy leaves as its adapter."""
-        self.policy.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        """Write the policy, adapters merged, and its tokenizer, as ``transformers`` loads them."""
+        save_model(self.policy, folder, self.tokenizer)
 
     # ------------------------------------------------------------------ set-up
 

@@ -75,8 +75,8 @@ class Advantage:
             self.reward_clip_range[0] < self.reward_clip_range[1]
         ):
             raise ValueError(
-                f"advantage.reward_clip_range is {self.reward_clip_range}; the first number must be "
-                "the smaller one"
+                f"advantage.reward_clip_range is {self.reward_clip_range}; the first number must "
+                "be the smaller one"
             )
 
     @property

@@ -29,7 +29,9 @@ RLOO = pytest.mark.parametrize("record", TRL["rloo"], ids=range(len(TRL["rloo"])
 def weighted_scores(record: dict[str, Any]) -> Tensor:
     """None counts as nothing; a row of nothing but None is unscorable."""
     nan = float("nan")
-    table = tensor([[nan if r is None else r for r in row] for row in record["rewards_per_function"]])
+    table = tensor(
+        [[nan if r is None else r for r in row] for row in record["rewards_per_function"]]
+    )
     total = (table * tensor(record["reward_weights"])).nansum(dim=1)
     return torch.where(table.isnan().all(dim=1), nan, total)
 

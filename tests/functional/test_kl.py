@@ -33,7 +33,9 @@ def test_a_policy_equal_to_its_reference_has_no_divergence(estimator: str) -> No
     assert (kl_estimate(logprobs, logprobs.clone(), estimator=estimator) == 0).all()
 
 
-@pytest.mark.parametrize(("estimator", "slope"), [("k1", 1), ("k2", 0.5), ("k3", 1 - math.exp(-0.5))])
+@pytest.mark.parametrize(
+    ("estimator", "slope"), [("k1", 1), ("k2", 0.5), ("k3", 1 - math.exp(-0.5))]
+)
 def test_the_gradient_reaches_the_policy_only(estimator: str, slope: float) -> None:
     logprobs = torch.tensor([-1.0], requires_grad=True)
     ref = torch.tensor([-1.5], requires_grad=True)

@@ -10,7 +10,9 @@ from lrlhf.functional import bradley_terry_loss, masking
 @pytest.fixture
 def _checked() -> None:
     if not type(masking.__spec__.loader).__module__.startswith("jaxtyping"):
-        pytest.skip("lrlhf.functional was imported by other tests first: run tests/functional alone")
+        pytest.skip(
+            "lrlhf.functional was imported by other tests first: run tests/functional alone"
+        )
 
 
 @pytest.mark.usefixtures("_checked")

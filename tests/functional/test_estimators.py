@@ -1,0 +1,180 @@
+"""Every estimator on one small rollout, by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lrlhf.functional import ESTIMATORS, EstimatorInputs, resolve_estimator
+
+NAN = float("nan")
+EVERY = pytest.mark.parametrize("name", sorted(ESTIMATORS))
+
+# Two prompts with two responses each. Rows: prompt token, then up to three response tokens.
+INPUTS = EstimatorInputs(
+    scores=torch.tensor([3.0, 1.0, 5.0, 5.0]),
+    kl=torch.tensor([[9, 1, 2, 0], [9, 1, 9, 9], [9, 2, 2, 2], [9, 0, 2, 9]], dtype=torch.float32),
+    response_mask=torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 0]]).bool(),
+    num_generations=2,
+    kl_coef=0.1,
+    baseline_mask=torch.ones(4, dtype=torch.bool),
+)
+
+HALF = 2**-0.5
+BY_HAND = {
+    # penalised scores 2.7, 0.9, 4.4, 4.8
+    "rloo": [[0, 1.8, 1.8, 1.8], [0, -1.8, 0, 0], [0, -0.4, -0.4, -0.4], [0, 0.4, 0.4, 0]],
+    # leave-one-out 2, -2, 0, 0; penalties to go 0.3 0.2 0 | 0.1 | 0.6 0.4 0.2 | 0.2 0.2
+    "rloo_openrlhf": [[0, 1.7, 1.8, 2], [0, -2.1, 0, 0], [0, -0.6, -0.4, -0.2], [0, -0.2, -0.2, 0]],
+    "reinforce": [[0, 2.7, 2.8, 3], [0, 0.9, 0, 0], [0, 4.4, 4.6, 4.8], [0, 4.8, 4.8, 0]],
+    "reinforce_plus_plus": [[0, 2.7, 2.8, 3], [0, 0.9, 0, 0], [0, 4.4, 4.6, 4.8], [0, 4.8, 4.8, 0]],
+    # group means 2 and 5
+    "reinforce_baseline": [
+        [0, 0.7, 0.8, 1],
+        [0, -1.1, 0, 0],
+        [0, -0.6, -0.4, -0.2],
+        [0, -0.2, -0.2, 0],
+    ],
+}
+WITHOUT_KL = {
+    "rloo": [[0, 2, 2, 2], [0, -2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+    "rloo_openrlhf": [[0, 2, 2, 2], [0, -2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+    # ±1 over the deviation √2 + 1e-4
+    "grpo": [[0, HALF, HALF, HALF], [0, -HALF, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+    "dr_grpo": [[0, 1, 1, 1], [0, -1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+    "reinforce": [[0, 3, 3, 3], [0, 1, 0, 0], [0, 5, 5, 5], [0, 5, 5, 0]],
+    "reinforce_plus_plus": [[0, 3, 3, 3], [0, 1, 0, 0], [0, 5, 5, 5], [0, 5, 5, 0]],
+    "reinforce_baseline": [[0, 1, 1, 1], [0, -1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+}
+
+
+def estimate(name: str, inputs: EstimatorInputs, **options: Any) -> torch.Tensor:
+    return ESTIMATORS[name].function(inputs, **options)
+
+
+def without_kl() -> EstimatorInputs:
+    return INPUTS._replace(kl=torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize("name", sorted(BY_HAND))
+def test_advantages_with_a_penalty_by_hand(name: str) -> None:
+    torch.testing.assert_close(estimate(name, INPUTS), torch.tensor(BY_HAND[name]))
+
+
+@EVERY
+def test_advantages_without_a_penalty_by_hand(name: str) -> None:
+    expected = torch.tensor(WITHOUT_KL[name], dtype=torch.float32)
+    torch.testing.assert_close(estimate(name, without_kl()), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_penalty_that_is_put_into_the_reward_of_grpo_counts() -> None:
+    # penalised scores 2.7, 0.9, 4.4, 4.8: means 1.8 and 4.6
+    advantages = estimate("dr_grpo", INPUTS)
+    assert advantages[:, 1].tolist() == pytest.approx([0.9, -0.9, -0.2, 0.2], abs=1e-6)
+    z = estimate("grpo", INPUTS, eps=0.0)
+    assert z[:, 1].tolist() == pytest.approx([HALF, -HALF, -HALF, HALF])
+
+
+@EVERY
+def test_an_unscorable_row_is_left_out_and_its_siblings_do_not_see_it(name: str) -> None:
+    inputs = INPUTS._replace(
+        scores=torch.tensor([3.0, NAN, 1.0, 7.0]),
+        kl=INPUTS.kl[[0, 1, 1, 3]],
+        response_mask=INPUTS.response_mask[[0, 1, 1, 3]],
+        num_generations=4,
+        baseline_mask=torch.ones(4, dtype=torch.bool),
+    )
+    kept = torch.tensor([0, 2, 3])
+    alone = inputs._replace(
+        scores=inputs.scores[kept],
+        kl=inputs.kl[kept],
+        response_mask=inputs.response_mask[kept],
+        num_generations=3,
+        baseline_mask=inputs.baseline_mask[kept],
+    )
+    advantages = estimate(name, inputs)
+    assert (advantages[1] == 0).all()
+    torch.testing.assert_close(advantages[kept], estimate(name, alone))
+
+
+@EVERY
+def test_a_row_outside_the_baselines_is_treated_as_unscorable(name: str) -> None:
+    kept_out = INPUTS._replace(baseline_mask=torch.tensor([True, False, True, True]))
+    unscorable = INPUTS._replace(scores=torch.tensor([3.0, NAN, 5.0, 5.0]))
+    assert torch.equal(estimate(name, kept_out), estimate(name, unscorable))
+
+
+@EVERY
+def test_no_gradient_and_nothing_outside_the_response(name: str) -> None:
+    scores, kl = INPUTS.scores.clone().requires_grad_(), INPUTS.kl.clone().requires_grad_()
+    dirty = torch.where(INPUTS.response_mask, kl, NAN)
+    advantages = estimate(name, INPUTS._replace(scores=scores, kl=dirty))
+    assert not advantages.requires_grad
+    assert torch.equal(advantages, estimate(name, INPUTS))
+    assert (advantages[~INPUTS.response_mask] == 0).all()
+
+
+@EVERY
+def test_what_is_said_of_an_estimator_is_true(name: str) -> None:
+    said = ESTIMATORS[name]
+    assert said.description
+    with_kl, without = estimate(name, INPUTS), estimate(name, without_kl())
+    tokens_differ = not torch.equal(with_kl[0, 1:], with_kl[0, 1:2].expand(3))
+    assert said.per_token == tokens_differ
+    assert torch.equal(without[0, 1:], without[0, 1:2].expand(3))
+    lone = estimate(name, without_kl()._replace(num_generations=1))
+    assert said.groups == bool((lone == 0).all())
+
+
+def test_presets_follow_their_papers() -> None:
+    in_loss = {name for name, e in ESTIMATORS.items() if not e.kl_in_reward}
+    assert in_loss == {"grpo", "dr_grpo"}
+    whitened = {name for name, e in ESTIMATORS.items() if e.normalize == "token"}
+    assert whitened == {"reinforce_baseline", "reinforce_plus_plus"}
+
+
+@pytest.mark.parametrize("name", ["reinforce", "reinforce_plus_plus", "rloo_openrlhf"])
+def test_gamma_discounts_towards_the_last_token(name: str) -> None:
+    full = estimate(name, without_kl())
+    halved = estimate(name, without_kl(), gamma=0.5)
+    assert halved[0, 1:].tolist() == pytest.approx(
+        (full[0, 1:] * torch.tensor([0.25, 0.5, 1])).tolist()
+    )
+
+
+def test_gamma_discounts_the_group_baseline_too() -> None:
+    # score minus group mean is 1, on the third token
+    assert estimate("reinforce_baseline", without_kl(), gamma=0.5)[0].tolist() == [0, 0.25, 0.5, 1]
+
+
+def test_openrlhf_clips_the_advantage_not_the_score() -> None:
+    advantages = estimate("rloo_openrlhf", without_kl(), advantage_clip=1.5)
+    assert advantages[:2, 1].tolist() == [1.5, -1.5]
+    with pytest.raises(ValueError, match="advantage_clip is 0"):
+        estimate("rloo_openrlhf", INPUTS, advantage_clip=0.0)
+
+
+def mine(inputs: EstimatorInputs) -> torch.Tensor:
+    """Nothing is an advantage.
+
+    Really nothing.
+    """
+    return torch.zeros_like(inputs.kl)
+
+
+def test_names_and_paths_resolve() -> None:
+    assert resolve_estimator("grpo") is ESTIMATORS["grpo"]
+    found = resolve_estimator(f"{__name__}.mine")
+    assert found.function(INPUTS).shape == (4, 4)
+    assert found.kl_in_reward
+    assert found.normalize == "none"
+    assert found.description == "Nothing is an advantage."
+
+
+def test_a_function_without_a_docstring_has_no_description() -> None:
+    assert resolve_estimator(f"{__name__}.without_kl").description == ""
+
+
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    with pytest.raises(ValueError, match="unknown estimator 'rlo'.*did you mean 'rloo'"):
+        resolve_estimator("rlo")

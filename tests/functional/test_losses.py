@@ -1,0 +1,86 @@
+"""The table of policy losses: what every name means."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lrlhf.functional import POLICY_LOSSES, resolve_policy_loss
+
+EVERY = pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+MASK = torch.tensor([[False, True, True]])
+OLD = torch.tensor([[0.0, math.log(0.5), math.log(0.5)]])
+
+
+def evaluate(
+    name: str, ratios: tuple[float, float], advantage: float, **options: Any
+) -> list[float]:
+    loss = POLICY_LOSSES[name]
+    logprobs = OLD + torch.tensor([[1.0, *ratios]]).log()
+    advantages = torch.full((1,), advantage) if loss.level == "sequence" else advantage * MASK
+    values: Tensor = loss.function(logprobs, OLD, advantages, MASK, **{**loss.defaults, **options})
+    return values.flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "ratios", "advantage", "expected"),
+    [
+        ("sequence_clip", (1.25, 1.2), 1.0, [-1.2]),  # ratio 1.5
+        ("sequence_clip", (0.5, 1.0), -1.0, [0.8]),
+        ("token_clip", (1.5, 0.5), 1.0, [0, -1.2, -0.5]),
+        ("gspo", (1.0, 1.21), 1.0, [-1.0004]),  # ratio 1.1
+        ("gspo", (1.0, 0.81), -1.0, [0.9997]),
+        ("dapo", (1.5, 0.5), 1.0, [0, -1.28, -0.5]),
+        ("dapo", (9.0, 0.5), -1.0, [0, 9, 0.8]),  # no dual clip
+        ("dr_grpo", (1.5, 0.5), 1.0, [0, -1.2, -0.5]),
+        ("cispo", (8.0, 1.0), 1.0, [0, -5 * math.log(4), math.log(2)]),
+        ("cpgd", (1.5, 0.5), 1.0, [0, -math.log(0.6), math.log(4)]),
+        ("cpgd", (1.5, 0.5), -1.0, [0, math.log(0.75), math.log(0.4)]),
+        ("reinforce", (1.5, 0.5), 1.0, [0, -1.5, -0.5]),
+    ],
+)
+def test_defaults_by_hand(
+    name: str, ratios: tuple[float, float], advantage: float, expected: list[float]
+) -> None:
+    assert evaluate(name, ratios, advantage) == pytest.approx(expected, abs=1e-6)
+
+
+def test_dapo_takes_a_dual_clip() -> None:
+    assert evaluate("dapo", (9.0, 0.5), -1.0, dual_clip=3.0) == pytest.approx([0, 3, 0.8])
+
+
+def test_every_loss_is_averaged_as_in_its_paper() -> None:
+    assert {name: loss.aggregate for name, loss in POLICY_LOSSES.items()} == {
+        "sequence_clip": "sequence_mean",
+        "token_clip": "sequence_mean",
+        "gspo": "sequence_mean",
+        "cispo": "token_mean",
+        "dapo": "token_mean",
+        "dr_grpo": "constant",
+        "cpgd": "sequence_mean",
+        "reinforce": "token_mean",
+    }
+
+
+@EVERY
+def test_the_level_tells_the_shapes(name: str) -> None:
+    width = {"sequence": 1, "token": 3}[POLICY_LOSSES[name].level]
+    assert len(evaluate(name, (1.0, 1.0), 1.0)) == width
+
+
+def mine(logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    return -logprobs * advantages * mask
+
+
+def test_names_and_paths_resolve() -> None:
+    assert resolve_policy_loss("dapo") is POLICY_LOSSES["dapo"]
+    found = resolve_policy_loss(f"{__name__}.mine")
+    assert (found.level, found.aggregate, found.defaults) == ("token", "token_mean", {})
+    assert found.function(OLD, OLD, OLD, MASK).shape == (1, 3)
+
+
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    with pytest.raises(ValueError, match="unknown policy loss 'gsp'.*did you mean 'gspo'"):
+        resolve_policy_loss("gsp")

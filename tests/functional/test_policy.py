@@ -1,0 +1,341 @@
+"""Policy losses by hand, their gradients, and what must not matter to them."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lrlhf.functional import (
+    aggregate,
+    cispo_policy_loss,
+    clip_fractions,
+    clipped_policy_loss,
+    cpgd_policy_loss,
+    importance_weighted_policy_loss,
+    policy_metrics,
+    sequence_clipped_policy_loss,
+    sequence_ratio,
+)
+
+NAN = float("nan")
+Loss = Callable[..., Tensor]
+TOKEN_LOSSES: list[Loss] = [
+    clipped_policy_loss,
+    cispo_policy_loss,
+    cpgd_policy_loss,
+    importance_weighted_policy_loss,
+]
+EVERY_TOKEN_LOSS = pytest.mark.parametrize("loss", TOKEN_LOSSES)
+
+
+def row(*values: float) -> Tensor:
+    return torch.tensor([values], dtype=torch.float64)
+
+
+def with_ratios(*ratios: float) -> tuple[Tensor, Tensor]:
+    """New and old log-probabilities of the given ratios; the old are log ½."""
+    old = torch.full((1, len(ratios)), math.log(0.5), dtype=torch.float64)
+    return (old + row(*ratios).log()).requires_grad_(), old
+
+
+def gradient(loss: Tensor, logprobs: Tensor) -> list[float]:
+    (slope,) = torch.autograd.grad(loss.sum(), logprobs)
+    return slope.flatten().tolist()
+
+
+ALL4 = torch.ones(1, 4, dtype=torch.bool)
+
+
+def test_the_clipped_loss_takes_the_worse_of_both() -> None:
+    logprobs, old = with_ratios(1.5, 1.5, 0.5, 0.5)
+    loss = clipped_policy_loss(logprobs, old, row(2, -2, 2, -2), ALL4, clip_low=0.2, clip_high=0.3)
+    # -min(3, 2.6), -min(-3, -2.6), -min(1, 1.6), -min(-1, -1.6)
+    assert loss.tolist()[0] == pytest.approx([-2.6, 3, -1, 1.6])
+    # clipped at the first and last; else -ρA
+    assert gradient(loss, logprobs) == pytest.approx([0, 3, -1, 0])
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens() -> None:
+    logprobs, old = with_ratios(5, 5, 2, 0.5)
+    loss = clipped_policy_loss(logprobs, old, row(-2, 2, -2, -2), ALL4, dual_clip=3.0)
+    # ρ = 5 would cost 10, the bound is 3 · 2; the good token and the small ratios are left alone
+    assert loss.tolist()[0] == pytest.approx([6, -2.4, 4, 1.6])
+    assert gradient(loss, logprobs) == pytest.approx([0, 0, 4, 0])
+
+
+def test_cispo_bounds_the_weight_and_keeps_the_gradient() -> None:
+    logprobs, old = with_ratios(1.5, 4, 0.5, 4)
+    loss = cispo_policy_loss(logprobs, old, row(2, 2, 2, -1), ALL4, ratio_max=3.0)
+    expected = [
+        -1.5 * 2 * math.log(0.75),
+        -3 * 2 * math.log(2),
+        -0.5 * 2 * math.log(0.25),
+        3 * math.log(2),
+    ]
+    assert loss.tolist()[0] == pytest.approx(expected)
+    assert gradient(loss, logprobs) == pytest.approx([-3, -6, -1, 3])
+
+
+def test_cpgd_clips_log_probabilities() -> None:
+    logprobs, old = with_ratios(1.5, 1.5, 0.5, 0.5)
+    loss = cpgd_policy_loss(logprobs, old, row(2, -2, 2, -2), ALL4, clip_range=0.25)
+    # good tokens: at most old + log 1.25; bad ones: at least old + log 0.75
+    expected = [
+        -2 * math.log(0.625),
+        2 * math.log(0.75),
+        -2 * math.log(0.25),
+        2 * math.log(0.375),
+    ]
+    assert loss.tolist()[0] == pytest.approx(expected)
+    assert gradient(loss, logprobs) == pytest.approx([0, 2, -2, 0])
+
+
+def test_the_importance_weighted_loss_is_never_clipped() -> None:
+    logprobs, old = with_ratios(1.5, 4, 0.5, 4)
+    loss = importance_weighted_policy_loss(logprobs, old, row(2, 2, 2, -1), ALL4)
+    assert loss.tolist()[0] == pytest.approx([-3, -8, -1, 4])
+
+
+def test_the_sequence_loss_has_one_ratio_per_response() -> None:
+    logprobs, old = with_ratios(1.5, 0.8, 7, 1.5)
+    mask = torch.tensor([[True, True, False, True]])
+    # 1.5 · 0.8 · 1.5 = 1.8
+    assert sequence_ratio(logprobs, old, mask).item() == pytest.approx(1.8)
+    loss = sequence_clipped_policy_loss(logprobs, old, row(2)[0], mask, clip_high=0.5)
+    assert loss.tolist() == pytest.approx([-3])
+    loss = sequence_clipped_policy_loss(logprobs, old, row(-2)[0], mask)
+    assert loss.tolist() == pytest.approx([3.6])
+    assert gradient(loss, logprobs) == pytest.approx([3.6, 3.6, 0, 3.6])
+    loss = sequence_clipped_policy_loss(logprobs, old, row(2)[0], mask, clip_low=0.1, clip_high=0.1)
+    assert loss.tolist() == pytest.approx([-2.2])
+
+
+def test_a_length_normalized_ratio_is_the_geometric_mean() -> None:
+    logprobs, old = with_ratios(1.5, 0.8, 7, 1.5)
+    mask = torch.tensor([[True, True, False, True]])
+    mean = 1.8 ** (1 / 3)
+    ratio = sequence_ratio(logprobs, old, mask, length_normalized=True)
+    assert ratio.item() == pytest.approx(mean)
+    loss = sequence_clipped_policy_loss(logprobs, old, row(-3)[0], mask, length_normalized=True)
+    assert loss.tolist() == pytest.approx([3 * mean])
+    assert gradient(loss, logprobs) == pytest.approx([mean, mean, 0, mean])
+
+
+@pytest.mark.parametrize("length_normalized", [False, True])
+def test_a_sequence_without_tokens_has_ratio_one_and_no_gradient(length_normalized: bool) -> None:
+    logprobs, old = with_ratios(1.5, 4, 0.5, 4)
+    loss = sequence_clipped_policy_loss(
+        logprobs, old, row(2)[0], ~ALL4, length_normalized=length_normalized
+    )
+    assert loss.tolist() == [-2]
+    assert gradient(loss, logprobs) == [0, 0, 0, 0]
+
+
+@EVERY_TOKEN_LOSS
+def test_on_policy_the_gradient_is_the_plain_policy_gradient(loss: Loss) -> None:
+    logprobs, old = with_ratios(1, 1, 1, 1)
+    assert gradient(loss(logprobs, old, row(2, -3, 0, 1), ALL4), logprobs) == pytest.approx(
+        [-2, 3, 0, -1]
+    )
+
+
+@pytest.mark.parametrize(("normalized", "share"), [(False, 1), (True, 1 / 4)])
+def test_on_policy_the_sequence_gradient_is_the_plain_one(normalized: bool, share: float) -> None:
+    logprobs, old = with_ratios(1, 1, 1, 1)
+    loss = sequence_clipped_policy_loss(
+        logprobs, old, row(2)[0], ALL4, length_normalized=normalized
+    )
+    assert gradient(loss, logprobs) == pytest.approx([-2 * share] * 4)
+
+
+@EVERY_TOKEN_LOSS
+def test_no_gradient_reaches_old_logprobs_and_advantages(loss: Loss) -> None:
+    logprobs, old = with_ratios(1.1, 0.9, 1, 2)
+    old.requires_grad_()
+    advantages = row(1, -1, 2, -2).requires_grad_()
+    loss(logprobs, old, advantages, ALL4).sum().backward()
+    assert old.grad is None
+    assert advantages.grad is None
+    assert logprobs.grad is not None
+
+
+def test_no_gradient_reaches_old_logprobs_and_advantages_of_sequences() -> None:
+    logprobs, old = with_ratios(1.1, 0.9, 1, 2)
+    old.requires_grad_()
+    advantages = row(-1)[0].requires_grad_()
+    sequence_clipped_policy_loss(logprobs, old, advantages, ALL4).sum().backward()
+    assert old.grad is None
+    assert advantages.grad is None
+
+
+@EVERY_TOKEN_LOSS
+@pytest.mark.parametrize("outside", [NAN, math.inf, -math.inf])
+def test_what_the_mask_hides_reaches_neither_loss_nor_gradient(loss: Loss, outside: float) -> None:
+    mask = torch.tensor([[False, True, True, False]])
+    logprobs, old = with_ratios(1, 1.1, 0.9, 1)
+    clean = loss(logprobs, old, row(0, 2, -1, 0), mask)
+    dirty_logprobs = torch.where(mask, logprobs.detach(), outside).requires_grad_()
+    dirty = loss(
+        dirty_logprobs,
+        torch.where(mask, old, outside),
+        row(outside, 2, -1, outside),
+        mask,
+    )
+    assert torch.equal(dirty, clean)
+    assert (dirty[~mask] == 0).all()
+    assert gradient(dirty, dirty_logprobs) == gradient(clean, logprobs)
+
+
+@EVERY_TOKEN_LOSS
+@pytest.mark.parametrize("gap", [300.0, -300.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_wild_token_leaves_loss_and_gradient_finite(
+    loss: Loss, gap: float, advantage: float
+) -> None:
+    logprobs = torch.tensor([[gap]], requires_grad=True)
+    value = loss(logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), ALL4[:, :1])
+    assert value.isfinite().all()
+    assert math.isfinite(gradient(value, logprobs)[0])
+
+
+def test_the_bound_on_log_ratios_is_twenty() -> None:
+    mask = ALL4[:, :2]
+    for gap, bounded in ((10.0, 20.0), (9.0, 18.0), (-30.0, -20.0)):
+        logprobs = torch.full((1, 2), gap, dtype=torch.float64)
+        ratio = sequence_ratio(logprobs, torch.zeros_like(logprobs), mask)
+        assert ratio.item() == pytest.approx(math.exp(bounded))
+
+
+@EVERY_TOKEN_LOSS
+def test_padding_and_row_order_do_not_matter(loss: Loss) -> None:
+    logprobs, old, advantages = torch.randn(3, 3, 5, dtype=torch.float64)
+    mask = torch.rand(3, 5) < 0.6
+    whole = loss(logprobs, old, advantages, mask)
+    order = torch.tensor([2, 0, 1])
+    shuffled = loss(logprobs[order], old[order], advantages[order], mask[order])
+    assert torch.equal(shuffled, whole[order])
+    pad = torch.nn.functional.pad
+    padded = loss(
+        *(pad(x, (1, 2), value=9.0) for x in (logprobs, old, advantages)), pad(mask, (1, 2))
+    )
+    assert torch.equal(padded[:, 1:-2], whole)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "culprit"),
+    [
+        (clipped_policy_loss, {"clip_low": -0.1}, "clip_low"),
+        (clipped_policy_loss, {"clip_low": 1.1}, "clip_low"),
+        (clipped_policy_loss, {"clip_high": -0.1}, "clip_high"),
+        (clipped_policy_loss, {"dual_clip": 1.0}, "dual_clip"),
+        (cispo_policy_loss, {"ratio_max": 0.0}, "ratio_max"),
+        (cpgd_policy_loss, {"clip_range": 0.0}, "clip_range"),
+        (cpgd_policy_loss, {"clip_range": 1.0}, "clip_range"),
+    ],
+)
+def test_impossible_bounds_are_refused(loss: Loss, options: dict[str, float], culprit: str) -> None:
+    logprobs, old = with_ratios(1, 1, 1, 1)
+    with pytest.raises(ValueError, match=culprit):
+        loss(logprobs, old, row(1, 1, 1, 1), ALL4, **options)
+
+
+LOSS = torch.tensor([[1.0, 3.0, NAN], [5.0, NAN, NAN], [NAN, NAN, NAN]])
+COUNTS = ~LOSS.isnan()
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    # (2 + 5 + 0) / 3 rows; (1 + 3 + 5) / 3 tokens; 9 / (3 rows · width 3)
+    [("sequence_mean", 7 / 3), ("token_mean", 3), ("constant", 1)],
+)
+def test_aggregation_by_hand(mode: str, expected: float) -> None:
+    assert aggregate(LOSS, COUNTS, mode=mode).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("mode", "total"), [("sequence_mean", 7), ("token_mean", 9), ("constant", 9)]
+)
+@pytest.mark.parametrize("divisor", [6.0, 6, torch.tensor(6), torch.tensor(6.0)])
+def test_a_given_denominator_replaces_the_own_one(
+    mode: str, total: float, divisor: float | Tensor
+) -> None:
+    divisor = float(divisor) if isinstance(divisor, int) else divisor
+    loss = aggregate(LOSS, COUNTS, mode=mode, denominator=divisor)
+    assert loss.item() == pytest.approx(total / 6)
+
+
+@pytest.mark.parametrize("mode", ["sequence_mean", "token_mean", "constant"])
+@pytest.mark.parametrize("divisor", [None, 0.0, torch.tensor(0)])
+def test_rows_without_tokens_cost_nothing(mode: str, divisor: float | Tensor | None) -> None:
+    loss = aggregate(LOSS, torch.zeros_like(COUNTS), mode=mode, denominator=divisor)
+    assert loss.item() == 0
+    nobody = aggregate(LOSS[:0], COUNTS[:0], mode=mode, denominator=divisor)
+    assert nobody.item() == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "denominator"), [("sequence_mean", 5.0), ("token_mean", 13.0), ("constant", 35.0)]
+)
+def test_micro_batches_add_up_to_the_batch(mode: str, denominator: float) -> None:
+    mask = torch.arange(7) < torch.tensor([3, 1, 0, 7, 2])[:, None]
+    loss = torch.randn(5, 7, dtype=torch.float64)
+    parts = [[0, 3], [4], [1, 2]]
+    shares = [
+        # each as narrow as its longest row
+        aggregate(loss[p, :7], mask[p, :7], mode=mode, denominator=denominator)
+        for p in parts
+    ]
+    whole = aggregate(loss, mask, mode=mode)
+    torch.testing.assert_close(sum(shares), whole)
+
+
+def test_an_unknown_mode_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean 'token_mean'"):
+        aggregate(LOSS, COUNTS, mode="tokens_mean")
+
+
+def test_a_negative_denominator_is_refused() -> None:
+    with pytest.raises(ValueError, match="denominator is -1"):
+        aggregate(LOSS, COUNTS, mode="token_mean", denominator=-1.0)
+
+
+def test_metrics_by_hand() -> None:
+    logprobs, old = with_ratios(1.5, 0.5, 1.1, 100)
+    mask = torch.tensor([[True, True, True, False]])
+    metrics = policy_metrics(logprobs, old, mask, clip_low=0.2, clip_high=0.3)
+    k3 = [ratio - 1 - math.log(ratio) for ratio in (1.5, 0.5, 1.1)]
+    assert metrics.approx_kl.item() == pytest.approx(sum(k3) / 3)
+    assert metrics.clip_fraction.item() == pytest.approx(2 / 3)
+    assert metrics.ratio_max.item() == pytest.approx(1.5)
+    assert not metrics.approx_kl.requires_grad
+
+
+def test_metrics_tell_the_two_clip_bounds_apart() -> None:
+    logprobs, old = with_ratios(1.25, 0.75, 1, 1)
+    high = policy_metrics(logprobs, old, ALL4, clip_low=0.5, clip_high=0.2)
+    low = policy_metrics(logprobs, old, ALL4, clip_low=0.2, clip_high=0.5)
+    assert high.clip_fraction.item() == low.clip_fraction.item() == 0.25
+
+
+def test_metrics_without_tokens_or_movement_are_zero() -> None:
+    logprobs, old = with_ratios(1.5, 0.5, 1.1, 100)
+    assert [
+        m.item() for m in policy_metrics(logprobs, old, ~ALL4, clip_low=0.2, clip_high=0.2)
+    ] == [
+        0,
+        0,
+        0,
+    ]
+    still = policy_metrics(old, old, ALL4, clip_low=0.2, clip_high=0.2)
+    assert [m.item() for m in still] == [0, 0, 1]
+
+
+def test_clip_fractions_count_where_the_gradient_is_gone() -> None:
+    ratio = torch.tensor([0.5, 0.5, 1.5, 1.5, 1.0, 0.1])
+    advantages = torch.tensor([-1.0, 1.0, 1.0, -1.0, 1.0, -1.0])
+    mask = torch.tensor([True, True, True, True, True, False])
+    fractions = clip_fractions(ratio, advantages, mask, clip_low=0.2, clip_high=0.4)
+    assert fractions.low.item() == pytest.approx(0.2)
+    assert fractions.high.item() == pytest.approx(0.2)
