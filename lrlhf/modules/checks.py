@@ -5,7 +5,8 @@ from __future__ import annotations
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from lrlhf.rollout import nearest_divisors
+from lrlhf.modules.settings import Advantage, Update
+from lrlhf.rollout import Sampling, nearest_divisors
 
 
 def refuse_pure_low_precision(trainer: L.Trainer) -> None:
@@ -49,4 +50,54 @@ def check_batch_algebra(rows: int, minibatch_size: int | None, world_size: int) 
             f"update.minibatch_size is {minibatch_size}, but an iteration has {total} responses "
             f"on {world_size} process(es); the nearest sizes that divide it are "
             f"{' and '.join(map(str, sizes))}"
+        )
+
+
+def check_group_policy_options(
+    num_generations: int,
+    sampling: Sampling,
+    advantage: Advantage,
+    update: Update,
+    *,
+    penalty_in_reward: bool,
+    allow_truncated_sampling: bool,
+) -> None:
+    """Check options of a policy trained on groups of responses against each other.
+
+    Args:
+        num_generations: Responses per prompt.
+        sampling: How training responses are drawn.
+        advantage: How scores become advantages.
+        update: How advantages become optimizer steps.
+        penalty_in_reward: Whether the scores carry a KL penalty.
+        allow_truncated_sampling: Whether top_p, top_k and min_p may cut tokens off.
+
+    Raises:
+        ValueError: Two of them do not fit together; says what would.
+    """
+    if num_generations < 1:
+        raise ValueError(f"num_generations is {num_generations}; it must be 1 or more")
+    estimator = advantage.function
+    if num_generations < 2 and estimator.groups:
+        raise ValueError(
+            f"advantage.estimator {advantage.estimator!r} compares the responses to one prompt, "
+            f"but num_generations is {num_generations}; the nearest value is 2"
+        )
+    if sampling.temperature == 0:
+        raise ValueError(
+            "sampling.temperature is 0: all responses to a prompt would be the same; train with a "
+            "temperature above 0 (eval_sampling may be 0)"
+        )
+    if sampling.truncates and not allow_truncated_sampling:
+        raise ValueError(
+            "sampling.top_p, top_k or min_p cuts tokens off, so responses would not come from the "
+            "policy that is trained; set them to 1.0, 0 and 0.0, or accept the bias with "
+            "allow_truncated_sampling: true"
+        )
+    if update.function.level == "sequence" and estimator.per_token and penalty_in_reward:
+        raise ValueError(
+            f"update.loss {update.loss!r} takes one advantage per response, but "
+            f"advantage.estimator {advantage.estimator!r} with a KL penalty in the reward gives "
+            "one per token; choose a token loss (token_clip, dapo, cispo, reinforce), or "
+            "reference.placement: loss"
         )

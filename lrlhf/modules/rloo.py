@@ -25,7 +25,11 @@ from lrlhf.models import (
     save_model,
     sequence_logprobs,
 )
-from lrlhf.modules.checks import check_batch_algebra, refuse_pure_low_precision
+from lrlhf.modules.checks import (
+    check_batch_algebra,
+    check_group_policy_options,
+    refuse_pure_low_precision,
+)
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy_objective import (
@@ -130,7 +134,14 @@ class RLOO(L.LightningModule):
         self.update = update
         self.optimizer_config = optimizer
         self.seed = seed
-        self._check_options(allow_truncated_sampling)
+        check_group_policy_options(
+            num_generations,
+            sampling,
+            advantage,
+            update,
+            penalty_in_reward=self._kl_in_reward and reference.kl_coef > 0,
+            allow_truncated_sampling=allow_truncated_sampling,
+        )
         self.kl_coef = reference.kl_coef
         self.samples_per_step = 0
         self.skipped_steps = 0
@@ -148,43 +159,11 @@ class RLOO(L.LightningModule):
         self._updater = PlainUpdater(self)
         self._seconds: dict[str, float] = {}
 
-    def _check_options(self, allow_truncated_sampling: bool) -> None:
-        if self.num_generations < 1:
-            raise ValueError(f"num_generations is {self.num_generations}; it must be 1 or more")
-        if self.num_generations < 2 and self.advantage.function.groups:
-            raise ValueError(
-                f"advantage.estimator {self.advantage.estimator!r} compares the responses to one "
-                f"prompt, but num_generations is {self.num_generations}; the nearest value is 2"
-            )
-        if self.sampling.temperature == 0:
-            raise ValueError(
-                "sampling.temperature is 0: all responses to a prompt would be the same; "
-                "train with a temperature above 0 (eval_sampling may be 0)"
-            )
-        if self.sampling.truncates and not allow_truncated_sampling:
-            raise ValueError(
-                "sampling.top_p, top_k or min_p cuts tokens off, so responses would not come from "
-                "the policy that is trained; set them to 1.0, 0 and 0.0, or accept the bias with "
-                "allow_truncated_sampling: true"
-            )
-        if self.update.function.level == "sequence" and self._per_token_advantages:
-            raise ValueError(
-                f"update.loss {self.update.loss!r} takes one advantage per response, but "
-                f"advantage.estimator {self.advantage.estimator!r} with a KL penalty in the reward "
-                "gives one per token; choose a token loss (token_clip, dapo, cispo, reinforce), or "
-                "reference.placement: loss"
-            )
-
     @property
     def _kl_in_reward(self) -> bool:
         if self.reference.placement is not None:
             return self.reference.placement == "reward"
         return self.advantage.function.kl_in_reward
-
-    @property
-    def _per_token_advantages(self) -> bool:
-        penalized = self._kl_in_reward and self.reference.kl_coef > 0
-        return self.advantage.function.per_token and penalized
 
     # ------------------------------------------------------------------ contracts
 

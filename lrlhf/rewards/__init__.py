@@ -1,33 +1,36 @@
-"""What scores a response: functions, learned models, and the runner that calls them all."""
+"""What scores a response: functions, learned models, services, and weighted mixtures of them."""
 
-from lrlhf.rewards.builtin import (
-    BUILTIN_REWARDS,
-    ExactMatch,
-    LengthShaping,
-    NumericAnswer,
-    OverlongPenalty,
-    ReasoningGymScore,
-    RegexFormat,
-    RepetitionPenalty,
+from lrlhf.rewards.function import (
+    Completion,
+    RewardError,
+    RewardFunction,
+    RewardValues,
+    completion_text,
 )
-from lrlhf.rewards.completions import Completion, completion_text
-from lrlhf.rewards.functions import RewardFunction
-from lrlhf.rewards.result import RewardError, RewardResult
-from lrlhf.rewards.runner import Rewards
+from lrlhf.rewards.learned import LearnedReward
+from lrlhf.rewards.length_rewards import LengthPenalty, OverlongPenalty, RepetitionPenalty
+from lrlhf.rewards.numeric_answer import NumericAnswer
+from lrlhf.rewards.remote import RemoteReward
+from lrlhf.rewards.result import RewardResult
+from lrlhf.rewards.rewards import Rewards
+from lrlhf.rewards.task_score import ReasoningGymScore
+from lrlhf.rewards.text_rewards import ExactMatch, RegexFormat
 
 __all__ = [
-    "BUILTIN_REWARDS",
     "Completion",
     "ExactMatch",
-    "LengthShaping",
+    "LearnedReward",
+    "LengthPenalty",
     "NumericAnswer",
     "OverlongPenalty",
     "ReasoningGymScore",
     "RegexFormat",
+    "RemoteReward",
     "RepetitionPenalty",
     "RewardError",
     "RewardFunction",
     "RewardResult",
+    "RewardValues",
     "Rewards",
     "completion_text",
 ]

@@ -1,0 +1,151 @@
+"""Runs reward functions side by side, each with a timeout."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import threading
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Any, NamedTuple
+
+
+class Call(NamedTuple):
+    """One function and what it is called with."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+
+
+class Outcome(NamedTuple):
+    """What became of a call: a value, or an error."""
+
+    value: Any
+    error: BaseException | None
+
+
+class CallTimeoutError(TimeoutError):
+    """A reward function took longer than allowed."""
+
+
+class Dispatcher:
+    """Runs plain functions in threads and async ones on one event loop in the background.
+
+    A thread cannot be stopped: one that ran out of time is left behind with its result, and its
+    function is not entered again before it is done. The threads are daemons, so that a function
+    that hangs does not keep the process alive (which is why this is no ThreadPoolExecutor).
+
+    Args:
+        timeout: Seconds that every function may take; None: no limit.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self._timeout = timeout
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_lock = threading.Lock()
+        self._busy: dict[str, threading.Lock] = {}
+
+    def __reduce__(self) -> tuple[type[Dispatcher], tuple[float | None]]:
+        return Dispatcher, (self._timeout,)  # a copy starts without threads
+
+    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """Run all calls at once, and wait until the last has ended or run out of time."""
+        deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        futures = [self._start(call) for call in calls]
+        return [
+            self._outcome(call, future, deadline)
+            for call, future in zip(calls, futures, strict=True)
+        ]
+
+    def _start(self, call: Call) -> Future[Any]:
+        work = functools.partial(call.function, **call.arguments)
+        if _is_async(call.function):
+            return asyncio.run_coroutine_threadsafe(_awaited(work), self._running_loop())
+        future: Future[Any] = Future()
+        lock = self._busy.setdefault(call.name, threading.Lock())
+        threading.Thread(
+            target=self._work, args=(future, lock, work), name=f"reward-{call.name}", daemon=True
+        ).start()
+        return future
+
+    def _work(self, future: Future[Any], lock: threading.Lock, work: Callable[[], Any]) -> None:
+        if not lock.acquire(timeout=-1 if self._timeout is None else self._timeout):
+            return  # an earlier call still hangs
+        try:
+            if future.set_running_or_notify_cancel():  # else out of time before its turn came
+                future.set_result(self._settled(work()))
+        except BaseException as error:  # noqa: BLE001  whatever it is, the caller is told
+            future.set_exception(error)
+        finally:
+            lock.release()
+
+    def _settled(self, result: Any) -> Any:
+        """Wait for what a plain function returned, if it is an awaitable."""
+        if not inspect.isawaitable(result):
+            return result
+        inner = asyncio.run_coroutine_threadsafe(_awaited(lambda: result), self._running_loop())
+        try:
+            return inner.result(self._timeout)
+        finally:
+            inner.cancel()
+
+    def _outcome(self, call: Call, future: Future[Any], deadline: float | None) -> Outcome:
+        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            error = future.exception(remaining)
+        except TimeoutError:
+            future.cancel()
+            return Outcome(None, CallTimeoutError(self._too_slow(call)))
+        except CancelledError as cancelled:  # by the function itself
+            return Outcome(None, cancelled)
+        return Outcome(None, error) if error is not None else Outcome(future.result(), None)
+
+    def _too_slow(self, call: Call) -> str:
+        advice = (
+            "an async function must not block its event loop"
+            if _is_async(call.function)
+            else "its thread goes on, and its result is dropped"
+        )
+        return f"no result after {self._timeout:g} s; {advice}"
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._loop_lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(
+                    target=_serve, args=(self._loop,), name="reward-loop", daemon=True
+                ).start()
+                weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+            return self._loop
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.run_until_complete(_cancel_the_rest())
+        loop.close()
+
+
+async def _cancel_the_rest() -> None:
+    unfinished = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in unfinished:
+        task.cancel()
+    await asyncio.gather(*unfinished, return_exceptions=True)
+
+
+async def _awaited(work: Callable[[], Awaitable[Any]]) -> Any:
+    try:
+        return await work()
+    except SystemExit as error:  # would end the event loop, and with it every other function
+        raise RuntimeError(f"the reward function called sys.exit({error.code!r})") from error
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
+    )

@@ -1,0 +1,121 @@
+"""What a reward function is, and how it reads what it scores."""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from lrlhf.types import Message, Prompt
+
+Completion = str | Sequence[Message]
+"""Text, or for a chat the turns that the policy added."""
+
+RewardValues = Sequence[float | None]
+"""One number per response; None: this function has no opinion on the response."""
+
+LogMetric = Callable[[str, float], None]
+LogExtra = Callable[[str, Sequence[Any]], None]
+
+RESERVED = ("prompts", "completions", "completion_ids", "log_metric", "log_extra")
+"""Arguments that are no data columns."""
+
+
+class RewardError(ValueError):
+    """Rewards that cannot be used; a reward function may raise it to stop the run."""
+
+
+class RewardFunction(ABC):
+    """Scores responses; a plain function with the same arguments will do as well.
+
+    Only those arguments are passed that the signature names (all of them with ``**columns``), so
+    a function that looks at text alone is ``def __call__(self, *, completions, **columns)``.
+    ``__call__`` may be ``async``.
+    """
+
+    def prepare(self) -> None:  # noqa: B027  most functions have nothing to load
+        """Load what is heavy; must be cheap when it is loaded already.
+
+        Called in the caller's thread before every scoring, outside the timeout. What it raises
+        stops the run.
+        """
+
+    @abstractmethod
+    def __call__(
+        self,
+        *,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        completion_ids: Sequence[Sequence[int]],
+        log_metric: LogMetric,
+        log_extra: LogExtra,
+        **columns: Any,
+    ) -> RewardValues | Awaitable[RewardValues]:
+        """Score every response.
+
+        Args:
+            prompts: Text or the turns of a chat, one per response.
+            completions: The responses: text, or the assistant's turns where the prompt is a chat.
+            completion_ids: Token ids of the responses as the engine returned them.
+            log_metric: ``log_metric(name, value)`` logs a number under ``rewards/<name>``.
+            log_extra: ``log_extra(column, values)`` adds a column to the log of responses, one
+                value per response.
+            columns: Every other column of the data, as a list with one value per response.
+
+        Returns:
+            One finite number per response, or None where it has no opinion.
+        """
+
+
+def completion_text(completion: Completion) -> str:
+    """Return what the policy said as plain text.
+
+    Args:
+        completion: Text, or chat turns: the contents of the assistant's, joined by newlines. Of
+            content that comes in parts, the text parts count.
+    """
+    if isinstance(completion, str):
+        return completion
+    return "\n".join(
+        content_text(message.get("content"))
+        for message in completion
+        if message.get("role") == "assistant"
+    )
+
+
+def content_text(content: Any) -> str:
+    """Return the text of a chat turn: its content, or the text parts of it."""
+    if content is None:  # a turn that only calls tools
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part.get("type") == "text")
+
+
+def column_of(columns: Mapping[str, Any], name: str, *, setting: str) -> Sequence[Any]:
+    """Return a data column that an option names.
+
+    Args:
+        columns: What the reward function was called with.
+        name: The column.
+        setting: The option that names it, for the error.
+
+    Raises:
+        RewardError: The data has no such column.
+    """
+    if name in columns:
+        values: Sequence[Any] = columns[name]
+        return values
+    data = [column for column in columns if column not in RESERVED]
+    listed = ", ".join(sorted(data)) or "none"
+    raise RewardError(
+        f"the data has no column {name!r}{did_you_mean(name, data)} (columns: {listed}); set "
+        f"{setting} to the column that holds it"
+    )
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'x'?`` for what is closest to ``word``, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

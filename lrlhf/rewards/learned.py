@@ -1,0 +1,251 @@
+"""Rewards from trained reward models."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lrlhf.models import RewardNetwork, load_tokenizer
+from lrlhf.models.loading import DType
+from lrlhf.rewards.function import (
+    Completion,
+    LogMetric,
+    RewardError,
+    RewardFunction,
+    completion_text,
+    did_you_mean,
+)
+from lrlhf.types import Prompt, SequenceBatch
+
+_NO_LIMIT = 10**9  # tokenizers without a limit name one of 30 digits
+
+
+class _Loaded(NamedTuple):
+    network: RewardNetwork
+    tokenizer: PreTrainedTokenizerBase
+    head: int
+    max_tokens: int | None
+    device: torch.device
+
+
+class LearnedReward(RewardFunction):
+    """The score that a trained reward model gives to prompt and response.
+
+    The model reads text, through its own tokenizer and chat template, so that it may be of another
+    family than the policy. Plain text is ended with the end-of-sequence token, as it was when the
+    model was trained by ``RewardModel``. The model is frozen, and loaded at the first use.
+    Responses that are too long for it get no score, and ``rewards/learned/too_long`` counts them;
+    nothing is cut.
+
+    Args:
+        source: Folder written by ``RewardModel``, or any sequence classifier with one label: a
+            folder, a hub id or ``package:<module>[/<path>]``.
+        head: Which of the model's scores counts; needed only if it has several.
+        tokenizer: Source of the tokenizer; null: the model's.
+        chat_template: Jinja text for prompts that are chats; null: the tokenizer's.
+        batch_size: Responses that are scored at once.
+        max_tokens: Longest prompt and response together, if the model itself has no lower limit.
+        device: ``auto`` is the process's current GPU, if there is one.
+        dtype: Of the model; ``auto`` is as stored.
+        attn_implementation: As in ``from_pretrained`` of ``transformers``.
+        trust_remote_code: Run Python code that comes with the model.
+    """
+
+    def __init__(  # noqa: PLR0913  the keys of a user's config
+        self,
+        source: str,
+        head: str | None = None,
+        tokenizer: str | None = None,
+        chat_template: str | None = None,
+        batch_size: int = 8,
+        max_tokens: int | None = None,
+        device: str = "auto",
+        dtype: DType = "auto",
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be 1 or more")
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens is {max_tokens}; it must be 1 or more, or null")
+        self._source = source
+        self._head = head
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._batch_size = batch_size
+        self._max_tokens = max_tokens
+        self._device = device
+        self._dtype = dtype
+        self._attn_implementation = attn_implementation
+        self._trust_remote_code = trust_remote_code
+        self._loaded: _Loaded | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_loaded": None}  # a copy loads the model again, on its own device
+
+    def prepare(self) -> None:
+        """Load the model.
+
+        Raises:
+            ValueError: The source leads to no reward model, or not to one with this head.
+        """
+        if self._loaded is None:
+            self._loaded = self._load()
+
+    def __call__(
+        self,
+        *,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        log_metric: LogMetric,
+        **columns: Any,
+    ) -> list[float | None]:
+        self.prepare()
+        loaded = self._loaded
+        assert loaded is not None
+        rows = [
+            self._token_ids(loaded.tokenizer, prompt, completion)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        limit = loaded.max_tokens
+        long = [limit is not None and len(ids) > limit for ids in rows]
+        log_metric("learned/too_long", sum(long) / max(1, len(rows)))
+        short = [row for row, ids in enumerate(rows) if ids and not long[row]]
+        short.sort(key=lambda row: len(rows[row]))
+        scores: list[float | None] = [None] * len(rows)
+        for start in range(0, len(short), self._batch_size):
+            chosen = short[start : start + self._batch_size]
+            found = _score(loaded, [rows[row] for row in chosen])
+            for row, score in zip(chosen, found, strict=True):
+                scores[row] = score
+        return scores
+
+    def _load(self) -> _Loaded:
+        network = RewardNetwork.from_pretrained(
+            self._source,
+            dtype=self._dtype,
+            attn_implementation=self._attn_implementation,
+            trust_remote_code=self._trust_remote_code,
+        )
+        device = _resolve_device(self._device)
+        network.to(device).eval().requires_grad_(False)
+        tokenizer = load_tokenizer(
+            self._tokenizer or self._source, trust_remote_code=self._trust_remote_code
+        )
+        return _Loaded(
+            network=network,
+            tokenizer=tokenizer,
+            head=_head_index(network.head_names, self._head, self._source),
+            max_tokens=min(_limits(self._max_tokens, network, tokenizer), default=None),
+            device=device,
+        )
+
+    def _token_ids(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Completion
+    ) -> list[int]:
+        if isinstance(prompt, str):
+            ids = _encode(tokenizer, prompt + completion_text(completion), specials=True)
+            end = tokenizer.eos_token_id
+            return ids if end is None or ids[-1:] == [end] else [*ids, end]
+        return _encode(tokenizer, self._render(tokenizer, prompt, completion), specials=False)
+
+    def _render(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Sequence[Mapping[str, Any]],
+        completion: Completion,
+    ) -> str:
+        if self._chat_template is None and tokenizer.chat_template is None:
+            raise RewardError(
+                f"the prompts are chats, and the tokenizer of {self._source!r} has no chat "
+                "template: give chat_template"
+            )
+        turns = (
+            [{"role": "assistant", "content": completion}]
+            if isinstance(completion, str)
+            else completion
+        )
+        try:
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in (*prompt, *turns)],
+                chat_template=self._chat_template,
+                tokenize=False,
+            )
+        except TemplateError as error:
+            raise RewardError(
+                f"the chat template of {self._source!r} refuses the messages: {error}; give "
+                "chat_template"
+            ) from error
+        return str(text)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, specials: bool) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=specials, verbose=False)["input_ids"]
+    bos = tokenizer.bos_token_id
+    doubled = bos is not None and ids[:2] == [bos, bos]
+    return ids[1:] if doubled else ids
+
+
+@torch.inference_mode()
+def _score(loaded: _Loaded, rows: Sequence[Sequence[int]]) -> list[float]:
+    # threads do not inherit the process's current GPU
+    current = (
+        torch.cuda.device(loaded.device)
+        if loaded.device.type == "cuda"
+        else contextlib.nullcontext()
+    )
+    with current:
+        scores: Tensor = loaded.network(_padded(rows).to(loaded.device))
+    return scores[:, loaded.head].float().tolist()
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> SequenceBatch:
+    """Pad at the right; the id does not matter, as the mask says what counts."""
+    lengths = torch.tensor([len(ids) for ids in rows])
+    input_ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in rows], True)
+    mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
+    return SequenceBatch(input_ids=input_ids, attention_mask=mask, response_mask=mask)
+
+
+def _head_index(heads: Sequence[str], head: str | None, source: str) -> int:
+    if head is None and len(heads) == 1:
+        return 0
+    if head is None:
+        raise ValueError(
+            f"the reward model {source!r} has the heads {', '.join(heads)}: choose one with head"
+        )
+    if head not in heads:
+        raise ValueError(
+            f"the reward model {source!r} has no head {head!r}{did_you_mean(head, heads)} (heads: "
+            f"{', '.join(heads)})"
+        )
+    return list(heads).index(head)
+
+
+def _limits(
+    max_tokens: int | None, network: RewardNetwork, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[int]:
+    """Yield every known limit to the length of an input, in tokens."""
+    if max_tokens is not None:
+        yield max_tokens
+    if tokenizer.model_max_length < _NO_LIMIT:
+        yield int(tokenizer.model_max_length)
+    for module in network.modules():
+        if isinstance(module, PreTrainedModel):
+            positions = module.config.get_text_config().to_dict().get("max_position_embeddings")
+            if positions is not None:
+                yield positions
+
+
+def _resolve_device(device: str) -> torch.device:
+    if device != "auto":
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

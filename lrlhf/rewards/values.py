@@ -1,0 +1,103 @@
+"""From what a reward function returned to numbers that can be trained on."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lrlhf.rewards.function import RewardError
+
+_LARGEST = torch.finfo(torch.float32).max
+_MAX_SHOWN = 60
+
+
+class CheckedValues(NamedTuple):
+    """One number per response, NaN where there is none."""
+
+    values: list[float]
+    malformed: str
+    """Which values were no finite numbers; empty: none."""
+
+
+def check_values(returned: Any, *, function: str, rows: Sequence[int]) -> CheckedValues:
+    """Read what a reward function returned.
+
+    Args:
+        returned: A list, tuple, or one-dimensional tensor or array of numbers and None.
+        function: Name for the errors.
+        rows: Positions in the batch of the responses that it was given, for the errors.
+
+    Returns:
+        NaN for None, and for what is no finite number, which is reported as malformed.
+
+    Raises:
+        RewardError: There is not exactly one value per response, so that no value can be
+            attributed to a response.
+    """
+    entries = _entries(returned, function, len(rows))
+    if len(entries) != len(rows):
+        raise RewardError(
+            f"reward function {function!r} returned {len(entries)} values for {len(rows)} "
+            f"responses (position {min(len(entries), len(rows))} has no counterpart); return one "
+            "number or None per response, in their order"
+        )
+    values = [math.nan if entry is None else finite_number(entry) for entry in entries]
+    bad = [row for row, value in enumerate(values) if value is None]
+    return CheckedValues(
+        values=[math.nan if value is None else value for value in values],
+        malformed=_describe(entries, bad, rows),
+    )
+
+
+def _entries(returned: Any, function: str, count: int) -> Sequence[Any]:
+    if isinstance(returned, Tensor | np.ndarray):
+        if returned.ndim == 1:
+            return returned.tolist()
+        found = f"{type(returned).__name__} of shape {tuple(returned.shape)}"
+    elif isinstance(returned, Sequence) and not isinstance(returned, str | bytes):
+        return returned
+    else:
+        found = f"{type(returned).__name__} {shorten(returned)}"
+    raise RewardError(
+        f"reward function {function!r} returned {found}, not a list of {count} numbers; return "
+        "one number or None per response, in their order"
+    )
+
+
+def finite_number(value: Any) -> float | None:
+    """Return the value as a float, or None where it is no finite float32 number.
+
+    Args:
+        value: A number of Python or NumPy, or a tensor with one element and no axis.
+    """
+    if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0:
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if abs(number) <= _LARGEST else None  # also None for NaN
+
+
+def _describe(entries: Sequence[Any], bad: Sequence[int], rows: Sequence[int]) -> str:
+    if not bad:
+        return ""
+    first = entries[bad[0]]
+    return (
+        f"returned {len(bad)} of {len(entries)} values that are no finite float32 number, the "
+        f"first at position {rows[bad[0]]}: {shorten(first)} ({type(first).__name__})"
+    )
+
+
+def shorten(value: Any) -> str:
+    """Return the value as Python writes it, cut for a message."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

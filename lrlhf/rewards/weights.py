@@ -1,0 +1,133 @@
+"""How much each reward function counts, for all responses alike or by their label."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lrlhf.rewards.function import RewardError, did_you_mean
+
+Recipe = Mapping[str, Mapping[str, float]]
+"""Label -> reward name -> weight."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights of the functions, by label where there is a recipe."""
+
+    names: tuple[str, ...]
+    by_label: Mapping[str, tuple[float | None, ...]]
+    """None: the function is not asked about this label's responses."""
+    label_column: str | None
+
+    def rows(self, columns: Sequence[Mapping[str, object]]) -> Float[Tensor, "B K"]:
+        """Return the weight of every function for every response; NaN: not asked.
+
+        Args:
+            columns: The data columns of each response.
+
+        Raises:
+            RewardError: A response has no label or one that is not in the recipe.
+        """
+        table = [self._weights_of(row, values) for row, values in enumerate(columns)]
+        known = [[math.nan if weight is None else weight for weight in row] for row in table]
+        return torch.tensor(known, dtype=torch.float64).view(len(columns), len(self.names))
+
+    def _weights_of(self, row: int, values: Mapping[str, object]) -> tuple[float | None, ...]:
+        if self.label_column is None:
+            return self.by_label[""]
+        if self.label_column not in values:
+            raise RewardError(
+                f"response {row} has no column {self.label_column!r}"
+                f"{did_you_mean(self.label_column, values)} (columns: "
+                f"{', '.join(sorted(values)) or 'none'}); set label_column to the column that "
+                "says which entry of the recipe applies"
+            )
+        label = str(values[self.label_column])
+        if label not in self.by_label:
+            raise RewardError(
+                f"response {row} has the label {label!r} (column {self.label_column!r}), which is "
+                f"not in the recipe{did_you_mean(label, self.by_label)} (labels: "
+                f"{', '.join(sorted(self.by_label))})"
+            )
+        return self.by_label[label]
+
+
+def same_weights(
+    names: Sequence[str], weights: Sequence[float] | Mapping[str, float] | None
+) -> Weights:
+    """Weigh all responses alike.
+
+    Args:
+        names: Of the functions.
+        weights: One per function, by position or by name; None: all 1.
+
+    Raises:
+        ValueError: They do not fit the functions.
+    """
+    if weights is None:
+        weights = [1.0] * len(names)
+    if isinstance(weights, Mapping):
+        _check_known(weights, names, "weights")
+        missing = [name for name in names if name not in weights]
+        if missing:
+            raise ValueError(f"weights lacks {', '.join(map(repr, missing))}; 0 only logs a reward")
+        weights = [weights[name] for name in names]
+    if len(weights) != len(names):
+        raise ValueError(
+            f"weights has {len(weights)} entries for {len(names)} reward functions "
+            f"({', '.join(names)}); give one per function, in their order"
+        )
+    _check_numbers(dict(zip(names, weights, strict=True)), "weights")
+    return Weights(tuple(names), {"": tuple(map(float, weights))}, None)
+
+
+def weights_by_label(names: Sequence[str], recipe: Recipe, label_column: str) -> Weights:
+    """Weigh each response by the entry of the recipe that its label names.
+
+    Args:
+        names: Of the functions.
+        recipe: By label the weights of the functions that score it; others are not asked.
+        label_column: Data column that holds the label.
+
+    Raises:
+        ValueError: The recipe names an unknown function, or leaves one or a label without use.
+    """
+    if not recipe:
+        raise ValueError("recipe is empty: give every label its rewards and their weights")
+    for label, entry in recipe.items():
+        _check_known(entry, names, f"recipe[{label!r}]")
+        _check_numbers(entry, f"recipe[{label!r}]")
+    unused = [name for name in names if not any(name in entry for entry in recipe.values())]
+    if unused:
+        raise ValueError(
+            f"recipe: no label uses {', '.join(map(repr, unused))}; add a weight or drop the "
+            "function"
+        )
+    by_label = {
+        str(label): tuple(float(entry[name]) if name in entry else None for name in names)
+        for label, entry in recipe.items()
+    }
+    return Weights(tuple(names), by_label, label_column)
+
+
+def _check_known(entry: Mapping[str, float], names: Sequence[str], where: str) -> None:
+    for name in entry:
+        if name not in names:
+            raise ValueError(
+                f"{where}: there is no reward {name!r}{did_you_mean(name, names)} (rewards: "
+                f"{', '.join(names)})"
+            )
+
+
+def _check_numbers(weights: Mapping[str, float], where: str) -> None:
+    for name, weight in weights.items():
+        if not math.isfinite(weight):
+            raise ValueError(f"{where}: the weight of {name!r} is {weight}; it must be finite")
+    if all(weight == 0 for weight in weights.values()):
+        raise ValueError(f"{where}: every weight is 0, so that nothing would be scored")

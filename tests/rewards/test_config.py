@@ -1,0 +1,113 @@
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import yaml
+from jsonargparse import ArgumentParser
+
+from lrlhf.rewards import RegexFormat, RewardError, Rewards
+from lrlhf.rewards.builtins import BUILTINS
+
+
+def twos(completions: Sequence[str]) -> list[float]:
+    return [2.0] * len(completions)
+
+
+async def threes(completions: Sequence[str]) -> list[float]:
+    return [3.0] * len(completions)
+
+
+class Constant:
+    def __init__(self, value: float = 5.0) -> None:
+        self.value = value
+
+    def __call__(self, completions: Sequence[str]) -> list[float]:
+        return [self.value] * len(completions)
+
+
+def from_yaml(text: str) -> Rewards:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--rewards", type=Rewards)
+    config = parser.parse_object(
+        {"rewards": {"class_path": "lrlhf.rewards.Rewards", "init_args": yaml.safe_load(text)}}
+    )
+    written = parser.dump(config)  # as it is saved beside a checkpoint
+    rewards: Rewards = parser.instantiate(parser.parse_string(written)).rewards
+    return rewards
+
+
+def scores(rewards: Rewards, **columns: Any) -> list[float]:
+    return rewards.score(["p"], ["ab"], [[1, 2, 3]], [columns]).per_function[0].tolist()
+
+
+def test_a_yaml_names_functions_classes_and_built_in_rewards() -> None:
+    rewards = from_yaml(
+        """
+        functions:
+          - tests.rewards.test_config.twos
+          - tests.rewards.test_config.threes
+          - exact_match
+          - class_path: tests.rewards.test_config.Constant
+            init_args: {value: 7}
+          - class_path: lrlhf.rewards.RegexFormat
+            init_args: {pattern: a.}
+          - class_path: OverlongPenalty
+            init_args: {max_new_tokens: 4, buffer: 2}
+        weights: [1, 1, 1, 1, 1, 2]
+        """
+    )
+    assert rewards.names == (
+        "twos", "threes", "exact_match", "constant", "regex_format", "overlong_penalty"
+    )  # fmt: skip
+    assert scores(rewards, answer="ab") == [2.0, 3.0, 1.0, 7.0, 1.0, -0.5]
+
+
+def test_a_yaml_names_rewards_by_a_mapping() -> None:
+    rewards = from_yaml(
+        """
+        functions:
+          b: tests.rewards.test_config.Constant
+          a: {class_path: RegexFormat, init_args: {pattern: x}}
+        weights: {a: 1.0, b: 0.5}
+        """
+    )
+    assert rewards.names == ("b", "a")
+    assert scores(rewards) == [5.0, 0.0]
+
+
+def test_every_option_can_be_given_in_a_yaml() -> None:
+    rewards = from_yaml(
+        """
+        functions: [tests.rewards.test_config.twos]
+        names: [two]
+        timeout: null
+        max_unscorable_fraction: 0
+        max_failures_in_a_row: null
+        recipe: {math: {two: 3.0}}
+        label_column: kind
+        """
+    )
+    result = rewards.score(["p"], ["c"], [[1]], [{"kind": "math"}])
+    assert result.scores.tolist() == [6.0]
+    with pytest.raises(RewardError, match=r"response 0 has the label 'mth' .column 'kind'"):
+        rewards.score(["p"], ["c"], [[1]], [{"kind": "mth"}])
+
+
+def test_a_misspelt_option_is_refused() -> None:
+    with pytest.raises(Exception, match="'patern' is not accepted"):
+        from_yaml("functions: [{class_path: RegexFormat, init_args: {patern: a}}]")
+
+
+def test_every_built_in_reward_goes_by_its_name_in_snake_case() -> None:
+    assert {name: cls.__name__ for name, cls in BUILTINS.items()} == {
+        "exact_match": "ExactMatch",
+        "learned_reward": "LearnedReward",
+        "length_penalty": "LengthPenalty",
+        "numeric_answer": "NumericAnswer",
+        "overlong_penalty": "OverlongPenalty",
+        "reasoning_gym_score": "ReasoningGymScore",
+        "regex_format": "RegexFormat",
+        "remote_reward": "RemoteReward",
+        "repetition_penalty": "RepetitionPenalty",
+    }
+    assert Rewards([RegexFormat("a")]).names == ("regex_format",)

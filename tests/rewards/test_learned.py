@@ -1,0 +1,282 @@
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerBase,
+)
+
+from lrlhf.models import RewardNetwork, ScoreModel
+from lrlhf.rewards import LearnedReward, RewardError, RewardResult, Rewards
+from lrlhf.types import SequenceBatch
+from tests.conftest import CHAT_TEMPLATE, build_language_model
+
+PROMPTS = ["2 + 2 =", "Say something nice:", "x"]
+TEXTS = [" 4", " you look well today", ""]
+
+
+@pytest.fixture(scope="module")
+def classifier_folder(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """A stock sequence classifier with one label and a decoder's body."""
+    config = build_language_model(tokenizer).config
+    config.num_labels = 1
+    folder = tmp_path_factory.mktemp("classifier")
+    torch.manual_seed(3)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def two_heads_folder(
+    tmp_path_factory: pytest.TempPathFactory,
+    model_folder: str,
+    tokenizer: PreTrainedTokenizerBase,
+) -> str:
+    folder = tmp_path_factory.mktemp("two-heads")
+    network = ScoreModel(source=model_folder, heads=["kind", "true"], pooling="mean").load()
+    network.save_pretrained(folder, tokenizer)
+    return str(folder)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, model: str) -> None:
+    """Write a tokenizer where `load_tokenizer` finds one: beside a model's config."""
+    tokenizer.save_pretrained(folder)
+    shutil.copy(Path(model) / "config.json", folder)
+
+
+def score(
+    function: LearnedReward, prompts: list[Any] = PROMPTS, texts: list[Any] = TEXTS
+) -> RewardResult:
+    rewards = Rewards([function], max_unscorable_fraction=1.0)
+    return rewards.score(prompts, texts, [[1]] * len(texts), [{}] * len(texts))
+
+
+def reference_score(folder: str, ids: list[int]) -> float:
+    """What transformers' own classifier gives to one unpadded row."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
+
+
+def head_scores(folder: str, ids: list[int]) -> list[float]:
+    network = RewardNetwork.from_pretrained(folder)
+    row = torch.tensor([ids])
+    mask = torch.ones_like(row, dtype=torch.bool)
+    with torch.no_grad():
+        scores: list[float] = network(
+            SequenceBatch(input_ids=row, attention_mask=mask, response_mask=mask)
+        )[0].tolist()
+    return scores
+
+
+def test_plain_text_is_scored_with_its_end_token(
+    classifier_folder: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    expected = [
+        reference_score(classifier_folder, [*tokenizer(p + t)["input_ids"], tokenizer.eos_token_id])
+        for p, t in zip(PROMPTS, TEXTS, strict=True)
+    ]
+    result = score(LearnedReward(classifier_folder))
+    assert_close(result.scores, torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    assert len(set(expected)) == 3
+    assert result.metrics["learned/too_long"] == 0.0
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_the_batch_size_does_not_matter(classifier_folder: str, batch_size: int) -> None:
+    expected = score(LearnedReward(classifier_folder, batch_size=8)).scores
+    result = score(LearnedReward(classifier_folder, batch_size=batch_size))
+    assert_close(result.scores, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_no_more_than_the_batch_size_is_scored_at_once(classifier_folder: str) -> None:
+    function = LearnedReward(classifier_folder, batch_size=2)
+    function.prepare()
+    assert function._loaded is not None
+    sizes: list[int] = []
+    function._loaded.network.register_forward_pre_hook(
+        lambda module, inputs: sizes.append(len(inputs[0]))
+    )
+    score(function)
+    assert sizes == [2, 1]
+
+
+def test_a_chat_is_rendered_by_the_reward_models_own_template(
+    classifier_folder: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompt = ({"role": "user", "content": "Hi"},)
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    expected = reference_score(classifier_folder, tokenizer(text)["input_ids"])
+    for completion in ("Hello", [{"role": "assistant", "content": "Hello"}]):
+        result = score(LearnedReward(classifier_folder), [prompt], [completion])
+        assert float(result.scores[0]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_another_chat_template_can_be_given(
+    classifier_folder: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    function = LearnedReward(classifier_folder, chat_template=template)
+    result = score(function, [({"role": "user", "content": "Hi"},)], ["Hello"])
+    expected = reference_score(classifier_folder, tokenizer("[Hi][Hello]")["input_ids"])
+    assert float(result.scores[0]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_another_tokenizer_can_be_given(
+    tmp_path: Path, classifier_folder: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = CHAT_TEMPLATE.replace("\n", " ")
+    save_tokenizer(other, tmp_path, classifier_folder)
+    prompt = [({"role": "user", "content": "Hi"},)]
+    own = score(LearnedReward(classifier_folder), prompt, ["Hello"]).scores
+    given = score(LearnedReward(classifier_folder, tokenizer=str(tmp_path)), prompt, ["Hello"])
+    assert abs(float(own[0] - given.scores[0])) > 1e-4
+
+
+def test_a_chat_without_a_template_is_explained(
+    tmp_path: Path, classifier_folder: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = None
+    save_tokenizer(other, tmp_path, classifier_folder)
+    function = LearnedReward(classifier_folder, tokenizer=str(tmp_path))
+    with pytest.raises(RewardError, match="no chat template: give chat_template"):
+        score(function, [({"role": "user", "content": "Hi"},)], ["Hello"])
+
+
+def test_a_template_that_refuses_the_messages_is_explained(classifier_folder: str) -> None:
+    template = "{{ raise_exception('no system turns') }}"
+    function = LearnedReward(classifier_folder, chat_template=template)
+    with pytest.raises(RewardError, match="refuses the messages: no system turns"):
+        score(function, [({"role": "user", "content": "Hi"},)], ["Hello"])
+
+
+def test_the_head_is_chosen_by_name(
+    two_heads_folder: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    ids = [*tokenizer("ab")["input_ids"], tokenizer.eos_token_id]
+    kind, true = head_scores(two_heads_folder, ids)
+    assert kind != true
+    for head, expected in (("kind", kind), ("true", true)):
+        result = score(LearnedReward(two_heads_folder, head=head), ["a"], ["b"])
+        assert float(result.scores[0]) == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(ValueError, match="heads kind, true: choose one with head"):
+        LearnedReward(two_heads_folder).prepare()
+    with pytest.raises(ValueError, match="no head 'kid'; did you mean 'kind'"):
+        LearnedReward(two_heads_folder, head="kid").prepare()
+
+
+def test_inputs_that_are_too_long_get_no_score_and_are_counted(classifier_folder: str) -> None:
+    # one token per byte and the end token: 8 + 2, 8 + 3, 300
+    prompts, texts = ["12345678"] * 3, ["a", "ab", "x" * 291]
+    result = score(LearnedReward(classifier_folder, max_tokens=10), prompts, texts)
+    assert result.scores.isnan().tolist() == [False, True, True]
+    assert result.metrics["learned/too_long"] == pytest.approx(2 / 3)
+    result = score(LearnedReward(classifier_folder), prompts, texts)  # made for 256 positions
+    assert result.scores.isnan().tolist() == [False, False, True]
+    result = score(LearnedReward(classifier_folder, max_tokens=1000), prompts, texts)
+    assert result.scores.isnan().tolist() == [False, False, True]
+
+
+def test_an_encoder_classifier_is_read_with_its_own_special_tokens(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=64, num_labels=1,
+        pad_token_id=tokenizer.pad_token_id, initializer_range=0.5,
+    )  # fmt: skip
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ids = [*tokenizer("ab")["input_ids"], tokenizer.eos_token_id]
+    result = score(LearnedReward(str(tmp_path)), ["a", "a"], ["b", "bcdef"])
+    expected = reference_score(str(tmp_path), ids)
+    assert float(result.scores[0]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_begin_token_in_the_template_is_not_doubled(
+    tmp_path: Path, classifier_folder: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    other = copy.deepcopy(tokenizer)
+    other.bos_token = "<|im_start|>"
+    save_tokenizer(other, tmp_path, classifier_folder)
+    function = LearnedReward(classifier_folder, tokenizer=str(tmp_path))
+    result = score(function, ["<|im_start|><|im_start|>a"], ["b"])
+    ids = tokenizer("<|im_start|>ab<|endoftext|>")["input_ids"]
+    expected = reference_score(classifier_folder, ids)
+    assert float(result.scores[0]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_model_is_loaded_at_the_first_use_and_only_once(classifier_folder: str) -> None:
+    function = LearnedReward(classifier_folder)
+    assert function._loaded is None
+    score(function)
+    loaded = function._loaded
+    assert loaded is not None
+    score(function)
+    assert function._loaded is loaded
+
+
+def test_the_model_is_frozen_and_in_no_module_tree(classifier_folder: str) -> None:
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rewards = Rewards([function])
+
+    function = LearnedReward(classifier_folder)
+    function.prepare()
+    assert function._loaded is not None
+    network = function._loaded.network
+    assert not network.training
+    assert not any(weight.requires_grad for weight in network.parameters())
+    assert list(Module().parameters()) == []
+    assert copy.deepcopy(function)._loaded is None
+
+
+def test_dtype_device_and_attention_are_heeded(classifier_folder: str) -> None:
+    function = LearnedReward(
+        classifier_folder, dtype="bfloat16", device="meta", attn_implementation="eager"
+    )
+    function.prepare()
+    assert function._loaded is not None
+    weight = next(function._loaded.network.parameters())
+    assert weight.dtype == torch.bfloat16
+    assert weight.device.type == "meta"
+    scorer: Any = function._loaded.network.scorer
+    assert scorer.backbone.config._attn_implementation == "eager"
+
+
+def test_remote_code_is_run_only_if_it_is_trusted(tmp_path: Path, classifier_folder: str) -> None:
+    for file in Path(classifier_folder).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "custom.CustomConfig"}
+    config["model_type"] = "custom"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "custom.py").write_text("raise RuntimeError('remote code was run')\n")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        LearnedReward(str(tmp_path)).prepare()
+    with pytest.raises(RuntimeError, match="remote code was run"):
+        LearnedReward(str(tmp_path), trust_remote_code=True).prepare()
+
+
+def test_wrong_options_are_refused(model_folder: str) -> None:
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        LearnedReward("x", batch_size=0)
+    with pytest.raises(ValueError, match="max_tokens is 0"):
+        LearnedReward("x", max_tokens=0)
+    with pytest.raises(ValueError, match="is no reward model"):
+        Rewards([LearnedReward(model_folder)]).prepare()

@@ -1,0 +1,206 @@
+import importlib.util
+import logging
+import sys
+import threading
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from lrlhf.rewards import NumericAnswer, RewardError, expressions
+from lrlhf.rewards.numbers_in_text import boxed, numbers_in, only_number
+from tests.rewards.test_text_rewards import value
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", []),
+        ("no numbers", []),
+        ("7", [7]),
+        ("7 apples and 12.5 pears.", [7, Fraction(25, 2)]),
+        ("1,234,567.5 but 1,2345", [Fraction(2469135, 2), 1, 2345]),
+        ("$1,000 or €5 or -$3 or $-4", [1000, 5, -3, -4]),
+        ("5 - 3 = 2", [5, 3, 2]),
+        ("5-3", [5, 3]),
+        ("5 -3", [5, -3]),
+        ("(2)-1", [2, 1]),
+        ("= -14282", [-14282]),
+        ("minus −3", [-3]),
+        ("3/4 and -1 / 2", [Fraction(3, 4), Fraction(-1, 2)]),
+        (r"\frac{1}{2}, -\dfrac{3}{4}", [Fraction(1, 2), Fraction(-3, 4)]),
+        (".5 and 0.25", [Fraction(1, 2), Fraction(1, 4)]),
+        ("50%", [50]),
+        ("1e3 and 2.5E-1", [1000, Fraction(1, 4)]),
+        ("1e99999999", []),
+        ("5/0", [None]),
+        ("Q1 x2 v3.0", []),
+        ("1.2.3", [Fraction(6, 5)]),
+        ("9" * 5000, [None]),
+    ],
+)
+def test_numbers_are_read_as_people_write_them(text: str, expected: list[Fraction | None]) -> None:
+    assert numbers_in(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (" 72. ", 72),
+        ("$72$", 72),
+        ("$1,200", 1200),
+        ("12 apples", 12),
+        ("15 %", 15),
+        ("30 square metres", 30),
+        ("2x", None),
+        ("x^2", None),
+        ("3 or 4", None),
+        ("five", None),
+    ],
+)
+def test_a_text_that_is_one_number_is_told_from_others(text: str, expected: int | None) -> None:
+    assert only_number(text) == expected
+
+
+def test_the_last_complete_box_counts_with_its_braces() -> None:
+    assert boxed(r"\boxed{1} then \boxed{\frac{1}{2}} and \boxed{3") == r"\frac{1}{2}"
+    assert boxed("no box") is None
+
+
+@pytest.mark.parametrize(
+    ("which", "text", "answer", "expected"),
+    [
+        ("last", "First 5, then 72.", "#### 72", 1.0),
+        ("last", "72, no, 5", "#### 72", 0.0),
+        ("last", "It is #### 72 after 3 days", "72", 1.0),
+        ("last", "72 #### none", "72", 0.0),
+        ("last", "no idea", "72", 0.0),
+        ("last", "", "72", 0.0),
+        ("last", "$1,234.50", "1234.5", 1.0),
+        ("last", "It costs 18 dollars", "Janet has 9 * 2 = $<<9*2=18>>18\n#### 18", 1.0),
+        ("last", "-3", "3", 0.0),
+        ("last", "= -3", -3, 1.0),
+        ("last", "0.75", "3/4", 1.0),
+        ("last", r"so \frac{3}{4}", "0.75", 1.0),
+        ("last", "0.5", r"\boxed{\frac{1}{2}}", 1.0),
+        ("last", "50", "50%", 1.0),
+        ("last", "7", 7.0, 1.0),
+        ("last", "7", None, None),
+        ("last", "5 or 9/0", "5", 0.0),
+        ("first", " 8\n9 - 4 = 5", "8", 1.0),
+        ("first", "9 - 4 = 8", "8", 0.0),
+        ("boxed", r"5 \boxed{8} 9", "8", 1.0),
+        ("boxed", r"\boxed{x = 8}", "8", 1.0),
+        ("boxed", "8", "8", 0.0),
+        ("boxed", r"\boxed{8 or 9}", "9", 0.0),
+        (r"Answer:(.*)", "4 Answer: it is 8, really", "8", 1.0),
+        (r"Answer:(.*)", "8", "8", 0.0),
+        (r"<\d+>", "7 <8> 9", "8", 1.0),
+        ("last", [{"role": "assistant", "content": "8"}], "8", 1.0),
+    ],
+)
+def test_numeric_answers(which: str, text: Any, answer: Any, expected: float | None) -> None:
+    function = NumericAnswer(which=which, use_math_verify=False)
+    assert value(function, text, answer=answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "text", "answer", "expected"),
+    [
+        (1e-6, "0.333333", "1/3", 1.0),
+        (1e-6, "0.3333", "1/3", 0.0),
+        (0.001, "0.3333", "1/3", 1.0),
+        (0.01, "1009", "1000", 1.0),  # 1 % of 1000 is 10
+        (0.01, "1011", "1000", 0.0),
+        (0.0, "2.0000001", "2", 0.0),
+    ],
+)
+def test_the_tolerance_is_relative_above_one(
+    tolerance: float, text: str, answer: str, expected: float
+) -> None:
+    assert value(NumericAnswer(tolerance=tolerance), text, answer=answer) == expected
+
+
+def test_numeric_answer_reads_the_column_that_it_is_told() -> None:
+    function = NumericAnswer(answer_column="target")
+    assert value(function, "3", answer="4", target="3") == 1.0
+    with pytest.raises(RewardError, match="no column 'target'"):
+        value(function, "3", answer="3")
+
+
+def test_wrong_options_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"tolerance is 1.0"):
+        NumericAnswer(tolerance=1.0)
+    with pytest.raises(ValueError, match="which '\\(' is no regular expression"):
+        NumericAnswer(which="(")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"\boxed{2\sqrt{2}}", 1.0),
+        (r"\boxed{\sqrt{8}}", 1.0),
+        (r"\boxed{\sqrt{7}}", 0.0),
+        (r"\boxed{9^{9^{9^9}}}", 0.0),
+        (r"\boxed{9**999999999}", 0.0),
+        (r"\boxed{1000000!}", 0.0),
+        ("nothing", 0.0),
+    ],
+)
+def test_expressions_are_compared_by_value_and_in_threads(text: str, expected: float) -> None:
+    assert threading.current_thread() is threading.main_thread()  # the runner uses another
+    function = NumericAnswer(which="boxed")
+    assert value(function, text, answer=r"\sqrt{8}") == expected
+
+
+@pytest.mark.parametrize(
+    ("which", "text"),
+    [
+        ("last", "5\nso it is $2\\sqrt{2}$"),
+        ("last", "so #### 2\\sqrt{2}"),
+        ("first", "it is $2\\sqrt{2}$\n5"),
+        ("Answer: (.*)", "5\nAnswer: 2\\sqrt{2}"),
+    ],
+)
+def test_expressions_are_found_where_numbers_would_be(which: str, text: str) -> None:
+    assert value(NumericAnswer(which=which), text, answer=r"\sqrt{8}") == 1.0
+
+
+@pytest.mark.parametrize("answer", ["", r"9^{9^9}", "x" * 400])
+def test_a_right_answer_that_cannot_be_read_gives_no_score(answer: str) -> None:
+    assert value(NumericAnswer(which="boxed"), r"\boxed{3}", answer=answer) is None
+
+
+def test_math_verify_can_be_asked_about_numbers_too() -> None:
+    text = r"\boxed{\sqrt{4}}"
+    assert value(NumericAnswer(which="boxed"), text, answer="2") == 0.0
+    assert value(NumericAnswer(which="boxed", use_math_verify=True), text, answer="2") == 1.0
+
+
+def test_without_math_verify_expressions_give_no_score_and_say_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    function = NumericAnswer(use_math_verify=False)
+    with caplog.at_level(logging.WARNING):
+        assert value(function, "x", answer=r"\sqrt{8}") is None
+        assert value(function, "x", answer=r"\sqrt{8}") is None
+    (record,) = caplog.records
+    assert r"\\sqrt{8}" in record.getMessage()
+    assert "lrlhf[math]" in record.getMessage()
+
+
+def test_a_missing_math_verify_is_no_matter_unless_it_is_demanded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "math_verify", None)  # makes `import` fail
+    for function in (expressions.available, expressions.load):
+        function.cache_clear()
+    try:
+        assert value(NumericAnswer(), "3", answer="3") == 1.0
+        assert value(NumericAnswer(), "x", answer="x^2") is None
+        with pytest.raises(ImportError, match=r"pip install 'lrlhf\[math\]'"):
+            value(NumericAnswer(use_math_verify=True), "3", answer="3")
+    finally:
+        for function in (expressions.available, expressions.load):
+            function.cache_clear()

@@ -1,0 +1,110 @@
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lrlhf.rewards import RewardError, RewardResult, Rewards
+
+RECIPE = {"math": {"right": 1.0, "short": 0.5}, "chat": {"kind": 2.0}}
+
+
+class Recorder:
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.seen: list[list[str]] = []
+
+    def __call__(self, completions: Sequence[str], log_extra: Any) -> list[float]:
+        self.seen.append(list(completions))
+        log_extra(f"is {self.value}", list(completions))
+        return [self.value] * len(completions)
+
+
+def score(rewards: Rewards, labels: Sequence[object], column: str = "label") -> RewardResult:
+    texts = [f"c{row}" for row in range(len(labels))]
+    return rewards.score(texts, texts, [[1]] * len(labels), [{column: label} for label in labels])
+
+
+def functions() -> dict[str, Any]:
+    return {"right": Recorder(1.0), "short": Recorder(3.0), "kind": Recorder(5.0)}
+
+
+def test_each_response_is_scored_by_the_recipe_of_its_label() -> None:
+    result = score(Rewards(functions(), recipe=RECIPE), ["math", "chat", "math"])
+    # math: 1·1 + 0.5·3; chat: 2·5
+    assert result.scores.tolist() == [2.5, 10.0, 2.5]
+    assert result.per_function.isnan().tolist() == [
+        [False, False, True], [True, True, False], [False, False, True]
+    ]  # fmt: skip
+
+
+def test_functions_see_only_the_responses_that_they_weigh_for() -> None:
+    asked = functions()
+    result = score(Rewards(asked, recipe=RECIPE), ["math", "chat", "math"])
+    assert asked["right"].seen == [["c0", "c2"]]
+    assert asked["kind"].seen == [["c1"]]
+    assert result.extras["is 1.0"] == ["c0", None, "c2"]
+    assert result.metrics["kind/unscored_fraction"] == 0.0
+
+
+def test_a_function_without_responses_is_not_called() -> None:
+    asked = functions()
+    score(Rewards(asked, recipe=RECIPE), ["math"])
+    assert asked["kind"].seen == []
+
+
+def test_a_value_of_another_labels_reward_does_not_make_a_response_scorable() -> None:
+    def none(completions: Sequence[str]) -> list[None]:
+        return [None] * len(completions)
+
+    rewards = Rewards(
+        {"none": none, "one": Recorder(1.0)},
+        recipe={"a": {"none": 1.0}, "b": {"one": 1.0}},
+        max_unscorable_fraction=0.5,
+    )
+    result = score(rewards, ["a", "b"])
+    assert result.scores[0].isnan()
+    assert result.scores[1] == 1.0
+
+
+def test_the_label_column_can_be_chosen() -> None:
+    rewards = Rewards(functions(), recipe=RECIPE, label_column="kind_of_task")
+    assert score(rewards, ["chat"], column="kind_of_task").scores.tolist() == [10.0]
+    with pytest.raises(RewardError, match="response 0 has no column 'kind_of_task'"):
+        score(rewards, ["chat"])
+
+
+def test_an_unknown_label_is_named_with_its_row_and_the_nearest_one() -> None:
+    with pytest.raises(RewardError, match=r"response 1 has the label 'maths'.*mean 'math'"):
+        score(Rewards(functions(), recipe=RECIPE), ["chat", "maths"])
+
+
+def test_malformed_values_are_named_by_their_position_in_the_batch() -> None:
+    def text(completions: Sequence[str]) -> list[Any]:
+        return ["high"] * len(completions)
+
+    rewards = Rewards(
+        {"text": text, "one": Recorder(1.0)},
+        recipe={"a": {"text": 1.0}, "b": {"one": 1.0}},
+        max_unscorable_fraction=1.0,
+    )
+    assert "position 2" in score(rewards, ["b", "b", "a"]).failures[0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ({}, "recipe is empty"),
+        ({"math": {"rigth": 1.0}}, r"recipe\['math'\].*'rigth'; did you mean 'right'"),
+        ({"math": {"right": 1.0, "short": 1.0}}, "no label uses 'kind'"),
+        ({"math": {"right": 0.0, "short": 0.0, "kind": 0.0}}, "every weight is 0"),
+        ({"math": {"right": float("nan"), "short": 1.0, "kind": 1.0}}, "'right' is nan"),
+    ],
+)
+def test_wrong_recipes_are_explained(recipe: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rewards(functions(), recipe=recipe)
+
+
+def test_weights_and_recipe_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="exclude each other"):
+        Rewards(functions(), weights=[1.0, 1.0, 1.0], recipe=RECIPE)

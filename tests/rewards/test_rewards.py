@@ -1,0 +1,572 @@
+import asyncio
+import copy
+import functools
+import logging
+import math
+import pickle
+import re
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from lrlhf.rewards import RewardError, RewardFunction, RewardResult, Rewards
+
+
+def score(rewards: Rewards, count: int = 2, **columns: Sequence[Any]) -> RewardResult:
+    """Score `count` responses "c0", "c1", ... to "p0", "p1", ..., with the given columns."""
+    return rewards.score(
+        [f"p{row}" for row in range(count)],
+        [f"c{row}" for row in range(count)],
+        [[row, 7] for row in range(count)],
+        [{name: values[row] for name, values in columns.items()} for row in range(count)],
+    )
+
+
+def ones(completions: Sequence[str]) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def row_numbers(completions: Sequence[str]) -> list[float]:
+    return [float(text[1:]) for text in completions]
+
+
+def nothing(completions: Sequence[str]) -> list[None]:
+    return [None] * len(completions)
+
+
+def raising(completions: Sequence[str]) -> list[float]:
+    raise KeyError(f"broken for {len(completions)}")
+
+
+def first_only(completions: Sequence[str]) -> list[float | None]:
+    return [1.0, *[None] * (len(completions) - 1)]
+
+
+async def halves(completions: Sequence[str]) -> list[float]:
+    await asyncio.sleep(0)
+    return [0.5] * len(completions)
+
+
+class AsyncQuarters(RewardFunction):
+    async def __call__(self, *, completions: Sequence[Any], **columns: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [0.25] * len(completions)
+
+
+class PlainClass:
+    def __call__(self, completions: Sequence[str]) -> list[float]:
+        return [3.0] * len(completions)
+
+
+# ---------------------------------------------------------------------- scores
+
+
+def test_scores_are_the_weighted_sum_in_float32() -> None:
+    result = score(Rewards([ones, row_numbers], weights=[2.0, 0.5]), count=3)
+    # 2·1 + 0.5·row
+    assert_close(result.scores, torch.tensor([2.0, 2.5, 3.0]), rtol=0, atol=0)
+    assert_close(result.per_function, torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]]))
+    assert result.scores.dtype == result.per_function.dtype == torch.float32
+    assert result.names == ("ones", "row_numbers")
+
+
+def test_scores_are_float32_whatever_the_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert score(Rewards([ones])).scores.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_weights_default_to_one() -> None:
+    assert score(Rewards([ones, row_numbers])).scores.tolist() == [1.0, 2.0]
+
+
+def test_weights_may_be_given_by_name() -> None:
+    rewards = Rewards({"a": ones, "b": row_numbers}, weights={"b": 10.0, "a": 1.0})
+    assert score(rewards).scores.tolist() == [1.0, 11.0]
+
+
+def test_a_value_of_none_is_left_out_of_the_sum() -> None:
+    result = score(Rewards([first_only, row_numbers], weights=[4.0, 1.0]))
+    assert result.scores.tolist() == [4.0, 1.0]
+    assert result.per_function[1, 0].isnan()
+
+
+def test_a_response_without_any_value_has_no_score() -> None:
+    result = score(Rewards([first_only, first_only], names=["a", "b"], max_unscorable_fraction=0.5))
+    assert result.scores[0] == 2.0
+    assert result.scores[1].isnan()
+    assert result.metrics == {"a/unscored_fraction": 0.5, "b/unscored_fraction": 0.5}
+
+
+def test_a_weight_of_zero_logs_without_scoring() -> None:
+    rewards = Rewards([first_only, ones], weights=[1.0, 0.0], max_unscorable_fraction=0.5)
+    result = score(rewards)
+    assert result.scores[0] == 1.0
+    assert result.scores[1].isnan()
+    assert result.per_function[:, 1].tolist() == [1.0, 1.0]
+
+
+def test_sums_beyond_float32_are_refused() -> None:
+    with pytest.raises(RewardError, match=r"response 0 .*float32"):
+        score(Rewards([lambda completions: [3e38, 0.0]], weights=[10.0]))
+
+
+def test_no_responses_give_empty_scores() -> None:
+    result = score(Rewards([ones]), count=0)
+    assert result.scores.shape == (0,)
+    assert result.per_function.shape == (0, 1)
+
+
+# ---------------------------------------------------------------------- what functions are given
+
+
+def test_functions_get_only_the_arguments_that_they_name() -> None:
+    seen: dict[str, Any] = {}
+
+    def named(completions: Sequence[str], answer: Sequence[int], absent: str = "default") -> Any:
+        seen.update(completions=completions, answer=answer, absent=absent)
+        return [0.0] * len(completions)
+
+    score(Rewards([named]), answer=[5, 6], other=[0, 0])
+    assert seen == {"completions": ["c0", "c1"], "answer": [5, 6], "absent": "default"}
+
+
+def test_functions_with_keyword_arguments_get_everything() -> None:
+    seen: dict[str, Any] = {}
+
+    def everything(**arguments: Any) -> list[float]:
+        seen.update(arguments)
+        return [0.0, 0.0]
+
+    score(Rewards([everything]), answer=[5, 6])
+    assert seen.keys() == {
+        "prompts", "completions", "completion_ids", "log_metric", "log_extra", "answer"
+    }  # fmt: skip
+    assert seen["prompts"] == ["p0", "p1"]
+    assert seen["completion_ids"] == [[0, 7], [1, 7]]
+
+
+def test_rows_without_a_column_give_none() -> None:
+    seen: list[Any] = []
+
+    def read(answer: Sequence[Any]) -> list[float]:
+        seen.extend(answer)
+        return [0.0, 0.0]
+
+    Rewards([read]).score(["p"] * 2, ["c"] * 2, [[1]] * 2, [{"answer": 4}, {"label": "x"}])
+    assert seen == [4, None]
+
+
+def test_a_missing_column_is_named_with_the_nearest_one() -> None:
+    def needs_solution(solution: Sequence[str]) -> list[float]:
+        return [0.0] * len(solution)
+
+    with pytest.raises(RewardError, match=r"'needs_solution'.*'solution'.*mean 'solutions'"):
+        score(Rewards([needs_solution]), solutions=["a", "b"])
+
+
+def test_functions_cannot_change_what_the_others_see() -> None:
+    gate = threading.Event()
+
+    def greedy(completions: list[str]) -> list[float]:
+        completions.clear()
+        gate.set()
+        return [0.0, 0.0]
+
+    def patient(completions: list[str]) -> list[float]:
+        gate.wait(5)
+        return [float(len(completions))] * 2
+
+    assert score(Rewards([greedy, patient])).scores.tolist() == [2.0, 2.0]
+
+
+def test_an_argument_wins_over_a_column_of_its_name() -> None:
+    assert score(Rewards([row_numbers]), completions=["x", "y"]).scores.tolist() == [0.0, 1.0]
+
+
+def test_lists_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 prompts, 2 completions"):
+        Rewards([ones]).score(["p"], ["c", "d"], [[1], [2]], [{}, {}])
+
+
+# ---------------------------------------------------------------------- logging
+
+
+def test_metrics_of_one_name_are_averaged() -> None:
+    def logs(completions: Sequence[str], log_metric: Any) -> list[float]:
+        log_metric("seen", 1)
+        log_metric("seen", torch.tensor(2.0))
+        return ones(completions)
+
+    def logs_too(completions: Sequence[str], log_metric: Any) -> list[float]:
+        log_metric("seen", 6.0)
+        return ones(completions)
+
+    assert score(Rewards([logs, logs_too])).metrics["seen"] == 3.0  # (1 + 2 + 6) / 3
+
+
+def test_columns_of_one_name_keep_apart() -> None:
+    def logs(completions: Sequence[str], log_extra: Any) -> list[float]:
+        log_extra("found", ["a", "b"])
+        return ones(completions)
+
+    def logs_too(completions: Sequence[str], log_extra: Any) -> list[float]:
+        log_extra("found", ["c", "d"])
+        return ones(completions)
+
+    extras = score(Rewards([logs, logs_too])).extras
+    assert extras == {"found": ["a", "b"], "logs_too/found": ["c", "d"]}
+
+
+def test_logging_from_many_threads_loses_nothing() -> None:
+    def logs(completions: Sequence[str], log_metric: Any) -> list[float]:
+        def work(value: float) -> None:
+            for _ in range(200):
+                log_metric("mean", value)
+
+        threads = [threading.Thread(target=work, args=(value,)) for value in (0.0, 1.0, 2.0, 5.0)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return ones(completions)
+
+    assert score(Rewards([logs])).metrics["mean"] == 2.0  # (0 + 1 + 2 + 5) / 4
+
+
+@pytest.mark.parametrize(
+    ("log", "message"),
+    [
+        (lambda metric, extra: metric("m", "high"), "log_metric.*'high'"),
+        (lambda metric, extra: metric("m", math.nan), "log_metric.*nan"),
+        (lambda metric, extra: extra("e", ["only one"]), "1 values for 2 responses"),
+    ],
+)
+def test_wrong_logging_fails_the_function(log: Any, message: str) -> None:
+    def logs(completions: Sequence[str], log_metric: Any, log_extra: Any) -> list[float]:
+        log(log_metric, log_extra)
+        return ones(completions)
+
+    result = score(Rewards([logs, ones]))
+    assert result.per_function[:, 0].isnan().all()
+    assert len(result.failures) == 1
+    assert re.search(message, result.failures[0])
+
+
+# ---------------------------------------------------------------------- failures
+
+
+def test_a_raising_function_leaves_its_values_out_and_its_traceback_behind() -> None:
+    result = score(Rewards([raising, ones]))
+    assert result.scores.tolist() == [1.0, 1.0]
+    assert result.per_function[:, 0].isnan().all()
+    (failure,) = result.failures
+    assert failure.startswith("raising: Traceback")
+    assert "KeyError: 'broken for 2'" in failure
+    assert result.metrics["raising/unscored_fraction"] == 1.0
+
+
+def test_a_failure_is_logged_once_per_message(caplog: pytest.LogCaptureFixture) -> None:
+    rewards = Rewards([raising, ones], max_failures_in_a_row=None)
+    with caplog.at_level(logging.ERROR):
+        for count in (2, 2, 3):
+            score(rewards, count=count)
+    said = [record.getMessage().splitlines()[-1] for record in caplog.records]
+    assert said == ["KeyError: 'broken for 2'", "KeyError: 'broken for 3'"]
+
+
+def test_a_function_that_always_fails_stops_the_run() -> None:
+    rewards = Rewards([raising, ones], max_failures_in_a_row=2)
+    score(rewards)
+    with pytest.raises(RewardError, match="'raising' failed in 2 batches in a row"):
+        score(rewards)
+
+
+def test_a_success_starts_the_count_of_failures_again() -> None:
+    fails = iter([True, False, True, False, True])
+
+    def flaky(completions: Sequence[str]) -> list[float]:
+        if next(fails):
+            raise OSError("no answer")
+        return ones(completions)
+
+    rewards = Rewards([flaky, ones], max_failures_in_a_row=2)
+    assert [len(score(rewards).failures) for _ in range(5)] == [1, 0, 1, 0, 1]
+
+
+def test_sys_exit_in_a_function_is_its_failure() -> None:
+    def leaves(**_: Any) -> list[float]:
+        raise SystemExit(3)
+
+    async def leaves_too(**_: Any) -> list[float]:
+        raise SystemExit(3)
+
+    rewards = Rewards([leaves, leaves_too, halves])
+    assert len(score(rewards).failures) == 2
+    assert score(rewards).scores.tolist() == [0.5, 0.5]  # the event loop still runs
+
+
+def test_a_function_that_cancels_itself_has_failed() -> None:
+    async def gives_up(**_: Any) -> list[float]:
+        raise asyncio.CancelledError
+
+    result = score(Rewards([gives_up, ones]))
+    assert result.scores.tolist() == [1.0, 1.0]
+    assert "CancelledError" in result.failures[0]
+
+
+def test_a_reward_error_raised_by_a_function_stops_the_run() -> None:
+    def misconfigured(**_: Any) -> list[float]:
+        raise RewardError("no key")
+
+    with pytest.raises(RewardError, match="'misconfigured': no key"):
+        score(Rewards([misconfigured, ones]))
+
+
+def test_too_many_unscorable_responses_stop_the_run() -> None:
+    def mostly(completions: Sequence[str]) -> list[float | None]:
+        return [None if row < 3 else 1.0 for row in range(len(completions))]
+
+    score(Rewards([mostly], max_unscorable_fraction=0.3), count=10)
+    with pytest.raises(RewardError, match=r"could score 3 of 10 .*29%") as caught:
+        score(Rewards([mostly], max_unscorable_fraction=0.29), count=10)
+    assert "mostly (3 without a value)" in str(caught.value)
+    assert "max_unscorable_fraction" in str(caught.value)
+
+
+def test_the_error_of_the_quota_holds_the_first_failure() -> None:
+    with pytest.raises(RewardError, match="KeyError: 'broken for 2'"):
+        score(Rewards([raising, nothing]))
+
+
+# ---------------------------------------------------------------------- time
+
+
+def sleeping(seconds: float, value: float) -> Any:
+    def sleeps(completions: Sequence[str]) -> list[float]:
+        time.sleep(seconds)
+        return [value] * len(completions)
+
+    return sleeps
+
+
+def test_functions_run_at_the_same_time() -> None:
+    async def sleeps_async(completions: Sequence[str]) -> list[float]:
+        await asyncio.sleep(0.3)
+        return [4.0] * len(completions)
+
+    async def sleeps_too(completions: Sequence[str]) -> list[float]:
+        await asyncio.sleep(0.3)
+        return [8.0] * len(completions)
+
+    functions = {
+        "a": sleeping(0.3, 1.0), "b": sleeping(0.3, 2.0), "c": sleeps_async, "d": sleeps_too
+    }  # fmt: skip
+    start = time.monotonic()
+    result = score(Rewards(functions))
+    elapsed = time.monotonic() - start
+    assert result.scores.tolist() == [15.0, 15.0]
+    assert 0.3 <= elapsed < 0.8  # one after the other: 1.2 s
+
+
+def test_a_slow_function_times_out_and_the_others_count() -> None:
+    start = time.monotonic()
+    result = score(Rewards({"slow": sleeping(5.0, 9.0), "fast": ones}, timeout=0.2))
+    assert time.monotonic() - start < 2
+    assert result.scores.tolist() == [1.0, 1.0]
+    assert result.failures[0].startswith("slow: no result after 0.2 s")
+
+
+def test_a_slow_async_function_is_cancelled() -> None:
+    cancelled = threading.Event()
+
+    async def slow(completions: Sequence[str]) -> list[float]:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return ones(completions)
+
+    result = score(Rewards([slow, ones], timeout=0.1))
+    assert result.failures[0].startswith("slow: no result after 0.1 s")
+    assert cancelled.wait(5)
+
+
+def test_a_late_result_is_not_mixed_into_a_later_call() -> None:
+    release = threading.Event()
+    calls: list[int] = []
+
+    def late(completions: Sequence[str], log_metric: Any, log_extra: Any) -> list[float]:
+        calls.append(len(completions))
+        value = 100.0 * len(calls)
+        if len(calls) == 1:
+            release.wait(10)
+        log_metric("value", value)
+        log_extra("value", [value] * len(completions))
+        return [value] * len(completions)
+
+    rewards = Rewards([late, ones], timeout=0.3)
+    first = score(rewards)
+    assert "value" not in first.metrics
+    release.set()
+    second = score(rewards)
+    assert second.metrics["value"] == 200.0
+    assert second.extras["value"] == [200.0, 200.0]
+    assert second.per_function[:, 0].tolist() == [200.0, 200.0]
+    assert "value" not in first.metrics
+    assert first.extras == {}
+
+
+def test_a_function_is_not_entered_again_before_it_is_done() -> None:
+    release = threading.Event()
+    entered: list[int] = []
+
+    def hangs(completions: Sequence[str]) -> list[float]:
+        entered.append(1)
+        release.wait(10)
+        return ones(completions)
+
+    rewards = Rewards([hangs, ones], timeout=0.1)
+    for _ in range(3):
+        assert score(rewards).failures[0].startswith("hangs: no result after 0.1 s")
+    assert entered == [1]
+    release.set()
+
+
+def test_without_a_timeout_a_slow_function_is_waited_for() -> None:
+    assert score(Rewards([sleeping(0.2, 1.0)], timeout=None)).scores.tolist() == [1.0, 1.0]
+
+
+def test_preparing_happens_in_the_callers_thread_and_outside_the_timeout() -> None:
+    class Heavy(RewardFunction):
+        def prepare(self) -> None:
+            self.thread = threading.current_thread()
+            time.sleep(0.3)
+
+        def __call__(self, *, completions: Sequence[Any], **columns: Any) -> list[float]:
+            return [1.0] * len(completions)
+
+    heavy = Heavy()
+    assert score(Rewards([heavy], timeout=0.2)).scores.tolist() == [1.0, 1.0]
+    assert heavy.thread is threading.current_thread()
+
+
+def test_what_preparing_raises_stops_the_run() -> None:
+    class Missing(RewardFunction):
+        def prepare(self) -> None:
+            raise ImportError("pip install 'lrlhf[math]'")
+
+        def __call__(self, *, completions: Sequence[Any], **columns: Any) -> list[float]:
+            return [1.0] * len(completions)
+
+    rewards = Rewards([Missing()], max_unscorable_fraction=1.0)
+    with pytest.raises(ImportError, match="lrlhf"):
+        rewards.prepare()
+    with pytest.raises(ImportError, match="lrlhf"):
+        score(rewards)
+
+
+# ---------------------------------------------------------------------- kinds of functions
+
+
+def scaled(completions: Sequence[str], factor: float) -> list[float]:
+    return [factor] * len(completions)
+
+
+def test_every_kind_of_function_is_called() -> None:
+    def returns_awaitable(completions: Sequence[str]) -> Any:
+        return halves(completions)
+
+    functions = {
+        "function": ones,
+        "async": halves,
+        "object": PlainClass(),
+        "async object": AsyncQuarters(),
+        "partial": functools.partial(scaled, factor=7.0),
+        "async partial": functools.partial(halves),
+        "class": PlainClass,
+        "awaitable": returns_awaitable,
+        "path": "tests.rewards.test_rewards.ones",
+        "class path": "tests.rewards.test_rewards.PlainClass",
+    }
+    result = score(Rewards(functions))
+    assert result.per_function[0].tolist() == [1.0, 0.5, 3.0, 0.25, 7.0, 0.5, 3.0, 0.5, 1.0, 3.0]
+
+
+def test_async_functions_work_where_an_event_loop_runs_already() -> None:
+    async def notebook() -> RewardResult:
+        return score(Rewards([halves]))
+
+    assert asyncio.run(notebook()).scores.tolist() == [0.5, 0.5]
+
+
+def test_names_are_those_of_functions_and_classes() -> None:
+    partial = functools.partial(scaled, factor=1.0)
+    assert Rewards([ones, AsyncQuarters(), partial, "exact_match"]).names == (
+        "ones", "async_quarters", "scaled", "exact_match"
+    )  # fmt: skip
+
+
+def test_copies_and_pickles_work_like_the_original() -> None:
+    rewards = Rewards([ones, halves])
+    score(rewards)
+    for other in (copy.deepcopy(rewards), pickle.loads(pickle.dumps(rewards))):
+        assert score(other).scores.tolist() == [1.5, 1.5]
+
+
+def test_the_background_thread_ends_with_its_rewards() -> None:
+    before = set(threading.enumerate())
+    rewards = Rewards([halves])
+    score(rewards)
+    (loop,) = [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]
+    del rewards
+    loop.join(5)
+    assert not loop.is_alive()
+
+
+# ---------------------------------------------------------------------- wrong options
+
+
+def positional(completions: Sequence[str], /) -> list[float]:
+    return ones(completions)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"functions": []}, "functions is empty"),
+        ({"functions": "exact_match"}, "must be a list"),
+        ({"functions": ones}, "must be a list"),
+        ({"functions": ["exact_mach"]}, "did you mean 'exact_match'"),
+        ({"functions": ["tests.rewards.test_rewards.absent"]}, "absent"),
+        ({"functions": ["regex_format"]}, "needs pattern: .*class_path.*RegexFormat"),
+        ({"functions": [3]}, "3 cannot be called"),
+        ({"functions": ["fractions.Decimal"]}, "is a class without __call__"),
+        ({"functions": [max]}, "cannot tell its arguments"),
+        ({"functions": {"a": []}}, "cannot be called"),
+        ({"functions": [positional]}, "'completions' by position only"),
+        ({"functions": [ones, ones]}, "2 reward functions are called 'ones'.*names"),
+        ({"functions": [ones], "names": ["a", "b"]}, "2 entries for 1 functions"),
+        ({"functions": [ones], "names": [""]}, "cannot name"),
+        ({"functions": {"a": ones}, "names": ["a"]}, "drop names"),
+        ({"functions": [ones], "weights": [1.0, 2.0]}, r"2 entries for 1 reward.*\(ones\)"),
+        ({"functions": [ones], "weights": {"one": 1.0}}, "'one'; did you mean 'ones'"),
+        ({"functions": {"a": ones, "b": ones}, "weights": {"a": 1.0}}, "lacks 'b'"),
+        ({"functions": [ones], "weights": [math.inf]}, "'ones' is inf"),
+        ({"functions": [ones], "weights": [0.0]}, "every weight is 0"),
+        ({"functions": [ones], "timeout": 0.0}, "timeout is 0.0"),
+        ({"functions": [ones], "max_unscorable_fraction": 1.5}, "max_unscorable_fraction is 1.5"),
+        ({"functions": [ones], "max_failures_in_a_row": 0}, "max_failures_in_a_row is 0"),
+    ],
+)
+def test_wrong_options_are_explained(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rewards(**options)

@@ -1,0 +1,81 @@
+import sys
+from typing import Any
+
+import pytest
+
+from lrlhf.rewards import ReasoningGymScore, RewardError, Rewards, task_score
+
+SUM = {"question": "2 + 3 =", "answer": "5", "metadata": {"source_dataset": "chain_sum"}}
+GCD = {"question": "gcd of 4 and 6?", "answer": "2", "metadata": {"source_dataset": "gcd"}}
+
+
+def scores(function: ReasoningGymScore, *rows: tuple[str, dict[str, Any]]) -> Any:
+    rewards = Rewards([function], max_unscorable_fraction=1.0)
+    texts = [text for text, _ in rows]
+    return rewards.score(texts, texts, [[1]] * len(rows), [row for _, row in rows])
+
+
+def test_each_response_is_scored_by_its_own_task() -> None:
+    result = scores(ReasoningGymScore(), (" 5\n", SUM), ("2", GCD), ("6", SUM), ("3", GCD))
+    assert result.scores[:2].tolist() == [1.0, 1.0]
+    assert (result.scores[2:] < 1).all()
+    assert result.metrics["reasoning_gym/unreadable"] == 0.0
+
+
+def test_only_full_marks_count_when_strict() -> None:
+    # the right answer inside a longer text: partial credit
+    text = "the answer is 5, I think"
+    lenient = float(scores(ReasoningGymScore(), (text, SUM)).scores[0])
+    assert 0 < lenient < 1
+    result = scores(ReasoningGymScore(strict=True), (text, SUM), ("5", SUM))
+    assert result.scores.tolist() == [0.0, 1.0]
+
+
+def test_the_answer_can_be_extracted() -> None:
+    function = ReasoningGymScore(strict=True, extract=r"<a>(.*?)</a>")
+    result = scores(function, ("so <a> 5 </a>", SUM), ("5", SUM))
+    assert result.scores.tolist() == [1.0, 0.0]
+
+
+def test_rows_of_no_task_get_no_score() -> None:
+    result = scores(ReasoningGymScore(), ("5", SUM), ("5", SUM | {"metadata": None}))
+    assert result.scores[0] == 1.0
+    assert result.scores[1].isnan()
+
+
+def test_a_response_that_the_scorer_cannot_read_gets_nothing_and_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def strict_number(answer: str | None, entry: dict[str, Any]) -> float:
+        assert answer is not None
+        return float(int(answer) == int(entry["answer"]))
+
+    monkeypatch.setattr(task_score, "_scorer", lambda task: strict_number)
+    result = scores(ReasoningGymScore(), ("5", SUM), ("five", SUM), ("6", SUM), ("V", SUM))
+    assert result.scores.tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert result.metrics["reasoning_gym/unreadable"] == 0.5
+    assert result.failures == []
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"answer": "5", "metadata": {}}, "no column 'question'"),
+        (SUM | {"metadata": {"task": "x"}}, "without 'source_dataset'"),
+        (SUM | {"metadata": "text"}, "without 'source_dataset'"),
+        (SUM | {"metadata": {"source_dataset": "chain_sums"}}, "mean 'chain_sum'"),
+    ],
+)
+def test_rows_that_are_no_tasks_are_explained(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        scores(ReasoningGymScore(), ("5", row))
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # makes `import` fail
+    task_score._load.cache_clear()
+    try:
+        with pytest.raises(ImportError, match=r"pip install 'lrlhf\[tasks\]'"):
+            scores(ReasoningGymScore(), ("5", SUM))
+    finally:
+        task_score._load.cache_clear()

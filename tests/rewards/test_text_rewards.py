@@ -1,0 +1,96 @@
+import math
+from typing import Any
+
+import pytest
+
+from lrlhf.rewards import (
+    Completion,
+    ExactMatch,
+    RegexFormat,
+    RewardError,
+    RewardFunction,
+    Rewards,
+    completion_text,
+)
+
+
+def value(function: RewardFunction, completion: Completion, **columns: Any) -> float | None:
+    """Score one response through the runner."""
+    rewards = Rewards([function], max_unscorable_fraction=1.0)
+    score = float(rewards.score(["p"], [completion], [[1]], [columns]).scores[0])
+    return None if math.isnan(score) else score
+
+
+@pytest.mark.parametrize(
+    ("completion", "text"),
+    [
+        ("plain", "plain"),
+        ([{"role": "assistant", "content": "a turn"}], "a turn"),
+        ([{"role": "assistant", "content": None}, {"role": "assistant", "content": "b"}], "\nb"),
+        ([{"role": "tool", "content": "x"}, {"role": "assistant", "content": "a"}], "a"),
+        (
+            [{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}],
+            "a",
+        ),
+        ([], ""),
+    ],
+)
+def test_the_text_of_a_completion_is_what_the_assistant_said(
+    completion: Completion, text: str
+) -> None:
+    assert completion_text(completion) == text
+
+
+@pytest.mark.parametrize(
+    ("options", "completion", "answer", "expected"),
+    [
+        ({}, "Paris", "Paris", 1.0),
+        ({}, "  paris.\n", "Paris", 1.0),
+        ({}, "New\n York", "new york", 1.0),
+        ({}, "London", "Paris", 0.0),
+        ({}, [{"role": "assistant", "content": "Paris"}], "Paris", 1.0),
+        ({}, "7", 7, 1.0),
+        ({}, "b", ["a", "b"], 1.0),
+        ({}, "c", ["a", "b"], 0.0),
+        ({}, "a", None, None),
+        ({"normalize": False}, "paris", "Paris", 0.0),
+        ({"normalize": False}, "Paris ", "Paris", 0.0),
+        ({"normalize": False}, "Paris", "Paris", 1.0),
+        ({"extract": r"<a>(.*?)</a>"}, "so <a>Rome</a> no <a>Paris</a>!", "Paris", 1.0),
+        ({"extract": r"[A-Z]\w+"}, "it is Paris now", "Paris", 1.0),
+        ({"extract": r"<a>(.*?)</a>"}, "Paris", "Paris", 0.0),
+        ({"extract": r"<a>(.*?)</a>"}, "<a>\nParis\n</a>", "Paris", 1.0),
+    ],
+)
+def test_exact_match(
+    options: dict[str, Any], completion: Completion, answer: Any, expected: float | None
+) -> None:
+    assert value(ExactMatch(**options), completion, answer=answer) == expected
+
+
+def test_exact_match_reads_the_column_that_it_is_told() -> None:
+    function = ExactMatch(answer_column="target")
+    assert value(function, "a", answer="b", target="a") == 1.0
+    with pytest.raises(RewardError, match=r"no column 'target'; did you mean 'targets'.*column"):
+        value(function, "a", targets="a")
+
+
+@pytest.mark.parametrize(
+    ("options", "completion", "expected"),
+    [
+        ({"pattern": "<t>.*</t>"}, " <t>a\nb</t>\n", 1.0),
+        ({"pattern": "<t>.*</t>"}, "x <t>a</t>", 0.0),
+        ({"pattern": "<t>.*</t>", "full_match": False}, "x <t>a</t> y", 1.0),
+        ({"pattern": "<t>.*</t>", "full_match": False}, "a</t>", 0.0),
+        ({"pattern": "<t>.*</t>", "prefix": "<t>"}, "a</t>", 1.0),
+        ({"pattern": "a"}, [{"role": "assistant", "content": "a"}], 1.0),
+    ],
+)
+def test_regex_format(options: dict[str, Any], completion: Completion, expected: float) -> None:
+    assert value(RegexFormat(**options), completion) == expected
+
+
+@pytest.mark.parametrize("build", [lambda: RegexFormat("("), lambda: ExactMatch(extract="(")])
+def test_a_broken_regular_expression_is_refused(build: Any) -> None:
+    with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
+        build()
