@@ -55,7 +55,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_language_model(tokenizer: PreTrainedTokenizerBase, *, seed: int = 0) -> PreTrainedModel:
-    """A two-layer Llama with random weights, large enough that its outputs differ between inputs."""
+    """A two-layer Llama with random weights, so large that its outputs differ between inputs."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,

@@ -176,5 +176,5 @@ def test_a_function_without_a_docstring_has_no_description() -> None:
 
 
 def test_an_unknown_name_suggests_the_nearest() -> None:
-    with pytest.raises(ValueError, match="unknown estimator 'rlo'.*did you mean 'rloo'"):
+    with pytest.raises(ValueError, match=r"unknown estimator 'rlo'.*did you mean 'rloo'"):
         resolve_estimator("rlo")

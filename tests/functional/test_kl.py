@@ -52,7 +52,7 @@ def test_a_wild_token_leaves_k3_finite() -> None:
 
 
 def test_an_unknown_estimator_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match="unknown KL estimator 'k33'.*did you mean 'k3'"):
+    with pytest.raises(ValueError, match=r"unknown KL estimator 'k33'.*did you mean 'k3'"):
         kl_estimate(torch.zeros(1), torch.zeros(1), estimator="k33")
 
 

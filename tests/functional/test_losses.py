@@ -70,7 +70,7 @@ def test_the_level_tells_the_shapes(name: str) -> None:
     assert len(evaluate(name, (1.0, 1.0), 1.0)) == width
 
 
-def mine(logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+def mine(logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:  # noqa: ARG001  the shape of a loss
     return -logprobs * advantages * mask
 
 
@@ -82,5 +82,5 @@ def test_names_and_paths_resolve() -> None:
 
 
 def test_an_unknown_name_suggests_the_nearest() -> None:
-    with pytest.raises(ValueError, match="unknown policy loss 'gsp'.*did you mean 'gspo'"):
+    with pytest.raises(ValueError, match=r"unknown policy loss 'gsp'.*did you mean 'gspo'"):
         resolve_policy_loss("gsp")

@@ -51,7 +51,7 @@ ALL4 = torch.ones(1, 4, dtype=torch.bool)
 def test_the_clipped_loss_takes_the_worse_of_both() -> None:
     logprobs, old = with_ratios(1.5, 1.5, 0.5, 0.5)
     loss = clipped_policy_loss(logprobs, old, row(2, -2, 2, -2), ALL4, clip_low=0.2, clip_high=0.3)
-    # -min(3, 2.6), -min(-3, -2.6), -min(1, 1.6), -min(-1, -1.6)
+    # by hand, minus the smaller of: 3 and 2.6; -3 and -2.6; 1 and 1.6; -1 and -1.6
     assert loss.tolist()[0] == pytest.approx([-2.6, 3, -1, 1.6])
     # clipped at the first and last; else -ρA
     assert gradient(loss, logprobs) == pytest.approx([0, 3, -1, 0])

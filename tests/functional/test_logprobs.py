@@ -1,0 +1,350 @@
+"""Chunked log-probabilities against whole ones, their gradients, and what they hold in memory."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lrlhf.functional import LogprobsAndEntropy, token_logprobs
+
+N, H, V = 7, 5, 11
+Head = Callable[[Tensor], Any]
+
+
+def as_weight(weight: Tensor) -> Tensor:
+    return weight
+
+
+def as_callable(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda hidden: hidden @ weight.T
+
+
+BOTH_PATHS = pytest.mark.parametrize("head", [as_weight, as_callable])
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = torch.randn(N, H, dtype=dtype, requires_grad=True)
+    weight = torch.randn(V, H, dtype=dtype, requires_grad=True)
+    return hidden, weight, torch.randint(V, (N,))
+
+
+def whole(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> LogprobsAndEntropy:
+    """Everything at once, with torch's own functions."""
+    distribution = torch.distributions.Categorical(logits=logits / temperature)
+    return LogprobsAndEntropy(distribution.log_prob(targets), distribution.entropy())
+
+
+def test_two_tokens_by_hand() -> None:
+    # logits 0 and log 3 at every position: probabilities ¼ and ¾
+    weight = torch.tensor([[0.0], [math.log(3)]])
+    result = token_logprobs(torch.ones(2, 1), weight, torch.tensor([0, 1]), return_entropy=True)
+    assert result.logprobs.exp().tolist() == pytest.approx([0.25, 0.75])
+    entropy = 0.25 * math.log(4) + 0.75 * math.log(4 / 3)
+    assert result.entropy.tolist() == pytest.approx([entropy, entropy])
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients_do_not_depend_on_the_chunks(
+    head: Head, chunk_size: int, temperature: float
+) -> None:
+    hidden, weight, targets = inputs()
+    expected = whole(hidden @ weight.T, targets, temperature)
+    result = token_logprobs(
+        hidden,
+        head(weight),
+        targets,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        return_entropy=True,
+    )
+    torch.testing.assert_close(result.logprobs, expected.logprobs)
+    torch.testing.assert_close(result.entropy, expected.entropy)
+    upstream = torch.randn(2, N, dtype=torch.float64)
+    gradients = [
+        torch.autograd.grad((both.logprobs * upstream[0] + both.entropy * upstream[1]).sum(), x)
+        for both in (result, expected)
+        for x in [(hidden, weight)]
+    ]
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@BOTH_PATHS
+def test_without_entropy_it_is_a_plain_tensor(head: Head) -> None:
+    hidden, weight, targets = inputs()
+    result = token_logprobs(hidden, head(weight), targets, chunk_size=2)
+    assert isinstance(result, Tensor)
+    torch.testing.assert_close(result, whole(hidden @ weight.T, targets).logprobs)
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("return_entropy", [False, True])
+def test_gradients_pass_gradcheck(head: Head, return_entropy: bool) -> None:
+    hidden, weight, targets = inputs()
+
+    def function(hidden: Tensor, weight: Tensor) -> Any:
+        options = {"temperature": 0.7, "chunk_size": 3, "return_entropy": return_entropy}
+        result = token_logprobs(hidden, head(weight), targets, **options)  # type: ignore[call-overload]
+        return tuple(result) if return_entropy else result
+
+    assert torch.autograd.gradcheck(function, (hidden, weight))
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("only", ["hidden", "weight"])
+def test_a_frozen_side_gets_no_gradient_and_the_other_its_own(head: Head, only: str) -> None:
+    hidden, weight, targets = inputs()
+    trained, frozen = (hidden, weight) if only == "hidden" else (weight, hidden)
+    expected = torch.autograd.grad(whole(hidden @ weight.T, targets).logprobs.sum(), trained)
+    frozen.requires_grad_(False)
+    token_logprobs(hidden, head(weight), targets, chunk_size=3).sum().backward()
+    assert frozen.grad is None
+    torch.testing.assert_close(trained.grad, expected[0])
+
+
+def test_a_head_keeps_its_bias_cap_and_parameters() -> None:
+    hidden, _, targets = inputs()
+    linear = nn.Linear(H, V, dtype=torch.float64)
+
+    def capped(states: Tensor) -> Tensor:
+        return 3 * torch.tanh(linear(states) / 3)
+
+    trained = (hidden, linear.weight, linear.bias)
+    result = token_logprobs(hidden, capped, targets, chunk_size=2)
+    expected = whole(capped(hidden), targets).logprobs
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(result.sum(), trained), torch.autograd.grad(expected.sum(), trained)
+    )
+
+
+def test_dropout_in_the_head_is_the_same_in_both_passes() -> None:
+    hidden, weight, targets = inputs()
+    seen = []
+
+    def head(states: Tensor) -> Tensor:
+        dropped = nn.functional.dropout(states, 0.5)
+        seen.append(dropped.detach())
+        return dropped @ weight.T
+
+    token_logprobs(hidden, head, targets, chunk_size=N).sum().backward()
+    first, again = seen
+    assert torch.equal(first, again)
+
+
+@BOTH_PATHS
+def test_without_grad_mode_nothing_is_recorded(head: Head) -> None:
+    hidden, weight, targets = inputs()
+    with torch.no_grad():
+        result = token_logprobs(hidden, head(weight), targets, chunk_size=2, return_entropy=True)
+    assert not result.logprobs.requires_grad
+    torch.testing.assert_close(result.logprobs, whole(hidden @ weight.T, targets).logprobs)
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("return_entropy", [False, True])
+def test_no_tokens_give_no_logprobs_and_zero_gradients(head: Head, return_entropy: bool) -> None:
+    hidden, weight, targets = inputs()
+    result = token_logprobs(hidden[:0], head(weight), targets[:0], return_entropy=return_entropy)
+    for values in result if isinstance(result, LogprobsAndEntropy) else (result,):
+        assert values.shape == (0,)
+    logprobs = result.logprobs if isinstance(result, LogprobsAndEntropy) else result
+    logprobs.sum().backward()
+    assert weight.grad is not None
+    assert (weight.grad == 0).all()
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize(
+    ("given", "computed"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_the_log_softmax_is_at_least_float32(
+    head: Head, given: torch.dtype, computed: torch.dtype
+) -> None:
+    hidden, weight, targets = inputs(given)
+    result = token_logprobs(hidden, head(weight), targets, chunk_size=3, return_entropy=True)
+    assert result.logprobs.dtype == result.entropy.dtype == computed
+    (result.logprobs + result.entropy).sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert hidden.grad.dtype == weight.grad.dtype == given
+
+
+@pytest.fixture(params=["AVX2", "AVX512"])
+def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A processor without fast 16-bit products, and one with them."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("cpu")
+@BOTH_PATHS
+def test_bfloat16_autocast_stays_close_to_float32(head: Head) -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    expected = whole(hidden @ weight.T, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = token_logprobs(hidden, head(weight), targets, chunk_size=3, return_entropy=True)
+    assert result.logprobs.dtype == torch.float32
+    # bfloat16 has 8 bits: logits of size 8 are off by up to 0.03
+    torch.testing.assert_close(result.logprobs, expected.logprobs, rtol=0.02, atol=0.06)
+    torch.testing.assert_close(result.entropy, expected.entropy, rtol=0.02, atol=0.06)
+    actual = torch.autograd.grad(result.logprobs.sum(), (hidden, weight))
+    wanted = torch.autograd.grad(expected.logprobs.sum(), (hidden, weight))
+    for gradient, reference in zip(actual, wanted, strict=True):
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient, reference, rtol=0.05, atol=0.1)
+
+
+def test_autocast_decides_the_products_only_where_they_are_fast(cpu: str) -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    exact = whole(hidden @ weight.T, targets).logprobs
+    rounded = whole((hidden.bfloat16() @ weight.bfloat16().T).float(), targets).logprobs
+    assert not torch.allclose(exact, rounded)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = token_logprobs(hidden, weight, targets, chunk_size=N)
+    torch.testing.assert_close(result, exact if cpu == "AVX2" else rounded)
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    hidden, weight, targets = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        result = token_logprobs(hidden, weight, targets)
+    torch.testing.assert_close(result, whole(hidden @ weight.T, targets).logprobs)
+
+
+def test_the_weights_gradient_is_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    rows = 1024
+    hidden = torch.ones(rows, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(rows, dtype=torch.long)
+    # each row gives ½; in bfloat16, 128 + ½ is 128 again
+    token_logprobs(hidden, weight, targets, chunk_size=1).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.flatten().tolist() == [rows / 2, -rows / 2]
+
+
+@BOTH_PATHS
+def test_a_token_that_is_ruled_out_adds_nothing(head: Head) -> None:
+    hidden, weight, _ = inputs()
+    hidden = torch.cat([hidden.detach(), torch.ones(N, 1, dtype=torch.float64)], dim=1)
+    weight = torch.cat([weight.detach(), torch.zeros(V, 1, dtype=torch.float64)], dim=1)
+    weight[3, -1] = -math.inf
+    hidden.requires_grad_()
+    targets = torch.full((N,), 4)
+    result = token_logprobs(hidden, head(weight), targets, chunk_size=3, return_entropy=True)
+    others = [v for v in range(V) if v != 3]
+    expected = whole(hidden @ weight[others].T, torch.full((N,), 3))
+    torch.testing.assert_close(result.logprobs, expected.logprobs)
+    torch.testing.assert_close(result.entropy, expected.entropy)
+
+
+def test_the_logits_gradient_of_a_ruled_out_token_is_zero() -> None:
+    logits = torch.randn(N, V, dtype=torch.float64)
+    logits[:, 3] = -math.inf
+    logits.requires_grad_()
+    result = token_logprobs(
+        logits, lambda rows: rows, torch.full((N,), 4), chunk_size=3, return_entropy=True
+    )
+    (result.logprobs + result.entropy).sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert (logits.grad[:, 3] == 0).all()
+
+
+@BOTH_PATHS
+def test_huge_logits_stay_finite(head: Head) -> None:
+    hidden = torch.tensor([[1e4], [-1e4]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]])
+    result = token_logprobs(hidden, head(weight), torch.tensor([0, 0]), return_entropy=True)
+    assert result.logprobs.tolist() == [0, -2e4]
+    assert result.entropy.tolist() == [0, 0]
+    (result.logprobs + result.entropy).sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.tolist() == [[0], [2]]
+
+
+def test_the_heads_logits_are_not_overwritten() -> None:
+    logits = torch.randn(N, V)
+    copy = logits.clone()
+    token_logprobs(logits, lambda rows: rows, torch.zeros(N, dtype=torch.long), return_entropy=True)
+    assert torch.equal(logits, copy)
+
+
+def test_row_order_does_not_matter() -> None:
+    hidden, weight, targets = inputs()
+    order = torch.randperm(N)
+    result = token_logprobs(hidden[order], weight, targets[order], chunk_size=3)
+    torch.testing.assert_close(result, token_logprobs(hidden, weight, targets)[order])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the elements of the largest tensor that any operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.largest = max([self.largest, *sizes])
+        return out
+
+
+def largest_tensor(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> int:
+    """Of a forward and a backward pass over 64 rows, 4 hidden units and 50 ids."""
+    hidden = torch.randn(64, 4, requires_grad=True)
+    weight = torch.randn(50, 4, requires_grad=True)
+    with LargestTensor() as mode:
+        function(hidden, weight, torch.randint(50, (64,))).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return mode.largest
+
+
+def test_the_memory_test_notices_whole_logits() -> None:
+    assert largest_tensor(lambda h, w, t: whole(h @ w.T, t).logprobs.sum()) == 64 * 50
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("return_entropy", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_no_more_than_one_chunk_of_logits_ever_exists(
+    head: Head, return_entropy: bool, autocast: bool
+) -> None:
+    def function(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            result = token_logprobs(
+                hidden, head(weight), targets, chunk_size=8, return_entropy=return_entropy
+            )
+        if isinstance(result, LogprobsAndEntropy):
+            return (result.logprobs + result.entropy).sum()
+        return result.sum()
+
+    assert largest_tensor(function) == 8 * 50
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"chunk_size": -3}, "chunk_size is -3"),
+    ],
+)
+def test_impossible_arguments_are_refused(options: dict[str, Any], culprit: str) -> None:
+    hidden, weight, targets = inputs()
+    with pytest.raises(ValueError, match=culprit):
+        token_logprobs(hidden, weight, targets, **options)
