@@ -1,4 +1,4 @@
-"""What scores a response: functions, learned models, services, and weighted mixtures of them."""
+"""What scores a response: functions, learned models, and weighted mixtures of them."""
 
 from lrlhf.rewards.function import (
     Completion,
@@ -10,7 +10,6 @@ from lrlhf.rewards.function import (
 from lrlhf.rewards.learned import LearnedReward
 from lrlhf.rewards.length_rewards import LengthPenalty, OverlongPenalty, RepetitionPenalty
 from lrlhf.rewards.numeric_answer import NumericAnswer
-from lrlhf.rewards.remote import RemoteReward
 from lrlhf.rewards.result import RewardResult
 from lrlhf.rewards.rewards import Rewards
 from lrlhf.rewards.task_score import ReasoningGymScore
@@ -25,7 +24,6 @@ __all__ = [
     "OverlongPenalty",
     "ReasoningGymScore",
     "RegexFormat",
-    "RemoteReward",
     "RepetitionPenalty",
     "RewardError",
     "RewardFunction",
