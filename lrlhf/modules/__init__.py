@@ -2,6 +2,7 @@
 
 from lrlhf.modules.contracts import Exportable, KLPenalized
 from lrlhf.modules.optimizers import OptimizerConfig
+from lrlhf.modules.reward_model import RewardModel, TrainingDivergedError
 from lrlhf.modules.rloo import RLOO
 from lrlhf.modules.settings import Advantage, Reference, Update
 
@@ -12,5 +13,7 @@ __all__ = [
     "KLPenalized",
     "OptimizerConfig",
     "Reference",
+    "RewardModel",
+    "TrainingDivergedError",
     "Update",
 ]

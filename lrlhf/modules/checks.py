@@ -21,8 +21,8 @@ def refuse_pure_low_precision(trainer: L.Trainer) -> None:
     plain = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
     if plain and trainer.precision in ("bf16-true", "16-true"):
         raise ValueError(
-            f"trainer.precision is {trainer.precision}: updates at the learning rates of "
-            "reinforcement learning would be rounded away; use bf16-mixed, which computes in "
+            f"trainer.precision is {trainer.precision}: updates at usual learning rates "
+            "would be rounded away; use bf16-mixed, which computes in "
             "bfloat16 and keeps the weights in float32"
         )
 

@@ -9,7 +9,6 @@ from lrlhf.rewards.function import RewardFunction
 from lrlhf.rewards.learned import LearnedReward
 from lrlhf.rewards.length_rewards import LengthPenalty, OverlongPenalty, RepetitionPenalty
 from lrlhf.rewards.numeric_answer import NumericAnswer
-from lrlhf.rewards.remote import RemoteReward
 from lrlhf.rewards.task_score import ReasoningGymScore
 from lrlhf.rewards.text_rewards import ExactMatch, RegexFormat
 
@@ -22,7 +21,6 @@ BUILTINS: Mapping[str, type[RewardFunction]] = MappingProxyType(
         "overlong_penalty": OverlongPenalty,
         "reasoning_gym_score": ReasoningGymScore,
         "regex_format": RegexFormat,
-        "remote_reward": RemoteReward,
         "repetition_penalty": RepetitionPenalty,
     }
 )

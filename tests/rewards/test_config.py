@@ -107,7 +107,6 @@ def test_every_built_in_reward_goes_by_its_name_in_snake_case() -> None:
         "overlong_penalty": "OverlongPenalty",
         "reasoning_gym_score": "ReasoningGymScore",
         "regex_format": "RegexFormat",
-        "remote_reward": "RemoteReward",
         "repetition_penalty": "RepetitionPenalty",
     }
     assert Rewards([RegexFormat("a")]).names == ("regex_format",)
