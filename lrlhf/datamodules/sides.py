@@ -128,6 +128,9 @@ class Preparation(Generic[DraftT, RowT]):
         bad_rows = BadRows(what)
         drafts = read_rows(components, self.parse, bad_rows)
         rows = keep_good(drafts, self.finish([draft.value for draft in drafts]), bad_rows)
+        if bad_rows.total == 0:
+            names = ", ".join(component.name for component in components)
+            raise BadDataError(f"the {what} data is empty: no rows in {names}")
         bad_rows.check(self.max_bad_fraction)
         return self.check(Side(components, rows), what)
 

@@ -207,11 +207,12 @@ def _check_groups(rows: int, num_generations: int) -> None:
         raise ValueError(f"num_generations is {num_generations}; it must be 1 or more")
     if rows % num_generations:
         below = rows - rows % num_generations
+        complete = " or ".join(str(size) for size in (below, below + num_generations) if size > 0)
         divisor = min(
             (size for size in range(1, rows + 1) if rows % size == 0),
             key=lambda size: abs(size - num_generations),
         )
         raise ValueError(
             f"{rows} scores do not form groups of num_generations={num_generations}; pass "
-            f"{below} or {below + num_generations} rows, or num_generations={divisor}"
+            f"{complete} rows, or num_generations={divisor}"
         )

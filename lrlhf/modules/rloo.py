@@ -181,6 +181,7 @@ class RLOO(L.LightningModule):
             refuse_pure_low_precision(self.trainer)
             count_iterations_as_steps(self.trainer)
         self.engine.attach(self.policy, self.tokenizer)
+        self.rewards.prepare()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         steps = self.trainer.max_steps

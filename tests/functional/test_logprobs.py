@@ -86,7 +86,10 @@ def test_without_entropy_it_is_a_plain_tensor(head: Head) -> None:
 @BOTH_PATHS
 @pytest.mark.parametrize("return_entropy", [False, True])
 def test_gradients_pass_gradcheck(head: Head, return_entropy: bool) -> None:
-    hidden, weight, targets = inputs()
+    hidden, weight, targets = (x[:4].detach() for x in inputs())  # slow: one pass per number
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    targets = targets % 4
 
     def function(hidden: Tensor, weight: Tensor) -> Any:
         options = {"temperature": 0.7, "chunk_size": 3, "return_entropy": return_entropy}
@@ -225,7 +228,7 @@ def test_autocast_leaves_float64_alone() -> None:
 
 def test_the_weights_gradient_is_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    rows = 1024
+    rows = 512
     hidden = torch.ones(rows, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(rows, dtype=torch.long)

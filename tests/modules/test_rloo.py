@@ -142,7 +142,8 @@ def test_a_notebook_builds_and_trains_two_iterations_without_yaml(
     ):
         assert key in trainer.callback_metrics | logged, key
     phases = [phase for phase in watcher.phases if phase]
-    assert phases[:4] == ["generate", "reward", "logprob", "update"]
+    first_update = phases.index("update")
+    assert phases[first_update - 3 : first_update] == ["generate", "reward", "logprob"]
     assert len(watcher.records[0]) == 16
     record = watcher.records[0][0]
     assert record["score"] == pytest.approx(letters([record["completion"]])[0])

@@ -89,7 +89,7 @@ CASES = {
     # YAML and options
     "a file that is not there": rlhf("--data.train=dat.jsonl", says=["dat.jsonl", "data.jsonl"]),
     "a misspelt option": rlhf("--model.num_generation=2", says=["num_generation"]),
-    "a misspelt nested option": rlhf("--model.sampling.max_new_token=3", says=["max_new_token"]),
+    "a misspelt nested option": rlhf("--model.sampling.max_nw_tokens=3", says=["max_nw_tokens"]),
     "a word where a number belongs": rlhf(
         "--model.num_generations=many", says=["num_generations", "many"]
     ),
