@@ -153,7 +153,7 @@ def sdist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A source distribution of the same make-up, with members that want to get out of it."""
     monkeypatch.setenv("LRLHF_CACHE", str(tmp_path / "cache"))
     files = {f"hutto_ICWSM_2014/{name}": RATINGS.encode() for name in vader._FILES.values()}
-    inner = packed({**files, "../../escaped.txt": b"x", "/tmp/lrlhf-escaped.txt": b"x"})
+    inner = packed({**files, "../../escaped.txt": b"x", "/lrlhf-escaped.txt": b"x"})
     path = tmp_path / "sdist.tar.gz"
     path.write_bytes(packed({vader._OUTER_MEMBER: inner, "../escaped.txt": b"x"}))
     return path
@@ -172,7 +172,7 @@ def test_vader_keeps_the_files_it_needs_and_nothing_else(sdist: Path, tmp_path: 
     files = sorted(path.name for path in (tmp_path / "cache").rglob("*") if path.is_file())
     assert files == sorted(vader._FILES.values())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "sdist.tar.gz"]
-    assert not Path("/tmp/lrlhf-escaped.txt").exists()
+    assert not Path("/lrlhf-escaped.txt").exists()
 
 
 def test_vader_takes_the_texts_of_all_domains(sdist: Path, tmp_path: Path) -> None:
