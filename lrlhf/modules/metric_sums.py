@@ -41,22 +41,24 @@ class MetricSums:
         self._maxima[name] = value if known is None else torch.maximum(known, value)
 
     def reduce(self, collectives: Collectives, device: torch.device) -> dict[str, float]:
-        """Combine the ranks, which must have seen the same names.
+        """Combine the ranks; each may have seen other names.
 
         Returns:
             The means and maxima by name; a mean of nothing is left out.
         """
         results: dict[str, float] = {}
-        names = sorted(self._sums)
+        names = collectives.union(self._sums)
+        nothing = torch.zeros(2, dtype=torch.float64)
         if names:
-            table = torch.stack([torch.stack(self._sums[name]).sum(dim=0) for name in names])
+            table = torch.stack([sum(self._sums.get(name, []), nothing) for name in names])
             table = collectives.sum(_movable(table, device)).cpu()
             counted = {name: pair.tolist() for name, pair in zip(names, table, strict=True)}
             results |= _deviations(counted)
             results |= {name: total / count for name, (total, count) in counted.items() if count}
-        peaks = sorted(self._maxima)
+        peaks = collectives.union(self._maxima)
+        lowest = torch.tensor(-torch.inf, dtype=torch.float64)
         if peaks:
-            largest = torch.stack([self._maxima[name] for name in peaks])
+            largest = torch.stack([self._maxima.get(name, lowest) for name in peaks])
             largest = collectives.max(_movable(largest, device)).cpu()
             results |= dict(zip(peaks, largest.tolist(), strict=True))
         return results

@@ -338,9 +338,7 @@ class RLOO(L.LightningModule):
         )
         metrics.add("train/loss", terms.loss, share)
         metrics.add("policy/loss", terms.policy, share)
-        measure_update(
-            logprobs.detach(), entropy, micro, metrics, options=self.update.function.defaults
-        )
+        measure_update(logprobs.detach(), entropy, micro, metrics, loss=self.update.function)
         return terms.loss
 
     def _logprobs_and_entropy(self, micro: Experience) -> tuple[Tensor, Tensor | None]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from lrlhf.functional.kl import kl_estimate
+from lrlhf.functional.losses import PolicyLoss
 from lrlhf.functional.masking import masked_sum
-from lrlhf.functional.policy import policy_metrics
+from lrlhf.functional.policy import policy_metrics, sequence_ratio
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.rewards import RewardResult
 from lrlhf.types import Experience
@@ -76,25 +74,30 @@ def measure_update(
     micro: Experience,
     metrics: MetricSums,
     *,
-    options: Mapping[str, Any],
+    loss: PolicyLoss,
 ) -> None:
-    """How far one micro-batch has moved from the policy that drew it."""
+    """How far one micro-batch has moved from the policy that drew it.
+
+    The clip fraction and the largest ratio are of what the loss clips: tokens, or whole responses.
+    """
     mask = micro.loss_mask
     tokens = mask.sum()
     old = micro.old_logprobs
     if old is None:
         old = logprobs
         measure_mismatch(logprobs, micro, metrics)
-    measured = policy_metrics(
-        logprobs,
-        old,
-        mask,
-        clip_low=options.get("clip_low", 0.2),
-        clip_high=options.get("clip_high", 0.2),
-    )
+    low, high = (loss.defaults.get(name, 0.2) for name in ("clip_low", "clip_high"))
+    measured = policy_metrics(logprobs, old, mask, clip_low=low, clip_high=high)
     metrics.add("policy/approx_kl", measured.approx_kl * tokens, tokens)
-    metrics.add("policy/clip_fraction", measured.clip_fraction * tokens, tokens)
-    metrics.maximum("policy/ratio_max", measured.ratio_max)
+    if loss.level == "sequence":
+        normalized = loss.defaults.get("length_normalized", False)
+        ratio = sequence_ratio(logprobs, old, mask, length_normalized=normalized)[micro.counted]
+        clipped = (ratio < 1 - low) | (ratio > 1 + high)
+        metrics.add("policy/clip_fraction", clipped.sum(), float(len(ratio)))
+        metrics.maximum("policy/ratio_max", ratio.amax() if len(ratio) else 0.0)
+    else:
+        metrics.add("policy/clip_fraction", measured.clip_fraction * tokens, tokens)
+        metrics.maximum("policy/ratio_max", measured.ratio_max)
     if entropy is not None:
         metrics.add("policy/entropy", masked_sum(entropy.detach(), mask), tokens)
     positions = micro.attention_mask.numel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import lightning as L
@@ -34,6 +35,14 @@ class Collectives:
     def max(self, value: Tensor) -> Tensor:
         """Take the largest ``value`` of the ranks, elementwise."""
         return self._reduce(value, "max")
+
+    def union(self, names: Iterable[str]) -> list[str]:
+        """Collect the names that any rank knows, in the same order everywhere."""
+        known: list[set[str] | None] = [set(names)]
+        if self.world_size > 1:
+            known = [None] * self.world_size
+            torch.distributed.all_gather_object(known, set(names))
+        return sorted(set().union(*(part for part in known if part is not None)))
 
     def _reduce(self, value: Tensor, operation: str) -> Tensor:
         if self.world_size == 1:
