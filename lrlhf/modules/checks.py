@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import lightning as L
+import torch
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import nn
 
 from lrlhf.modules.settings import Advantage, Update
 from lrlhf.rollout import Sampling, nearest_divisors
 
 
-def refuse_pure_low_precision(trainer: L.Trainer) -> None:
+def refuse_pure_low_precision(trainer: L.Trainer, model: nn.Module) -> None:
     """Refuse 16-bit weights without a 32-bit master copy.
 
     At the learning rates of reinforcement learning most updates are smaller than half a unit in
     the last place of a bfloat16 weight and vanish: at 1e-6, 98 of 100 weights never change.
 
+    Args:
+        trainer: Its precision may cast the weights.
+        model: Its trained weights may be 16 bits wide already.
+
     Raises:
-        ValueError: The trainer keeps its only copy of the weights in 16 bits.
+        ValueError: The only copy of a trained weight has 16 bits.
     """
     plain = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
     if plain and trainer.precision in ("bf16-true", "16-true"):
@@ -25,6 +32,19 @@ def refuse_pure_low_precision(trainer: L.Trainer) -> None:
             "would be rounded away; use bf16-mixed, which computes in "
             "bfloat16 and keeps the weights in float32"
         )
+    for name, parameter in model.named_parameters() if plain else ():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"the trained weight {name} is {parameter.dtype}: updates at usual learning rates "
+                "would be rounded away; load the model with dtype: float32 and compute in 16 bits "
+                "with trainer.precision: bf16-mixed, or train a LoRA adapter"
+            )
+
+
+def uses_loss_scaler(trainer: L.Trainer) -> bool:
+    """Tell whether a loss scaler looks for its scale: by overflowing, which is no divergence."""
+    plugin = trainer.precision_plugin
+    return isinstance(plugin, MixedPrecision) and plugin.scaler is not None
 
 
 def check_batch_algebra(rows: int, minibatch_size: int | None, world_size: int) -> None:
@@ -90,9 +110,9 @@ def check_group_policy_options(
         )
     if sampling.truncates and not allow_truncated_sampling:
         raise ValueError(
-            "sampling.top_p, top_k or min_p cuts tokens off, so responses would not come from the "
-            "policy that is trained; set them to 1.0, 0 and 0.0, or accept the bias with "
-            "allow_truncated_sampling: true"
+            "sampling.top_p, top_k, min_p or min_new_tokens cuts tokens off, so responses would "
+            "not come from the policy that is trained; set them to 1.0, 0, 0.0 and 0, or accept "
+            "the bias with allow_truncated_sampling: true"
         )
     if update.function.level == "sequence" and estimator.per_token and penalty_in_reward:
         raise ValueError(

@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.models import LoRA, RewardNetwork, ScoreModel
-from lrlhf.modules.checks import refuse_pure_low_precision
+from lrlhf.modules.checks import refuse_pure_low_precision, uses_loss_scaler
 from lrlhf.modules.gradient_window import GradientWindow
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.pair_batches import PairScores, concatenate, score_records
@@ -138,7 +137,7 @@ class RewardModel(L.LightningModule):
         }
 
     def on_fit_start(self) -> None:
-        refuse_pure_low_precision(self.trainer)
+        refuse_pure_low_precision(self.trainer, self.network)
         self.network.train()  # from_pretrained leaves eval mode, and Lightning keeps it
 
     def on_train_batch_start(self, batch: PreferenceBatch, batch_idx: int) -> None:
@@ -193,7 +192,7 @@ class RewardModel(L.LightningModule):
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         gradients_finite = not ranks.sum((~norm.isfinite()).float())
         # a loss scaler finds its scale by overflowing, and leaves those steps out itself
-        finite = losses_finite and (gradients_finite or self._has_loss_scaler)
+        finite = losses_finite and (gradients_finite or uses_loss_scaler(self.trainer))
         if not finite:
             # without gradients an optimizer moves nothing: no weight, no moment, no decay
             for parameter in parameters:
@@ -218,11 +217,6 @@ class RewardModel(L.LightningModule):
                 "the loss is not finite, and DeepSpeed cannot leave out a step because of it: "
                 "lower optimizer.lr, or train with another strategy"
             )
-
-    @property
-    def _has_loss_scaler(self) -> bool:
-        plugin = self.trainer.precision_plugin
-        return isinstance(plugin, MixedPrecision) and plugin.scaler is not None
 
     @property
     def _pad_id(self) -> int:

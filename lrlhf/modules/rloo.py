@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lrlhf.models import (
     CausalLM,
     ReferencePolicy,
+    check_output_head,
     frozen_reference,
     save_model,
     sequence_logprobs,
@@ -29,6 +30,7 @@ from lrlhf.modules.checks import (
     check_batch_algebra,
     check_group_policy_options,
     refuse_pure_low_precision,
+    uses_loss_scaler,
 )
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.optimizers import OptimizerConfig
@@ -63,6 +65,7 @@ from lrlhf.strategies import (
     Collectives,
     PlainUpdater,
     count_iterations_as_steps,
+    run_seed,
     sample_seeds,
     seed_everything_for,
 )
@@ -96,7 +99,8 @@ class RLOO(L.LightningModule):
         optimizer: AdamW and its schedule, counted in iterations.
         allow_truncated_sampling: Train on responses drawn with top_p, top_k or min_p, although
             their distribution is not the policy's.
-        seed: Seeds every random number of the run, together with rank, step and sample.
+        seed: Seeds every random number of the run, together with rank, step and sample; None:
+            the seed of ``seed_everything``.
 
     Reference:
         Ahmadian et al. 2024, "Back to Basics", eq. 8, https://arxiv.org/abs/2402.14740
@@ -120,7 +124,7 @@ class RLOO(L.LightningModule):
         update: Update = Update(),  # noqa: B008  frozen
         optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6),  # noqa: B008  frozen
         allow_truncated_sampling: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -133,7 +137,7 @@ class RLOO(L.LightningModule):
         self.advantage = advantage
         self.update = update
         self.optimizer_config = optimizer
-        self.seed = seed
+        self.seed = run_seed(seed)
         check_group_policy_options(
             num_generations,
             sampling,
@@ -146,6 +150,11 @@ class RLOO(L.LightningModule):
         self.samples_per_step = 0
         self.skipped_steps = 0
         self.policy, self.tokenizer = _loaded(policy, tokenizer)
+        if reference.sync_every is not None and isinstance(self.policy, PeftModel):
+            raise ValueError(
+                "reference.sync_every is set, but the reference of a LoRA policy is its base "
+                "model, which cannot move; drop sync_every, or train all weights"
+            )
         # frozen models stay out of the module tree: no gradient, no wrapping, no checkpoint
         self.frozen = frozen_reference(self.policy, reference.model) if reference.kl_coef else None
         self.rewards = rewards
@@ -178,17 +187,14 @@ class RLOO(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         if stage == "fit":
-            refuse_pure_low_precision(self.trainer)
+            refuse_pure_low_precision(self.trainer, self.policy)
             count_iterations_as_steps(self.trainer)
         self.engine.attach(self.policy, self.tokenizer)
         self.rewards.prepare()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        steps = self.trainer.max_steps
-        if steps < 0:
-            steps = int(self.trainer.estimated_stepping_batches)
         optimizer, scheduler = self.optimizer_config.build(
-            self.policy.named_parameters(), total_steps=steps
+            self.policy.named_parameters(), total_steps=self.trainer.estimated_stepping_batches
         )
         return [optimizer], [scheduler]
 
@@ -198,8 +204,15 @@ class RLOO(L.LightningModule):
         collectives = Collectives(self.trainer)
         metrics = MetricSums()
         self._seconds = {}
+        rows = len(batch) * self.num_generations
+        check_batch_algebra(rows, self.update.minibatch_size, collectives.world_size)
+        if self.kl_coef > 0 and self.frozen is None:
+            raise ValueError(
+                f"the KL coefficient was set to {self.kl_coef}, but no reference was loaded: start "
+                "with reference.kl_coef above 0"
+            )
         seed_everything_for(self.seed, self.global_step, collectives.rank)
-        self.samples_per_step = collectives.world_size * len(batch) * self.num_generations
+        self.samples_per_step = collectives.world_size * rows
         collected = self._collector.collect(
             batch,
             self.sampling,
@@ -232,7 +245,6 @@ class RLOO(L.LightningModule):
     @torch.no_grad()
     def _experience(self, collected: Collected, collectives: Collectives) -> Experience:
         rollout = collected.rollout
-        check_batch_algebra(len(rollout), self.update.minibatch_size, collectives.world_size)
         penalized = self.frozen is not None and self.kl_coef > 0
         needs_old = self._takes_several_steps(len(rollout)) or (penalized and self._kl_in_reward)
         self.policy.eval()
@@ -313,6 +325,8 @@ class RLOO(L.LightningModule):
         norm = self._updater.step(optimizer, max_grad_norm=self.update.max_grad_norm)
         if math.isfinite(norm):
             metrics.add("policy/grad_norm", norm, 1.0)
+            return
+        if uses_loss_scaler(self.trainer):
             return
         self.skipped_steps += 1
         if self.skipped_steps > self.update.max_skipped_steps:
@@ -444,6 +458,7 @@ class RLOO(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["lrlhf"] = {
             "kl_coef": self.kl_coef,
+            "configured_kl_coef": self.reference.kl_coef,
             "skipped_steps": self.skipped_steps,
             # a reference that never moves is loaded from its source again
             "reference": self.frozen.state_dict()
@@ -453,7 +468,8 @@ class RLOO(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["lrlhf"]
-        self.kl_coef = state["kl_coef"]
+        if state["configured_kl_coef"] == self.reference.kl_coef:
+            self.kl_coef = state["kl_coef"]
         self.skipped_steps = state["skipped_steps"]
         if state["reference"] is not None:
             if self.frozen is None:
@@ -473,4 +489,5 @@ def _loaded(
         return policy.load(), tokenizer or policy.load_tokenizer()
     if tokenizer is None:
         raise ValueError("policy is a model that is already built: pass its tokenizer too")
+    check_output_head(policy)
     return policy, tokenizer

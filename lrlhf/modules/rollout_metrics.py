@@ -98,8 +98,9 @@ def measure_update(
     else:
         metrics.add("policy/clip_fraction", measured.clip_fraction * tokens, tokens)
         metrics.maximum("policy/ratio_max", measured.ratio_max)
-    if entropy is not None:
-        metrics.add("policy/entropy", masked_sum(entropy.detach(), mask), tokens)
+    # where no entropy was computed, the mean surprise of the sampled tokens estimates it
+    surprise = -micro.sampling_logprobs if entropy is None else entropy.detach()
+    metrics.add("policy/entropy", masked_sum(surprise, mask), tokens)
     positions = micro.attention_mask.numel()
     metrics.add(
         "perf/padding_fraction", positions - float(micro.attention_mask.sum()), float(positions)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torch import Tensor
+
 from lrlhf.functional.estimators import Estimator, resolve_estimator
 from lrlhf.functional.losses import PolicyLoss, resolve_policy_loss
+from lrlhf.functional.names import unknown_name
 from lrlhf.models import CausalLM
 
 
@@ -70,7 +75,7 @@ class Advantage:
     truncated: Literal["train", "exclude", "trl"] = "train"
 
     def __post_init__(self) -> None:
-        resolve_estimator(self.estimator)
+        _check_options("advantage", self.function.function, self.options)
         if self.reward_clip_range is not None and not (
             self.reward_clip_range[0] < self.reward_clip_range[1]
         ):
@@ -115,7 +120,7 @@ class Update:
     max_skipped_steps: int = 10
 
     def __post_init__(self) -> None:
-        resolve_policy_loss(self.loss)
+        _check_options("update", self.function.function, self.options)
         for name in ("num_iterations", "minibatch_size", "micro_batch_tokens", "logprob_chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -128,3 +133,14 @@ class Update:
         """The loss that the name stands for, with the options in place."""
         loss = resolve_policy_loss(self.loss)
         return loss._replace(defaults={**loss.defaults, **self.options})
+
+
+def _check_options(group: str, function: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
+    """Refuse options that the function does not have, before a rollout was paid for."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    for name in options:
+        if name not in known:
+            raise unknown_name(f"option in {group}.options", name, known)

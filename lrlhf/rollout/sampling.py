@@ -54,4 +54,4 @@ class Sampling:
     @property
     def truncates(self) -> bool:
         """Whether some tokens can never be drawn, so that the policy is not what is sampled."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.min_new_tokens > 0

@@ -74,7 +74,13 @@ class TransformersEngine:
             )
         groups_at_once = len(prompts)
         if self.max_batch_size is not None:
-            groups_at_once = max(1, self.max_batch_size // num_generations)
+            groups_at_once = self.max_batch_size // num_generations
+            if groups_at_once < 1:
+                raise ValueError(
+                    f"engine.max_batch_size is {self.max_batch_size}, fewer than the "
+                    f"{num_generations} responses to one prompt; the nearest value is "
+                    f"{num_generations}"
+                )
         responses: list[Response] = []
         with _evaluating(self._policy), _cached_autocast(prompts.input_ids.device):
             for start in range(0, len(prompts), groups_at_once):

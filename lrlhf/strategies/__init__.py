@@ -2,7 +2,7 @@
 
 from lrlhf.strategies.collectives import Collectives
 from lrlhf.strategies.rl_loop import count_iterations_as_steps
-from lrlhf.strategies.seeding import sample_seeds, seed_everything_for
+from lrlhf.strategies.seeding import run_seed, sample_seeds, seed_everything_for
 from lrlhf.strategies.update import PlainUpdater, Updater
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "PlainUpdater",
     "Updater",
     "count_iterations_as_steps",
+    "run_seed",
     "sample_seeds",
     "seed_everything_for",
 ]

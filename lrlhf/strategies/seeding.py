@@ -5,10 +5,16 @@ A run that resumes needs no generator state, and a validation pass in between ch
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
 import torch
+
+
+def run_seed(seed: int | None) -> int:
+    """Seed of the run: the given one, else that of ``seed_everything``, else 0."""
+    return seed if seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def seed_everything_for(seed: int, *where: int) -> None:

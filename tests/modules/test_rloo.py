@@ -353,6 +353,48 @@ def test_weights_in_pure_bfloat16_are_refused(language_model, tokenizer, prompts
         fit(module, prompts, tmp_path, precision="bf16-true")
 
 
+def test_trained_weights_that_are_loaded_in_16_bits_are_refused(
+    model_folder, tokenizer, prompts, tmp_path
+) -> None:
+    module = build(CausalLM(source=model_folder, dtype="bfloat16"), tokenizer)
+    with pytest.raises(ValueError, match="dtype: float32"):
+        fit(module, prompts, tmp_path)
+
+
+def test_a_kl_coefficient_without_a_reference_is_refused(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    module = build(language_model, tokenizer, reference=Reference(kl_coef=0.0))
+    module.kl_coef = 0.1
+    with pytest.raises(ValueError, match=r"reference\.kl_coef"):
+        fit(module, prompts, tmp_path)
+
+
+def test_an_adapter_refuses_a_reference_that_moves(model_folder, tokenizer) -> None:
+    spec = CausalLM(source=model_folder, lora=LoRA(r=4, alpha=8))
+    with pytest.raises(ValueError, match=r"reference\.sync_every"):
+        build(spec, tokenizer, reference=Reference(sync_every=2))
+
+
+def test_the_seed_is_that_of_seed_everything_unless_it_is_given(language_model, tokenizer) -> None:
+    L.seed_everything(7, verbose=False)
+    assert build(language_model, tokenizer).seed == 7
+    assert build(language_model, tokenizer, seed=3).seed == 3
+
+
+def test_resuming_with_another_kl_coefficient_takes_the_new_one(language_model, tokenizer) -> None:
+    module = build(language_model, tokenizer)
+    module.kl_coef = 0.2  # as a controller would have moved it
+    checkpoint: dict[str, Any] = {}
+    module.on_save_checkpoint(checkpoint)
+    same = build(language_model, tokenizer)
+    same.on_load_checkpoint(checkpoint)
+    assert same.kl_coef == 0.2
+    other = build(language_model, tokenizer, reference=Reference(kl_coef=0.01))
+    other.on_load_checkpoint(checkpoint)
+    assert other.kl_coef == 0.01
+
+
 def test_truncated_sampling_is_allowed_when_asked_for_and_its_mass_is_logged(
     language_model, tokenizer, prompts, tmp_path
 ) -> None:

@@ -98,7 +98,7 @@ def test_neither_splitting_the_batch_nor_sharing_prompts_changes_a_response(
     for engine in (
         TransformersEngine(max_batch_size=5),
         TransformersEngine(share_prompts=False),
-        TransformersEngine(max_batch_size=1),
+        TransformersEngine(max_batch_size=4),
     ):
         other = generate(language_model, tokenizer, sampling, num_generations=4, engine=engine)
         assert responses(other) == responses(whole)
@@ -258,3 +258,9 @@ def test_an_adapter_takes_part_in_generation(language_model, tokenizer) -> None:
 def test_impossible_sampling_is_refused_by_name(options: dict[str, object], culprit: str) -> None:
     with pytest.raises(ValueError, match=culprit):
         Sampling(**options)
+
+
+def test_a_batch_smaller_than_a_group_is_refused(language_model, tokenizer) -> None:
+    engine = TransformersEngine(max_batch_size=3)
+    with pytest.raises(ValueError, match=r"max_batch_size is 3, .* nearest value is 4"):
+        generate(language_model, tokenizer, Sampling(), num_generations=4, engine=engine)
