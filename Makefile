@@ -63,11 +63,11 @@ test-fast: setup
 
 test: setup lint  ## everything, with the slow tests and coverage
 	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "not slow$(NOT_GPU)" $(COVERAGE)
-	@$(TEST_ENV) OMP_NUM_THREADS=$(WORKERS) $(PYTEST) -m "slow$(NOT_GPU)" --cov-append \
+	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -m "slow$(NOT_GPU)" --cov-append \
 	--cov=lrlhf --cov-report=term:skip-covered
 
 test-slow: setup
-	@$(TEST_ENV) OMP_NUM_THREADS=$(WORKERS) $(PYTEST) -m "slow$(NOT_GPU)"
+	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -m "slow$(NOT_GPU)"
 
 fix: setup  ## format and apply safe lint fixes
 	@$(BIN)/ruff check --fix .
