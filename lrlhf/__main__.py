@@ -13,6 +13,7 @@ from importlib.metadata import version
 
 COMMANDS = {
     "fit": "train a reward model or a policy",
+    "plan": "print batch sizes and steps of fit, without training",
     "validate": "run the validation set once",
     "test": "run the test set once",
     "predict": "run the prediction set once",
@@ -31,6 +32,7 @@ examples:
   lrlhf fit --config configs/quickstart.yaml --trainer.max_steps 20 --model.lr 1e-5
   lrlhf fit --config configs/quickstart.yaml --ckpt_path last     continue where it stopped
   lrlhf fit --config configs/quickstart.yaml --print_config       every option and its value
+  lrlhf plan --config configs/quickstart.yaml                     what fit would do, in numbers
   lrlhf fit --model.help RLOO                                     what a class accepts
 
 options:

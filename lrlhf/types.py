@@ -108,9 +108,17 @@ class PromptBatch(TensorBatch):
     prompts: tuple[Prompt, ...]
     columns: tuple[Mapping[str, Any], ...]
     """Every other column of each row, passed on to the rewards."""
+    pretraining: SequenceBatch | None = None
+    """Texts of the second stream that is mixed into the policy's loss (PTX); rows of its own,
+    which `select` leaves alone."""
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
+
+    def select(self, rows: Int[Tensor, " N"]) -> Self:
+        """Return the given prompts, with the whole of ``pretraining``."""
+        chosen = TensorBatch.select(replace(self, pretraining=None), rows)
+        return replace(chosen, pretraining=self.pretraining)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +136,22 @@ class Rollout(SequenceBatch):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRollout(TensorBatch):
+    """Scored responses of an earlier iteration, to be trained on again without an engine."""
+
+    rollout: Rollout
+    scores: Float[Tensor, " B"]
+    """NaN: no reward could score the response."""
+    records: tuple[Mapping[str, Any], ...]
+    """One readable line per response, as `RolloutLog` writes them."""
+    pretraining: SequenceBatch | None = None
+    """See `PromptBatch.pretraining`."""
+
+    def __len__(self) -> int:
+        return len(self.rollout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Experience(Rollout):
     """A rollout with all that the update needs."""
 
@@ -140,6 +164,8 @@ class Experience(Rollout):
     """The response tokens that are trained on; a response left out as a whole has none."""
     counted: Bool[Tensor, " B"]
     """The rows that count in means over sequences."""
+    selected: Bool[Tensor, "B T"] | None = None
+    """Tokens that the policy loss is restricted to; None: all of ``loss_mask``."""
     ref_logprobs: Float[Tensor, "B T"] | None = None
     """None: no KL term."""
     values: Float[Tensor, "B T"] | None = None

@@ -14,6 +14,7 @@ from lrlhf.callbacks.files import atomic_write, output_folder
 from lrlhf.callbacks.json_lines import gather_on_zero, json_line
 from lrlhf.callbacks.rollout_table import render, send, spread
 from lrlhf.rollout.listener import RolloutListener
+from lrlhf.rollout.storage import rollout_files, rollout_path, save_rollout
 from lrlhf.types import Experience
 
 _TABLE = "rollout/samples"
@@ -28,6 +29,11 @@ class RolloutLog(L.Callback, RolloutListener):
     from the beginning where an earlier one has written keeps that file as ``rollouts.1.jsonl``
     (``.2``, …).
 
+    With ``save_tensors`` each rank also writes its rollouts as tensors, one file
+    ``rollouts/step_000012.rank_0.safetensors`` per iteration, from which `ReplayDataModule` trains
+    without an engine. What holds for ``rollouts.jsonl`` after a resume and at a new start holds
+    for the folder ``rollouts`` too.
+
     Args:
         dirpath: Folder of the file; None: the logger's, else the trainer's root.
         print_every: Print a table of responses each so many iterations; None: never.
@@ -36,6 +42,9 @@ class RolloutLog(L.Callback, RolloutListener):
             so many iterations; None: never.
         table_rows: Rows of that table.
         max_chars: Characters of a prompt or completion in the printed table; the file has all.
+        save_tensors: Also keep token ids, masks, log-probabilities and scores. On several machines
+            they must share the folder.
+        keep_tensors: Keep the tensors of only so many iterations, the newest; None: of all.
 
     Raises:
         ValueError: If an option is out of range, or a line of an earlier file cannot be read.
@@ -49,6 +58,8 @@ class RolloutLog(L.Callback, RolloutListener):
         table_every: int | None = 10,
         table_rows: int = 32,
         max_chars: int = 400,
+        save_tensors: bool = False,
+        keep_tensors: int | None = None,
     ) -> None:
         for name, value in {
             "print_every": print_every,
@@ -56,6 +67,7 @@ class RolloutLog(L.Callback, RolloutListener):
             "table_every": table_every,
             "table_rows": table_rows,
             "max_chars": max_chars,
+            "keep_tensors": keep_tensors,
         }.items():
             if value is not None and value < 1:
                 raise ValueError(f"RolloutLog {name} is {value}; it must be at least 1")
@@ -65,20 +77,27 @@ class RolloutLog(L.Callback, RolloutListener):
         self.table_every = table_every
         self.table_rows = table_rows
         self.max_chars = max_chars
+        self.save_tensors = save_tensors
+        self.keep_tensors = keep_tensors
         self.path: Path | None = None
         """The file, once training has started."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.path = output_folder(trainer, self.dirpath) / "rollouts.jsonl"
-        if not trainer.is_global_zero:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not self.path.exists():
-            return
-        if trainer.global_step == 0:
-            _set_aside(self.path)
-        else:
-            _forget_steps_from(self.path, trainer.global_step)
+        if trainer.is_global_zero:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if trainer.global_step == 0:
+                _set_aside(self.path, self._folder)
+            else:
+                _forget_steps_from(self.path, trainer.global_step)
+                _remove(self._folder, first=trainer.global_step)
+        # the other ranks write into the folder only when it is clean
+        trainer.strategy.barrier("RolloutLog")
+
+    @property
+    def _folder(self) -> Path:
+        assert self.path is not None, "the folder is known when training has started"
+        return self.path.with_suffix("")
 
     def on_rollout(
         self,
@@ -89,6 +108,8 @@ class RolloutLog(L.Callback, RolloutListener):
     ) -> None:
         ranked = [{**record, "rank": trainer.global_rank} for record in records]
         everything = gather_on_zero(trainer, ranked)
+        if self.save_tensors:
+            self._save(trainer, experience, ranked)
         if not trainer.is_global_zero or not everything:
             return
         self._append(everything)
@@ -100,6 +121,20 @@ class RolloutLog(L.Callback, RolloutListener):
         if self.table_every is not None and step % self.table_every == 0:
             send(trainer, spread(everything, self.table_rows), key=_TABLE, step=step)
 
+    def _save(
+        self, trainer: L.Trainer, experience: Experience, records: Sequence[dict[str, Any]]
+    ) -> None:
+        path = rollout_path(self._folder, trainer.global_step, trainer.global_rank)
+        plain = [json.loads(json_line(record)) for record in records]
+        with atomic_write(path) as handle:
+            save_rollout(handle, experience, experience.scores, plain)
+        if self.keep_tensors is not None and trainer.is_global_zero:
+            # for all ranks: they have written the iterations before this one, as their records of
+            # this one are here; and a run on more ranks may have left some behind
+            steps = sorted({file.step for file in rollout_files(self._folder)})
+            for step in steps[: -self.keep_tensors]:
+                _remove(self._folder, first=step, last=step)
+
     def _append(self, records: Sequence[dict[str, Any]]) -> None:
         assert self.path is not None, "a rollout before training has started"
         lines = "".join(f"{json_line(record)}\n" for record in records)
@@ -108,22 +143,42 @@ class RolloutLog(L.Callback, RolloutListener):
             handle.write(lines.encode())
 
 
-def _set_aside(path: Path) -> None:
+def _set_aside(path: Path, folder: Path) -> None:
+    """Rename what an earlier run has written, the file and the folder by the same number."""
+    # a folder of that name which holds something else is not ours to move
+    old = [*([path] if path.exists() else []), *([folder] if rollout_files(folder) else [])]
     number = 1
-    while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+    while any(_numbered(place, number).exists() for place in (path, folder)):
         number += 1
-    path.rename(kept)
-    rank_zero_info(f"RolloutLog: an earlier run has written {path.name}; it is now {kept}")
+    for place in old:
+        place.rename(_numbered(place, number))
+        rank_zero_info(
+            f"RolloutLog: an earlier run has written {place.name}; it is now "
+            f"{_numbered(place, number)}"
+        )
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
 def _forget_steps_from(path: Path, step: int) -> None:
     """Remove the lines of ``step`` and later, and a last line that a kill has cut short."""
+    if not path.exists():
+        return
     with atomic_write(path) as kept, path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 rank_zero_info(f"RolloutLog: line {number} of {path} is cut short; removed")
             elif _step_of(line, path, number) < step:
                 kept.write(line)
+
+
+def _remove(folder: Path, *, first: int, last: int | None = None) -> None:
+    """Remove the stored rollouts of the steps from ``first`` on, up to ``last`` if given."""
+    for file in rollout_files(folder):
+        if file.step >= first and (last is None or file.step <= last):
+            file.path.unlink()
 
 
 def _step_of(line: bytes, path: Path, number: int) -> int:

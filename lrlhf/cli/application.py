@@ -25,6 +25,7 @@ from lrlhf.cli.locations import locate, locate_refusal
 from lrlhf.cli.nulls import forbidden_nulls
 from lrlhf.cli.output import configure_output
 from lrlhf.cli.parser import Parser
+from lrlhf.cli.plan import describe_run
 
 _CHECKPOINT_WORDS = {"last", "best", "hpc"}
 
@@ -80,6 +81,28 @@ class Application(LightningCLI):
             raise _RefusedError from error
 
 
+class Planner(Application):
+    """Reads the config of ``fit`` and prints what it would do; builds and writes nothing.
+
+    Args:
+        arguments: Those of ``fit``, the command included.
+    """
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.usage = "lrlhf plan [the options of lrlhf fit]"
+        parser.description = "Print the batch sizes and steps of fit, without training."
+
+    def instantiate_classes(self) -> None:
+        """Build nothing: the constructors would load weights."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            text = describe_run(self.config[subcommand])
+        except ValueError as error:
+            raise _RefusedError from error
+        sys.stdout.write(f"{text}\n")
+
+
 def run(arguments: Sequence[str], *, debug: bool = False) -> int:
     """Run one command of ``lrlhf``.
 
@@ -91,12 +114,13 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
         The exit status, see `lrlhf.__main__.main`.
     """
     configure_output(debug=debug)
+    application, arguments = _application(arguments)
     try:
         files = read_config_files(arguments)
     except ConfigError as error:
         return _end(error, str(error), status=2, show=debug)
     try:
-        Application(arguments)
+        application(arguments)
     except ValidationError as error:
         return _end(error, _explain(error, files, arguments), status=2, show=debug)
     except ConfigError as error:
@@ -116,6 +140,13 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
     except Exception as error:  # noqa: BLE001  the outermost frame: everything ends in one line
         return _end_failed(error, debug=debug)
     return 0
+
+
+def _application(arguments: Sequence[str]) -> tuple[type[Application], Sequence[str]]:
+    """The application of a command, and the arguments that it reads."""
+    if arguments[0] == "plan":
+        return Planner, ["fit", *arguments[1:]]
+    return Application, arguments
 
 
 def _check_checkpoint(path: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Data modules for prompts and preference pairs, and the sources that they read."""
+"""Data modules for prompts, preference pairs and stored rollouts, and what they read."""
 
 from lrlhf.datamodules.bad_rows import BadDataError, BadRow
 from lrlhf.datamodules.collate import PreferenceCollator, PromptCollator
@@ -6,6 +6,7 @@ from lrlhf.datamodules.loader import EvalLoader, TrainLoader
 from lrlhf.datamodules.preferences import PreferenceDataModule
 from lrlhf.datamodules.prompts import PromptDataModule
 from lrlhf.datamodules.ratings import RatedFile, RatedPairs, RatedText, pairs_from_ratings
+from lrlhf.datamodules.replay import ReplayDataModule
 from lrlhf.datamodules.sources import FileSource, HubSource, Source, Weighted
 from lrlhf.datamodules.tasks import ReasoningGym
 from lrlhf.datamodules.vader import VaderRatings
@@ -24,6 +25,7 @@ __all__ = [
     "RatedPairs",
     "RatedText",
     "ReasoningGym",
+    "ReplayDataModule",
     "Source",
     "TrainLoader",
     "VaderRatings",

@@ -11,6 +11,7 @@ import torch
 
 from lrlhf.datamodules.attached import data_ranks
 from lrlhf.datamodules.loader import EvalLoader, Fetching, TrainLoader
+from lrlhf.datamodules.order import Order
 from lrlhf.datamodules.sides import Sides
 
 RowT = TypeVar("RowT")
@@ -54,6 +55,8 @@ class Loaders(Generic[RowT, BatchT]):
         options: How batches are made.
         collate: Makes a batch of rows.
         trainer: Tells the ranks and the limits; None outside of one.
+        order: Of the train rows; None: shuffled by ``options.seed``.
+        extend: Adds to each train batch what goes with its number since the run began.
     """
 
     def __init__(
@@ -62,12 +65,17 @@ class Loaders(Generic[RowT, BatchT]):
         options: LoaderOptions,
         collate: Callable[[Sequence[RowT]], BatchT],
         trainer: L.Trainer | None,
+        *,
+        order: Order | None = None,
+        extend: Callable[[BatchT, int], BatchT] | None = None,
     ) -> None:
         pin = torch.cuda.is_available() if options.pin_memory is None else options.pin_memory
         self._fetching = Fetching(collate, options.num_workers, pin)
         self._sides = sides
         self._options = options
         self._trainer = trainer
+        self._order = order
+        self._extend = extend
         self._train: TrainLoader[RowT, BatchT] | None = None
 
     def train(self) -> TrainLoader[RowT, BatchT] | EvalLoader[RowT, BatchT]:
@@ -77,15 +85,23 @@ class Loaders(Generic[RowT, BatchT]):
         """
         trainer = self._trainer
         if trainer is not None and trainer.overfit_batches:  # type: ignore[attr-defined]
-            return self._evaluation(self._sides.train.values, self._options.batch_size)
+            return EvalLoader(
+                self._sides.train.values,
+                self._options.batch_size,
+                fetching=self._fetching,
+                ranks=data_ranks(trainer),
+                extend=self._extend,
+            )
         if self._train is None:
+            order = self._order
             self._train = TrainLoader(
                 self._sides.train.values,
-                self._sides.train.order(self._options.seed),
+                self._sides.train.order(self._options.seed) if order is None else order,
                 self._options.batch_size,
                 fetching=self._fetching,
                 ranks=data_ranks(trainer),
                 pass_limit=trainer.limit_train_batches if trainer is not None else 1.0,
+                extend=self._extend,
             )
         return self._train
 
@@ -94,7 +110,12 @@ class Loaders(Generic[RowT, BatchT]):
         if self._sides.validation is None:
             return []
         size = self._options.val_batch_size or self._options.batch_size
-        return self._evaluation(self._sides.validation.values, size)
+        return EvalLoader(
+            self._sides.validation.values,
+            size,
+            fetching=self._fetching,
+            ranks=data_ranks(self._trainer),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the train data; empty before it is known."""
@@ -105,6 +126,3 @@ class Loaders(Generic[RowT, BatchT]):
         loader = self.train()
         if state and isinstance(loader, TrainLoader):
             loader.load_state_dict(state)
-
-    def _evaluation(self, rows: Sequence[RowT], size: int) -> EvalLoader[RowT, BatchT]:
-        return EvalLoader(rows, size, fetching=self._fetching, ranks=data_ranks(self._trainer))

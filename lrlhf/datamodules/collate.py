@@ -84,23 +84,25 @@ class PreferenceCollator:
         """Collate ``rows``."""
         margins = [row.margin for row in rows if row.margin is not None]
         return PreferenceBatch(
-            candidate0=self._sequences([row.candidate0 for row in rows]),
-            candidate1=self._sequences([row.candidate1 for row in rows]),
+            candidate0=right_padded([row.candidate0 for row in rows], self.pad_token_id),
+            candidate1=right_padded([row.candidate1 for row in rows], self.pad_token_id),
             labels=torch.tensor([row.labels for row in rows], dtype=torch.float32),
             margin=torch.tensor(margins, dtype=torch.float32) if margins else None,
             info=tuple(row.info for row in rows),
         )
 
-    def _sequences(self, candidates: Sequence[Candidate]) -> SequenceBatch:
-        width = max(len(candidate.input_ids) for candidate in candidates)
-        input_ids = torch.full((len(candidates), width), self.pad_token_id, dtype=torch.long)
-        attention_mask = torch.zeros(len(candidates), width, dtype=torch.bool)
-        response_mask = torch.zeros(len(candidates), width, dtype=torch.bool)
-        for index, candidate in enumerate(candidates):
-            end = len(candidate.input_ids)
-            input_ids[index, :end] = torch.from_numpy(candidate.input_ids)
-            attention_mask[index, :end] = True
-            response_mask[index, candidate.start : end] = True
-        return SequenceBatch(
-            input_ids=input_ids, attention_mask=attention_mask, response_mask=response_mask
-        )
+
+def right_padded(candidates: Sequence[Candidate], pad_token_id: int) -> SequenceBatch:
+    """Put sequences into right-padded rows; each is trained on from its ``start``."""
+    width = max(len(candidate.input_ids) for candidate in candidates)
+    input_ids = torch.full((len(candidates), width), pad_token_id, dtype=torch.long)
+    attention_mask = torch.zeros(len(candidates), width, dtype=torch.bool)
+    response_mask = torch.zeros(len(candidates), width, dtype=torch.bool)
+    for index, candidate in enumerate(candidates):
+        end = len(candidate.input_ids)
+        input_ids[index, :end] = torch.from_numpy(candidate.input_ids)
+        attention_mask[index, :end] = True
+        response_mask[index, candidate.start : end] = True
+    return SequenceBatch(
+        input_ids=input_ids, attention_mask=attention_mask, response_mask=response_mask
+    )

@@ -18,7 +18,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
-from lrlhf.datamodules.order import EpochOrder
+from lrlhf.datamodules.order import Order
 
 logger = logging.getLogger(__name__)
 
@@ -78,23 +78,26 @@ class TrainLoader(Generic[RowT, BatchT]):
         ranks: This process among all.
         pass_limit: Lightning's ``limit_train_batches``: a number of batches, or a share of the
             epoch. The next pass goes on where this one ended.
+        extend: Adds to each batch what goes with its number in the stream.
     """
 
     def __init__(
         self,
         rows: Sequence[RowT],
-        order: EpochOrder,
+        order: Order,
         batch_size: int,
         *,
         fetching: Fetching[RowT, BatchT],
         ranks: Ranks,
         pass_limit: int | float = 1.0,
+        extend: Callable[[BatchT, int], BatchT] | None = None,
     ) -> None:
         self._rows = rows
         self._order = order
         self.batch_size = batch_size
         self._fetching = fetching
         self._ranks = ranks
+        self._extend = extend
         self._size = len(order) // (batch_size * ranks.world)
         if self._size == 0:
             largest = len(order) // ranks.world
@@ -123,9 +126,10 @@ class TrainLoader(Generic[RowT, BatchT]):
         while left:
             batches = self._rest_of_epoch()[:left]
             for batch in self._fetching.batches(self._rows, batches):
+                number = self._done
                 self._done += 1  # before the step: a checkpoint within it counts this batch
                 left -= 1
-                yield batch
+                yield batch if self._extend is None else self._extend(batch, number)
 
     def _rest_of_epoch(self) -> list[list[int]]:
         epoch, first = divmod(self._done, self._size)
@@ -192,6 +196,7 @@ class EvalLoader(Generic[RowT, BatchT]):
         batch_size: Rows per batch and rank.
         fetching: How rows become batches.
         ranks: This process among all.
+        extend: Adds to each batch what goes with its number in the pass.
     """
 
     def __init__(
@@ -201,6 +206,7 @@ class EvalLoader(Generic[RowT, BatchT]):
         *,
         fetching: Fetching[RowT, BatchT],
         ranks: Ranks,
+        extend: Callable[[BatchT, int], BatchT] | None = None,
     ) -> None:
         if len(rows) < ranks.world:
             raise ValueError(
@@ -210,13 +216,15 @@ class EvalLoader(Generic[RowT, BatchT]):
         self._rows = rows
         self.batch_size = batch_size
         self._fetching = fetching
+        self._extend = extend
         self._batches = _share_out(len(rows), batch_size, ranks)
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[BatchT]:
-        return self._fetching.batches(self._rows, self._batches)
+        for number, batch in enumerate(self._fetching.batches(self._rows, self._batches)):
+            yield batch if self._extend is None else self._extend(batch, number)
 
 
 def _share_out(rows: int, batch_size: int, ranks: Ranks) -> list[list[int]]:

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Rows = NDArray[np.int64]
+
+
+class Order(Protocol):
+    """In which order each epoch goes through the rows."""
+
+    @property
+    def seed(self) -> int:
+        """What the order was drawn from; a resumed run must have the same."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def epoch(self, epoch: int) -> Rows:
+        """Return the row indices of an epoch in their order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -74,3 +90,26 @@ class EpochOrder:
         for name, rows, count in zip(names, self.members, self.counts, strict=True):
             lines.append(f"{len(rows):7d}  {count:9d}  {count / len(rows):16.2f}  {name}")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class GivenOrder:
+    """The rows as they are given, round and round.
+
+    Args:
+        size: Number of rows.
+        per_epoch: Rows that an epoch takes; the next one begins with the row after them, so the
+            rows that are left over at the end are not always the same.
+        seed: Without effect on the order; a resumed run is compared by it.
+    """
+
+    size: int
+    per_epoch: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def epoch(self, epoch: int) -> Rows:
+        """Return the row indices of an epoch in their order."""
+        return (np.arange(self.size, dtype=np.int64) + epoch * self.per_epoch) % self.size

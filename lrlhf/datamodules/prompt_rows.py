@@ -19,7 +19,7 @@ from lrlhf.datamodules.tokenizing import Text
 from lrlhf.types import Message, Prompt
 
 DEFAULT_PROMPT_COLUMN = "prompt"
-_DIALOGUE_COLUMNS: tuple[str, ...] = ("messages", "conversations")
+DIALOGUE_COLUMNS: tuple[str, ...] = ("messages", "conversations")
 _NOT_FOR_REWARDS = ("tools", "chat_template_kwargs")
 
 
@@ -146,7 +146,9 @@ class PromptParser:
             if not text.strip():
                 raise BadRow("empty text", "prompt_template gives an empty prompt")
             return text, dict(row)
-        column = self._column_of(row)
+        column = column_or_dialogue(
+            row, self.column, default=DEFAULT_PROMPT_COLUMN, setting="prompt_column"
+        )
         columns = {key: value for key, value in row.items() if key != column}
         value = row[column]
         if isinstance(value, str):
@@ -154,7 +156,7 @@ class PromptParser:
         if value is None:
             raise wrong_type(column, "text or a list of messages", value)
         messages = read_messages(value, column)
-        if column in _DIALOGUE_COLUMNS and messages[-1]["role"] == "assistant":
+        if column in DIALOGUE_COLUMNS and messages[-1]["role"] == "assistant":
             # a whole dialogue: its last turn is the answer that the policy is to find itself
             columns.setdefault("reference", messages[-1].get("content"))
             messages = messages[:-1]
@@ -162,16 +164,25 @@ class PromptParser:
                 raise BadRow("empty text", f"column {column!r} holds nothing but an answer")
         return messages, columns
 
-    def _column_of(self, row: Row) -> str:
-        # a column that the user named must be there; others stand in for the default only
-        default = self.column == DEFAULT_PROMPT_COLUMN
-        names = [self.column, *(_DIALOGUE_COLUMNS if default else ())]
-        for column in names:
-            if column in row:
-                return column
-        raise missing_column(self.column, row, setting="prompt_column")
-
     def _with_system(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         if self.system_prompt is None or messages[0]["role"] == "system":
             return messages
         return ({"role": "system", "content": self.system_prompt}, *messages)
+
+
+def column_or_dialogue(row: Row, column: str, *, default: str, setting: str) -> str:
+    """Return the column to read: ``column``, or one with a dialogue in its place.
+
+    Args:
+        row: The row.
+        column: The column that is wanted.
+        default: A column that the user named must be there; others stand in for this one only.
+        setting: Argument of the data module that names the column.
+
+    Raises:
+        BadRow: There is none of them.
+    """
+    for name in (column, *(DIALOGUE_COLUMNS if column == default else ())):
+        if name in row:
+            return name
+    raise missing_column(column, row, setting=setting)

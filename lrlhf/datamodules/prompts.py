@@ -11,12 +11,18 @@ from typing import Any
 import lightning as L
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.attached import resolve_tokenizer
+from lrlhf.datamodules.attached import data_ranks, resolve_tokenizer
 from lrlhf.datamodules.bad_rows import BadRow
 from lrlhf.datamodules.batching import LoaderOptions, Loaders
 from lrlhf.datamodules.chat import ChatFormat
 from lrlhf.datamodules.collate import PromptCollator, PromptRow
 from lrlhf.datamodules.loader import EvalLoader, TrainLoader
+from lrlhf.datamodules.pretraining import (
+    DEFAULT_TEXT_COLUMN,
+    PretrainingStream,
+    PretrainingTexts,
+    TextRow,
+)
 from lrlhf.datamodules.prompt_rows import (
     DEFAULT_PROMPT_COLUMN,
     ColumnPattern,
@@ -64,6 +70,12 @@ class PromptDataModule(L.LightningDataModule):
             with equal prompts never stand on both sides.
         val_size: Number of rows to hold out instead.
         deduplicate: Keep only the first of the rows with equal prompts.
+        pretraining: Texts of a second stream that goes into the policy's loss (PTX): sources as
+            for ``train``, whose rows have a plain text, or whole dialogues in ``messages`` or
+            ``conversations`` that the chat template renders. Every train batch carries some.
+        pretraining_batch_size: Texts per step and rank; None: as ``batch_size``.
+        pretraining_column: Column with the text, or with messages.
+        pretraining_max_tokens: Longer texts are left out and counted, never cut.
         max_bad_fraction: Stop when a larger share of the rows cannot be used.
         seed: Of the order and of the held-out rows.
         num_workers: Processes that collate; rows are tokenised once, so 0 is fast.
@@ -90,6 +102,10 @@ class PromptDataModule(L.LightningDataModule):
         val_fraction: float = 0.0,
         val_size: int = 0,
         deduplicate: bool = False,
+        pretraining: str | Source | list[str | Source | Weighted] | None = None,
+        pretraining_batch_size: int | None = None,
+        pretraining_column: str = DEFAULT_TEXT_COLUMN,
+        pretraining_max_tokens: int = 1024,
         max_bad_fraction: float = 0.01,
         seed: int = 0,
         num_workers: int = 0,
@@ -119,22 +135,34 @@ class PromptDataModule(L.LightningDataModule):
         self._max_tokens = max_prompt_tokens
         self._deduplicate = deduplicate
         self._max_bad_fraction = max_bad_fraction
+        self._pretraining: PretrainingTexts | None = None
+        if pretraining is not None:
+            self._pretraining = PretrainingTexts(
+                pretraining,
+                column=pretraining_column,
+                batch_size=batch_size if pretraining_batch_size is None else pretraining_batch_size,
+                max_tokens=pretraining_max_tokens,
+                max_bad_fraction=max_bad_fraction,
+            )
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._stage = ""
         self._sides: Sides[PromptRow] | None = None
+        self._texts: Side[TextRow] | None = None
         self._loaders: Loaders[PromptRow, PromptBatch] | None = None
 
     def prepare_data(self) -> None:
-        prepare_sources(self._train, self._split.val)
+        texts = self._pretraining.sources if self._pretraining is not None else None
+        prepare_sources(self._train, self._split.val, texts)
 
     def setup(self, stage: str) -> None:
         tokenizer = resolve_tokenizer(self._given_tokenizer, self.trainer)
         if self._sides is None or tokenizer is not self._tokenizer:
             self._tokenizer = tokenizer
-            self._sides = self._load(tokenizer)
+            self._sides, self._texts = self._load(tokenizer), None
         self._stage = stage
         collate = PromptCollator(int(tokenizer.pad_token_id))
-        self._loaders = Loaders(self._sides, self._options, collate, self.trainer)
+        extend = self._stream(tokenizer) if stage == "fit" else None
+        self._loaders = Loaders(self._sides, self._options, collate, self.trainer, extend=extend)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -184,6 +212,19 @@ class PromptDataModule(L.LightningDataModule):
             max_bad_fraction=self._max_bad_fraction,
         )
         return preparation.load_sides(self._train, self._split)
+
+    def _stream(self, tokenizer: PreTrainedTokenizerBase) -> PretrainingStream | None:
+        if self._pretraining is None:
+            return None
+        if self._texts is None:
+            self._texts = self._pretraining.load(tokenizer, self._chat_format(tokenizer))
+        return PretrainingStream(
+            self._texts,
+            batch_size=self._pretraining.batch_size,
+            seed=self._options.seed,
+            pad_token_id=int(tokenizer.pad_token_id),
+            ranks=data_ranks(self.trainer),
+        )
 
     def _check(self, side: Side[PromptRow], what: str) -> Side[PromptRow]:
         return _without_duplicates(side, what) if self._deduplicate else side

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from lrlhf.functional.advantages import (
     discounted_returns,
+    generalized_advantages,
     group_mean_advantages,
     group_normalized_advantages,
     leave_one_out_advantages,
 )
 from lrlhf.functional.kl import shape_rewards
 from lrlhf.functional.masking import masked_sum
-from lrlhf.functional.names import import_function
+from lrlhf.functional.names import import_function, unknown_name
 
 
 class EstimatorInputs(NamedTuple):
@@ -32,6 +33,8 @@ class EstimatorInputs(NamedTuple):
     kl_coef: float
     baseline_mask: Bool[Tensor, " B"]
     """False: the row stays out of its siblings' baselines and gets no advantage itself."""
+    values: Float[Tensor, "B T"] | None = None
+    """The critic's, when the rollout was taken; None: there is no critic."""
 
 
 class Estimator(NamedTuple):
@@ -48,6 +51,36 @@ class Estimator(NamedTuple):
     """Whether a KL penalty in the reward makes the tokens of one response differ."""
     groups: bool = False
     """Whether it compares the responses to one prompt, and so needs two or more of them."""
+    uses_values: bool = False
+    """Whether it needs a critic."""
+
+
+def gae(inputs: EstimatorInputs, *, gamma: float = 1.0, lam: float = 0.95) -> Float[Tensor, "B T"]:
+    """Generalized advantages of every token under the critic's values.
+
+    The reward is the score on the last token and a KL penalty on each.
+
+    Args:
+        inputs: Scores, KL and values of the rollout.
+        gamma: Discount per response token.
+        lam: 0 trusts the critic (one-step errors), 1 the outcome (Monte Carlo).
+
+    Raises:
+        ValueError: There are no values.
+
+    Reference:
+        Schulman et al. 2016, eq. 16, https://arxiv.org/abs/1506.02438
+    """
+    if inputs.values is None:
+        raise ValueError("the estimator gae needs the values of a critic, and there is none")
+    scores = _counted_scores(inputs)
+    rewards = shape_rewards(
+        scores, inputs.kl.detach(), inputs.response_mask, kl_coef=inputs.kl_coef
+    )
+    result = generalized_advantages(
+        rewards, inputs.values.detach(), inputs.response_mask, gamma=gamma, lam=lam
+    )
+    return torch.where(scores.isnan()[:, None], 0.0, result.advantages)
 
 
 def rloo(inputs: EstimatorInputs) -> Float[Tensor, "B T"]:
@@ -158,6 +191,54 @@ def reinforce_plus_plus(inputs: EstimatorInputs, *, gamma: float = 1.0) -> Float
     return reinforce(inputs, gamma=gamma)
 
 
+def cpgd(
+    inputs: EstimatorInputs,
+    *,
+    weighting: str = "std",
+    max_weight: float = 3.0,
+    eps: float = 1e-6,
+) -> Float[Tensor, "B T"]:
+    """Score minus the group's mean, times a weight of its group; the same for every token.
+
+        equal         1
+        std           1 / (std of the group + eps)
+        clip_filter   min(rows / rows with an advantage, max_weight), equal for all groups: what
+                      filtering out the groups without a difference would do to a mean
+
+    Args:
+        inputs: Scores of the rollout, and KL where it is to go into the reward.
+        weighting: One of the above.
+        max_weight: Bound of ``clip_filter``.
+        eps: Added to the standard deviation (biased, as in the paper's code), in score units.
+
+    Raises:
+        ValueError: Unknown weighting, or a bound below 1.
+
+    Reference:
+        Liu et al. 2025 (CPGD), §4.3, https://arxiv.org/abs/2505.12504
+    """
+    if weighting not in CPGD_WEIGHTINGS:
+        raise unknown_name("cpgd weighting", weighting, CPGD_WEIGHTINGS)
+    if max_weight < 1:
+        raise ValueError(f"max_weight is {max_weight}; it must be 1 or more")
+    scores, size = _penalized_scores(inputs), inputs.num_generations
+    if weighting == "std":
+        # biased and unbiased deviations differ by a factor that depends on the group's size only
+        counted = (~scores.isnan()).view(-1, size).sum(dim=1, keepdim=True)
+        advantages = group_mean_advantages(scores, num_generations=size).view(-1, size)
+        variance = advantages.square().sum(dim=1, keepdim=True) / counted.clamp(min=1)
+        return _broadcast((advantages / (variance.sqrt() + eps)).flatten(), inputs)
+    advantages = group_mean_advantages(scores, num_generations=size)
+    if weighting == "clip_filter":
+        different = (advantages != 0).sum().clamp(min=1)
+        counted = (~scores.isnan()).sum()
+        advantages = advantages * (counted / different).clamp(max=max_weight)
+    return _broadcast(advantages, inputs)
+
+
+CPGD_WEIGHTINGS = ("equal", "std", "clip_filter")
+
+
 def _counted_scores(inputs: EstimatorInputs) -> Float[Tensor, " B"]:
     # a row outside the baselines is treated like an unscorable one
     return torch.where(inputs.baseline_mask, inputs.scores.detach(), torch.nan)
@@ -191,21 +272,25 @@ def _named(
     normalize: Literal["none", "sequence", "token"] = "none",
     per_token: bool = False,
     groups: bool = False,
+    uses_values: bool = False,
 ) -> Estimator:
     description = (function.__doc__ or "").strip().partition("\n")[0]
-    return Estimator(function, kl_in_reward, normalize, description, per_token, groups)
+    return Estimator(function, kl_in_reward, normalize, description, per_token, groups, uses_values)
 
 
 ESTIMATORS: dict[str, Estimator] = {
+    "gae": _named(gae, normalize="token", per_token=True, uses_values=True),
     "rloo": _named(rloo, groups=True),
     "rloo_openrlhf": _named(rloo_openrlhf, per_token=True, groups=True),
     "grpo": _named(grpo, kl_in_reward=False, groups=True),
+    "group_norm": _named(grpo, kl_in_reward=False, groups=True),
     "dr_grpo": _named(dr_grpo, kl_in_reward=False, groups=True),
     "reinforce": _named(reinforce, per_token=True),
     "reinforce_baseline": _named(
         reinforce_baseline, normalize="token", per_token=True, groups=True
     ),
     "reinforce_plus_plus": _named(reinforce_plus_plus, normalize="token", per_token=True),
+    "cpgd": _named(cpgd, kl_in_reward=False, groups=True),
 }
 
 

@@ -53,7 +53,9 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
     ),
     "dr_grpo": PolicyLoss(clipped_policy_loss, "token", "constant", {**_PPO_CLIP}),
-    "cpgd": PolicyLoss(cpgd_policy_loss, "token", "sequence_mean", {"clip_range": 0.2}),
+    "cpgd": PolicyLoss(
+        cpgd_policy_loss, "token", "sequence_mean", {"clip_range": 0.2, "drift_coef": 0.0}
+    ),
     "reinforce": PolicyLoss(importance_weighted_policy_loss, "token", "token_mean", {}),
 }
 

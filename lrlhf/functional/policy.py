@@ -154,11 +154,16 @@ def cpgd_policy_loss(
     response_mask: Bool[Tensor, "B T"],
     *,
     clip_range: float = 0.2,
+    drift_coef: float = 0.0,
+    drift_clip: float = 5.0,
 ) -> Float[Tensor, "B T"]:
-    """Policy gradient whose log-probabilities, not ratios, are clipped.
+    """Policy gradient whose log-probabilities, not ratios, are clipped, and a pull to the old.
 
-        A > 0:  ℓ = -min(logprobs, old + log(1 + ε)) A
-        A ≤ 0:  ℓ = -max(logprobs, old + log(1 - ε)) A
+        A > 0:  ℓ = -min(logprobs, old + log(1 + ε)) A  +  α D
+        A ≤ 0:  ℓ = -max(logprobs, old + log(1 - ε)) A  +  α D
+
+    with the policy drift D = ρ - 1 - log ρ, an estimate of KL(old || new), whose gradient
+    (ρ - 1) ∇logprobs is bounded: a ratio ρ that ran away would dominate the batch.
 
     Args:
         logprobs: Under the policy being trained.
@@ -166,20 +171,34 @@ def cpgd_policy_loss(
         advantages: No gradient.
         response_mask: Outside it the loss is 0.
         clip_range: ε, above 0 and below 1.
+        drift_coef: α, 0 or more.
+        drift_clip: Largest factor ρ - 1 in the drift's gradient, above 0.
 
     Raises:
-        ValueError: ``clip_range`` out of range.
+        ValueError: An option out of range.
 
     Reference:
-        Liu et al. 2025 (CPGD), eq. 5, https://arxiv.org/abs/2505.12504
+        Liu et al. 2025 (CPGD), §4, https://arxiv.org/abs/2505.12504
     """
     if not 0 < clip_range < 1:
         raise ValueError(f"clip_range is {clip_range}; it must lie between 0 and 1")
+    if drift_coef < 0 or drift_clip <= 0:
+        raise ValueError(
+            f"drift_coef is {drift_coef} and drift_clip {drift_clip}; the first must be 0 or "
+            "more, the second above 0"
+        )
     advantages, old = _kept(advantages, response_mask), _kept(old_logprobs, response_mask)
     logprobs = torch.where(response_mask, logprobs, 0.0)
     risen = torch.minimum(logprobs, old + math.log1p(clip_range))
     fallen = torch.maximum(logprobs, old + math.log1p(-clip_range))
-    return -torch.where(advantages > 0, risen, fallen) * advantages
+    gain = torch.where(advantages > 0, risen, fallen) * advantages
+    if drift_coef == 0:
+        return -gain
+    ratio = _token_ratio(logprobs, old, response_mask).detach()
+    drift = ratio - 1 - ratio.log()
+    slope = (ratio - 1).clamp(max=drift_clip)
+    # the drift's value, with the bounded gradient
+    return drift_coef * (drift + slope * (logprobs - logprobs.detach())) - gain
 
 
 def importance_weighted_policy_loss(
@@ -203,6 +222,37 @@ def importance_weighted_policy_loss(
     """
     ratio = _token_ratio(logprobs, old_logprobs, response_mask)
     return -ratio * _kept(advantages, response_mask)
+
+
+def high_entropy_mask(
+    entropy: Float[Tensor, "B T"], response_mask: Bool[Tensor, "B T"], *, fraction: float
+) -> Bool[Tensor, "B T"]:
+    """Keep of each sequence the tokens at which the policy was least sure.
+
+    Args:
+        entropy: Of the next-token distribution at every response token.
+        response_mask: Tokens to choose from.
+        fraction: Share of a sequence's tokens to keep, in (0, 1]; at least one is kept.
+
+    Raises:
+        ValueError: ``fraction`` out of range.
+
+    Reference:
+        Wang et al. 2025, §5, https://arxiv.org/abs/2506.01939
+
+    Differs from the paper: the share is taken of each sequence, not of the batch, so that it does
+    not depend on how a batch is split.
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction is {fraction}; it must lie in (0, 1]")
+    kept = (response_mask.sum(dim=1) * fraction).floor().clamp(min=1)
+    order = torch.where(response_mask, entropy, -torch.inf).argsort(
+        dim=1, descending=True, stable=True
+    )
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
+    return response_mask & (rank < kept[:, None])
 
 
 def aggregate(

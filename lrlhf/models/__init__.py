@@ -1,9 +1,15 @@
 """How a policy, a reference and a reward model come to be, and what they say about tokens."""
 
+from lrlhf.models.experts import check_has_experts
 from lrlhf.models.export import merged_state_dict, save_model
-from lrlhf.models.heads import HeadConfig
+from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead
 from lrlhf.models.loading import CausalLM, LoRA, PretrainedSpec
-from lrlhf.models.logprobs import sequence_logprobs
+from lrlhf.models.logprobs import (
+    SequenceOutputs,
+    sequence_logprobs,
+    sequence_outputs,
+    sequence_values,
+)
 from lrlhf.models.output_head import check_output_head
 from lrlhf.models.reference import ReferencePolicy, frozen_reference
 from lrlhf.models.reward import RewardNetwork
@@ -11,25 +17,35 @@ from lrlhf.models.score_model import ScoreModel
 from lrlhf.models.scorers import HeadedBackbone, StockClassifier
 from lrlhf.models.sources import SourceError, cache_dir, resolve_source
 from lrlhf.models.tokenization import eos_token_ids, load_tokenizer
+from lrlhf.models.value import ValueModel, ValueNetwork, policy_value_head
 
 __all__ = [
     "CausalLM",
     "HeadConfig",
+    "HeadKind",
     "HeadedBackbone",
     "LoRA",
     "PretrainedSpec",
     "ReferencePolicy",
     "RewardNetwork",
     "ScoreModel",
+    "SequenceOutputs",
     "SourceError",
     "StockClassifier",
+    "ValueHead",
+    "ValueModel",
+    "ValueNetwork",
     "cache_dir",
+    "check_has_experts",
     "check_output_head",
     "eos_token_ids",
     "frozen_reference",
     "load_tokenizer",
     "merged_state_dict",
+    "policy_value_head",
     "resolve_source",
     "save_model",
     "sequence_logprobs",
+    "sequence_outputs",
+    "sequence_values",
 ]

@@ -79,6 +79,38 @@ class RewardHead(nn.Module):
         return score if self.scale is None else score * self.scale()
 
 
+class ValueHead(nn.Module):
+    """One number per hidden state, in its own weights' precision; it starts at 0 everywhere."""
+
+    def __init__(self, size: int, kind: HeadKind) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+        self.projection = _projection(size, kind, generator)
+        nn.init.zeros_(self.output.weight)
+        # unlike a reward, a value is compared with a number: a constant does not cancel out
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    @property
+    def output(self) -> nn.Linear:
+        """The last layer."""
+        last = self.projection if isinstance(self.projection, nn.Linear) else self.projection[-1]  # type: ignore[index]
+        assert isinstance(last, nn.Linear)
+        return last
+
+    def copy_reward(self, reward: RewardHead) -> None:
+        """Start from the weights of a reward head of the same kind, its scale multiplied in."""
+        self.projection.load_state_dict(reward.projection.state_dict())
+        if reward.scale is not None:
+            with torch.no_grad():
+                self.output.weight.mul_(reward.scale())
+
+    def forward(self, hidden: Float[Tensor, "*N H"]) -> Float[Tensor, "*N"]:
+        """Compute the values, in float32."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            values: Tensor = self.projection(hidden.to(self.bias.dtype)).squeeze(-1) + self.bias
+            return values
+
+
 def last_pool(
     hidden: Float[Tensor, "B T H"], attention_mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B H"]:

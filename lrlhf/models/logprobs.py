@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, overload
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lrlhf.functional.logprobs import LogprobsAndEntropy, token_logprobs
+from lrlhf.models.experts import load_balancing_loss
 from lrlhf.models.output_head import output_head, plain_model
 from lrlhf.types import SequenceBatch
 
@@ -34,33 +36,30 @@ def compact(input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]) 
     return Compacted(input_ids.gather(1, order), attention_mask.gather(1, order), order)
 
 
-@overload
-def sequence_logprobs(
-    model: PreTrainedModel | PeftModel,
-    batch: SequenceBatch,
-    *,
-    temperature: float = ...,
-    chunk_size: int = ...,
-    return_entropy: Literal[False] = ...,
-) -> Float[Tensor, "B T"]: ...
-@overload
-def sequence_logprobs(
-    model: PreTrainedModel | PeftModel,
-    batch: SequenceBatch,
-    *,
-    temperature: float = ...,
-    chunk_size: int = ...,
-    return_entropy: Literal[True],
-) -> LogprobsAndEntropy: ...
-def sequence_logprobs(
+class SequenceOutputs(NamedTuple):
+    """What one forward pass over a batch says about its response tokens."""
+
+    logprobs: Float[Tensor, "B T"]
+    """At least float32; 0 outside ``response_mask`` and on a row's first token."""
+    entropy: Float[Tensor, "B T"] | None
+    """Of every next-token distribution, in nats; None: not asked for."""
+    values: Float[Tensor, "B T"] | None
+    """Value of the state in which each token was chosen; None: there was no head."""
+    router_loss: Float[Tensor, ""] | None
+    """Load-balancing loss of a mixture of experts, unweighted; None: not asked for."""
+
+
+def sequence_outputs(
     model: PreTrainedModel | PeftModel,
     batch: SequenceBatch,
     *,
     temperature: float = 1.0,
     chunk_size: int = 1024,
-    return_entropy: bool = False,
-) -> Float[Tensor, "B T"] | LogprobsAndEntropy:
-    """Compute ``log p(input_ids[b, t] | what precedes it)`` on the response tokens.
+    entropy: bool = False,
+    value_head: Callable[[Tensor], Tensor] | None = None,
+    router_loss: bool = False,
+) -> SequenceOutputs:
+    """Compute ``log p(input_ids[b, t] | what precedes it)`` on the response tokens, and more.
 
     The body runs once over the batch. The output head sees only the positions that predict a
     response token, in chunks that the backward pass recomputes, so ``[B, T, V]`` never exists.
@@ -70,35 +69,102 @@ def sequence_logprobs(
         batch: Tokens outside ``attention_mask`` are invisible, wherever they are.
         temperature: Logits are divided by it.
         chunk_size: Positions whose logits exist at the same time.
-        return_entropy: Also return the entropy of every next-token distribution, in nats.
+        entropy: Also return the entropy of every next-token distribution.
+        value_head: From hidden states ``[N, H]`` to values ``[N]``, to read off the same pass.
+        router_loss: Also return the load-balancing loss of the model's experts.
 
-    Returns:
-        ``[B, T]``, at least float32; 0 outside ``response_mask`` and on a row's first token.
+    Raises:
+        ValueError: ``router_loss`` of a model that has no experts.
     """
     plain = plain_model(model)
+    body = _run(plain, batch, router_logits=router_loss)
+    result = token_logprobs(
+        body.predicting,
+        output_head(plain),
+        body.rows.input_ids[body.asked],
+        temperature=temperature,
+        chunk_size=chunk_size,
+        return_entropy=entropy,
+    )
+    entropies = body.spread(result.entropy) if isinstance(result, LogprobsAndEntropy) else None
+    logprobs = result.logprobs if isinstance(result, LogprobsAndEntropy) else result
+    return SequenceOutputs(
+        logprobs=body.spread(logprobs),
+        entropy=entropies,
+        values=None if value_head is None else body.spread(value_head(body.predicting)),
+        router_loss=None
+        if body.router_logits is None
+        else load_balancing_loss(plain, body.router_logits, body.rows.attention_mask),
+    )
+
+
+def sequence_logprobs(
+    model: PreTrainedModel | PeftModel,
+    batch: SequenceBatch,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = 1024,
+) -> Float[Tensor, "B T"]:
+    """Compute the log-probabilities of :func:`sequence_outputs` alone."""
+    return sequence_outputs(model, batch, temperature=temperature, chunk_size=chunk_size).logprobs
+
+
+def sequence_values(
+    backbone: PreTrainedModel | PeftModel,
+    head: Callable[[Tensor], Tensor],
+    batch: SequenceBatch,
+    *,
+    train_backbone: bool = True,
+) -> Float[Tensor, "B T"]:
+    """Compute the value of the state in which each response token was chosen.
+
+    Args:
+        backbone: A causal model, with or without an output head of its own, which stays unused.
+        head: From hidden states ``[N, H]`` to values ``[N]``.
+        batch: Tokens outside ``attention_mask`` are invisible, wherever they are.
+        train_backbone: False: only the head's gradient is kept track of.
+
+    Returns:
+        ``[B, T]``, aligned with the tokens like log-probabilities: column t is the value before
+        token t. 0 outside ``response_mask`` and on a row's first token.
+    """
+    with torch.set_grad_enabled(train_backbone and torch.is_grad_enabled()):
+        body = _run(plain_model(backbone), batch, router_logits=False)
+    return body.spread(head(body.predicting))
+
+
+class _Body(NamedTuple):
+    """Hidden states of the positions that predict a response token."""
+
+    rows: Compacted
+    asked: Bool[Tensor, "B T"]
+    counts: Bool[Tensor, "B T"]
+    predicting: Float[Tensor, "N H"]
+    router_logits: tuple[Tensor, ...] | None
+
+    def spread(self, values: Float[Tensor, " N"]) -> Float[Tensor, "B T"]:
+        return _spread(values, self.asked, self.counts, self.rows.order)
+
+
+def _run(plain: PreTrainedModel, batch: SequenceBatch, *, router_logits: bool) -> _Body:
     rows = compact(batch.input_ids, batch.attention_mask)
-    hidden = plain.base_model(
+    options = {"output_router_logits": True} if router_logits else {}
+    output = plain.base_model(
         input_ids=rows.input_ids,
         attention_mask=rows.attention_mask.long(),
         use_cache=False,
-    ).last_hidden_state
+        **options,
+    )
     counts = (batch.response_mask & batch.attention_mask).gather(1, rows.order)
     counts[:, 0] = False  # nothing precedes it
     asked = _at_least_one(counts)
-    result = token_logprobs(
-        hidden[:, :-1][asked[:, 1:]],
-        output_head(plain),
-        rows.input_ids[asked],
-        temperature=temperature,
-        chunk_size=chunk_size,
-        return_entropy=return_entropy,
+    return _Body(
+        rows=rows,
+        asked=asked,
+        counts=counts,
+        predicting=output.last_hidden_state[:, :-1][asked[:, 1:]],
+        router_logits=output.get("router_logits") if router_logits else None,
     )
-    if isinstance(result, LogprobsAndEntropy):
-        return LogprobsAndEntropy(
-            _spread(result.logprobs, asked, counts, rows.order),
-            _spread(result.entropy, asked, counts, rows.order),
-        )
-    return _spread(result, asked, counts, rows.order)
 
 
 def _at_least_one(counts: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:

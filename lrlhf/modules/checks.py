@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
 from lrlhf.modules.settings import Advantage, Update
-from lrlhf.rollout import Sampling, nearest_divisors
+from lrlhf.rollout import Sampling
 
 
 def refuse_pure_low_precision(trainer: L.Trainer, model: nn.Module) -> None:
@@ -47,32 +47,6 @@ def uses_loss_scaler(trainer: L.Trainer) -> bool:
     return isinstance(plugin, MixedPrecision) and plugin.scaler is not None
 
 
-def check_batch_algebra(rows: int, minibatch_size: int | None, world_size: int) -> None:
-    """Check that the responses of an iteration split into equal optimizer steps.
-
-    Args:
-        rows: Responses of this rank.
-        minibatch_size: Responses of all ranks per optimizer step; None: all.
-        world_size: Number of ranks.
-
-    Raises:
-        ValueError: They do not split; names the nearest sizes that do.
-    """
-    if minibatch_size is None:
-        return
-    total = rows * world_size
-    if minibatch_size % world_size or total % minibatch_size:
-        sizes = [
-            int(size) * world_size
-            for size in nearest_divisors(rows, max(1, minibatch_size // world_size)).split(" and ")
-        ]
-        raise ValueError(
-            f"update.minibatch_size is {minibatch_size}, but an iteration has {total} responses "
-            f"on {world_size} process(es); the nearest sizes that divide it are "
-            f"{' and '.join(map(str, sizes))}"
-        )
-
-
 def check_group_policy_options(
     num_generations: int,
     sampling: Sampling,
@@ -81,6 +55,7 @@ def check_group_policy_options(
     *,
     penalty_in_reward: bool,
     allow_truncated_sampling: bool,
+    needs_groups: bool = False,
 ) -> None:
     """Check options of a policy trained on groups of responses against each other.
 
@@ -91,6 +66,7 @@ def check_group_policy_options(
         update: How advantages become optimizer steps.
         penalty_in_reward: Whether the scores carry a KL penalty.
         allow_truncated_sampling: Whether top_p, top_k and min_p may cut tokens off.
+        needs_groups: Whether dynamic sampling compares the responses to one prompt.
 
     Raises:
         ValueError: Two of them do not fit together; says what would.
@@ -98,10 +74,11 @@ def check_group_policy_options(
     if num_generations < 1:
         raise ValueError(f"num_generations is {num_generations}; it must be 1 or more")
     estimator = advantage.function
-    if num_generations < 2 and estimator.groups:
+    if num_generations < 2 and (estimator.groups or needs_groups):
+        who = f"advantage.estimator {advantage.estimator!r}"
         raise ValueError(
-            f"advantage.estimator {advantage.estimator!r} compares the responses to one prompt, "
-            f"but num_generations is {num_generations}; the nearest value is 2"
+            f"{who if estimator.groups else 'dynamic_sampling'} compares the responses to one "
+            f"prompt, but num_generations is {num_generations}; the nearest value is 2"
         )
     if sampling.temperature == 0:
         raise ValueError(
@@ -113,6 +90,12 @@ def check_group_policy_options(
             "sampling.top_p, top_k, min_p or min_new_tokens cuts tokens off, so responses would "
             "not come from the policy that is trained; set them to 1.0, 0, 0.0 and 0, or accept "
             "the bias with allow_truncated_sampling: true"
+        )
+    if update.function.level == "sequence" and estimator.uses_values:
+        raise ValueError(
+            f"update.loss {update.loss!r} takes one advantage per response, but "
+            f"advantage.estimator {advantage.estimator!r} gives one per token; choose a token "
+            "loss (token_clip, dapo, cispo, reinforce)"
         )
     if update.function.level == "sequence" and estimator.per_token and penalty_in_reward:
         raise ValueError(

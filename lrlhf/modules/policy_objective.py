@@ -18,7 +18,9 @@ from lrlhf.functional.estimators import EstimatorInputs
 from lrlhf.functional.kl import kl_estimate
 from lrlhf.functional.masking import masked_mean
 from lrlhf.functional.policy import aggregate
-from lrlhf.modules.settings import Advantage, Reference, Update
+from lrlhf.functional.value import clipped_value_loss
+from lrlhf.modules.metric_sums import MetricSums
+from lrlhf.modules.settings import Advantage, Critic, Reference, Update
 from lrlhf.types import Experience, Rollout
 
 Whiten = Callable[..., Tensor]
@@ -31,16 +33,20 @@ def as_experience(
     scores: Tensor,
     old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None,
+    values: Tensor | None = None,
+    filler: Tensor | None = None,
 ) -> Experience:
-    """Start an experience from a rollout: nothing masked yet, no advantage yet."""
+    """Start an experience from a rollout: no advantage yet, nothing masked but ``filler`` rows."""
+    everything = torch.ones_like(rollout.truncated)
     return Experience(
         **{field.name: getattr(rollout, field.name) for field in fields(rollout)},
         scores=scores.float(),
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
+        values=values,
         advantages=torch.zeros_like(rollout.sampling_logprobs),
         loss_mask=rollout.response_mask,
-        counted=torch.ones_like(rollout.truncated),
+        counted=everything if filler is None else everything & ~filler,
     )
 
 
@@ -52,30 +58,37 @@ def compute_advantages(
     kl_coef: float,
     num_generations: int,
     whiten: Whiten,
+    scaled_scores: Tensor | None = None,
+    metrics: MetricSums | None = None,
 ) -> Experience:
     """Turn the scores of a rollout into advantages per token.
 
-    The order is TRL's: clip the raw scores, subtract the KL penalty, take the baseline, whiten.
+    The order is TRL's: clip the raw scores, subtract the KL penalty, take the baseline, whiten;
+    then bound what came of it.
 
     Args:
-        experience: Rows of complete groups, ``old_logprobs`` set where the KL is in the reward;
-            ``advantages``, ``loss_mask`` and ``counted`` are not read.
+        experience: Rows of complete groups, ``old_logprobs`` set where the KL is in the reward,
+            ``values`` where there is a critic; rows that are not ``counted`` stay out.
+            ``advantages`` and ``loss_mask`` are not read.
         settings: Estimator, clipping, whitening, and what becomes of truncated responses.
         kl_in_reward: Whether the estimator sees the KL penalty.
         kl_coef: Strength of the penalty.
         num_generations: Responses per prompt.
         whiten: Whitens over all ranks.
+        scaled_scores: ``[B]``, used in place of the experience's scores.
+        metrics: Told the share of scores and advantages that were clipped.
 
     Returns:
-        The experience with ``advantages`` (0 outside the response), ``loss_mask`` and ``counted``.
+        The experience with ``advantages`` (0 outside the response), ``loss_mask``, ``counted``,
+        and with a critic ``returns``: advantages plus values, before any whitening.
     """
     mask, truncated = experience.response_mask, experience.truncated
     left_out = truncated if settings.truncated != "train" else torch.zeros_like(truncated)
     excluded = left_out if settings.truncated == "exclude" else torch.zeros_like(truncated)
+    left_out, excluded = left_out | ~experience.counted, excluded | ~experience.counted
     loss_mask = mask & ~left_out[:, None]
-    scores = experience.scores
-    if settings.reward_clip_range is not None:
-        scores = scores.clamp(*settings.reward_clip_range)
+    scores = experience.scores if scaled_scores is None else scaled_scores
+    scores = _clipped_scores(scores, settings.reward_clip_range, metrics)
     kl = torch.zeros_like(experience.sampling_logprobs)
     if kl_in_reward and experience.ref_logprobs is not None:
         assert experience.old_logprobs is not None
@@ -89,16 +102,55 @@ def compute_advantages(
             num_generations=num_generations,
             kl_coef=kl_coef,
             baseline_mask=~excluded,
+            values=experience.values,
         ),
         **settings.options,
     )
+    returns = None
+    if experience.values is not None:
+        returns = torch.where(mask, advantages + experience.values, 0.0)
     scorable = ~scores.isnan() & ~excluded
     if estimator.groups:
         # a row without a sibling has nothing to be compared with: it is no observation either
         comparable = scores.masked_fill(excluded, torch.nan)
         scorable = has_baseline(comparable, num_generations=num_generations)
-    advantages = _normalized(advantages, mask & scorable[:, None], settings, whiten)
-    return replace(experience, advantages=advantages, loss_mask=loss_mask, counted=~excluded)
+    observed = mask & scorable[:, None]
+    advantages = _normalized(advantages, observed, settings, whiten)
+    return replace(
+        experience,
+        advantages=_clipped_advantages(advantages, observed, settings.clip, metrics),
+        returns=returns,
+        loss_mask=loss_mask,
+        counted=~excluded,
+    )
+
+
+def _clipped_scores(
+    scores: Tensor, bounds: tuple[float, float] | None, metrics: MetricSums | None
+) -> Tensor:
+    if bounds is None:
+        return scores
+    if metrics is not None:
+        outside = (scores < bounds[0]) | (scores > bounds[1])
+        metrics.add("rollout/reward_clip_fraction", outside.sum(), scores.isfinite().sum())
+    return scores.clamp(*bounds)
+
+
+def _clipped_advantages(
+    advantages: Tensor, observed: Tensor, bound: float | None, metrics: MetricSums | None
+) -> Tensor:
+    if bound is None:
+        return advantages
+    if metrics is not None:
+        outside = (advantages.abs() > bound) & observed
+        metrics.add("rollout/advantage_clip_fraction", outside.sum(), observed.sum())
+    return advantages.clamp(-bound, bound)
+
+
+def value_mask(experience: Experience) -> Tensor:
+    """`[B, T]`: the tokens whose returns are known, which is what a critic learns from."""
+    known = experience.counted & ~experience.scores.isnan()
+    return experience.response_mask & known[:, None]
 
 
 def _normalized(advantages: Tensor, mask: Tensor, settings: Advantage, whiten: Whiten) -> Tensor:
@@ -129,11 +181,17 @@ class Denominators(NamedTuple):
 
     rows: Tensor
     tokens: Tensor
+    selected: Tensor
+    """Tokens of the policy loss, which may be restricted to some of ``tokens``."""
+    valued: Tensor
+    """Tokens of the value loss."""
 
 
 def denominators(experience: Experience) -> Tensor:
-    """`[2]`: counted rows and trained tokens of this rank, to be added up over the ranks."""
-    return torch.stack([experience.counted.sum(), experience.loss_mask.sum()]).float()
+    """`[4]`: the `Denominators` of this rank, to be added up over the ranks."""
+    selected = experience.loss_mask if experience.selected is None else experience.selected
+    masks = (experience.counted, experience.loss_mask, selected, value_mask(experience))
+    return torch.stack([mask.sum() for mask in masks]).float()
 
 
 def policy_loss(
@@ -161,27 +219,53 @@ def policy_loss(
     """
     function = update.function
     mask = experience.loss_mask
+    selected = mask if experience.selected is None else experience.selected
     old = experience.old_logprobs if experience.old_logprobs is not None else logprobs.detach()
     advantages = experience.advantages
     if function.level == "sequence":
         advantages = masked_mean(advantages, experience.response_mask, dim=1)
-    values = function.function(logprobs, old, advantages, mask, **function.defaults)
-    divisor = {
-        "token_mean": totals.tokens,
-        "sequence_mean": totals.rows,
-        "constant": totals.rows * max_new_tokens,
-    }[function.aggregate].clamp(min=1)
+    values = function.function(logprobs, old, advantages, selected, **function.defaults)
 
-    def share(term: Tensor) -> Tensor:
+    def share(term: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
+        divisor = {
+            "token_mean": tokens,
+            "sequence_mean": totals.rows,
+            "constant": totals.rows * max_new_tokens,
+        }[function.aggregate].clamp(min=1)
         if function.level == "sequence" and term.dim() == 1:
             return term.sum() / divisor
         return aggregate(term, mask, mode=function.aggregate, denominator=divisor)
 
-    policy = share(values)
+    policy = share(values, selected, totals.selected)
     zero = policy.detach() * 0
     kl = zero
     if kl_coef > 0 and experience.ref_logprobs is not None:
-        kl = share(kl_estimate(logprobs, experience.ref_logprobs, estimator=reference.kl_estimator))
-    bonus = zero if entropy is None else share(entropy)
+        estimate = kl_estimate(logprobs, experience.ref_logprobs, estimator=reference.kl_estimator)
+        kl = share(estimate, mask, totals.tokens)
+    bonus = zero if entropy is None else share(entropy, mask, totals.tokens)
     loss = policy + kl_coef * kl - update.entropy_coef * bonus
     return LossTerms(loss, policy.detach(), kl.detach(), bonus.detach())
+
+
+def value_loss(
+    values: Tensor, experience: Experience, *, critic: Critic, totals: Denominators
+) -> Tensor:
+    """Loss of the critic on a micro-batch, as its share of the mean over the step's tokens.
+
+    Args:
+        values: `[B, T]` of the current critic, with gradient.
+        experience: The rows, ``values`` and ``returns`` set.
+        critic: Clip range.
+        totals: Tokens of the whole optimizer step.
+    """
+    assert experience.values is not None
+    assert experience.returns is not None
+    mask = value_mask(experience)
+    errors = clipped_value_loss(
+        values,
+        experience.values,
+        experience.returns,
+        mask,
+        value_clip_range=critic.value_clip_range,
+    )
+    return aggregate(errors, mask, mode="token_mean", denominator=totals.valued)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lrlhf.functional.kl import kl_estimate
@@ -10,15 +9,18 @@ from lrlhf.functional.losses import PolicyLoss
 from lrlhf.functional.masking import masked_sum
 from lrlhf.functional.policy import policy_metrics, sequence_ratio
 from lrlhf.modules.metric_sums import MetricSums
+from lrlhf.modules.policy_objective import value_mask
+from lrlhf.modules.settings import Critic
 from lrlhf.rewards import RewardResult
-from lrlhf.types import Experience
+from lrlhf.rollout import groups_differ
+from lrlhf.types import Experience, Rollout
 
 
 def measure_rollout(
-    experience: Experience, result: RewardResult, metrics: MetricSums, *, num_generations: int
+    rollout: Rollout, result: RewardResult, metrics: MetricSums, *, num_generations: int
 ) -> None:
     """Scores, lengths, truncation, and groups that teach nothing."""
-    scores = experience.scores.double()
+    scores = result.scores.double()
     groups = scores.view(-1, num_generations)
     metrics.add_values("rollout/score", scores)
     if num_generations > 1:
@@ -26,13 +28,11 @@ def measure_rollout(
             scorable = group[group.isfinite()]
             if len(scorable) > 1:
                 metrics.add("rollout/score_std", scorable.std(), 1.0)
-    spread = groups.nan_to_num(nan=-torch.inf).amax(dim=1) - groups.nan_to_num(nan=torch.inf).amin(
-        dim=1
-    )
-    metrics.add_values("rollout/zero_variance_groups", (spread <= 0).double())
+    alike = ~groups_differ(scores, num_generations)
+    metrics.add_values("rollout/zero_variance_groups", alike.double())
     metrics.add_values("rollout/unscorable_fraction", scores.isnan().double())
-    metrics.add_values("rollout/response_length", experience.response_mask.sum(dim=1).double())
-    metrics.add_values("rollout/truncated_fraction", experience.truncated.double())
+    metrics.add_values("rollout/response_length", rollout.response_mask.sum(dim=1).double())
+    metrics.add_values("rollout/truncated_fraction", rollout.truncated.double())
     for column, name in enumerate(result.names):
         values = result.per_function[:, column].double()
         finite = values[values.isfinite()]
@@ -40,9 +40,9 @@ def measure_rollout(
         metrics.add_moments(f"rewards/{name}/std", finite)
     for name, value in result.metrics.items():
         metrics.add(f"rewards/{name}", value, 1.0)
-    if experience.kept_mass is not None:
-        mask = experience.response_mask
-        metrics.add("rollout/kept_mass", masked_sum(experience.kept_mass, mask), mask.sum())
+    if rollout.kept_mass is not None:
+        mask = rollout.response_mask
+        metrics.add("rollout/kept_mass", masked_sum(rollout.kept_mass, mask), mask.sum())
 
 
 def measure_kl(experience: Experience, metrics: MetricSums) -> None:
@@ -105,3 +105,31 @@ def measure_update(
     metrics.add(
         "perf/padding_fraction", positions - float(micro.attention_mask.sum()), float(positions)
     )
+
+
+def measure_values(
+    values: Tensor, micro: Experience, metrics: MetricSums, *, critic: Critic
+) -> None:
+    """How far one micro-batch's values have moved from those the rollout was taken with."""
+    assert micro.values is not None
+    mask = value_mask(micro)
+    tokens = mask.sum()
+    metrics.add("value/mean", masked_sum(values, mask), tokens)
+    if critic.value_clip_range is not None:
+        outside = (values - micro.values).abs() > critic.value_clip_range
+        metrics.add("value/clip_fraction", (outside & mask).sum(), tokens)
+
+
+def measure_critic(experience: Experience, metrics: MetricSums) -> None:
+    """How well the critic knew the returns of a rollout before it learnt from them."""
+    assert experience.values is not None
+    assert experience.returns is not None
+    mask = value_mask(experience)
+    returns = experience.returns[mask]
+    metrics.add_moments("value/return_std", returns)
+    metrics.add_moments("value/error_std", returns - experience.values[mask])
+
+
+def explained_variance(error_std: float, return_std: float) -> float:
+    """Share of the returns' variance that the values explain; below 0: worse than their mean."""
+    return 1.0 - (error_std / return_std) ** 2 if return_std > 0 else float("nan")

@@ -12,7 +12,8 @@ from torch import Tensor
 from lrlhf.functional.estimators import Estimator, resolve_estimator
 from lrlhf.functional.losses import PolicyLoss, resolve_policy_loss
 from lrlhf.functional.names import unknown_name
-from lrlhf.models import CausalLM
+from lrlhf.models import CausalLM, HeadKind, ValueModel, ValueNetwork
+from lrlhf.modules.optimizers import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +56,16 @@ class Advantage:
     """How scores become advantages.
 
     Args:
-        estimator: A name from `lrlhf.functional.estimators.ESTIMATORS` (rloo, rloo_openrlhf, grpo,
-            dr_grpo, reinforce, reinforce_baseline, reinforce_plus_plus), or the import path of a
-            function of the same signature.
+        estimator: A name from `lrlhf.functional.estimators.ESTIMATORS` (gae, rloo, rloo_openrlhf,
+            grpo, dr_grpo, reinforce, reinforce_baseline, reinforce_plus_plus, cpgd; group_norm is
+            another name of grpo), or the import path of a function of the same signature.
         options: Keyword arguments of that function.
-        reward_clip_range: Lowest and highest score, applied before everything else.
+        scale_rewards: Divide scores by the running standard deviation of all scores so far
+            ("std"), or also subtract their running mean ("mean_std"); before everything else.
+        reward_clip_range: Lowest and highest score, applied next.
         normalize: Shift and scale the advantages of all ranks to mean 0 and deviation 1. None does
             what the estimator's paper does.
+        clip: Bound on the absolute value of every advantage, after all else; None: no bound.
         truncated: What becomes of responses that ran into the length limit. "train": nothing
             special. "exclude": they are not trained on, do not count in any mean, and do not enter
             their siblings' baseline. "trl": as TRL's mask_truncated_completions: not trained on,
@@ -70,8 +74,10 @@ class Advantage:
 
     estimator: str = "rloo"
     options: dict[str, Any] = field(default_factory=dict)
+    scale_rewards: Literal["none", "std", "mean_std"] = "none"
     reward_clip_range: tuple[float, float] | None = None
     normalize: bool | None = None
+    clip: float | None = None
     truncated: Literal["train", "exclude", "trl"] = "train"
 
     def __post_init__(self) -> None:
@@ -83,6 +89,8 @@ class Advantage:
                 f"advantage.reward_clip_range is {self.reward_clip_range}; the first number must "
                 "be the smaller one"
             )
+        if self.clip is not None and self.clip <= 0:
+            raise ValueError(f"advantage.clip is {self.clip}; it must be above 0, or null")
 
     @property
     def function(self) -> Estimator:
@@ -99,23 +107,39 @@ class Update:
             cispo, dapo, dr_grpo, cpgd, reinforce), or the import path of a function of the same
             signature.
         options: Keyword arguments of that function, for example ``clip_high: 0.28``.
+        aggregate: What a loss per token is averaged over: token_mean, sequence_mean or constant;
+            None: as the loss's paper has it.
         num_iterations: Passes over each rollout.
         minibatch_size: Responses of all processes per optimizer step; None: all of a rollout.
         micro_batch_tokens: Tokens of one forward pass, padding counted; None: a minibatch at once.
             Memory, not results, depends on it.
         max_grad_norm: Clip the gradient to this norm; ``inf`` leaves it.
         entropy_coef: Weight of the entropy bonus.
+        high_entropy_fraction: Take the policy loss over this share of each response's tokens only,
+            those at which the policy was least sure (Wang et al. 2025,
+            https://arxiv.org/abs/2506.01939); KL and entropy terms stay on all tokens.
+        router_loss_coef: Weight of the load-balancing loss of a mixture-of-experts policy.
+        pretraining_coef: Weight of the log-likelihood of the data's ``pretraining`` texts (PTX,
+            Ouyang et al. 2022, eq. 2, https://arxiv.org/abs/2203.02155).
+        freeze_steps: Iterations at the start in which the policy stays as it is.
+        offload: Keep the experience in CPU memory between the forward passes.
         logprob_chunk: Tokens whose logits exist at the same time.
         max_skipped_steps: Stop after so many optimizer steps with a gradient that was not finite.
     """
 
     loss: str = "sequence_clip"
     options: dict[str, Any] = field(default_factory=dict)
+    aggregate: Literal["token_mean", "sequence_mean", "constant"] | None = None
     num_iterations: int = 1
     minibatch_size: int | None = None
     micro_batch_tokens: int | None = None
     max_grad_norm: float = 1.0
     entropy_coef: float = 0.0
+    high_entropy_fraction: float = 1.0
+    router_loss_coef: float = 0.0
+    pretraining_coef: float = 0.0
+    freeze_steps: int = 0
+    offload: bool = False
     logprob_chunk: int = 1024
     max_skipped_steps: int = 10
 
@@ -127,12 +151,102 @@ class Update:
                 raise ValueError(f"update.{name} is {value}; it must be 1 or more")
         if self.max_grad_norm <= 0:
             raise ValueError(f"update.max_grad_norm is {self.max_grad_norm}; it must be above 0")
+        for name in ("router_loss_coef", "pretraining_coef", "freeze_steps"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ValueError(f"update.{name} is {value}; it must be 0 or more")
+        if not 0 < self.high_entropy_fraction <= 1:
+            raise ValueError(
+                f"update.high_entropy_fraction is {self.high_entropy_fraction}; it must lie in "
+                "(0, 1]"
+            )
+        if self.function.level == "sequence":
+            self._refuse_token_options()
+
+    def _refuse_token_options(self) -> None:
+        for name, given in (
+            ("aggregate", self.aggregate is not None),
+            ("high_entropy_fraction", self.high_entropy_fraction < 1),
+        ):
+            if given:
+                raise ValueError(
+                    f"update.{name} is about tokens, but update.loss {self.loss!r} has one value "
+                    "per response; leave it out, or choose a token loss (token_clip, dapo, …)"
+                )
 
     @property
     def function(self) -> PolicyLoss:
         """The loss that the name stands for, with the options in place."""
         loss = resolve_policy_loss(self.loss)
-        return loss._replace(defaults={**loss.defaults, **self.options})
+        return loss._replace(
+            defaults={**loss.defaults, **self.options}, aggregate=self.aggregate or loss.aggregate
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSampling:
+    """Train on groups whose responses differ in score only, and draw until there are enough.
+
+    The prompts of a batch are candidates. They are answered in rounds until ``prompts`` of them
+    have responses of different scores, or the batch is used up: its size is the budget. Groups
+    that are still missing then are filled up with others, which count in no loss and no mean.
+
+    Args:
+        prompts: Groups per process and iteration that are trained on, at most ``data.batch_size``.
+
+    Reference:
+        Yu et al. 2025 (DAPO), §3.2, https://arxiv.org/abs/2503.14476
+    """
+
+    prompts: int
+
+    def __post_init__(self) -> None:
+        if self.prompts < 1:
+            raise ValueError(f"dynamic_sampling.prompts is {self.prompts}; it must be 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Critic:
+    """The value function of PPO, and how it learns.
+
+    Args:
+        model: Its own network: a hub id, a folder (of a language model, of a trained reward model,
+            of an exported critic), ``package:<module>``, a `ValueModel` that says how to load it,
+            or a network that is already built. None: one head on the policy's own backbone.
+        optimizer: Of the critic alone, counted in iterations.
+        value_clip_range: How far a value may move from the old one before it stops paying, in
+            units of the values; None: plain squared error.
+        max_grad_norm: Clip the critic's gradient to this norm; ``inf`` leaves it.
+        freeze_steps: Iterations at the start in which the critic stays as it is.
+        head: Kind of the head on the policy's backbone: ``linear`` or ``mlp``.
+        backbone_coef: Weight of the value loss in the policy's own gradient, where the critic is a
+            head on its backbone; 0: the head reads the backbone without moving it.
+    """
+
+    model: str | ValueModel | ValueNetwork | None = None
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=9e-6))
+    value_clip_range: float | None = 0.2
+    max_grad_norm: float = 1.0
+    freeze_steps: int = 0
+    head: HeadKind = "linear"
+    backbone_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.value_clip_range is not None and self.value_clip_range <= 0:
+            raise ValueError(
+                f"critic.value_clip_range is {self.value_clip_range}; it must be above 0, or null"
+            )
+        if self.max_grad_norm <= 0:
+            raise ValueError(f"critic.max_grad_norm is {self.max_grad_norm}; it must be above 0")
+        for name in ("freeze_steps", "backbone_coef"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ValueError(f"critic.{name} is {value}; it must be 0 or more")
+        if self.model is not None and self.backbone_coef > 0:
+            raise ValueError(
+                "critic.backbone_coef is about a head on the policy's backbone, but critic.model "
+                "gives the critic a network of its own: drop one of the two"
+            )
 
 
 def _check_options(group: str, function: Callable[..., Tensor], options: Mapping[str, Any]) -> None:

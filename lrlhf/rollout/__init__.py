@@ -1,13 +1,19 @@
 """From prompts to experience: engines, sampling, records, minibatches."""
 
 from lrlhf.rollout.collector import Collected, Collector
+from lrlhf.rollout.dynamic_sampling import (
+    Filtered,
+    collect_different,
+    groups_differ,
+    merge_collected,
+    select_collected,
+)
 from lrlhf.rollout.engine import Response, RolloutEngine, assemble_rollout
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.rollout.minibatches import (
     micro_batch_rows,
     micro_batches,
     minibatches,
-    nearest_divisors,
     trim,
 )
 from lrlhf.rollout.records import (
@@ -17,24 +23,31 @@ from lrlhf.rollout.records import (
     rollout_records,
 )
 from lrlhf.rollout.sampling import Sampling
+from lrlhf.rollout.storage import load_rollout, save_rollout
 from lrlhf.rollout.transformers_engine import TransformersEngine
 
 __all__ = [
     "Collected",
     "Collector",
+    "Filtered",
     "Response",
     "RolloutEngine",
     "RolloutListener",
     "Sampling",
     "TransformersEngine",
     "assemble_rollout",
+    "collect_different",
     "completions_for_rewards",
+    "groups_differ",
+    "load_rollout",
+    "merge_collected",
     "micro_batch_rows",
     "micro_batches",
     "minibatches",
-    "nearest_divisors",
     "plain_json",
     "response_ids",
     "rollout_records",
+    "save_rollout",
+    "select_collected",
     "trim",
 ]

@@ -27,10 +27,7 @@ def minibatches(batch: Batch, *, size: int | None, shuffle: bool = True) -> Iter
     rows = len(batch)
     size = rows if size is None else size
     if size < 1 or rows % size != 0:
-        raise ValueError(
-            f"update.minibatch_size is {size} per process, but an iteration has {rows} responses "
-            f"per process; the nearest sizes that divide it are {nearest_divisors(rows, size)}"
-        )
+        raise ValueError(f"{rows} rows do not split into parts of {size}")
     order = torch.randperm(rows) if shuffle and size < rows else torch.arange(rows)
     for start in range(0, rows, size):
         yield batch.select(order[start : start + size])
@@ -86,12 +83,3 @@ def trim(batch: Batch) -> Batch:
         return tensor[:, :longest] if per_token else tensor
 
     return batch.map(cut)
-
-
-def nearest_divisors(number: int, value: int) -> str:
-    """Name the divisors of ``number`` on both sides of ``value``."""
-    divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-    below = [candidate for candidate in divisors if candidate <= value]
-    above = [candidate for candidate in divisors if candidate >= value]
-    nearest = {*below[-1:], *above[:1]}
-    return " and ".join(str(candidate) for candidate in sorted(nearest))

@@ -9,7 +9,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lrlhf.callbacks import RolloutLog
 from lrlhf.callbacks.rollout_table import render, spread
-from tests.callbacks.fakes import ToyPolicy, batches, record, trainer
+from lrlhf.rollout import load_rollout
+from tests.callbacks.fakes import ToyPolicy, batches, experience, record, trainer
 
 
 def steps(path: Path) -> list[int]:
@@ -68,6 +69,90 @@ def test_a_value_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
     module.extra_column = object()
     with pytest.raises(ValueError, match=r"'columns\.answer' holds a object"):
         trainer(tmp_path, RolloutLog()).fit(module, batches(1))
+
+
+def tensors(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("rollouts*/*"))
+
+
+def stored(*steps: int) -> list[str]:
+    return [f"step_00000{step}.rank_0.safetensors" for step in steps]
+
+
+def saving(**options: Any) -> RolloutLog:
+    return RolloutLog(print_every=None, save_tensors=True, **options)
+
+
+def test_tensors_are_kept_on_demand_beside_the_records(tmp_path: Path) -> None:
+    trainer(tmp_path, saving()).fit(ToyPolicy(records_per_step=1), batches(2))
+    assert tensors(tmp_path) == stored(0, 1)
+    kept = load_rollout(tmp_path / "rollouts" / "step_000001.rank_0.safetensors")
+    expected = experience()
+    assert kept.rollout.input_ids.tolist() == expected.input_ids.tolist()
+    assert kept.rollout.response_mask.tolist() == [[False, True]]
+    assert kept.scores.tolist() == [0.0]
+    lines = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    assert list(kept.records) == [json.loads(lines[1])]
+
+
+def test_without_the_option_no_tensors_are_kept(tmp_path: Path) -> None:
+    trainer(tmp_path, RolloutLog(print_every=None)).fit(ToyPolicy(), batches(1))
+    assert not (tmp_path / "rollouts").exists()
+
+
+def test_only_the_newest_tensors_are_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "rollouts"
+    trainer(tmp_path, saving(keep_tensors=2)).fit(ToyPolicy(records_per_step=1), batches(5))
+    assert tensors(tmp_path) == stored(3, 4)
+    assert steps(folder.with_suffix(".jsonl")) == [0, 1, 2, 3, 4]
+
+
+def test_a_resumed_run_removes_the_tensors_of_the_steps_it_repeats(tmp_path: Path) -> None:
+    first = trainer(tmp_path, saving())
+    first.fit(ToyPolicy(records_per_step=1), batches(2))
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    folder = tmp_path / "rollouts"
+    # what the run went on to write before it was killed, also of a rank that is no more
+    for name in ("step_000002.rank_0", "step_000002.rank_1", "step_000009.rank_0"):
+        (folder / f"{name}.safetensors").write_bytes(b"old")
+    (folder / "notes.txt").write_text("mine")
+    again = trainer(tmp_path, saving(), max_epochs=2)
+    again.fit(
+        ToyPolicy(records_per_step=1),
+        batches(2),
+        ckpt_path=tmp_path / "two.ckpt",
+        weights_only=True,
+    )
+    assert tensors(tmp_path) == ["notes.txt", *stored(0, 1, 2, 3)]
+    assert load_rollout(folder / stored(2)[0]).records[0]["step"] == 2
+
+
+def test_a_new_run_sets_the_tensors_of_an_earlier_one_aside(tmp_path: Path) -> None:
+    logs = [saving(), RolloutLog(print_every=None), saving()]
+    for count, log in enumerate(logs, start=1):
+        trainer(tmp_path, log).fit(ToyPolicy(records_per_step=1), batches(count))
+    written = {path.name: tensors_in(path) for path in tmp_path.glob("rollouts*") if path.is_dir()}
+    assert written == {"rollouts.1": stored(0), "rollouts": stored(0, 1, 2)}
+    # file and folder of one run have one number
+    assert steps(tmp_path / "rollouts.1.jsonl") == [0]
+    assert steps(tmp_path / "rollouts.2.jsonl") == [0, 1]
+
+
+def tensors_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_folder_of_that_name_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "notes.txt").write_text("mine")
+    trainer(tmp_path, RolloutLog(print_every=None)).fit(ToyPolicy(), batches(1))
+    assert tensors_in(tmp_path / "rollouts") == ["notes.txt"]
+
+
+def test_a_rollout_without_a_record_per_row_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="1 rows came with 1 scores and 2 records"):
+        trainer(tmp_path, saving()).fit(ToyPolicy(records_per_step=2), batches(1))
+    assert tensors(tmp_path) == []
 
 
 def test_samples_are_printed_every_n_iterations(
@@ -164,7 +249,8 @@ def test_wandb_gets_a_table_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "name", ["print_every", "samples", "table_every", "table_rows", "max_chars"]
+    "name",
+    ["print_every", "samples", "table_every", "table_rows", "max_chars", "keep_tensors"],
 )
 def test_options_out_of_range_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=name):
@@ -178,3 +264,14 @@ def test_responses_of_all_ranks_are_in_one_file(tmp_path: Path) -> None:
     trainer(tmp_path, log, **settings).fit(ToyPolicy(records_per_step=1), batches(2))
     lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert [(line["step"], line["rank"]) for line in lines] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+@pytest.mark.slow
+def test_each_rank_keeps_its_own_tensors(tmp_path: Path) -> None:
+    settings = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
+    log = saving(keep_tensors=1)
+    trainer(tmp_path, log, **settings).fit(ToyPolicy(records_per_step=1), batches(3))
+    assert tensors(tmp_path) == [f"step_000002.rank_{rank}.safetensors" for rank in (0, 1)]
+    for rank in (0, 1):
+        path = tmp_path / "rollouts" / f"step_000002.rank_{rank}.safetensors"
+        assert [line["rank"] for line in load_rollout(path).records] == [rank]

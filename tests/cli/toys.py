@@ -109,3 +109,30 @@ class ToyData(L.LightningDataModule):
 
 class ToyTwin(L.LightningModule):
     """One of two classes with this name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyUpdate:
+    num_iterations: int = 1
+    minibatch_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyDynamicSampling:
+    prompts: int
+
+
+class ToyGroupPolicy(ToyModule):
+    """Has the options of a policy that is trained on groups of responses."""
+
+    def __init__(
+        self,
+        policy: ToyPolicy,
+        *,
+        num_generations: int = 2,
+        update: ToyUpdate = ToyUpdate(),
+        dynamic_sampling: ToyDynamicSampling | None = None,
+        lr: float = 0.1,
+    ) -> None:
+        super().__init__(policy, lr=lr)
+        self.sizes = num_generations, update, dynamic_sampling

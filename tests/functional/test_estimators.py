@@ -18,10 +18,13 @@ INPUTS = EstimatorInputs(
     num_generations=2,
     kl_coef=0.1,
     baseline_mask=torch.ones(4, dtype=torch.bool),
+    values=torch.tensor([[9, 1, 2, 0], [9, 0.4, 9, 9], [9, 1, 1, 1], [9, 4, 5, 9]]),
 )
 
 HALF = 2**-0.5
 BY_HAND = {
+    # errors of one step 0.9 -2.2 3 | 0.5 | -0.2 -0.2 3.8 | 1 -0.2, summed with weight 0.95 a step
+    "gae": [[0, 1.5175, 0.65, 3], [0, 0.5, 0, 0], [0, 3.0395, 3.41, 3.8], [0, 0.81, -0.2, 0]],
     # penalised scores 2.7, 0.9, 4.4, 4.8
     "rloo": [[0, 1.8, 1.8, 1.8], [0, -1.8, 0, 0], [0, -0.4, -0.4, -0.4], [0, 0.4, 0.4, 0]],
     # leave-one-out 2, -2, 0, 0; penalties to go 0.3 0.2 0 | 0.1 | 0.6 0.4 0.2 | 0.2 0.2
@@ -37,10 +40,15 @@ BY_HAND = {
     ],
 }
 WITHOUT_KL = {
+    # errors of one step 1 -2 3 | 0.6 | 0 0 4 | 1 0
+    "gae": [[0, 1.8075, 0.85, 3], [0, 0.6, 0, 0], [0, 3.61, 3.8, 4], [0, 1, 0, 0]],
+    # ±1 over the biased deviation 1
+    "cpgd": [[0, 1, 1, 1], [0, -1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
     "rloo": [[0, 2, 2, 2], [0, -2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
     "rloo_openrlhf": [[0, 2, 2, 2], [0, -2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
     # ±1 over the deviation √2 + 1e-4
     "grpo": [[0, HALF, HALF, HALF], [0, -HALF, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+    "group_norm": [[0, HALF, HALF, HALF], [0, -HALF, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
     "dr_grpo": [[0, 1, 1, 1], [0, -1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
     "reinforce": [[0, 3, 3, 3], [0, 1, 0, 0], [0, 5, 5, 5], [0, 5, 5, 0]],
     "reinforce_plus_plus": [[0, 3, 3, 3], [0, 1, 0, 0], [0, 5, 5, 5], [0, 5, 5, 0]],
@@ -83,6 +91,7 @@ def test_an_unscorable_row_is_left_out_and_its_siblings_do_not_see_it(name: str)
         response_mask=INPUTS.response_mask[[0, 1, 1, 3]],
         num_generations=4,
         baseline_mask=torch.ones(4, dtype=torch.bool),
+        values=INPUTS.values[[0, 1, 1, 3]],
     )
     kept = torch.tensor([0, 2, 3])
     alone = inputs._replace(
@@ -91,6 +100,7 @@ def test_an_unscorable_row_is_left_out_and_its_siblings_do_not_see_it(name: str)
         response_mask=inputs.response_mask[kept],
         num_generations=3,
         baseline_mask=inputs.baseline_mask[kept],
+        values=inputs.values[kept],
     )
     advantages = estimate(name, inputs)
     assert (advantages[1] == 0).all()
@@ -107,8 +117,12 @@ def test_a_row_outside_the_baselines_is_treated_as_unscorable(name: str) -> None
 @EVERY
 def test_no_gradient_and_nothing_outside_the_response(name: str) -> None:
     scores, kl = INPUTS.scores.clone().requires_grad_(), INPUTS.kl.clone().requires_grad_()
-    dirty = torch.where(INPUTS.response_mask, kl, NAN)
-    advantages = estimate(name, INPUTS._replace(scores=scores, kl=dirty))
+    values = INPUTS.values.clone().requires_grad_()
+    dirty = {
+        "kl": torch.where(INPUTS.response_mask, kl, NAN),
+        "values": torch.where(INPUTS.response_mask, values, NAN),
+    }
+    advantages = estimate(name, INPUTS._replace(scores=scores, **dirty))
     assert not advantages.requires_grad
     assert torch.equal(advantages, estimate(name, INPUTS))
     assert (advantages[~INPUTS.response_mask] == 0).all()
@@ -121,16 +135,21 @@ def test_what_is_said_of_an_estimator_is_true(name: str) -> None:
     with_kl, without = estimate(name, INPUTS), estimate(name, without_kl())
     tokens_differ = not torch.equal(with_kl[0, 1:], with_kl[0, 1:2].expand(3))
     assert said.per_token == tokens_differ
-    assert torch.equal(without[0, 1:], without[0, 1:2].expand(3))
+    assert said.uses_values != torch.equal(without[0, 1:], without[0, 1:2].expand(3))
+    if said.uses_values:
+        with pytest.raises(ValueError, match="needs the values of a critic"):
+            estimate(name, INPUTS._replace(values=None))
+    else:
+        assert torch.equal(with_kl, estimate(name, INPUTS._replace(values=None)))
     lone = estimate(name, without_kl()._replace(num_generations=1))
     assert said.groups == bool((lone == 0).all())
 
 
 def test_presets_follow_their_papers() -> None:
     in_loss = {name for name, e in ESTIMATORS.items() if not e.kl_in_reward}
-    assert in_loss == {"grpo", "dr_grpo"}
+    assert in_loss == {"grpo", "group_norm", "dr_grpo", "cpgd"}
     whitened = {name for name, e in ESTIMATORS.items() if e.normalize == "token"}
-    assert whitened == {"reinforce_baseline", "reinforce_plus_plus"}
+    assert whitened == {"gae", "reinforce_baseline", "reinforce_plus_plus"}
 
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_plus_plus", "rloo_openrlhf"])
@@ -152,6 +171,61 @@ def test_openrlhf_clips_the_advantage_not_the_score() -> None:
     assert advantages[:2, 1].tolist() == [1.5, -1.5]
     with pytest.raises(ValueError, match="advantage_clip is 0"):
         estimate("rloo_openrlhf", INPUTS, advantage_clip=0.0)
+
+
+CPGD_INPUTS = INPUTS._replace(
+    scores=torch.tensor([3.0, 1.0, 5.0, 5.0, 0.0, 4.0, 2.0, 2.0]),
+    kl=torch.zeros(8, 2),
+    response_mask=torch.tensor([[False, True]]).expand(8, 2),
+    baseline_mask=torch.ones(8, dtype=torch.bool),
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"weighting": "equal"}, [1, -1, 0, 0, -2, 2, 0, 0]),
+        # every group to a deviation of 1
+        ({"weighting": "std"}, [1, -1, 0, 0, -1, 1, 0, 0]),
+        # 8 rows, 4 of them with an advantage
+        ({"weighting": "clip_filter"}, [2, -2, 0, 0, -4, 4, 0, 0]),
+        ({"weighting": "clip_filter", "max_weight": 1.5}, [1.5, -1.5, 0, 0, -3, 3, 0, 0]),
+    ],
+)
+def test_cpgd_weighs_its_groups(options: dict[str, Any], expected: list[float]) -> None:
+    advantages = estimate("cpgd", CPGD_INPUTS, **options)
+    assert advantages[:, 1].tolist() == pytest.approx(expected, rel=1e-5)
+    assert (advantages[:, 0] == 0).all()
+
+
+def test_cpgd_is_not_zero_for_a_single_group() -> None:
+    one = CPGD_INPUTS._replace(
+        scores=torch.tensor([1.0, 2.0, 3.0, 6.0]),
+        kl=torch.zeros(4, 2),
+        response_mask=CPGD_INPUTS.response_mask[:4],
+        baseline_mask=torch.ones(4, dtype=torch.bool),
+        num_generations=4,
+    )
+    # mean 3, biased deviation √((4 + 1 + 0 + 9) / 4)
+    expected = [value / 3.5**0.5 for value in (-2, -1, 0, 3)]
+    assert estimate("cpgd", one)[:, 1].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [({"weighting": "sdt"}, "did you mean 'std'"), ({"max_weight": 0.5}, "max_weight is 0.5")],
+)
+def test_cpgd_refuses_impossible_options(options: dict[str, Any], culprit: str) -> None:
+    with pytest.raises(ValueError, match=culprit):
+        estimate("cpgd", CPGD_INPUTS, **options)
+
+
+def test_gae_has_its_two_ends() -> None:
+    # λ = 1: return minus value; λ = 0: the error of one step
+    ends = [estimate("gae", without_kl(), lam=lam)[0].tolist() for lam in (1.0, 0.0)]
+    assert ends == [[0, 2, 1, 3], [0, 1, -2, 3]]
+    # γ = 0.5: the last reward is worth 0.75 at the first token, whose value is 1
+    assert estimate("gae", without_kl(), lam=1.0, gamma=0.5)[0, 1] == pytest.approx(-0.25)
 
 
 def mine(inputs: EstimatorInputs) -> torch.Tensor:

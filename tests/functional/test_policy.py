@@ -13,6 +13,7 @@ from lrlhf.functional import (
     clip_fractions,
     clipped_policy_loss,
     cpgd_policy_loss,
+    high_entropy_mask,
     importance_weighted_policy_loss,
     policy_metrics,
     sequence_clipped_policy_loss,
@@ -90,6 +91,30 @@ def test_cpgd_clips_log_probabilities() -> None:
     ]
     assert loss.tolist()[0] == pytest.approx(expected)
     assert gradient(loss, logprobs) == pytest.approx([0, 2, -2, 0])
+
+
+def test_cpgd_pulls_back_to_the_old_policy_with_a_bounded_slope() -> None:
+    logprobs, old = with_ratios(1.5, 0.5, 9.0, 1.0)
+    nothing = row(0, 0, 0, 0)
+    loss = cpgd_policy_loss(logprobs, old, nothing, ALL4, drift_coef=2.0, drift_clip=3.0)
+    # α (ρ - 1 - log ρ), with the slope α min(ρ - 1, 3)
+    expected = [2 * (ratio - 1 - math.log(ratio)) for ratio in (1.5, 0.5, 9.0, 1.0)]
+    assert loss.tolist()[0] == pytest.approx(expected)
+    assert gradient(loss, logprobs) == pytest.approx([1, -1, 6, 0])
+
+
+def test_the_tokens_with_the_highest_entropy_are_kept() -> None:
+    entropy = torch.tensor([[9, 1, 3, 2, 4], [9, 2, 2, 9, 9], [0, 0, 0, 0, 0]], dtype=torch.float32)
+    mask = torch.tensor([[0, 1, 1, 1, 1], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]]).bool()
+    kept = high_entropy_mask(entropy, mask, fraction=0.5)
+    # half of four, half of two (the first of equal ones), and nothing where nothing is
+    assert kept.long().tolist() == [[0, 0, 1, 0, 1], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
+    assert torch.equal(high_entropy_mask(entropy, mask, fraction=1.0), mask)
+    one = high_entropy_mask(entropy, mask, fraction=0.01)
+    assert one.sum(dim=1).tolist() == [1, 1, 0]
+    for fraction in (0.0, 1.5):
+        with pytest.raises(ValueError, match="fraction"):
+            high_entropy_mask(entropy, mask, fraction=fraction)
 
 
 def test_the_importance_weighted_loss_is_never_clipped() -> None:
@@ -233,6 +258,8 @@ def test_padding_and_row_order_do_not_matter(loss: Loss) -> None:
         (cispo_policy_loss, {"ratio_max": 0.0}, "ratio_max"),
         (cpgd_policy_loss, {"clip_range": 0.0}, "clip_range"),
         (cpgd_policy_loss, {"clip_range": 1.0}, "clip_range"),
+        (cpgd_policy_loss, {"drift_coef": -1.0}, "drift_coef"),
+        (cpgd_policy_loss, {"drift_coef": 1.0, "drift_clip": 0.0}, "drift_clip"),
     ],
 )
 def test_impossible_bounds_are_refused(loss: Loss, options: dict[str, float], culprit: str) -> None:

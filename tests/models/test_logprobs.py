@@ -7,8 +7,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from lrlhf.functional.logprobs import LogprobsAndEntropy
-from lrlhf.models import check_output_head, sequence_logprobs
+from lrlhf.models import check_output_head, sequence_logprobs, sequence_outputs
 from lrlhf.types import SequenceBatch
 from tests.models.families import (
     CAUSAL_FAMILIES,
@@ -87,8 +86,8 @@ def test_gradients_equal_those_of_whole_logits() -> None:
 
 def test_entropy_is_that_of_the_predicting_distributions() -> None:
     model, batch = seeded(llama), right_padded([9, 6])
-    result = sequence_logprobs(model, batch, return_entropy=True)
-    assert isinstance(result, LogprobsAndEntropy)
+    result = sequence_outputs(model, batch, entropy=True)
+    assert result.entropy is not None
     logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()).logits
     entropy = torch.distributions.Categorical(logits=logits[:, :-1]).entropy()
     expected = torch.nn.functional.pad(entropy, (1, 0)) * batch.response_mask

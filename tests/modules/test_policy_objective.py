@@ -104,7 +104,7 @@ def test_advantages_and_loss_equal_trl_on_the_same_rollout(case: dict[str, Any])
     expected = case["expected"]
     per_row = experience.advantages.sum(dim=1) / experience.response_mask.sum(dim=1)
     torch.testing.assert_close(per_row, torch.tensor(expected["advantages"]), rtol=1e-5, atol=1e-6)
-    rows, tokens = denominators(experience)
+    totals = Denominators(*denominators(experience))
     terms = policy_loss(
         shifted(case["new_logprobs"]),
         experience,
@@ -114,7 +114,7 @@ def test_advantages_and_loss_equal_trl_on_the_same_rollout(case: dict[str, Any])
         ),
         reference=Reference(kl_coef=case["beta"]),
         kl_coef=0.0,
-        totals=Denominators(rows, tokens),
+        totals=totals,
         max_new_tokens=mask.shape[1],
     )
     torch.testing.assert_close(terms.loss, torch.tensor(expected["loss"]), rtol=1e-5, atol=1e-6)

@@ -1,59 +1,18 @@
 """RLOO end to end on a model of 27,000 parameters: learning, resuming, and what must not matter."""
 
 import copy
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.datamodules import PromptDataModule
 from lrlhf.models import CausalLM, LoRA
 from lrlhf.modules import RLOO, Advantage, OptimizerConfig, Reference, Update
 from lrlhf.rewards import Rewards
-from lrlhf.rollout import RolloutListener, Sampling
-from lrlhf.types import Experience
-
-
-def letters(completions: Sequence[str]) -> list[float]:
-    """Share of the characters that are ASCII letters: differs between almost any two responses."""
-    return [
-        sum(c.isascii() and c.isalpha() for c in text) / max(len(text), 1) for text in completions
-    ]
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    lines = [f'{{"prompt": "say {word}", "answer": "{word}"}}' for word in "abcdefghijklmnop"]
-    path.write_text("\n".join(lines))
-    return path
-
-
-class Watcher(RolloutListener, L.Callback):
-    """Keeps what the module tells its listeners."""
-
-    def __init__(self) -> None:
-        self.experiences: list[Experience] = []
-        self.records: list[list[dict[str, Any]]] = []
-        self.phases: list[str] = []
-
-    def on_phase(self, phase: str) -> None:
-        self.phases.append(phase)
-
-    def on_rollout(
-        self,
-        trainer: L.Trainer,
-        module: L.LightningModule,
-        experience: Experience,
-        records: Sequence[dict[str, Any]],
-    ) -> None:
-        self.experiences.append(experience)
-        self.records.append(list(records))
+from lrlhf.rollout import Sampling
+from tests.modules.policy_runs import Watcher, fit, letters, weights
 
 
 def build(
@@ -69,48 +28,17 @@ def build(
     return RLOO(model, Rewards([letters]), **tokenizer_option, **(defaults | options))
 
 
-def fit(
-    module: RLOO,
-    prompts: Path,
-    folder: Path,
-    *,
-    steps: int = 2,
-    callbacks: Sequence[L.Callback] = (),
-    ckpt_path: str | None = None,
-    **options: Any,
-) -> L.Trainer:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=steps,
-        max_epochs=-1,
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=list(callbacks),
-        **options,
-    )
-    data = PromptDataModule(train=str(prompts), batch_size=4, val=str(prompts))
-    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
-    return trainer
-
-
-def weights(module: RLOO) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in module.policy.state_dict().items()}
-
-
 def test_a_notebook_builds_and_trains_two_iterations_without_yaml(
     language_model, tokenizer, prompts, tmp_path
 ) -> None:
     module = build(language_model, tokenizer)
-    before = weights(module)
+    before = weights(module.policy)
     watcher = Watcher()
     trainer = fit(module, prompts, tmp_path, callbacks=[watcher], val_check_interval=1)
     assert trainer.global_step == 2
-    assert any(not torch.equal(before[name], value) for name, value in weights(module).items())
+    assert any(
+        not torch.equal(before[name], value) for name, value in weights(module.policy).items()
+    )
     logged = trainer.logged_metrics
     for key in (
         "train/loss",
@@ -192,8 +120,8 @@ def test_a_resumed_run_ends_with_the_same_weights(
     fit(first, prompts, tmp_path, steps=6, callbacks=[SaveAtThree()])
     resumed = fresh()
     fit(resumed, prompts, tmp_path, steps=6, ckpt_path=checkpoint)
-    expected = weights(straight)
-    for name, value in weights(resumed).items():
+    expected = weights(straight.policy)
+    for name, value in weights(resumed.policy).items():
         assert torch.equal(value, expected[name]), name
 
 
@@ -210,7 +138,7 @@ def test_micro_batches_do_not_change_the_update(
             optimizer=OptimizerConfig(lr=1e-3, optimizer_class="torch.optim.SGD"),
         )
         fit(module, prompts, tmp_path, steps=1)
-        results.append(weights(module))
+        results.append(weights(module.policy))
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value, rtol=1e-4, atol=1e-6)
 
@@ -222,7 +150,7 @@ def test_validation_in_between_does_not_change_the_run(
     for options in ({"limit_val_batches": 0}, {"val_check_interval": 1}):
         module = build(copy.deepcopy(language_model), tokenizer)
         fit(module, prompts, tmp_path, steps=3, **options)
-        results.append(weights(module))
+        results.append(weights(module.policy))
     for name, value in results[0].items():
         assert torch.equal(results[1][name], value)
 
@@ -252,11 +180,13 @@ def test_every_estimator_and_loss_trains(
         advantage=Advantage(estimator=estimator),
         update=Update(loss=loss, entropy_coef=0.01, minibatch_size=8, num_iterations=2),
     )
-    before = weights(module)
+    before = weights(module.policy)
     trainer = fit(module, prompts, tmp_path, steps=1)
     assert torch.isfinite(trainer.logged_metrics["train/loss"])
     assert "policy/entropy" in trainer.logged_metrics
-    assert any(not torch.equal(before[name], value) for name, value in weights(module).items())
+    assert any(
+        not torch.equal(before[name], value) for name, value in weights(module.policy).items()
+    )
 
 
 def test_an_adapter_trains_and_its_reference_is_the_base_model(
@@ -303,10 +233,10 @@ def test_a_step_with_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(
     language_model.model.layers[0].mlp.down_proj.weight.register_hook(
         lambda gradient: gradient * float("nan")
     )
-    before = weights(module)
+    before = weights(module.policy)
     trainer = fit(module, prompts, tmp_path, steps=2)
     assert trainer.logged_metrics["train/skipped_steps"] == 2
-    for name, value in weights(module).items():
+    for name, value in weights(module.policy).items():
         assert torch.equal(value, before[name])
 
 
@@ -343,7 +273,7 @@ def test_a_minibatch_that_does_not_divide_names_the_nearest_sizes(
     language_model, tokenizer, prompts, tmp_path
 ) -> None:
     module = build(language_model, tokenizer, update=Update(minibatch_size=6))
-    with pytest.raises(ValueError, match=r"16 responses .* 4 and 8"):
+    with pytest.raises(ValueError, match=r"16 responses.* 4 and 8"):
         fit(module, prompts, tmp_path)
 
 

@@ -1,0 +1,99 @@
+"""What ``fit`` would do with a config, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pydoc import locate as import_by_path
+from typing import Any
+
+from jsonargparse import Namespace
+
+from lrlhf.cli.trainer_sizes import processes, training_steps
+from lrlhf.modules import RewardModel
+from lrlhf.modules.batch_plan import Quantity, plan_batches, table_of
+
+
+def describe_run(config: Namespace) -> str:
+    """Say in numbers what a run would do, from its config alone.
+
+    Modules that draw ``num_generations`` responses per prompt and have a group of options
+    ``update`` get a batch plan, whatever their class; reward models get the size of their steps.
+
+    Args:
+        config: Parsed config of ``fit``.
+
+    Raises:
+        ValueError: Its sizes do not fit together; names the option and the nearest sizes.
+    """
+    sections = config.as_dict()
+    model, trainer = sections["model"], sections["trainer"]
+    data = sections.get("data") or {"class_path": "no data module"}
+    options, size = _options(model), _options(data).get("batch_size")
+    title = f"{model['class_path']} on {data['class_path']}"
+    if not isinstance(size, int):
+        reason = f"{data['class_path']} has no option batch_size"
+    elif _is_reward_model(model["class_path"]):
+        return f"{title}\n\n{_pair_tables(size, trainer)}"
+    elif "num_generations" in options and "update" in options:
+        return f"{title}\n\n{_group_policy_tables(size, options, trainer)}"
+    else:
+        reason = f"it is unknown how {model['class_path']} uses a batch"
+    known = [processes(trainer), training_steps(trainer, "training steps")]
+    return f"{title}\n\n{table_of('the run', known)}\n\nno batch plan: {reason}"
+
+
+def _group_policy_tables(
+    batch_size: int, options: Mapping[str, Any], trainer: Mapping[str, Any]
+) -> str:
+    update, dynamic = _options(options["update"]), _options(options.get("dynamic_sampling"))
+    ranks, iterations = processes(trainer), training_steps(trainer, "iterations")
+    assert ranks.number is not None
+    plan = plan_batches(
+        prompts_per_rank=batch_size,
+        num_generations=options["num_generations"],
+        world_size=ranks.number,
+        minibatch_size=update["minibatch_size"],
+        num_iterations=update["num_iterations"],
+        kept_prompts=dynamic.get("prompts"),
+    )
+    number = iterations.number
+    steps = None if number is None else number * plan.steps_per_iteration
+    total = Quantity("optimizer steps", steps, "iterations × optimizer steps of one")
+    return f"{table_of('the run', [ranks, iterations, total])}\n\n{plan.table()}"
+
+
+def _pair_tables(batch_size: int, trainer: Mapping[str, Any]) -> str:
+    accumulated = trainer["accumulate_grad_batches"]
+    for name, value in (
+        ("data.batch_size", batch_size),
+        ("trainer.accumulate_grad_batches", accumulated),
+    ):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be 1 or more")
+    ranks = processes(trainer)
+    assert ranks.number is not None
+    steps = training_steps(trainer, "optimizer steps", batches_per_step=accumulated)
+    step = [
+        Quantity("pairs per batch and process", batch_size, "data.batch_size"),
+        Quantity("batches per process", accumulated, "trainer.accumulate_grad_batches"),
+        Quantity(
+            "pairs",
+            batch_size * accumulated * ranks.number,
+            "data.batch_size × trainer.accumulate_grad_batches × processes",
+        ),
+    ]
+    return f"{table_of('the run', [ranks, steps])}\n\n{table_of('one optimizer step', step)}"
+
+
+def _options(entry: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Options of a class or a dataclass, however the config spells it."""
+    if entry is None:
+        return {}
+    if "class_path" in entry:
+        return entry.get("init_args") or {}
+    return entry
+
+
+def _is_reward_model(class_path: str) -> bool:
+    cls = import_by_path(class_path)
+    return isinstance(cls, type) and issubclass(cls, RewardModel)

@@ -1,0 +1,178 @@
+"""Rollouts of an earlier run, trained on again without an engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from lrlhf.datamodules.attached import data_ranks
+from lrlhf.datamodules.batching import LoaderOptions, Loaders
+from lrlhf.datamodules.loader import EvalLoader, TrainLoader
+from lrlhf.datamodules.order import GivenOrder
+from lrlhf.datamodules.rows import Placed
+from lrlhf.datamodules.sides import Side, Sides
+from lrlhf.datamodules.sources import Component
+from lrlhf.rollout.storage import RolloutFile, load_group_ids, load_rollout, rollout_files
+from lrlhf.types import StoredRollout
+
+logger = logging.getLogger(__name__)
+
+
+class ReplayDataModule(L.LightningDataModule):
+    """Yields the rollouts that ``RolloutLog(save_tensors=True)`` has kept, one file per step.
+
+    The files of an iteration, one per rank of the run that wrote them, are rollouts of their own:
+    they are dealt to the ranks of this run, each getting the same number. There is nothing to
+    validate on.
+
+    Args:
+        folder: The folder ``rollouts`` of the earlier run.
+        num_generations: Responses per prompt that every group must have; None: any number, the
+            same in all files.
+        shuffle: Draw the order of the files anew in each epoch; else they come oldest first.
+        seed: Of the order.
+        max_rollouts: Take only so many files, the newest; None: all.
+
+    Raises:
+        ValueError: In `setup`, when the folder or a file in it cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        num_generations: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        max_rollouts: int | None = None,
+    ) -> None:
+        super().__init__()
+        settings = {"num_generations": num_generations, "max_rollouts": max_rollouts}
+        for name, value in settings.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: give at least 1")
+        self._folder = Path(folder).expanduser()
+        self._num_generations = num_generations
+        self._shuffle = shuffle
+        self._max_rollouts = max_rollouts
+        self._options = LoaderOptions(
+            batch_size=1, val_batch_size=None, seed=seed, num_workers=0, pin_memory=None
+        )
+        self._stage = ""
+        self._sides: Sides[Path] | None = None
+        self._loaders: Loaders[Path, StoredRollout] | None = None
+
+    def setup(self, stage: str) -> None:
+        if self._sides is None:
+            files = self._find()
+            self._check(files)
+            rows = [Placed(0, str(file.path), file.path) for file in files]
+            self._sides = Sides(Side([Component((), None, {})], rows), None)
+        self._stage = stage
+        self._loaders = Loaders(
+            self._sides,
+            self._options,
+            load_only,
+            self.trainer,
+            order=None if self._shuffle else self._oldest_first(len(self._sides.train.rows)),
+        )
+
+    def train_dataloader(
+        self,
+    ) -> TrainLoader[Path, StoredRollout] | EvalLoader[Path, StoredRollout]:
+        if self._loaders is None:
+            raise RuntimeError("call setup() before asking for a loader")
+        return self._loaders.train()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the files; see `PromptDataModule.state_dict`."""
+        return self._loaders.state_dict() if self._loaders is not None else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if self._loaders is not None and self._stage == "fit":
+            self._loaders.load_state_dict(state_dict)
+
+    def _oldest_first(self, files: int) -> GivenOrder:
+        world = data_ranks(self.trainer).world
+        return GivenOrder(files, files - files % world, self._options.seed)
+
+    def _find(self) -> list[RolloutFile]:
+        if not self._folder.is_dir():
+            raise ValueError(f"there is no folder {self._folder} with rollouts to replay")
+        files = rollout_files(self._folder)
+        if not files:
+            inside = self._folder / "rollouts"
+            hint = f" (did you mean {inside}?)" if rollout_files(inside) else ""
+            raise ValueError(
+                f"{self._folder} holds no step_*.rank_*.safetensors{hint}; a run writes them with "
+                "the callback RolloutLog(save_tensors=True)"
+            )
+        chosen = files if self._max_rollouts is None else files[-self._max_rollouts :]
+        _tell(
+            "replay takes %d of %d rollouts of %s, iterations %d to %d",
+            len(chosen),
+            len(files),
+            self._folder,
+            chosen[0].step,
+            chosen[-1].step,
+        )
+        return chosen
+
+    def _check(self, files: Sequence[RolloutFile]) -> None:
+        wanted, source = self._num_generations, "num_generations"
+        rows: dict[int, Path] = {}
+        for file in files:
+            sizes = _group_sizes(file.path)
+            if wanted is None:
+                wanted, source = sizes[0], f"the first group of {file.path}"
+            for group, size in enumerate(sizes):
+                if size != wanted:
+                    raise ValueError(
+                        f"{file.path}: group {group} holds {size} responses, {source} says "
+                        f"{wanted}: give the num_generations of the run that wrote the files, or "
+                        "remove those of other runs"
+                    )
+            rows.setdefault(sum(sizes), file.path)
+        if len(rows) > 1 and data_ranks(self.trainer).world > 1:
+            sizes_and_files = ", ".join(f"{count} in {path}" for count, path in rows.items())
+            raise ValueError(
+                f"the files hold different numbers of responses ({sizes_and_files}), and ranks "
+                "that differ would wait for each other for ever: replay on one rank, or choose "
+                "files of equal size with max_rollouts"
+            )
+
+
+def load_only(paths: Sequence[Path]) -> StoredRollout:
+    """Collate one path: read its file."""
+    (path,) = paths
+    if not path.is_file():
+        raise ValueError(
+            f"{path} was there when the run began and is gone: a RolloutLog of this run that "
+            "writes to the same place has set the folder aside. Move it back, and give RolloutLog "
+            "another dirpath"
+        )
+    return load_rollout(path)
+
+
+def _group_sizes(path: Path) -> list[int]:
+    """Count the consecutive rows of each group.
+
+    Raises:
+        ValueError: There are no rows, or those of one group do not stand together.
+    """
+    groups, sizes = torch.unique_consecutive(load_group_ids(path), return_counts=True)
+    if len(groups) == 0:
+        raise ValueError(f"{path} holds a rollout without rows: remove the file")
+    if len(groups) != len(groups.unique()):
+        raise ValueError(f"{path}: the responses of a group do not stand together: remove the file")
+    return [int(size) for size in sizes]
+
+
+@rank_zero_only
+def _tell(message: str, *arguments: object) -> None:
+    logger.info(message, *arguments)

@@ -1,0 +1,63 @@
+"""Mixtures of experts: the loss that keeps their load even."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Bool, Float
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lrlhf.models.output_head import plain_model
+
+
+def load_balancing_loss(
+    model: PreTrainedModel,
+    router_logits: tuple[Tensor, ...],
+    attention_mask: Bool[Tensor, "B T"],
+) -> Float[Tensor, ""]:
+    """Compute the auxiliary loss of a mixture of experts as the model's own code does.
+
+    Args:
+        model: The language model, without adapters around it.
+        router_logits: Of every layer with experts, from the model's forward pass.
+        attention_mask: Padding is not routed on purpose, so it does not count.
+
+    Reference:
+        Fedus et al. 2021 (Switch Transformers), eq. 4, https://arxiv.org/abs/2101.03961
+    """
+    check_has_experts(model)
+    function = _family_loss(model)
+    assert function is not None
+    loss: Tensor = function(
+        router_logits,
+        router_logits[0].shape[-1],
+        _text_config(model)["num_experts_per_tok"],
+        attention_mask.long(),
+    )
+    return loss
+
+
+def check_has_experts(model: PreTrainedModel | PeftModel) -> None:
+    """Check that a load-balancing loss of the model exists.
+
+    Raises:
+        ValueError: The model has no experts, or its family no such loss.
+    """
+    model = plain_model(model)
+    if _family_loss(model) is None or "num_experts_per_tok" not in _text_config(model):
+        raise ValueError(
+            f"update.router_loss_coef is set, but {type(model).__name__} has no experts whose load "
+            "could be balanced; set it to 0"
+        )
+
+
+def _family_loss(model: PreTrainedModel) -> Callable[..., Tensor] | None:
+    return vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
+
+
+def _text_config(model: PreTrainedModel) -> dict[str, Any]:
+    return dict(model.config.get_text_config().to_dict())

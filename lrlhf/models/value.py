@@ -1,0 +1,156 @@
+"""Value networks: what is a state worth, token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lrlhf.models.export import save_model
+from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead
+from lrlhf.models.loading import PretrainedSpec
+from lrlhf.models.logprobs import sequence_values
+from lrlhf.models.output_head import plain_model
+from lrlhf.models.reward_files import load_backbone, load_scorer
+from lrlhf.models.scorers import HeadedBackbone
+from lrlhf.models.sources import resolve_source
+from lrlhf.types import SequenceBatch
+
+_HEAD_WEIGHTS = "value_head.safetensors"
+
+
+class ValueNetwork(nn.Module):
+    """A backbone and a head: the value of the state in which each response token is chosen.
+
+    Args:
+        backbone: A causal model without its output head, as ``AutoModel`` loads it.
+        head: From hidden states to values.
+
+    Raises:
+        ValueError: The backbone lets a token see what follows it.
+    """
+
+    def __init__(self, backbone: PreTrainedModel | PeftModel, head: ValueHead) -> None:
+        super().__init__()
+        _check_causal(plain_model(backbone))
+        self.backbone = backbone
+        self.head = head
+
+    def forward(self, batch: SequenceBatch) -> Float[Tensor, "B T"]:
+        """Compute values aligned with the tokens, see :func:`lrlhf.models.sequence_values`."""
+        return sequence_values(self.backbone, self.head, batch)
+
+    def save_pretrained(
+        self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
+        """Write a folder that `ValueModel` loads; adapters are merged.
+
+        Args:
+            folder: Created where it does not exist.
+            tokenizer: Written beside the weights.
+        """
+        save_model(self.backbone, folder, tokenizer)
+        weights = {name: value.contiguous() for name, value in self.head.state_dict().items()}
+        save_file(weights, Path(folder) / _HEAD_WEIGHTS, metadata={"format": "pt"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueModel(PretrainedSpec):
+    """A critic: the body of a language model, of a trained reward model, or an exported critic.
+
+    It reads the policy's token ids, so it needs the policy's tokenizer.
+    """
+
+    head: HeadKind = "linear"
+    """``mlp``: linear, norm, SiLU, linear."""
+    reward_head: str | None = None
+    """Which head of a reward model the values start from; needed only if it has several."""
+    freeze: list[str] = field(default_factory=list)
+    """Backbone modules that do not learn, as shell patterns over their names; ``*``: all."""
+
+    def load(self) -> ValueNetwork:
+        """Load the network, ready for training.
+
+        From a reward model it takes body and head, so that the value of the last state starts as
+        the reward; a new head starts at 0.
+
+        Raises:
+            ValueError: The source leads to no model, an option does not fit it, the reward model
+                reads another layer than the last, or the backbone is not causal.
+        """
+        reward = load_scorer(self, trainable=True, freeze=self.freeze)
+        if isinstance(reward, HeadedBackbone):
+            return ValueNetwork(reward.backbone, self._head_of(reward))
+        body = load_backbone(self, trainable=True, freeze=self.freeze)
+        head = _new_head(body, self.head)
+        weights = Path(resolve_source(self.source)) / _HEAD_WEIGHTS
+        if weights.is_file():
+            self._fill(head, weights)
+        return ValueNetwork(body, head)
+
+    def _head_of(self, reward: HeadedBackbone) -> ValueHead:
+        if reward.config.layer != -1:
+            raise ValueError(
+                f"source {self.source!r} is a reward model that reads block {reward.config.layer}; "
+                "a critic reads the last hidden state: start it from the model below"
+            )
+        name = self.reward_head or reward.head_names[0]
+        if name not in reward.head_names or (
+            self.reward_head is None and len(reward.head_names) > 1
+        ):
+            raise ValueError(
+                f"reward_head is {self.reward_head!r}, and the reward model {self.source!r} has "
+                f"{', '.join(reward.head_names)}: choose one of them"
+            )
+        if reward.config.head != self.head:
+            raise ValueError(
+                f"head is {self.head!r}, but the reward model {self.source!r} has heads of kind "
+                f"{reward.config.head!r}: make them equal"
+            )
+        head = _new_head(reward.backbone, self.head)
+        scores = reward.heads[name]
+        head.copy_reward(scores)  # type: ignore[arg-type]
+        return head
+
+    def _fill(self, head: ValueHead, path: Path) -> None:
+        weights = load_file(path)
+        own = head.state_dict()
+        if weights.keys() != own.keys() or any(weights[k].shape != own[k].shape for k in own):
+            raise ValueError(f"{path} holds no head of kind {self.head!r} for this backbone")
+        head.load_state_dict(weights)
+
+
+def policy_value_head(policy: PreTrainedModel | PeftModel, kind: HeadKind) -> ValueHead:
+    """Build a value head that reads a policy's own hidden states."""
+    return _new_head(policy, kind)
+
+
+def _new_head(model: PreTrainedModel | PeftModel, kind: HeadKind) -> ValueHead:
+    plain = plain_model(model)
+    size = int(plain.config.get_text_config().hidden_size)
+    return ValueHead(size, HeadConfig(head=kind).head).to(plain.device)
+
+
+@torch.no_grad()
+def _check_causal(model: PreTrainedModel) -> None:
+    """Compare the first state of two texts that differ in the last token only."""
+    tokens = torch.tensor([[1, 1], [1, 2]], device=model.device)
+    training = model.training
+    model.train(False)
+    try:
+        hidden = model.base_model(
+            input_ids=tokens, attention_mask=torch.ones_like(tokens)
+        ).last_hidden_state.float()
+    finally:
+        model.train(training)
+    if (hidden[0, 0] - hidden[1, 0]).abs().max() > 1e-2 * hidden.abs().max():
+        raise ValueError(
+            f"{type(model).__name__} lets a token see what follows it, so its values would know "
+            "the future: a critic needs a causal model"
+        )

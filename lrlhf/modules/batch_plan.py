@@ -1,0 +1,228 @@
+"""How many prompts, responses and optimizer steps one iteration has."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+class Quantity(NamedTuple):
+    """A line of a table: what is counted, how many, and where the number comes from.
+
+    Attributes:
+        what: The unit.
+        number: None: not known.
+        origin: The option, or how it follows from other numbers.
+    """
+
+    what: str
+    number: int | None
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """The sizes of one iteration, as `plan_batches` has checked them.
+
+    Args:
+        prompts_per_rank: Prompts that each process draws responses to.
+        num_generations: Responses per prompt.
+        world_size: Number of processes.
+        minibatch_size: Responses of all processes per optimizer step.
+        num_iterations: Passes over the responses.
+        kept_prompts: Prompts of each process whose responses are trained on.
+    """
+
+    prompts_per_rank: int
+    num_generations: int
+    world_size: int
+    minibatch_size: int
+    num_iterations: int
+    kept_prompts: int
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of all processes."""
+        return self.prompts_per_rank * self.world_size
+
+    @property
+    def responses_drawn(self) -> int:
+        """Responses of all processes that are drawn at most."""
+        return self.prompts * self.num_generations
+
+    @property
+    def responses_per_rank(self) -> int:
+        """Responses that each process trains on."""
+        return self.kept_prompts * self.num_generations
+
+    @property
+    def responses_trained(self) -> int:
+        """Responses of all processes that are trained on."""
+        return self.responses_per_rank * self.world_size
+
+    @property
+    def minibatch_rows(self) -> int:
+        """Responses of each process per optimizer step."""
+        return self.minibatch_size // self.world_size
+
+    @property
+    def steps_per_pass(self) -> int:
+        """Optimizer steps of one pass over the responses."""
+        return self.responses_trained // self.minibatch_size
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Optimizer steps of all passes."""
+        return self.num_iterations * self.steps_per_pass
+
+    @property
+    def off_policy_steps(self) -> int:
+        """Optimizer steps taken with other weights than those that drew the responses."""
+        return self.steps_per_iteration - 1
+
+    def table(self) -> str:
+        """Write one line per number, with its unit and where it comes from."""
+        return table_of("one iteration", self._quantities())
+
+    def _quantities(self) -> list[Quantity]:
+        drops = self.kept_prompts < self.prompts_per_rank
+        kept = "dynamic_sampling.prompts" if drops else "data.batch_size"
+        whole = self.minibatch_size == self.responses_trained
+        size = "the whole rollout" if whole else "all processes"
+        processes = f"{self.world_size} process{'' if self.world_size == 1 else 'es'}"
+        return [
+            Quantity("prompts per process", self.prompts_per_rank, "data.batch_size"),
+            Quantity("prompts", self.prompts, f"data.batch_size × {processes}"),
+            Quantity("responses per prompt", self.num_generations, "num_generations"),
+            Quantity("responses drawn, at most", self.responses_drawn, "prompts × num_generations"),
+            Quantity(
+                "responses trained on",
+                self.responses_trained,
+                f"{kept} × num_generations × {processes}",
+            ),
+            Quantity(
+                "responses trained on per process",
+                self.responses_per_rank,
+                f"{kept} × num_generations",
+            ),
+            Quantity(
+                "responses per optimizer step",
+                self.minibatch_size,
+                f"update.minibatch_size, {size}",
+            ),
+            Quantity(
+                "responses per optimizer step and process",
+                self.minibatch_rows,
+                f"update.minibatch_size / {processes}",
+            ),
+            Quantity(
+                "optimizer steps per pass",
+                self.steps_per_pass,
+                "responses trained on / update.minibatch_size",
+            ),
+            Quantity("passes", self.num_iterations, "update.num_iterations"),
+            Quantity("optimizer steps", self.steps_per_iteration, "passes × steps per pass"),
+            Quantity(
+                "off-policy optimizer steps",
+                self.off_policy_steps,
+                "all but the first: taken with other weights than those that drew the responses",
+            ),
+        ]
+
+
+def plan_batches(
+    *,
+    prompts_per_rank: int,
+    num_generations: int,
+    world_size: int,
+    minibatch_size: int | None,
+    num_iterations: int,
+    kept_prompts: int | None = None,
+) -> BatchPlan:
+    """Work out the sizes of one iteration.
+
+    Args:
+        prompts_per_rank: Prompts that each process draws responses to, ``data.batch_size``.
+        num_generations: Responses per prompt.
+        world_size: Number of processes.
+        minibatch_size: Responses of all processes per optimizer step; None: all of the iteration.
+        num_iterations: Passes over the responses.
+        kept_prompts: Prompts of each process whose responses are trained on, where dynamic
+            sampling drops the others; None: all.
+
+    Raises:
+        ValueError: The sizes do not fit; names the option and the nearest sizes that would.
+    """
+    _refuse_below_one("data.batch_size", prompts_per_rank)
+    _refuse_below_one("num_generations", num_generations)
+    _refuse_below_one("update.num_iterations", num_iterations)
+    _refuse_below_one("the number of processes", world_size)
+    kept = prompts_per_rank if kept_prompts is None else kept_prompts
+    _refuse_below_one("dynamic_sampling.prompts", kept)
+    if kept > prompts_per_rank:
+        raise ValueError(
+            f"dynamic_sampling.prompts is {kept}, but there are only {prompts_per_rank} prompts "
+            f"per process (data.batch_size); the nearest number is {prompts_per_rank}"
+        )
+    rows = kept * num_generations
+    if minibatch_size is None:
+        minibatch_size = rows * world_size
+    _check_minibatch_size(minibatch_size, rows, world_size)
+    return BatchPlan(
+        prompts_per_rank=prompts_per_rank,
+        num_generations=num_generations,
+        world_size=world_size,
+        minibatch_size=minibatch_size,
+        num_iterations=num_iterations,
+        kept_prompts=kept,
+    )
+
+
+def table_of(title: str, quantities: Sequence[Quantity]) -> str:
+    """Render quantities as a table of plain text.
+
+    Args:
+        title: Heading of the first column.
+        quantities: The lines.
+    """
+    table = Table(box=box.MARKDOWN)
+    for heading in (title, "number", "from"):
+        table.add_column(heading, justify="right" if heading == "number" else "left", no_wrap=True)
+    for what, number, origin in quantities:
+        shown = "unknown" if number is None else str(number)
+        table.add_row(Text(what), Text(shown), Text(origin))
+    buffer = io.StringIO()
+    # wider than any line: a table that wraps cannot be searched
+    Console(file=buffer, width=4096, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines() if line.strip())
+
+
+def _refuse_below_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it must be 1 or more")
+
+
+def _check_minibatch_size(size: int, rows_per_rank: int, world_size: int) -> None:
+    """Check that the responses split into equal steps, and each step into equal ranks."""
+    _refuse_below_one("update.minibatch_size", size)
+    fitting = [
+        rows * world_size for rows in range(1, rows_per_rank + 1) if rows_per_rank % rows == 0
+    ]
+    if size in fitting:
+        return
+    below = [candidate for candidate in fitting if candidate < size][-1:]
+    above = [candidate for candidate in fitting if candidate > size][:1]
+    nearest = [str(candidate) for candidate in (*below, *above)]
+    sizes = f"sizes that fit are {' and '.join(nearest)}"
+    raise ValueError(
+        f"update.minibatch_size is {size}, but an iteration has {rows_per_rank * world_size} "
+        f"responses, {rows_per_rank} on each of {world_size} process(es); the nearest "
+        f"{sizes if len(nearest) > 1 else f'size that fits is {nearest[0]}'}"
+    )

@@ -1,0 +1,528 @@
+"""What RLOO and PPO share: drawing, scoring, and updating a policy, iteration by iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from peft import PeftModel
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lrlhf.functional.policy import high_entropy_mask
+from lrlhf.models import (
+    CausalLM,
+    ReferencePolicy,
+    ValueHead,
+    check_has_experts,
+    check_output_head,
+    frozen_reference,
+    save_model,
+    sequence_outputs,
+)
+from lrlhf.modules.batch_plan import BatchPlan, plan_batches
+from lrlhf.modules.checks import (
+    check_group_policy_options,
+    refuse_pure_low_precision,
+)
+from lrlhf.modules.iteration import Iteration
+from lrlhf.modules.metric_sums import MetricSums
+from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
+from lrlhf.modules.policy_objective import (
+    as_experience,
+    compute_advantages,
+)
+from lrlhf.modules.policy_update import PolicyUpdate
+from lrlhf.modules.replay import as_collected
+from lrlhf.modules.rollout_metrics import (
+    explained_variance,
+    measure_kl,
+    measure_mismatch,
+    measure_rollout,
+)
+from lrlhf.modules.running_moments import RunningMoments
+from lrlhf.modules.settings import Advantage, DynamicSampling, Reference, Update
+from lrlhf.rewards import Rewards
+from lrlhf.rollout import (
+    Collected,
+    Collector,
+    Filtered,
+    RolloutEngine,
+    Sampling,
+    TransformersEngine,
+    collect_different,
+    merge_collected,
+    micro_batch_rows,
+    trim,
+)
+from lrlhf.strategies import (
+    Collectives,
+    PlainUpdater,
+    count_iterations_as_steps,
+    run_seed,
+    sample_seeds,
+    seed_everything_for,
+)
+from lrlhf.types import Experience, PromptBatch, Rollout, StoredRollout
+
+_EVAL_STREAM = 1_000_003
+"""Keeps the random numbers of validation apart from those of any training step."""
+
+
+class OldOutputs(NamedTuple):
+    """What the policy, and the critic, made of a rollout before the update; each may be absent."""
+
+    logprobs: Tensor | None
+    entropy: Tensor | None
+    values: Tensor | None
+
+
+class PolicyModule(PolicyUpdate):
+    """Draws responses, scores them, compares the scores, and updates the policy.
+
+    One training step is one iteration: draw ``num_generations`` responses to each prompt of the
+    batch, score them, turn the scores into advantages, take the optimizer steps.
+    ``trainer.global_step`` counts iterations. A batch of stored rollouts takes the place of the
+    first two.
+
+    Args:
+        policy: What to train: a hub id, a folder, ``package:<module>``, a `CausalLM` that says
+            how to load it, or a model that is already built (then pass ``tokenizer``).
+        rewards: What scores a response.
+        tokenizer: For a policy that is already built.
+        engine: What draws the responses; None: the policy itself, through ``transformers``.
+        num_generations: Responses per prompt.
+        sampling: How training responses are drawn.
+        eval_sampling: How validation responses are drawn; None: greedily, with the lengths and
+            stop strings of ``sampling``.
+        reference: The frozen policy and the KL penalty.
+        advantage: How scores become advantages.
+        update: How advantages become optimizer steps.
+        optimizer: AdamW and its schedule, counted in iterations.
+        dynamic_sampling: Train on groups with different scores only; None: on all.
+        allow_truncated_sampling: Train on responses drawn with top_p, top_k or min_p, although
+            their distribution is not the policy's.
+        seed: Seeds every random number of the run, together with rank, step and sample; None:
+            the seed of ``seed_everything``.
+    """
+
+    frozen: ReferencePolicy | None
+
+    def __init__(  # noqa: PLR0913  the constructor is the config schema
+        self,
+        policy: str | CausalLM | PreTrainedModel | PeftModel,
+        rewards: Rewards,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        engine: RolloutEngine | None = None,
+        num_generations: int = 4,
+        sampling: Sampling = Sampling(),  # noqa: B008  frozen
+        eval_sampling: Sampling | None = None,
+        reference: Reference = Reference(),  # noqa: B008  frozen
+        advantage: Advantage = Advantage(),  # noqa: B008  frozen
+        update: Update = Update(),  # noqa: B008  frozen
+        optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6),  # noqa: B008  frozen
+        dynamic_sampling: DynamicSampling | None = None,
+        allow_truncated_sampling: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.num_generations = num_generations
+        self.sampling = sampling
+        self.eval_sampling = eval_sampling or Sampling(
+            temperature=0.0, max_new_tokens=sampling.max_new_tokens, stop=sampling.stop
+        )
+        self.reference = reference
+        self.advantage = advantage
+        self.update = update
+        self.optimizer_config = optimizer
+        self.dynamic_sampling = dynamic_sampling
+        self.seed = run_seed(seed)
+        check_group_policy_options(
+            num_generations,
+            sampling,
+            advantage,
+            update,
+            penalty_in_reward=self._kl_in_reward and reference.kl_coef > 0,
+            allow_truncated_sampling=allow_truncated_sampling,
+            needs_groups=dynamic_sampling is not None,
+        )
+        self.kl_coef = reference.kl_coef
+        self.samples_per_step = 0
+        self.skipped_steps = 0
+        self.moments = RunningMoments()
+        self.policy, self.tokenizer = _loaded(policy, tokenizer)
+        if update.router_loss_coef > 0:
+            check_has_experts(self.policy)
+        if reference.sync_every is not None and isinstance(self.policy, PeftModel):
+            raise ValueError(
+                "reference.sync_every is set, but the reference of a LoRA policy is its base "
+                "model, which cannot move; drop sync_every, or train all weights"
+            )
+        # frozen models stay out of the module tree: no gradient, no wrapping, no checkpoint
+        self.frozen = frozen_reference(self.policy, reference.model) if reference.kl_coef else None
+        self.rewards = rewards
+        self.engine: RolloutEngine = engine or TransformersEngine()
+        self._collector = Collector(self.engine, rewards, self.tokenizer)
+        self._eval_names = ["eval/score", *(f"eval/{name}" for name in rewards.names)]
+        self._eval_names += ["eval/response_length", "eval/truncated_fraction"]
+        self._eval_means = nn.ModuleList(
+            MeanMetric(nan_strategy="ignore") for _ in self._eval_names
+        )
+        self._updater = PlainUpdater(self)
+        self._iteration = Iteration(self)
+        self._planned = False
+        self._check_critic()
+
+    def _check_critic(self) -> None:
+        if self.advantage.function.uses_values:
+            raise ValueError(
+                f"advantage.estimator {self.advantage.estimator!r} needs a critic, which "
+                f"{type(self).__name__} has not: use lrlhf.modules.PPO"
+            )
+
+    @property
+    def _kl_in_reward(self) -> bool:
+        if self.reference.placement is not None:
+            return self.reference.placement == "reward"
+        return self.advantage.function.kl_in_reward
+
+    # ------------------------------------------------------------------ contracts
+
+    def trainable_models(self) -> dict[str, nn.Module]:
+        return {"policy": self.policy}
+
+    def export_pretrained(self, folder: Path) -> None:
+        """Write the policy, adapters merged, and its tokenizer, as ``transformers`` loads them."""
+        save_model(self.policy, folder, self.tokenizer)
+
+    # ------------------------------------------------------------------ set-up
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            for model in self.trainable_models().values():
+                refuse_pure_low_precision(self.trainer, model)
+            count_iterations_as_steps(self.trainer)
+            self._planned = False
+        self.engine.attach(self.policy, self.tokenizer)
+        self.rewards.prepare()
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        built = self._optimizers(self.trainer.estimated_stepping_batches)
+        return [one.optimizer for one in built], [one.scheduler for one in built]
+
+    def _optimizers(self, total_steps: float) -> list[OptimizerAndScheduler]:
+        learning = total_steps - self.update.freeze_steps
+        return [self.optimizer_config.build(self.policy.named_parameters(), learning)]
+
+    # ------------------------------------------------------------------ one iteration
+
+    def training_step(self, batch: PromptBatch | StoredRollout, batch_idx: int) -> None:
+        collectives = Collectives(self.trainer)
+        metrics = MetricSums()
+        self._iteration.begin()
+        plan = self._plan(batch, collectives)
+        if self.kl_coef > 0 and self.frozen is None:
+            raise ValueError(
+                f"the KL coefficient was set to {self.kl_coef}, but no reference was loaded: start "
+                "with reference.kl_coef above 0"
+            )
+        seed_everything_for(self.seed, self.global_step, collectives.rank)
+        self.samples_per_step = plan.responses_trained
+        collected, filler = self._responses(batch, metrics, collectives)
+        replayed = isinstance(batch, StoredRollout)
+        with self._iteration.phase("logprob"):
+            experience = self._experience(collected, filler, metrics, replayed=replayed)
+        self._iteration.tell_rollout(experience, collected.records)
+        measure_kl(experience, metrics)
+        if experience.old_logprobs is not None and not replayed:
+            measure_mismatch(experience.old_logprobs, experience, metrics)
+        if self.update.offload:
+            experience = experience.to("cpu")
+        with self._iteration.phase("update"):
+            self._update(experience, self._texts(batch.pretraining, plan), metrics, collectives)
+        self._sync_reference()
+        self._log_iteration(experience, metrics, collectives)
+
+    def _plan(self, batch: PromptBatch | StoredRollout, collectives: Collectives) -> BatchPlan:
+        stored = isinstance(batch, StoredRollout)
+        if stored and self.dynamic_sampling is not None:
+            raise ValueError(
+                "dynamic_sampling draws responses, but the data holds stored ones: drop "
+                "dynamic_sampling, or train on prompts"
+            )
+        if stored and len(batch) % self.num_generations:
+            raise ValueError(
+                f"a stored rollout has {len(batch)} responses, which are no groups of "
+                f"num_generations: {self.num_generations}; set it as in the run that stored them"
+            )
+        plan = plan_batches(
+            prompts_per_rank=len(batch) // self.num_generations if stored else len(batch),
+            num_generations=self.num_generations,
+            world_size=collectives.world_size,
+            minibatch_size=self.update.minibatch_size,
+            num_iterations=self.update.num_iterations,
+            kept_prompts=self.dynamic_sampling.prompts if self.dynamic_sampling else None,
+        )
+        if not self._planned:
+            self.print(plan.table())
+            self._planned = True
+        return plan
+
+    def _responses(
+        self, batch: PromptBatch | StoredRollout, metrics: MetricSums, collectives: Collectives
+    ) -> tuple[Collected, Tensor | None]:
+        """Draw responses, or take the stored ones; with the rows that only fill the batch."""
+        if isinstance(batch, StoredRollout):
+            collected = as_collected(batch, step=self.global_step)
+            drawn, filler = collected, None
+        else:
+            filtered = self._draw_all(batch, collectives)
+            collected, filler = filtered.collected, filtered.filler
+            drawn = merge_collected(filtered.drawn)
+            if self.dynamic_sampling is not None:
+                metrics.add("rollout/rounds", len(filtered.drawn), 1.0)
+                metrics.add("rollout/filler_fraction", filler.sum(), float(len(filler)))
+        measure_rollout(drawn.rollout, drawn.rewards, metrics, num_generations=self.num_generations)
+        return collected, filler
+
+    def _draw_all(self, batch: PromptBatch, collectives: Collectives) -> Filtered:
+        def draw(prompts: PromptBatch, first: int) -> Collected:
+            return self._collector.collect(
+                prompts,
+                self.sampling,
+                seeds=self._seeds(collectives.rank * len(batch) + first, len(prompts)),
+                step=self.global_step,
+                phase=self._iteration.phase,
+            )
+
+        if self.dynamic_sampling is None:
+            collected = draw(batch, 0)
+            nothing = torch.zeros_like(collected.rollout.truncated)
+            return Filtered(collected, nothing, [collected], len(batch))
+        return collect_different(
+            batch,
+            draw,
+            wanted=self.dynamic_sampling.prompts,
+            num_generations=self.num_generations,
+            any_rank=lambda value: bool(
+                collectives.max(torch.tensor(float(value), device=self.device))
+            ),
+        )
+
+    def _seeds(self, first_prompt: int, prompts: int) -> list[int]:
+        """One seed per response, whichever rank draws it."""
+        return [
+            seed
+            for row in range(first_prompt, first_prompt + prompts)
+            for seed in sample_seeds(self.seed, self.global_step, row, count=self.num_generations)
+        ]
+
+    @torch.no_grad()
+    def _experience(
+        self,
+        collected: Collected,
+        filler: Tensor | None,
+        metrics: MetricSums,
+        *,
+        replayed: bool,
+    ) -> Experience:
+        rollout = collected.rollout
+        collectives = Collectives(self.trainer)
+        penalized = self.frozen is not None and self.kl_coef > 0
+        select = self.update.high_entropy_fraction < 1
+        needs_old = self._takes_several_steps(len(rollout)) or (penalized and self._kl_in_reward)
+        self.policy.eval()
+        # an update that is exactly on-policy needs no old log-probabilities: they are the new ones
+        old = self._old_outputs(rollout, logprobs=needs_old and not replayed, entropy=select)
+        experience = as_experience(
+            rollout,
+            scores=collected.rewards.scores.to(rollout.input_ids.device),
+            # whatever the policy is now, a stored response was drawn from the one that was then
+            old_logprobs=rollout.sampling_logprobs if replayed else old.logprobs,
+            ref_logprobs=self._in_parts(rollout, self._reference_logprobs)[0]
+            if penalized
+            else None,
+            values=old.values,
+            filler=filler,
+        )
+        if self.advantage.scale_rewards != "none":
+            self.moments.update(experience.scores, collectives)
+            metrics.add("rollout/running_std", self.moments.deviation, 1.0)
+        experience = compute_advantages(
+            experience,
+            settings=self.advantage,
+            kl_in_reward=self._kl_in_reward,
+            kl_coef=self.kl_coef,
+            num_generations=self.num_generations,
+            whiten=collectives.whiten,
+            scaled_scores=self.moments.scale(experience.scores, mode=self.advantage.scale_rewards),
+            metrics=metrics,
+        )
+        if not select:
+            return experience
+        assert old.entropy is not None
+        fraction = self.update.high_entropy_fraction
+        chosen = high_entropy_mask(old.entropy, experience.loss_mask, fraction=fraction)
+        return replace(experience, selected=chosen)
+
+    def _takes_several_steps(self, rows: int) -> bool:
+        size = self.update.minibatch_size
+        return self.update.num_iterations > 1 or (
+            size is not None and size < rows * self.trainer.world_size
+        )
+
+    def _old_outputs(self, rollout: Rollout, *, logprobs: bool, entropy: bool) -> OldOutputs:
+        """Run the policy over the rollout, as far as its outputs are asked for."""
+        if not logprobs and not entropy:
+            return OldOutputs(None, None, None)
+        return self._policy_outputs(rollout, entropy=entropy, value_head=None)
+
+    def _policy_outputs(
+        self, rollout: Rollout, *, entropy: bool, value_head: ValueHead | None
+    ) -> OldOutputs:
+        def forward(part: Rollout) -> list[Tensor | None]:
+            out = sequence_outputs(
+                self.policy,
+                part,
+                temperature=self.sampling.temperature,
+                chunk_size=self.update.logprob_chunk,
+                entropy=entropy,
+                value_head=value_head,
+            )
+            return [out.logprobs, out.entropy, out.values]
+
+        return OldOutputs(*self._in_parts(rollout, forward))
+
+    def _reference_logprobs(self, part: Rollout) -> list[Tensor | None]:
+        assert self.frozen is not None
+        self.frozen.to(self.device)
+        return [
+            self.frozen.logprobs(
+                part, temperature=self.sampling.temperature, chunk_size=self.update.logprob_chunk
+            )
+        ]
+
+    def _in_parts(
+        self, rollout: Rollout, function: Callable[[Rollout], Sequence[Tensor | None]]
+    ) -> list[Tensor | None]:
+        """Apply a function of rows to groups of them; its results are `[B, T]` each, or None."""
+        whole: list[Tensor | None] = []
+        for rows in micro_batch_rows(rollout.lengths, max_tokens=self.update.micro_batch_tokens):
+            parts = function(trim(rollout.select(rows)))
+            if not whole:
+                blank = rollout.sampling_logprobs
+                whole = [None if part is None else torch.zeros_like(blank) for part in parts]
+            for output, part in zip(whole, parts, strict=True):
+                if output is not None and part is not None:
+                    output[rows.to(output.device), : part.shape[1]] = part
+        return whole
+
+    def _sync_reference(self) -> None:
+        every = self.reference.sync_every
+        if self.frozen is not None and every is not None and (self.global_step + 1) % every == 0:
+            self.frozen.mix(self.policy, self.reference.mixup)
+
+    # ------------------------------------------------------------------ reports
+
+    def _log_iteration(
+        self, experience: Experience, metrics: MetricSums, collectives: Collectives
+    ) -> None:
+        self._iteration.measure(
+            metrics,
+            tokens=float(experience.attention_mask.sum()),
+            world_size=collectives.world_size,
+        )
+        metrics.add("kl/coef", self.kl_coef, 1.0)
+        metrics.add("train/skipped_steps", float(self.skipped_steps), 1.0)
+        shown = ("rollout/score", "kl/reference")
+        reduced = metrics.reduce(collectives, self.device)
+        if "value/return_std" in reduced:
+            reduced["value/explained_variance"] = explained_variance(
+                reduced["value/error_std"], reduced["value/return_std"]
+            )
+        for name, value in reduced.items():
+            self.log(name, value, prog_bar=name in shown, batch_size=len(experience))
+
+    # ------------------------------------------------------------------ evaluation
+
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Any]:
+        collected = self._answer(batch, batch_idx)
+        scores = collected.rewards.scores[:, None]
+        mask = collected.rollout.response_mask
+        values = torch.cat(
+            [
+                scores.to(self.device),
+                collected.rewards.per_function.to(self.device),
+                mask.sum(dim=1, keepdim=True),
+                collected.rollout.truncated[:, None],
+            ],
+            dim=1,
+        )
+        for name, metric, column in zip(self._eval_names, self._eval_means, values.T, strict=True):
+            metric(column)
+            self.log(name, metric, prog_bar=name == "eval/score", batch_size=len(batch))  # type: ignore[arg-type]
+        return {"records": collected.records}
+
+    def test_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Any]:
+        return self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
+        return self._answer(batch, batch_idx).records
+
+    def _answer(self, batch: PromptBatch, batch_idx: int) -> Collected:
+        position = batch_idx * self.trainer.world_size + self.trainer.global_rank
+        return self._collector.collect(
+            batch,
+            self.eval_sampling,
+            seeds=sample_seeds(self.seed, _EVAL_STREAM, position, count=len(batch)),
+            step=self.global_step,
+            phase=self._iteration.phase,
+        )
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["lrlhf"] = {
+            "kl_coef": self.kl_coef,
+            "configured_kl_coef": self.reference.kl_coef,
+            "skipped_steps": self.skipped_steps,
+            "moments": self.moments.state_dict(),
+            # a reference that never moves is loaded from its source again
+            "reference": self.frozen.state_dict()
+            if self.frozen is not None and self.reference.sync_every is not None
+            else None,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["lrlhf"]
+        if state["configured_kl_coef"] == self.reference.kl_coef:
+            self.kl_coef = state["kl_coef"]
+        self.skipped_steps = state["skipped_steps"]
+        self.moments.load_state_dict(state["moments"])
+        if state["reference"] is not None:
+            if self.frozen is None:
+                raise ValueError(
+                    "the checkpoint holds a moved reference policy, but reference.kl_coef is 0; "
+                    "resume with the configuration that the run was started with"
+                )
+            self.frozen.load_state_dict(state["reference"])
+
+
+def _loaded(
+    policy: str | CausalLM | PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    if isinstance(policy, str):
+        policy = CausalLM(source=policy)
+    if isinstance(policy, CausalLM):
+        return policy.load(), tokenizer or policy.load_tokenizer()
+    if tokenizer is None:
+        raise ValueError("policy is a model that is already built: pass its tokenizer too")
+    check_output_head(policy)
+    return policy, tokenizer

@@ -1,0 +1,219 @@
+"""How experience becomes optimizer steps of a policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import lightning as L
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lrlhf.models import SequenceOutputs, sequence_logprobs, sequence_outputs
+from lrlhf.modules.batch_plan import BatchPlan
+from lrlhf.modules.checks import uses_loss_scaler
+from lrlhf.modules.metric_sums import MetricSums
+from lrlhf.modules.policy_objective import Denominators, denominators, policy_loss
+from lrlhf.modules.rollout_metrics import measure_update
+from lrlhf.modules.settings import Reference, Update
+from lrlhf.rollout import Sampling, micro_batches, minibatches, trim
+from lrlhf.strategies import Collectives, PlainUpdater
+from lrlhf.types import Experience, SequenceBatch
+
+
+class PolicyUpdate(L.LightningModule):
+    """The half of `PolicyModule` that takes gradients.
+
+    A minibatch is cut into micro-batches whose losses add up to that of the whole: the denominators
+    are those of the optimizer step over all ranks, so no cut changes the gradient.
+    """
+
+    policy: PreTrainedModel | PeftModel
+    sampling: Sampling
+    reference: Reference
+    update: Update
+    kl_coef: float
+    skipped_steps: int
+    _updater: PlainUpdater
+
+    def trainable_models(self) -> dict[str, nn.Module]:
+        """Models that receive gradients, by role."""
+        raise NotImplementedError
+
+    @property
+    def _kl_in_reward(self) -> bool:
+        raise NotImplementedError
+
+    def _texts(
+        self, pretraining: SequenceBatch | None, plan: BatchPlan
+    ) -> list[SequenceBatch | None]:
+        """Deal the pretraining texts to the optimizer steps of one pass."""
+        coefficient = self.update.pretraining_coef
+        if (pretraining is None) != (coefficient == 0):
+            raise ValueError(
+                f"update.pretraining_coef is {coefficient}, and the data has "
+                f"{'no ' if pretraining is None else ''}pretraining texts: set both, or neither"
+            )
+        if pretraining is None:
+            return [None] * plan.steps_per_pass
+        if len(pretraining) < plan.steps_per_pass:
+            raise ValueError(
+                f"a batch has {len(pretraining)} pretraining texts per process for "
+                f"{plan.steps_per_pass} optimizer steps: raise data.pretraining_batch_size to a "
+                f"multiple of {plan.steps_per_pass}"
+            )
+        parts = torch.arange(len(pretraining)).tensor_split(plan.steps_per_pass)
+        return [trim(pretraining.select(rows)) for rows in parts]
+
+    def _update(
+        self,
+        experience: Experience,
+        texts: Sequence[SequenceBatch | None],
+        metrics: MetricSums,
+        collectives: Collectives,
+    ) -> None:
+        metrics.add("train/lr", self._optimizer(0).param_groups[0]["lr"], 1.0)
+        size = self.update.minibatch_size
+        local_size = None if size is None else size // collectives.world_size
+        for model in self.trainable_models().values():
+            model.train()
+        for _ in range(self.update.num_iterations):
+            parts = minibatches(experience, size=local_size)
+            for part, text in zip(parts, texts, strict=True):
+                self._optimizer_steps(part, text, metrics, collectives)
+        schedulers = self.lr_schedulers()
+        several = schedulers if isinstance(schedulers, list) else [schedulers]
+        for scheduler, freeze_steps in zip(several, self._freeze_steps, strict=True):
+            assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
+            # a schedule begins when its model begins to learn
+            if self.global_step >= freeze_steps:
+                scheduler.step()
+
+    @property
+    def _freeze_steps(self) -> list[int]:
+        """Iterations at the start in which each optimizer waits."""
+        return [self.update.freeze_steps]
+
+    def _optimizer_steps(
+        self,
+        part: Experience,
+        text: SequenceBatch | None,
+        metrics: MetricSums,
+        collectives: Collectives,
+    ) -> None:
+        """Take the step of every optimizer on one minibatch."""
+        if not self._is_frozen(0):
+            self._policy_step(part, text, metrics, collectives)
+
+    def _is_frozen(self, optimizer: int) -> bool:
+        return self.global_step < self._freeze_steps[optimizer]
+
+    def _policy_step(
+        self,
+        part: Experience,
+        text: SequenceBatch | None,
+        metrics: MetricSums,
+        collectives: Collectives,
+    ) -> None:
+        totals = self._totals(part, collectives)
+        cuts = micro_batches(part, max_tokens=self.update.micro_batch_tokens)
+
+        def losses() -> Iterator[Tensor]:
+            for micro in cuts:
+                # a micro-batch holds its share of the step's loss: the shares add up to it
+                share = 1 / len(cuts) / collectives.world_size
+                yield self._policy_loss(micro, totals, metrics, share=share)[0]
+            if text is not None:
+                yield self._text_loss(text, metrics, collectives)
+
+        self._accumulate(losses(), len(cuts) + (text is not None), collectives)
+        self._step(0, "policy", self.update.max_grad_norm, metrics)
+
+    def _totals(self, part: Experience, collectives: Collectives) -> Denominators:
+        return Denominators(*collectives.sum(denominators(part).to(self.device)))
+
+    def _accumulate(self, losses: Iterator[Tensor], count: int, collectives: Collectives) -> None:
+        for index, loss in enumerate(losses):
+            # ranks' gradients are averaged, while the denominators already span all ranks
+            self._updater.backward(loss * collectives.world_size, last=index == count - 1)
+
+    def _optimizer(self, index: int) -> LightningOptimizer:
+        optimizers = self.optimizers()
+        optimizer = optimizers[index] if isinstance(optimizers, list) else optimizers
+        assert isinstance(optimizer, LightningOptimizer)
+        return optimizer
+
+    def _step(self, index: int, role: str, max_grad_norm: float, metrics: MetricSums) -> None:
+        norm = self._updater.step(self._optimizer(index), max_grad_norm=max_grad_norm)
+        if math.isfinite(norm):
+            metrics.add(f"{role}/grad_norm", norm, 1.0)
+            return
+        if uses_loss_scaler(self.trainer):
+            return
+        self.skipped_steps += 1
+        if self.skipped_steps > self.update.max_skipped_steps:
+            raise ValueError(
+                f"the {role} gradient was not finite, and {self.skipped_steps} optimizer steps "
+                f"were skipped (update.max_skipped_steps is {self.update.max_skipped_steps}); "
+                "lower the learning rate, or look at the scores and log-probabilities of the last "
+                "iterations"
+            )
+
+    def _policy_loss(
+        self,
+        micro: Experience,
+        totals: Denominators,
+        metrics: MetricSums,
+        *,
+        share: float,
+        value_head: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, SequenceOutputs]:
+        micro = micro.to(self.device)
+        out = sequence_outputs(
+            self.policy,
+            micro,
+            temperature=self.sampling.temperature,
+            chunk_size=self.update.logprob_chunk,
+            entropy=self.update.entropy_coef > 0,
+            value_head=value_head,
+            router_loss=self.update.router_loss_coef > 0,
+        )
+        terms = policy_loss(
+            out.logprobs,
+            micro,
+            update=self.update,
+            reference=self.reference,
+            kl_coef=0.0 if self._kl_in_reward else self.kl_coef,
+            totals=totals,
+            max_new_tokens=self.sampling.max_new_tokens,
+            entropy=out.entropy,
+        )
+        loss = terms.loss
+        if out.router_loss is not None:
+            weight = micro.loss_mask.sum() / totals.tokens.clamp(min=1)
+            loss = loss + self.update.router_loss_coef * weight * out.router_loss
+            metrics.add("policy/router_loss", weight * out.router_loss.detach(), share)
+        metrics.add("train/loss", loss, share)
+        metrics.add("policy/loss", terms.policy, share)
+        if self.kl_coef > 0 and not self._kl_in_reward:
+            metrics.add("kl/loss", terms.kl, share)
+        measure_update(
+            out.logprobs.detach(), out.entropy, micro, metrics, loss=self.update.function
+        )
+        return loss, out
+
+    def _text_loss(
+        self, text: SequenceBatch, metrics: MetricSums, collectives: Collectives
+    ) -> Tensor:
+        text = text.to(self.device)
+        tokens = collectives.sum(text.response_mask.sum().float()).clamp(min=1)
+        logprobs = sequence_logprobs(self.policy, text, chunk_size=self.update.logprob_chunk)
+        loss = -logprobs.sum() / tokens
+        metrics.add("policy/pretraining_loss", loss, 1 / collectives.world_size)
+        return self.update.pretraining_coef * loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._updater.before_step(optimizer)

@@ -1,0 +1,257 @@
+"""Proximal policy optimization: an actor and a critic, each with its own optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.plugins import MixedPrecision
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lrlhf.models import (
+    CausalLM,
+    ValueHead,
+    ValueModel,
+    ValueNetwork,
+    policy_value_head,
+    sequence_values,
+)
+from lrlhf.models.output_head import plain_model
+from lrlhf.modules.metric_sums import MetricSums
+from lrlhf.modules.optimizers import OptimizerAndScheduler
+from lrlhf.modules.policy_module import OldOutputs, PolicyModule
+from lrlhf.modules.policy_objective import Denominators, value_loss
+from lrlhf.modules.rollout_metrics import measure_critic, measure_values
+from lrlhf.modules.settings import Advantage, Critic, Update
+from lrlhf.rewards import Rewards
+from lrlhf.rollout import micro_batches
+from lrlhf.strategies import Collectives
+from lrlhf.types import Experience, Rollout, SequenceBatch
+
+
+class PPO(PolicyModule):
+    """Trains a policy and a critic with the clipped surrogate objective.
+
+    Every response token has its own value and advantage. The critic is a network of its own
+    (``critic.model``), or one head on the policy's backbone. Actor and critic have an optimizer
+    each: their gradients, clipping, schedules and steps do not touch one another.
+
+    Args:
+        policy: As for `PolicyModule`.
+        rewards: As for `PolicyModule`.
+        critic: The value function; None for an estimator that needs none.
+        advantage: How scores and values become advantages.
+        update: How advantages become optimizer steps.
+        options: The other arguments of `PolicyModule`.
+
+    Reference:
+        Schulman et al. 2017, eq. 7 and 9, https://arxiv.org/abs/1707.06347; for language models
+        Ouyang et al. 2022, §3.5, https://arxiv.org/abs/2203.02155
+    """
+
+    def __init__(
+        self,
+        policy: str | CausalLM | PreTrainedModel | PeftModel,
+        rewards: Rewards,
+        *,
+        critic: Critic | None = Critic(),  # noqa: B008  frozen
+        advantage: Advantage = Advantage(estimator="gae"),  # noqa: B008  frozen
+        update: Update = Update(loss="token_clip", aggregate="token_mean"),  # noqa: B008  frozen
+        **options: Any,
+    ) -> None:
+        super().__init__(policy, rewards, advantage=advantage, update=update, **options)
+        self.critic_settings = critic
+        self.critic, self.value_head = self._value_function(critic)
+
+    def _check_critic(self) -> None:
+        """Leave it to `_value_function`."""
+
+    def _value_function(
+        self, critic: Critic | None
+    ) -> tuple[ValueNetwork | None, ValueHead | None]:
+        estimator = self.advantage.estimator
+        if self.advantage.function.uses_values != (critic is not None):
+            raise ValueError(
+                f"advantage.estimator {estimator!r} needs a critic, and critic is null"
+                if critic is None
+                else f"advantage.estimator {estimator!r} uses no values: set critic: null, or "
+                "take gae"
+            )
+        if critic is None:
+            return None, None
+        model = critic.model
+        if model is None:
+            return None, policy_value_head(self.policy, critic.head)
+        if isinstance(model, str):
+            model = ValueModel(source=model)
+        network = model.load() if isinstance(model, ValueModel) else model
+        self._check_vocabulary(network)
+        return network, None
+
+    def _check_vocabulary(self, network: ValueNetwork) -> None:
+        """The critic reads the policy's token ids."""
+        largest = max(self.tokenizer.get_vocab().values())
+        known = len(plain_model(network.backbone).get_input_embeddings().weight)  # type: ignore[arg-type]
+        if known <= largest:
+            raise ValueError(
+                f"critic.model knows {known} tokens, but the policy's "
+                f"tokenizer has ids up to {largest}: a critic reads the policy's own ids, so it "
+                "must come from a model with the same tokenizer"
+            )
+
+    def trainable_models(self) -> dict[str, nn.Module]:
+        models = super().trainable_models()
+        critic = self.critic if self.critic is not None else self.value_head
+        return models if critic is None else {**models, "critic": critic}
+
+    def export_pretrained(self, folder: Path) -> None:
+        """Write the policy as ``transformers`` loads it, and a critic of its own in ``critic``."""
+        super().export_pretrained(folder)
+        if self.critic is not None:
+            self.critic.save_pretrained(folder / "critic", self.tokenizer)
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        plugin = self.trainer.precision_plugin
+        scales = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
+        if stage == "fit" and self.value_head is not None and scales:
+            raise ValueError(
+                "trainer.precision 16-mixed scales the losses of actor and critic together, but "
+                "unscales them apart, which a head on the policy's backbone does not allow; use "
+                "bf16-mixed, or give the critic a network of its own (critic.model)"
+            )
+
+    def _optimizers(self, total_steps: float) -> list[OptimizerAndScheduler]:
+        built = super()._optimizers(total_steps)
+        settings = self.critic_settings
+        if settings is None:
+            return built
+        critic = self.trainable_models()["critic"]
+        return [
+            *built,
+            settings.optimizer.build(
+                critic.named_parameters(), total_steps - settings.freeze_steps
+            ),
+        ]
+
+    # ------------------------------------------------------------------ one iteration
+
+    def _log_iteration(
+        self, experience: Experience, metrics: MetricSums, collectives: Collectives
+    ) -> None:
+        if experience.values is not None:
+            measure_critic(experience, metrics)
+            metrics.add("value/lr", self._optimizer(1).param_groups[0]["lr"], 1.0)
+        super()._log_iteration(experience, metrics, collectives)
+
+    def _old_outputs(self, rollout: Rollout, *, logprobs: bool, entropy: bool) -> OldOutputs:
+        if self.value_head is not None:
+            # one pass over the shared backbone gives both
+            return self._policy_outputs(rollout, entropy=entropy, value_head=self.value_head)
+        outputs = super()._old_outputs(rollout, logprobs=logprobs, entropy=entropy)
+        if self.critic is None:
+            return outputs
+        critic = self.critic.eval()
+        return outputs._replace(values=self._in_parts(rollout, lambda part: [critic(part)])[0])
+
+    def _optimizer_steps(
+        self,
+        part: Experience,
+        text: SequenceBatch | None,
+        metrics: MetricSums,
+        collectives: Collectives,
+    ) -> None:
+        if self.value_head is not None and not self._is_frozen(0):
+            self._joint_step(part, text, metrics, collectives)
+            return
+        super()._optimizer_steps(part, text, metrics, collectives)
+        if self.critic_settings is not None and not self._is_frozen(1):
+            self._critic_step(part, metrics, collectives)
+
+    @property
+    def _freeze_steps(self) -> list[int]:
+        critic = self.critic_settings
+        return [*super()._freeze_steps, *([critic.freeze_steps] if critic else [])]
+
+    def _critic_step(self, part: Experience, metrics: MetricSums, collectives: Collectives) -> None:
+        assert self.critic_settings is not None
+        totals = self._totals(part, collectives)
+        cuts = micro_batches(part, max_tokens=self.update.micro_batch_tokens)
+
+        def losses() -> Iterator[Tensor]:
+            for micro in cuts:
+                share = 1 / len(cuts) / collectives.world_size
+                on_device = micro.to(self.device)
+                values = self._values(on_device)
+                yield self._value_loss(values, on_device, totals, metrics, share=share)
+
+        self._accumulate(losses(), len(cuts), collectives)
+        self._step(1, "value", self.critic_settings.max_grad_norm, metrics)
+
+    def _values(self, micro: Experience) -> Tensor:
+        if self.critic is not None:
+            values: Tensor = self.critic(micro)
+            return values
+        assert self.value_head is not None
+        return sequence_values(self.policy, self.value_head, micro, train_backbone=False)
+
+    def _value_loss(
+        self,
+        values: Tensor,
+        micro: Experience,
+        totals: Denominators,
+        metrics: MetricSums,
+        *,
+        share: float,
+    ) -> Tensor:
+        assert self.critic_settings is not None
+        loss = value_loss(values, micro, critic=self.critic_settings, totals=totals)
+        metrics.add("value/loss", loss, share)
+        measure_values(values.detach(), micro, metrics, critic=self.critic_settings)
+        return loss
+
+    def _joint_step(
+        self,
+        part: Experience,
+        text: SequenceBatch | None,
+        metrics: MetricSums,
+        collectives: Collectives,
+    ) -> None:
+        """Train policy and head from one pass over the backbone that they share."""
+        assert self.critic_settings is not None
+        totals = self._totals(part, collectives)
+        cuts = micro_batches(part, max_tokens=self.update.micro_batch_tokens)
+        frozen = self._is_frozen(1)
+
+        def losses() -> Iterator[Tensor]:
+            for micro in cuts:
+                share = 1 / len(cuts) / collectives.world_size
+                loss, out = self._policy_loss(
+                    micro, totals, metrics, share=share, value_head=self._read_backbone
+                )
+                assert out.values is not None
+                value = self._value_loss(
+                    out.values, micro.to(self.device), totals, metrics, share=share
+                )
+                yield loss if frozen else loss + value
+            if text is not None:
+                yield self._text_loss(text, metrics, collectives)
+
+        self._accumulate(losses(), len(cuts) + (text is not None), collectives)
+        self._step(0, "policy", self.update.max_grad_norm, metrics)
+        if not frozen:
+            self._step(1, "value", self.critic_settings.max_grad_norm, metrics)
+
+    def _read_backbone(self, hidden: Tensor) -> Tensor:
+        """Compute values whose loss reaches the backbone with its own weight, 0 by default."""
+        assert self.value_head is not None
+        assert self.critic_settings is not None
+        fixed = hidden.detach()
+        coefficient = self.critic_settings.backbone_coef
+        if coefficient > 0:
+            fixed = fixed + coefficient * (hidden - fixed)
+        values: Tensor = self.value_head(fixed)
+        return values

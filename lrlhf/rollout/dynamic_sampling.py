@@ -1,0 +1,152 @@
+"""Groups that teach nothing are replaced by others before an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from lrlhf.rewards import RewardResult
+from lrlhf.rollout.collector import Collected
+from lrlhf.types import PromptBatch, Rollout
+
+
+class Filtered(NamedTuple):
+    """The responses to train on, and how they were come by."""
+
+    collected: Collected
+    filler: Bool[Tensor, " B"]
+    """Rows of groups that only fill the batch: all their scores are equal."""
+    drawn: list[Collected]
+    """Everything that was drawn, round by round."""
+    used: int
+    """Prompts that were answered."""
+
+
+def collect_different(
+    prompts: PromptBatch,
+    draw: Callable[[PromptBatch, int], Collected],
+    *,
+    wanted: int,
+    num_generations: int,
+    any_rank: Callable[[bool], bool],
+) -> Filtered:
+    """Answer prompts in rounds until enough groups have responses of different scores.
+
+    Args:
+        prompts: The candidates; their number is the budget.
+        draw: Draws and scores responses to a part of them; gets the index of its first prompt.
+        wanted: Groups to end with.
+        num_generations: Responses per prompt.
+        any_rank: Whether a condition holds on any rank. All ranks draw in the same number of
+            rounds, as an engine may need them together.
+
+    Returns:
+        Exactly ``wanted`` groups, in the order they were drawn: those with differences first, then
+        fillers.
+    """
+    drawn: list[Collected] = []
+    different: list[bool] = []
+    used = 0
+    while used < len(prompts) and any_rank(sum(different) < wanted):
+        size = min(wanted, len(prompts) - used)
+        part = draw(prompts.select(torch.arange(used, used + size)), used)
+        drawn.append(part)
+        different += groups_differ(part.rewards.scores, num_generations).tolist()
+        used += size
+    first = [group for group, differs in enumerate(different) if differs][:wanted]
+    fillers = [group for group, differs in enumerate(different) if not differs]
+    chosen = first + fillers[: wanted - len(first)]
+    rows = torch.tensor([g * num_generations + i for g in chosen for i in range(num_generations)])
+    device = drawn[0].rollout.input_ids.device
+    filler = torch.arange(wanted * num_generations, device=device) >= len(first) * num_generations
+    return Filtered(select_collected(merge_collected(drawn), rows), filler, drawn, used)
+
+
+def groups_differ(scores: Float[Tensor, " B"], num_generations: int) -> Bool[Tensor, " P"]:
+    """Tell the groups in which two scorable responses have different scores."""
+    groups = scores.view(-1, num_generations)
+    highest = groups.nan_to_num(nan=-torch.inf).amax(dim=1)
+    lowest = groups.nan_to_num(nan=torch.inf).amin(dim=1)
+    return highest > lowest
+
+
+def merge_collected(parts: Sequence[Collected]) -> Collected:
+    """Put several draws of one iteration into one, groups numbered through."""
+    if len(parts) == 1:
+        return parts[0]
+    records: list[dict[str, Any]] = []
+    offset = 0
+    for part in parts:
+        records += [{**record, "group": record["group"] + offset} for record in part.records]
+        offset += int(part.rollout.group_ids.max()) + 1
+    return Collected(
+        _merge_rollouts([part.rollout for part in parts]),
+        _merge_rewards([part.rewards for part in parts]),
+        records,
+    )
+
+
+def select_collected(collected: Collected, rows: Tensor) -> Collected:
+    """Return the given rows."""
+    rewards, chosen = collected.rewards, rows.tolist()
+    return Collected(
+        collected.rollout.select(rows),
+        replace(
+            rewards,
+            scores=rewards.scores[rows],
+            per_function=rewards.per_function[rows],
+            extras={
+                name: [values[row] for row in chosen] for name, values in rewards.extras.items()
+            },
+        ),
+        [collected.records[row] for row in chosen],
+    )
+
+
+def _merge_rollouts(rollouts: Sequence[Rollout]) -> Rollout:
+    width = max(rollout.input_ids.shape[1] for rollout in rollouts)
+    merged: dict[str, Tensor | None] = {}
+    for field in fields(Rollout):
+        columns = [getattr(rollout, field.name) for rollout in rollouts]
+        if columns[0] is None:
+            merged[field.name] = None
+        elif columns[0].dim() == 2:
+            # the mask tells what is padding, so its value does not matter
+            merged[field.name] = torch.cat([F.pad(c, (0, width - c.shape[1])) for c in columns])
+        else:
+            merged[field.name] = torch.cat(columns)
+    offsets, total = [], 0
+    for rollout in rollouts:
+        offsets.append(rollout.group_ids + total)
+        total += int(rollout.group_ids.max()) + 1
+    merged["group_ids"] = torch.cat(offsets)
+    return Rollout(**merged)  # type: ignore[arg-type]
+
+
+def _merge_rewards(results: Sequence[RewardResult]) -> RewardResult:
+    rows = [len(result.scores) for result in results]
+    metrics: dict[str, float] = {}
+    for name in {name: None for result in results for name in result.metrics}:
+        having = [(r, n) for r, n in zip(results, rows, strict=True) if name in r.metrics]
+        metrics[name] = sum(r.metrics[name] * n for r, n in having) / sum(n for _, n in having)
+    extras: dict[str, list[Any]] = {}
+    for name in {name: None for result in results for name in result.extras}:
+        extras[name] = [
+            value
+            for result, count in zip(results, rows, strict=True)
+            for value in result.extras.get(name, [None] * count)
+        ]
+    return RewardResult(
+        scores=torch.cat([result.scores for result in results]),
+        per_function=torch.cat([result.per_function for result in results]),
+        names=results[0].names,
+        metrics=metrics,
+        extras=extras,
+        failures=[failure for result in results for failure in result.failures],
+    )

@@ -1,0 +1,188 @@
+"""Rollouts on disk: one safetensors file for each iteration and rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from lrlhf.types import Rollout, StoredRollout
+
+FORMAT = "lrlhf-rollout-1"
+
+_NAME = re.compile(r"step_(\d+)\.rank_(\d+)\.safetensors")
+_TENSORS = tuple(field.name for field in fields(Rollout))
+_OPTIONAL = ("kept_mass",)
+_PER_TOKEN = ("attention_mask", "response_mask", "sampling_logprobs", "kept_mass")
+_PER_ROW = ("group_ids", "truncated", "scores")
+_BOOL = ("attention_mask", "response_mask", "truncated")
+_WHOLE = ("input_ids", "group_ids")
+
+
+class RolloutFile(NamedTuple):
+    """A stored rollout, and where it comes from; sorts by iteration, then by rank."""
+
+    step: int
+    rank: int
+    path: Path
+
+
+def rollout_path(folder: Path, step: int, rank: int) -> Path:
+    """Return the file of one iteration and rank."""
+    return folder / f"step_{step:06d}.rank_{rank}.safetensors"
+
+
+def rollout_files(folder: Path) -> list[RolloutFile]:
+    """List the stored rollouts of a folder, oldest first; files of other names are passed over."""
+    if not folder.is_dir():
+        return []
+    matches = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    return sorted(
+        RolloutFile(int(match[1]), int(match[2]), path) for match, path in matches if match
+    )
+
+
+def save_rollout(
+    target: Path | IO[bytes],
+    rollout: Rollout,
+    scores: Tensor,
+    records: Sequence[Mapping[str, Any]],
+) -> None:
+    """Write a rollout.
+
+    Args:
+        target: A path, or a file that is open for writing bytes.
+        rollout: Its fields are written; a subclass's further fields are not.
+        scores: `[B]`, NaN where no reward could score.
+        records: One per row, of JSON types.
+
+    Raises:
+        ValueError: There is not one record and one score per row, or a record is not of JSON types.
+    """
+    if not len(rollout) == len(scores) == len(records):
+        raise ValueError(
+            f"a rollout of {len(rollout)} rows came with {len(scores)} scores and "
+            f"{len(records)} records: give one of each per row"
+        )
+    given = {name: getattr(rollout, name) for name in _TENSORS} | {"scores": scores}
+    tensors = {
+        # a copy: tensors that share memory are refused
+        name: tensor.detach().to("cpu", copy=True).contiguous()
+        for name, tensor in given.items()
+        if tensor is not None
+    }
+    # a tensor of bytes and no metadata: readers refuse headers above 100 MB
+    tensors["records"] = torch.frombuffer(_encode(records), dtype=torch.uint8)
+    data = save(tensors, metadata={"format": FORMAT})
+    if isinstance(target, Path):
+        target.write_bytes(data)
+    else:
+        target.write(data)
+
+
+def load_rollout(path: Path) -> StoredRollout:
+    """Read a rollout that `save_rollout` has written, to the CPU.
+
+    Raises:
+        ValueError: The file is missing, damaged, or no stored rollout; names it.
+    """
+    with _opened(path) as names_and_file:
+        names, file = names_and_file
+        tensors = {name: file.get_tensor(name) for name in names}
+    records = _decode(tensors.pop("records"), path)
+    _check_shapes(tensors, len(records), path)
+    scores = tensors.pop("scores")
+    return StoredRollout(rollout=Rollout(**tensors), scores=scores, records=records)
+
+
+def load_group_ids(path: Path) -> Tensor:
+    """Read only which rows answer the same prompt, `[B]`; the file is known to be whole then.
+
+    Raises:
+        ValueError: As of `load_rollout`.
+    """
+    with _opened(path) as (_, file):
+        group_ids: Tensor = file.get_tensor("group_ids")
+    return group_ids
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[list[str], Any]]:
+    """Open a file, and make sure that it is whole and holds what a rollout has."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            _check_names(names, file.metadata() or {}, path)
+            yield names, file
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is damaged, or no safetensors file ({error}); remove it, or restore it from a "
+            "copy"
+        ) from error
+
+
+def _check_names(names: Sequence[str], metadata: Mapping[str, str], path: Path) -> None:
+    found = metadata.get("format")
+    if found != FORMAT:
+        raise ValueError(
+            f"{path} is no stored rollout: its format is {found!r}, not {FORMAT!r}; only files "
+            "that RolloutLog(save_tensors=True) wrote can be read"
+        )
+    required = {*_TENSORS, "scores", "records"} - {*_OPTIONAL}
+    missing, unknown = sorted(required - {*names}), sorted({*names} - required - {*_OPTIONAL})
+    if missing or unknown:
+        raise ValueError(
+            f"{path} is no whole rollout: tensors {missing} are missing and {unknown} are unknown; "
+            "remove it, or restore it from a copy"
+        )
+
+
+def _check_shapes(tensors: Mapping[str, Tensor], rows: int, path: Path) -> None:
+    shape = tuple(tensors["input_ids"].shape)
+    if len(shape) != 2 or shape[0] != rows:
+        raise _damaged(path, f"input_ids has shape {shape}, and there are {rows} records")
+    for name, tensor in tensors.items():
+        wanted = shape[:1] if name in _PER_ROW else shape
+        if tuple(tensor.shape) != wanted:
+            raise _damaged(path, f"{name} has shape {tuple(tensor.shape)}, not {wanted}")
+        kind = _kind(tensor)
+        if kind != ("bool" if name in _BOOL else "whole" if name in _WHOLE else "float"):
+            raise _damaged(path, f"{name} holds {tensor.dtype}")
+
+
+def _kind(tensor: Tensor) -> str:
+    if tensor.dtype == torch.bool:
+        return "bool"
+    return "float" if tensor.is_floating_point() else "whole"
+
+
+def _encode(records: Sequence[Mapping[str, Any]]) -> bytearray:
+    try:
+        return bytearray(json.dumps([dict(record) for record in records], allow_nan=False).encode())
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a record of the rollout is not of JSON types: {error}") from error
+
+
+def _decode(data: Tensor, path: Path) -> tuple[Mapping[str, Any], ...]:
+    try:
+        records = json.loads(bytes(data.numpy()))
+    except ValueError as error:
+        raise _damaged(path, f"its records are no JSON ({error})") from error
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise _damaged(path, "its records are no list of JSON objects")
+    return tuple(records)
+
+
+def _damaged(path: Path, what: str) -> ValueError:
+    return ValueError(f"{path} is no whole rollout: {what}; remove it, or restore it from a copy")

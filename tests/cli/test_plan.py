@@ -1,0 +1,243 @@
+"""`lrlhf plan` says what `fit` would do, and does nothing."""
+
+import functools
+import shutil
+from pathlib import Path
+
+import lightning as L
+import pytest
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+
+from lrlhf.cli import run
+from lrlhf.cli.trainer_sizes import processes, training_steps
+from lrlhf.models import CausalLM, ScoreModel
+from tests.cli import toys  # noqa: F401  its classes are known by their short names
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture(autouse=True)
+def _only_a_cpu_and_nothing_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, *_: object, **__: object) -> None:
+        raise AssertionError(f"plan built a {type(self).__name__}")
+
+    for cls in (L.LightningModule, L.LightningDataModule, L.Trainer):
+        monkeypatch.setattr(cls, "__init__", functools.wraps(cls.__init__)(refuse))
+    for spec in (CausalLM, ScoreModel):
+        monkeypatch.setattr(spec, "load", refuse)
+    monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: False))
+    monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: False))
+
+
+def _copy(name: str) -> str:
+    shutil.copy(CONFIGS / name, name)
+    return name
+
+
+def _planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, list[str]]:
+    """Plan without leaving anything behind; cells by table and line: `one iteration/prompts`."""
+    before = sorted(Path().rglob("*"))
+    status = run(["plan", *arguments])
+    shown = capsys.readouterr()
+    assert (status, shown.err) == (0, "")
+    assert sorted(Path().rglob("*")) == before
+    cells: dict[str, list[str]] = {}
+    for block in shown.out.split("\n\n"):
+        lines = [line.strip("| ").split("|") for line in block.splitlines() if "|" in line]
+        for what, *rest in lines:
+            cells[f"{lines[0][0].strip()}/{what.strip()}"] = [cell.strip() for cell in rest]
+    return cells
+
+
+def test_the_quickstart_takes_one_step_for_all_responses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = _planned(capsys, "--config", _copy("quickstart.yaml"))
+
+    assert plan["the run/processes"] == ["1", "trainer.devices auto, 1 on a CPU"]
+    assert plan["the run/iterations"] == ["50", "trainer.max_steps"]
+    assert plan["the run/optimizer steps"][0] == "50"
+    assert plan["one iteration/responses trained on"][0] == "64"  # 16 prompts x 4
+    assert plan["one iteration/off-policy optimizer steps"][0] == "0"
+
+
+def test_flags_and_overlays_change_the_plan_as_they_change_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("overlay.yaml").write_text("model: {init_args: {update: {minibatch_size: 16}}}\n")
+    flags = ["--trainer.devices=2", "--trainer.num_nodes=2", "--model.update.num_iterations=3"]
+
+    plan = _planned(capsys, "-c", _copy("rloo_text.yaml"), "--config=overlay.yaml", *flags)
+
+    # 2 x 2 processes of 4 prompts with 4 responses: 64, in 4 steps, 3 times, in 100 iterations
+    assert plan["the run/processes"] == ["4", "trainer.devices 2 × trainer.num_nodes (2)"]
+    assert plan["one iteration/responses drawn, at most"][0] == "64"
+    assert plan["one iteration/responses per optimizer step"][0] == "16"
+    assert plan["one iteration/responses per optimizer step and process"][0] == "4"
+    assert plan["one iteration/optimizer steps"][0] == "12"
+    assert plan["one iteration/off-policy optimizer steps"][0] == "11"
+    assert plan["the run/optimizer steps"][0] == "1200"
+
+
+def test_a_reward_model_counts_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--trainer.accumulate_grad_batches=4", "--trainer.devices=3"]
+
+    plan = _planned(capsys, "--config", _copy("reward_text.yaml"), *flags)
+
+    assert plan["the run/optimizer steps"] == ["80", "trainer.max_steps"]
+    assert plan["one optimizer step/pairs per batch and process"] == ["16", "data.batch_size"]
+    assert plan["one optimizer step/batches per process"][0] == "4"
+    assert plan["one optimizer step/pairs"][0] == "192"  # 16 x 4 x 3
+
+
+def test_a_module_that_draws_groups_is_planned_whatever_its_class(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(config.read_text().replace("ToyModule", "ToyGroupPolicy"))
+
+    flags = ["--model.dynamic_sampling.prompts=3", "--data.batch_size=5"]
+    plan = _planned(capsys, "--config", config.name, *flags)
+
+    assert plan["one iteration/responses drawn, at most"][0] == "10"  # 5 prompts x 2
+    assert plan["one iteration/responses trained on"][0] == "6"  # 3 prompts x 2
+
+
+def test_of_an_unknown_module_only_the_run_is_known(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", "--config", config.name]) == 0
+
+    shown = capsys.readouterr().out
+    assert "| training steps |      1 | trainer.max_steps" in shown
+    unknown = "no batch plan: it is unknown how tests.cli.toys.ToyModule uses a batch\n"
+    assert shown.endswith(unknown)
+
+
+def test_a_size_that_does_not_fit_is_named_with_its_line_and_the_nearest_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("overlay.yaml").write_text("model:\n  init_args:\n    update: {minibatch_size: 24}\n")
+
+    status = run(["plan", "--config", _copy("quickstart.yaml"), "--config", "overlay.yaml"])
+
+    assert capsys.readouterr().err == (
+        "error: overlay.yaml:3: model.init_args.update.minibatch_size: update.minibatch_size is "
+        "24, but an iteration has 64 responses, 64 on each of 1 process(es); the nearest sizes "
+        "that fit are 16 and 32\n"
+    )
+    assert status == 2
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        (
+            "--trainer.max_stepss=1",
+            "command line: --trainer.max_stepss: no such option; did you mean 'trainer.max_steps'?",
+        ),
+        (
+            "--model.lrr=1",
+            "command line: --model.lrr: ToyModule has no option 'lrr'; did you mean 'lr'?",
+        ),
+        (
+            "--trainer.devices=two",
+            "command line: --trainer.devices: trainer.devices is 'two'; give a number above 0, a "
+            "list of device numbers, or auto",
+        ),
+        ("--ckpt_path=gone.ckpt", "ckpt_path: no file gone.ckpt"),
+    ],
+)
+def test_other_mistakes_read_as_they_do_for_fit(
+    config: Path, capsys: pytest.CaptureFixture[str], flag: str, message: str
+) -> None:
+    assert run(["plan", "--config", config.name, flag]) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize(
+    "flag", ["--data.batch_size=0", "--trainer.accumulate_grad_batches=0"], ids=["batch", "windows"]
+)
+def test_an_empty_step_of_a_reward_model_is_refused(
+    capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    assert run(["plan", "--config", _copy("reward_text.yaml"), flag]) == 2
+    assert capsys.readouterr().err.endswith(" is 0; it must be 1 or more\n")
+
+
+def test_the_help_is_that_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: lrlhf plan ")
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "number"),
+    [
+        (2, 1, 2),
+        ("4", 3, 12),
+        ([0, 3], 1, 2),
+        ("0,3", 2, 4),
+        ("3,", 1, 1),
+        ("auto", 1, 1),
+        (-1, 2, 2),
+    ],
+)
+def test_devices_are_counted_as_lightning_counts_them(
+    devices: int | str | list[int], nodes: int, number: int
+) -> None:
+    options = {"accelerator": "auto", "devices": devices, "num_nodes": nodes}
+    assert processes(options).number == number
+
+
+def test_auto_means_the_gpus_of_this_machine_where_there_are_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: True))
+    monkeypatch.setattr(CUDAAccelerator, "auto_device_count", staticmethod(lambda: 8))
+
+    options = {"accelerator": "auto", "devices": "auto", "num_nodes": 2}
+    assert processes(options).number == 16
+    assert processes(options | {"accelerator": "cpu"}).number == 2
+
+
+def test_the_origin_says_when_the_number_of_processes_is_assumed() -> None:
+    options = {"accelerator": "gpu", "devices": "auto", "num_nodes": 1}
+    assert "assumed" in processes(options).origin
+
+
+@pytest.mark.parametrize("devices", [0, "0", "all", "-2", ","])
+def test_devices_that_count_nothing_are_refused(devices: int | str) -> None:
+    with pytest.raises(ValueError, match=r"trainer\.devices is"):
+        processes({"accelerator": "auto", "devices": devices, "num_nodes": 1})
+
+
+TRAINER = {
+    "fast_dev_run": False,
+    "max_steps": -1,
+    "max_epochs": None,
+    "overfit_batches": 0.0,
+    "limit_train_batches": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "number", "origin"),
+    [
+        ({"max_steps": 7}, 7, "trainer.max_steps"),
+        ({"max_steps": 7, "max_epochs": 2}, 7, "trainer.max_steps, fewer if 2 epoch"),
+        # 10 batches are 4 windows of 3, the last one short
+        ({"max_epochs": 2, "limit_train_batches": 10}, 8, "trainer.limit_train_batches over 2 "),
+        ({"max_epochs": 2, "overfit_batches": 3}, 2, "trainer.overfit_batches over 2 "),
+        ({"max_steps": 5, "max_epochs": 2, "limit_train_batches": 10}, 5, "trainer.max_steps, "),
+        ({"limit_train_batches": 3}, 1000, "trainer.limit_train_batches over 1000 "),
+        ({"max_epochs": 2, "limit_train_batches": 0.5}, None, "2 epoch(s) over the data"),
+        ({"max_epochs": -1}, None, "no limit"),
+        ({"fast_dev_run": 4, "max_steps": 100}, 2, "trainer.fast_dev_run"),
+    ],
+)
+def test_steps_are_known_as_far_as_the_options_tell(
+    changes: dict[str, int], number: int | None, origin: str
+) -> None:
+    steps = training_steps(TRAINER | changes, "steps", batches_per_step=3)
+
+    assert steps.number == number
+    assert steps.origin.startswith(origin)

@@ -1,0 +1,240 @@
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lrlhf.datamodules import ReplayDataModule
+from lrlhf.datamodules.loader import Ranks
+from lrlhf.rollout import save_rollout
+from lrlhf.rollout.storage import rollout_path
+from lrlhf.types import Rollout, StoredRollout
+
+
+def store(folder: Path, step: int, rank: int = 0, groups: tuple[int, ...] = (0, 0, 1, 1)) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = len(groups)
+    mask = torch.tensor([[False, True]]).repeat(rows, 1)
+    rollout = Rollout(
+        input_ids=torch.full((rows, 2), step),
+        attention_mask=torch.ones(rows, 2, dtype=torch.bool),
+        response_mask=mask,
+        sampling_logprobs=-mask.float(),
+        group_ids=torch.tensor(groups),
+        truncated=torch.zeros(rows, dtype=torch.bool),
+    )
+    path = rollout_path(folder, step, rank)
+    records = [{"step": step, "rank": rank}] * rows
+    save_rollout(path, rollout, torch.arange(rows).float(), records)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Five iterations of one rank."""
+    for step in range(5):
+        store(tmp_path / "rollouts", step)
+    return tmp_path / "rollouts"
+
+
+def ready(folder: Path, **options: Any) -> ReplayDataModule:
+    data = ReplayDataModule(folder, **options)
+    data.setup("fit")
+    return data
+
+
+def places(batches: Any) -> list[tuple[int, int]]:
+    return [(batch.records[0]["step"], batch.records[0]["rank"]) for batch in batches]
+
+
+def steps(batches: Any) -> list[int]:
+    return [step for step, _ in places(batches)]
+
+
+def test_every_file_comes_once_in_an_epoch_as_it_was_stored(folder: Path) -> None:
+    batches = list(ready(folder).train_dataloader())
+    assert sorted(steps(batches)) == [0, 1, 2, 3, 4]
+    assert all(isinstance(batch, StoredRollout) for batch in batches)
+    assert all(
+        (batch.rollout.input_ids == step).all()
+        for batch, step in zip(batches, steps(batches), strict=True)
+    )
+    assert batches[0].scores.tolist() == [0, 1, 2, 3]
+
+
+def test_the_order_is_drawn_anew_in_each_epoch_and_depends_on_the_seed(folder: Path) -> None:
+    def epochs(seed: int) -> list[list[int]]:
+        loader = ready(folder, seed=seed).train_dataloader()
+        return [steps(loader) for _ in range(3)]
+
+    assert epochs(1) == epochs(1)
+    assert epochs(1) != epochs(2)
+    assert len({tuple(epoch) for epoch in epochs(1)}) > 1
+
+
+def test_without_shuffling_the_oldest_comes_first_in_each_epoch(folder: Path) -> None:
+    loader = ready(folder, shuffle=False).train_dataloader()
+    assert [steps(loader) for _ in range(2)] == [[0, 1, 2, 3, 4]] * 2
+
+
+def test_max_rollouts_takes_the_newest(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store(folder, 3, rank=1)
+    with caplog.at_level(logging.INFO):
+        data = ready(folder, max_rollouts=2, shuffle=False)
+    assert places(data.train_dataloader()) == [(3, 1), (4, 0)]
+    assert "takes 2 of 6 rollouts" in caplog.text
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_files_are_dealt_to_ranks_and_the_remainder_is_told(
+    folder: Path,
+    shuffle: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loaders = []
+    for rank in (0, 1):
+        for module in ("batching", "replay"):
+            monkeypatch.setattr(
+                f"lrlhf.datamodules.{module}.data_ranks", lambda trainer, rank=rank: Ranks(rank, 2)
+            )
+        with caplog.at_level(logging.INFO):
+            loaders.append(ready(folder, shuffle=shuffle).train_dataloader())
+    epochs = [[steps(loader) for loader in loaders] for _ in range(10)]
+    assert all([len(first), len(second)] == [2, 2] for first, second in epochs)
+    assert all(set(first).isdisjoint(second) for first, second in epochs)
+    # no file is left out for ever
+    assert {step for both in epochs for one in both for step in one} == {0, 1, 2, 3, 4}
+    assert "the last 1 of its 5 rows make no full batch" in caplog.text
+    if not shuffle:
+        assert epochs[:2] == [[[0, 2], [1, 3]], [[4, 1], [0, 2]]]
+
+
+class Remembers(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[int] = []
+
+    def training_step(self, batch: StoredRollout, index: int) -> None:
+        self.optimizers().step()
+        self.seen += steps([batch])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def run(module: L.LightningModule, data: ReplayDataModule, **options: Any) -> None:
+    ckpt_path = options.pop("ckpt_path", None)
+    L.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing="callbacks" in options,
+        **{"max_epochs": 3, **options},
+    ).fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
+
+
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_resumed_run_goes_on_with_the_same_files(folder: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    saving = ModelCheckpoint(saved, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = Remembers()
+    run(whole, ReplayDataModule(folder), callbacks=[saving])
+    assert len(whole.seen) == 15
+    for stop in (2, 5, 8):
+        resumed = Remembers()
+        run(resumed, ReplayDataModule(folder), ckpt_path=str(saved / f"step={stop}.ckpt"))
+        assert resumed.seen == whole.seen[stop:], f"stopped after batch {stop}"
+    store(folder, 5)
+    with pytest.raises(ValueError, match=r"rows=5 .* this run has rows=6"):
+        run(Remembers(), ReplayDataModule(folder), ckpt_path=str(saved / "step=2.ckpt"))
+
+
+def test_overfit_batches_repeats_the_first_files(folder: Path) -> None:
+    module = Remembers()
+    run(module, ReplayDataModule(folder), overfit_batches=2, max_epochs=2)
+    assert module.seen == [0, 1, 0, 1]
+
+
+def test_lightning_sees_no_validation_loader(folder: Path) -> None:
+    data = ReplayDataModule(folder)
+    for hook in ("val_dataloader", "test_dataloader", "predict_dataloader"):
+        assert not is_overridden(hook, data)
+
+
+def test_a_folder_without_rollouts_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
+        ready(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"did you mean .*rollouts\?"):
+        ready(tmp_path)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    with pytest.raises(ValueError, match=r"holds no step_.*save_tensors=True"):
+        ready(folder)
+
+
+@pytest.mark.parametrize("num_generations", [None, 2])
+def test_an_incomplete_group_names_its_file(folder: Path, num_generations: int | None) -> None:
+    store(folder, 7, groups=(0, 0, 1))
+    with pytest.raises(ValueError, match=r"step_000007\.rank_0\.safetensors: group 1 holds 1 "):
+        ready(folder, num_generations=num_generations)
+
+
+def test_another_group_size_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"group 0 holds 2 responses, num_generations says 4"):
+        ready(folder, num_generations=4)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"), [((0, 1, 0, 1), "do not stand together"), ((), "without rows")]
+)
+def test_broken_groups_name_their_file(
+    tmp_path: Path, groups: tuple[int, ...], message: str
+) -> None:
+    store(tmp_path, 0, groups=groups)
+    with pytest.raises(ValueError, match=rf"step_000000\.rank_0.* {message}"):
+        ready(tmp_path)
+
+
+def test_a_damaged_file_is_found_before_training(folder: Path) -> None:
+    path = store(folder, 9)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"step_000009\.rank_0\.safetensors is damaged"):
+        ready(folder)
+
+
+def test_a_folder_that_was_moved_away_under_the_run_is_explained(folder: Path) -> None:
+    loader = ready(folder).train_dataloader()
+    folder.rename(folder.with_name("rollouts.1"))
+    with pytest.raises(ValueError, match="is gone: a RolloutLog of this run"):
+        next(iter(loader))
+
+
+def test_files_of_different_size_are_for_one_rank_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(folder, 5, groups=(0, 0))
+    assert len(ready(folder).train_dataloader()) == 6
+    monkeypatch.setattr("lrlhf.datamodules.replay.data_ranks", lambda trainer: Ranks(0, 2))
+    with pytest.raises(ValueError, match=r"4 in .*000000.*, 2 in .*000005"):
+        ready(folder)
+
+
+@pytest.mark.parametrize("options", [{"num_generations": 0}, {"max_rollouts": 0}, {"seed": -1}])
+def test_impossible_settings_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))}="):
+        ReplayDataModule("rollouts", **options)
+
+
+def test_loaders_are_not_there_before_setup() -> None:
+    with pytest.raises(RuntimeError, match="call setup"):
+        ReplayDataModule("rollouts").train_dataloader()

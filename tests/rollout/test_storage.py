@@ -1,0 +1,170 @@
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from lrlhf.rollout import load_rollout, save_rollout
+from lrlhf.rollout.storage import FORMAT, load_group_ids, rollout_files, rollout_path
+from lrlhf.types import Rollout
+
+
+def rollout(*, kept_mass: bool = True) -> Rollout:
+    mask = torch.tensor([[False, True, True], [False, True, False]])
+    return Rollout(
+        input_ids=torch.tensor([[5, 6, 7], [5, 8, 0]]),
+        attention_mask=torch.tensor([[True, True, True], [True, True, False]]),
+        response_mask=mask,
+        sampling_logprobs=torch.tensor([[0.0, -0.125, -3.1], [0.0, -1.7, 0.0]]),
+        group_ids=torch.tensor([0, 0]),
+        truncated=torch.tensor([True, False]),
+        kept_mass=torch.tensor([[1.0, 0.5, 0.9], [1.0, 0.75, 1.0]]) if kept_mass else None,
+    )
+
+
+RECORDS = [
+    {"step": 3, "completion": "naïve 😀 \ud83d", "score": 1.5, "rewards": {"a": None}},
+    {"step": 3, "completion": "", "score": None, "rewards": {}},
+]
+SCORES = torch.tensor([1.5, float("nan")])
+
+
+def store(folder: Path, **changes: Any) -> Path:
+    path = folder / "a.safetensors"
+    save_rollout(path, rollout(**changes), SCORES, RECORDS)
+    return path
+
+
+@pytest.mark.parametrize("kept_mass", [True, False])
+def test_what_is_loaded_is_what_was_saved(tmp_path: Path, kept_mass: bool) -> None:
+    stored = load_rollout(store(tmp_path, kept_mass=kept_mass))
+    expected = rollout(kept_mass=kept_mass)
+    names = ["input_ids", "attention_mask", "response_mask", "sampling_logprobs", "group_ids"]
+    for name in [*names, "truncated", *(["kept_mass"] if kept_mass else [])]:
+        loaded, saved = getattr(stored.rollout, name), getattr(expected, name)
+        assert loaded.dtype == saved.dtype, name
+        assert torch.equal(loaded, saved), name
+    if not kept_mass:
+        assert stored.rollout.kept_mass is None
+    assert stored.scores[0] == 1.5
+    assert math.isnan(stored.scores[1])
+    assert list(stored.records) == RECORDS
+    assert stored.pretraining is None
+    assert len(stored) == 2
+
+
+def test_an_open_file_is_written_too_and_tensors_may_share_memory(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    whole = torch.ones(2, 3, dtype=torch.bool)
+    shared = Rollout(
+        input_ids=torch.arange(12).view(2, 6)[:, ::2],  # not contiguous
+        attention_mask=whole,
+        response_mask=whole,
+        sampling_logprobs=torch.zeros(2, 3, requires_grad=True),
+        group_ids=torch.tensor([0, 1]),
+        truncated=whole[:, 0],
+    )
+    with path.open("wb") as handle:
+        save_rollout(handle, shared, SCORES, RECORDS)
+    stored = load_rollout(path)
+    assert stored.rollout.input_ids.tolist() == [[0, 2, 4], [6, 8, 10]]
+    assert not stored.rollout.sampling_logprobs.requires_grad
+
+
+def test_the_format_is_in_the_metadata(tmp_path: Path) -> None:
+    with safe_open(store(tmp_path), framework="pt") as file:
+        assert file.metadata() == {"format": "lrlhf-rollout-1"}
+
+
+def test_records_may_be_larger_than_a_header(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    # safetensors reads no header above 100 MB
+    records = [{"completion": "x" * 51_000_000}, {"completion": "y" * 51_000_000}]
+    save_rollout(path, rollout(), SCORES, records)
+    assert [len(record["completion"]) for record in load_rollout(path).records] == [51_000_000] * 2
+
+
+def test_groups_can_be_read_alone(tmp_path: Path) -> None:
+    assert load_group_ids(store(tmp_path)).tolist() == [0, 0]
+
+
+def test_files_are_listed_by_step_and_rank_and_others_passed_over(tmp_path: Path) -> None:
+    assert rollout_path(tmp_path, 12, 0).name == "step_000012.rank_0.safetensors"
+    assert rollout_files(tmp_path / "none") == []
+    places = [(1_000_000, 0), (12, 10), (12, 2), (3, 0)]
+    for step, rank in places:
+        rollout_path(tmp_path, step, rank).touch()
+    for name in (".step_000012.rank_0.safetensors.tmp", "step_1.rank_0.safetensors.bak", "x"):
+        (tmp_path / name).touch()
+    listed = [(step, rank) for step, rank, _ in rollout_files(tmp_path)]
+    assert listed == [(3, 0), (12, 2), (12, 10), (1_000_000, 0)]
+
+
+def test_a_record_and_a_score_per_row_are_demanded(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    with pytest.raises(ValueError, match="2 rows came with 2 scores and 1 records"):
+        save_rollout(path, rollout(), SCORES, RECORDS[:1])
+    with pytest.raises(ValueError, match="2 rows came with 1 scores"):
+        save_rollout(path, rollout(), SCORES[:1], RECORDS)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("value", [object(), float("nan")])
+def test_a_record_that_json_cannot_hold_is_refused(tmp_path: Path, value: object) -> None:
+    with pytest.raises(ValueError, match="not of JSON types"):
+        save_rollout(tmp_path / "a", rollout(), SCORES, [{"value": value}, {}])
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no file .*b\.safetensors"):
+        load_rollout(tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 40, -1])
+def test_a_file_that_was_cut_short_is_named(tmp_path: Path, keep: int) -> None:
+    path = store(tmp_path)
+    path.write_bytes(path.read_bytes()[:keep])
+    for read in (load_rollout, load_group_ids):
+        with pytest.raises(ValueError, match=r"a\.safetensors is damaged"):
+            read(path)
+
+
+def test_a_foreign_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.zeros(2)}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.safetensors is no stored rollout: .* 'pt'"):
+        load_rollout(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scores": None}, r"\['scores'\] are missing"),
+        ({"weight": torch.zeros(1)}, r"\['weight'\] are unknown"),
+        ({"scores": torch.zeros(3)}, r"scores has shape \(3,\), not \(2,\)"),
+        ({"response_mask": torch.ones(2, 2).bool()}, r"response_mask has shape \(2, 2\)"),
+        ({"input_ids": torch.zeros(2, 3)}, r"input_ids holds torch\.float32"),
+        ({"truncated": torch.zeros(2)}, r"truncated holds torch\.float32"),
+        ({"records": torch.tensor([91], dtype=torch.uint8)}, "its records are no JSON"),
+        ({"records": torch.tensor([*b"[1, 2]"], dtype=torch.uint8)}, "no list of JSON objects"),
+        ({"records": torch.tensor([*b"[{}]"], dtype=torch.uint8)}, "there are 1 records"),
+    ],
+)
+def test_a_file_with_other_contents_is_named(
+    tmp_path: Path, changes: dict[str, torch.Tensor | None], message: str
+) -> None:
+    path = store(tmp_path)
+    tensors = {**load_file(path), **changes}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, path, metadata={"format": FORMAT})
+    with pytest.raises(ValueError, match=rf"a\.safetensors is no whole rollout: .*{message}"):
+        load_rollout(path)
+
+
+def test_the_records_are_plain_json_on_disk(tmp_path: Path) -> None:
+    data = bytes(load_file(store(tmp_path))["records"].numpy())
+    assert json.loads(data) == RECORDS
