@@ -13,6 +13,13 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from lrlhf.datamodules.bad_rows import BadRow, missing_column
 from lrlhf.datamodules.chat import ChatFormat, read_messages
+from lrlhf.datamodules.implicit_prompts import (
+    ASSISTANT,
+    is_transcript,
+    split_messages,
+    split_texts,
+    transcript_messages,
+)
 from lrlhf.datamodules.rows import text_of, wrong_type
 from lrlhf.datamodules.sources import Row
 from lrlhf.datamodules.tokenizing import Text
@@ -20,6 +27,7 @@ from lrlhf.types import Message, Prompt
 
 DEFAULT_PROMPT_COLUMN = "prompt"
 DIALOGUE_COLUMNS: tuple[str, ...] = ("messages", "conversations")
+PAIR_COLUMNS = ("chosen", "rejected")
 _NOT_FOR_REWARDS = ("tools", "chat_template_kwargs")
 
 
@@ -118,6 +126,7 @@ class PromptParser:
         as_chat: Make a plain text prompt the user's turn of a chat.
         system_prompt: Opens every chat that has no system turn of its own.
         patterns: Applied before anything else reads the row.
+        hh_as_chat: Make the shared ``Human: … Assistant: …`` transcript of a pair a chat.
     """
 
     chat: ChatFormat
@@ -126,6 +135,7 @@ class PromptParser:
     as_chat: bool = False
     system_prompt: str | None = None
     patterns: Sequence[ColumnPattern] = field(default_factory=tuple)
+    hh_as_chat: bool = False
 
     def __call__(self, row: Row) -> PromptDraft:
         """Parse one row, or raise `BadRow`."""
@@ -146,6 +156,8 @@ class PromptParser:
             if not text.strip():
                 raise BadRow("empty text", "prompt_template gives an empty prompt")
             return text, dict(row)
+        if self._is_pair(row):
+            return self._shared_prompt(row)
         column = column_or_dialogue(
             row, self.column, default=DEFAULT_PROMPT_COLUMN, setting="prompt_column"
         )
@@ -163,6 +175,28 @@ class PromptParser:
             if not messages:
                 raise BadRow("empty text", f"column {column!r} holds nothing but an answer")
         return messages, columns
+
+    def _is_pair(self, row: Row) -> bool:
+        wanted = {self.column, *DIALOGUE_COLUMNS}
+        default = self.column == DEFAULT_PROMPT_COLUMN
+        return default and not wanted & row.keys() and set(PAIR_COLUMNS) <= row.keys()
+
+    def _shared_prompt(self, row: Row) -> tuple[Prompt, dict[str, Any]]:
+        """Read the prompt that the two answers of a preference row share."""
+        columns = {key: value for key, value in row.items() if key not in PAIR_COLUMNS}
+        if not isinstance(row["chosen"], str):
+            both = [read_messages(row[name], name) for name in PAIR_COLUMNS]
+            messages, answer, _ = split_messages(*both)
+            if not messages:
+                raise BadRow("empty text", "chosen and rejected share no turn")
+            return messages, {**columns, "reference": answer[-1].get("content")}
+        text, answer_text, _ = split_texts(*(text_of(row, name) for name in PAIR_COLUMNS))
+        if not text.strip():
+            raise BadRow("empty text", "chosen and rejected share no prompt")
+        columns["reference"] = answer_text.strip()
+        if self.hh_as_chat and is_transcript(text):
+            return transcript_messages(text.removesuffix(ASSISTANT)), columns
+        return text, columns
 
     def _with_system(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         if self.system_prompt is None or messages[0]["role"] == "system":

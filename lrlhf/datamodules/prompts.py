@@ -46,7 +46,8 @@ class PromptDataModule(L.LightningDataModule):
 
     A prompt is text, or a list of messages that the chat template renders. In whole dialogues
     (columns ``messages`` and ``conversations``) the last assistant turn is left out and passed on
-    as ``reference``. A row's ``tools`` and ``chat_template_kwargs`` reach the template.
+    as ``reference``. Preference rows (columns ``chosen`` and ``rejected``, as in HH-RLHF) give the
+    prompt that both answers share, and the better one as ``reference``. A row's ``tools`` and ``chat_template_kwargs`` reach the template.
 
     Args:
         train: One source or a list of them; `Weighted` entries give each a share of an epoch.
@@ -58,6 +59,7 @@ class PromptDataModule(L.LightningDataModule):
         prompt_template: A jinja2 template over the columns that makes the prompt instead, such as
             ``"5 + 3 = 8\n{{ metadata.expression }} ="``.
         as_chat: Make a plain text prompt the user's turn of a chat.
+        hh_as_chat: Make the shared ``Human: … Assistant: …`` transcript of a pair a chat.
         system_prompt: System turn of every chat that has none.
         chat_template: File or text of a template to use instead of the tokenizer's.
         chat_template_kwargs: Passed to the template, such as ``{enable_thinking: false}``.
@@ -93,6 +95,7 @@ class PromptDataModule(L.LightningDataModule):
         prompt_column: str = DEFAULT_PROMPT_COLUMN,
         prompt_template: str | None = None,
         as_chat: bool = False,
+        hh_as_chat: bool = False,
         system_prompt: str | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -129,6 +132,7 @@ class PromptDataModule(L.LightningDataModule):
             column=prompt_column,
             template=PromptTemplate(prompt_template) if prompt_template is not None else None,
             as_chat=as_chat,
+            hh_as_chat=hh_as_chat,
             system_prompt=system_prompt,
             patterns=tuple(ColumnPattern(*item) for item in (column_patterns or {}).items()),
         )

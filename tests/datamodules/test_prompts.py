@@ -54,6 +54,60 @@ def test_a_prompt_of_messages_is_rendered_with_an_open_assistant_turn(
     assert batch.prompts == (tuple(messages),)
 
 
+HH = {
+    "chosen": "\n\nHuman: hi\n\nAssistant: Hello.\n\nHuman: why?\n\nAssistant: Because.",
+    "rejected": "\n\nHuman: hi\n\nAssistant: Hello.\n\nHuman: why?\n\nAssistant: Because not.",
+    "answer": 3,
+}
+
+
+def test_a_preference_row_gives_the_prompt_that_both_answers_share(
+    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    shared = "\n\nHuman: hi\n\nAssistant: Hello.\n\nHuman: why?\n\nAssistant:"
+    batch = first(write_rows([HH]), tokenizer)
+    assert batch.prompts == (shared,)
+    assert text_of(batch, tokenizer) == shared
+    assert batch.columns == ({"answer": 3, "reference": "Because."},)
+
+
+def test_a_transcript_becomes_a_chat_on_request(
+    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    batch = first(write_rows([HH]), tokenizer, hh_as_chat=True)
+    assert batch.prompts == (
+        (
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "Hello."},
+            {"role": "user", "content": "why?"},
+        ),
+    )
+
+
+def test_a_pair_of_message_lists_gives_its_shared_turns(
+    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    question = {"role": "user", "content": "hi"}
+    row = {
+        name: [question, {"role": "assistant", "content": text}]
+        for name, text in (("chosen", "Hello."), ("rejected", "No."))
+    }
+    batch = first(write_rows([row]), tokenizer)
+    assert batch.prompts == ((question,),)
+    assert batch.columns == ({"reference": "Hello."},)
+
+
+def test_a_pair_that_shares_no_prompt_is_a_bad_row(
+    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = [{"chosen": "yes", "rejected": "no"}]
+    with pytest.raises(BadDataError, match="share no prompt"):
+        load(write_rows(rows), tokenizer)
+    turns = [[{"role": "user", "content": text}] for text in ("yes", "no")]
+    with pytest.raises(BadDataError, match="share no turn"):
+        load(write_rows([dict(zip(("chosen", "rejected"), turns, strict=True))]), tokenizer)
+
+
 def test_a_prompt_that_ends_with_the_assistant_is_continued(
     write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
 ) -> None:

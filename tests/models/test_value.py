@@ -1,0 +1,180 @@
+"""Critics: what a value may know, and where it comes from."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from lrlhf.models import (
+    ScoreModel,
+    ValueHead,
+    ValueModel,
+    ValueNetwork,
+    check_has_experts,
+    sequence_outputs,
+    sequence_values,
+)
+from tests.models.families import bert, gpt2, left_padded, llama, right_padded, seeded
+
+
+def head(size: int = 16, kind: str = "linear") -> ValueHead:
+    made = ValueHead(size, kind)
+    torch.nn.init.normal_(made.output.weight)
+    torch.nn.init.constant_(made.bias, 0.3)
+    return made
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_a_value_reads_what_stands_before_its_token(build, kind: str) -> None:
+    model, batch = seeded(build), right_padded([9, 6])
+    values = sequence_values(model, head(kind=kind), batch)
+    made = head(kind=kind)
+    values = sequence_values(model, made, batch)
+    for row in range(2):
+        for column in batch.response_mask[row].nonzero().flatten().tolist():
+            before = model.base_model(batch.input_ids[row : row + 1, :column]).last_hidden_state
+            assert_close(values[row, column], made(before[0, -1]), rtol=1e-4, atol=1e-5)
+    assert (values[~batch.response_mask] == 0).all()
+
+
+def test_the_side_of_the_padding_does_not_matter() -> None:
+    network = ValueNetwork(seeded(llama).base_model, head())
+    right = right_padded([9, 6])
+    left = left_padded(right, extra=2)
+    assert_close(
+        network(left)[left.response_mask],
+        network(right)[right.response_mask],
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_one_pass_gives_the_same_values_and_log_probabilities() -> None:
+    model, batch, made = seeded(llama), right_padded([9, 6]), head()
+    both = sequence_outputs(model, batch, value_head=made)
+    assert_close(both.values, sequence_values(model, made, batch))
+    assert torch.equal(both.logprobs, sequence_outputs(model, batch).logprobs)
+    assert both.entropy is None
+    assert both.router_loss is None
+
+
+def test_a_new_head_starts_at_zero_and_a_frozen_backbone_gets_no_gradient() -> None:
+    model, batch = seeded(llama), right_padded([9, 6])
+    made = ValueHead(16, "mlp")
+    values = sequence_values(model, made, batch, train_backbone=False)
+    assert (values == 0).all()
+    values.sum().backward()
+    assert made.output.weight.grad is not None
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_a_backbone_that_sees_the_future_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a causal model"):
+        ValueNetwork(seeded(bert), ValueHead(16, "linear"))
+
+
+@pytest.mark.parametrize("learn_scale", [False, True])
+def test_a_reward_model_gives_its_head_with_its_scale(tmp_path, learn_scale: bool) -> None:
+    seeded(llama).save_pretrained(tmp_path / "base")
+    reward = ScoreModel(
+        source=str(tmp_path / "base"),
+        heads=["help", "harm"],
+        head="mlp",
+        learn_scale=learn_scale,
+    ).load()
+    for made in reward.scorer.heads.values():
+        if made.scale is not None:
+            torch.nn.init.constant_(made.scale.log_scale, 0.5)
+
+    class NoTokenizer:
+        pad_token_id = 0
+
+        def save_pretrained(self, folder) -> None:
+            pass
+
+    reward.save_pretrained(tmp_path / "reward", NoTokenizer())
+    critic = ValueModel(source=str(tmp_path / "reward"), head="mlp", reward_head="harm").load()
+    batch = right_padded([9, 9])
+    # the value before the last token is the reward of the text without it
+    shorter = batch.attention_mask.clone()
+    shorter[:, 8:] = False
+    expected = reward.eval()(replace(batch, attention_mask=shorter))[:, 1]
+    assert_close(critic.eval()(batch)[:, 8], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [
+        ({"reward_head": None}, "choose one of them"),
+        ({"reward_head": "harm"}, "choose one of them"),
+        ({"reward_head": "help", "head": "mlp"}, "make them equal"),
+    ],
+)
+def test_a_reward_model_that_does_not_fit_says_why(tmp_path, options, culprit: str) -> None:
+    seeded(llama).save_pretrained(tmp_path / "base")
+    reward = ScoreModel(source=str(tmp_path / "base"), heads=["help", "tone"], pooling="mean")
+
+    class NoTokenizer:
+        pad_token_id = 0
+
+        def save_pretrained(self, folder) -> None:
+            pass
+
+    reward.load().save_pretrained(tmp_path / "reward", NoTokenizer())
+    with pytest.raises(ValueError, match=culprit):
+        ValueModel(source=str(tmp_path / "reward"), **options).load()
+
+
+def test_a_critic_in_another_form_than_its_file_is_refused(tmp_path) -> None:
+    ValueNetwork(seeded(llama).base_model, head()).save_pretrained(tmp_path / "critic")
+    with pytest.raises(ValueError, match="holds no head of kind 'mlp'"):
+        ValueModel(source=str(tmp_path / "critic"), head="mlp").load()
+
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.5,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+}
+
+
+def mixtral():
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))
+
+
+def qwen3_moe():
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, num_experts=4, head_dim=8))
+
+
+@pytest.mark.parametrize("build", [mixtral, qwen3_moe])
+def test_the_load_balancing_loss_is_that_of_the_model(build) -> None:
+    model, batch = seeded(build), right_padded([9, 6])
+    expected = model(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask.long(),
+        output_router_logits=True,
+    ).aux_loss
+    out = sequence_outputs(model, batch, router_loss=True)
+    assert_close(out.router_loss, expected)
+    out.router_loss.backward()
+    assert any(
+        weight.grad is not None and weight.grad.abs().max() > 0
+        for name, weight in model.named_parameters()
+        if "gate" in name
+    )
+
+
+def test_a_model_without_experts_has_no_load_to_balance() -> None:
+    with pytest.raises(ValueError, match="has no experts"):
+        check_has_experts(seeded(llama))
