@@ -17,6 +17,8 @@ from rich.text import Text
 from lrlhf.callbacks.eval_jsonl import EvalJSONL, covers_validation_set
 from lrlhf.callbacks.files import output_folder
 from lrlhf.callbacks.hf_export import HFExport
+from lrlhf.callbacks.kl_control import KLControl
+from lrlhf.callbacks.panels import draw_panels
 from lrlhf.callbacks.reward_curve import Curve, draw_curve
 from lrlhf.callbacks.rollout_log import RolloutLog
 
@@ -31,6 +33,8 @@ class RunReport(L.Callback):
         dirpath: Folder of the picture; None: the logger's, else the trainer's root.
         metric: Logged training metric to draw.
         eval_metric: Logged validation metric to draw and to compare.
+        panels: Further metrics, each a panel of ``curves.png``; with adaptive `KLControl` its
+            target is in the panel of ``kl/sequence``. None: no such picture.
     """
 
     def __init__(
@@ -38,21 +42,32 @@ class RunReport(L.Callback):
         dirpath: str | Path | None = None,
         metric: str = "rollout/score",
         eval_metric: str = "eval/score",
+        panels: list[str] | None = None,
     ) -> None:
         self.dirpath = dirpath
+        self.panels = [Curve(name, [], []) for name in panels or []]
         self.metric = Curve(metric, [], [])
         self.evaluation = Curve(eval_metric, [], [])
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         _record(self.metric, trainer)
+        for curve in self.panels:
+            if not curve.name.startswith("eval/"):
+                _record(curve, trainer)
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if covers_validation_set(trainer):
-            _record(self.evaluation, trainer)
+            self._record_evaluation(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:
-            _record(self.evaluation, trainer)
+            self._record_evaluation(trainer)
+
+    def _record_evaluation(self, trainer: L.Trainer) -> None:
+        _record(self.evaluation, trainer)
+        for curve in self.panels:
+            if curve.name.startswith("eval/"):
+                _record(curve, trainer)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -62,17 +77,30 @@ class RunReport(L.Callback):
             path = output_folder(trainer, self.dirpath) / "reward_curve.png"
             draw_curve(path, self.metric, self.evaluation)
             places["reward curve"] = path
+        if any(curve.finite().steps for curve in self.panels):
+            path = output_folder(trainer, self.dirpath) / "curves.png"
+            draw_panels(path, {"run": self.panels}, targets=_targets(trainer))
+            places["curves"] = path
         pl_module.print(_text(self._summary(trainer), places))
 
     def state_dict(self) -> dict[str, Any]:
+        named = {"metric": self.metric, "evaluation": self.evaluation}
+        named |= {f"panel {curve.name}": curve for curve in self.panels}
         return {
             name: {"steps": list(curve.steps), "values": list(curve.values)}
-            for name, curve in (("metric", self.metric), ("evaluation", self.evaluation))
+            for name, curve in named.items()
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.metric = Curve(self.metric.name, **_copied(state_dict["metric"]))
         self.evaluation = Curve(self.evaluation.name, **_copied(state_dict["evaluation"]))
+        # a panel that was asked for after the run began has no past
+        self.panels = [
+            Curve(curve.name, **_copied(state_dict[f"panel {curve.name}"]))
+            if f"panel {curve.name}" in state_dict
+            else curve
+            for curve in self.panels
+        ]
 
     def _summary(self, trainer: L.Trainer) -> list[str]:
         return [_change(self.metric, trainer), _change(self.evaluation, trainer)]
@@ -107,6 +135,14 @@ def _change(curve: Curve, trainer: L.Trainer) -> str:
         f"{curve.name}: {first:.4g} at step {finite.steps[0]} → {last:.4g} at step "
         f"{finite.steps[-1]} ({last - first:+.4g})"
     )
+
+
+def _targets(trainer: L.Trainer) -> dict[str, float]:
+    """Values that a controller of the run holds, by metric."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    controls = [callback for callback in callbacks if isinstance(callback, KLControl)]
+    adaptive = [control.target for control in controls if control.mode == "adaptive"]
+    return {"kl/sequence": adaptive[0]} if adaptive else {}
 
 
 def _places(trainer: L.Trainer) -> dict[str, Path]:

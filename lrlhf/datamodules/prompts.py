@@ -47,7 +47,8 @@ class PromptDataModule(L.LightningDataModule):
     A prompt is text, or a list of messages that the chat template renders. In whole dialogues
     (columns ``messages`` and ``conversations``) the last assistant turn is left out and passed on
     as ``reference``. Preference rows (columns ``chosen`` and ``rejected``, as in HH-RLHF) give the
-    prompt that both answers share, and the better one as ``reference``. A row's ``tools`` and ``chat_template_kwargs`` reach the template.
+    prompt that both answers share, and the better one as ``reference``. A row's ``tools`` and
+    ``chat_template_kwargs`` reach the template.
 
     Args:
         train: One source or a list of them; `Weighted` entries give each a share of an epoch.
