@@ -19,6 +19,13 @@ BASE = ROOT / "configs" / "quickstart.yaml"
 TINY = {
     "RLOO": ["--model.policy={model}"],
     "RewardModel": ["--model.model.source={model}"],
+    "PPO": [
+        "--model.policy={model}",
+        "--model.rewards.functions.preference.source={reward}",
+        "--model.update.minibatch_size=8",
+        "--data.batch_size=8",
+        "--data.val_size=8",
+    ],
 }
 TRIAL = [
     "--trainer.fast_dev_run=true",
@@ -53,14 +60,21 @@ def _small_data(config: dict[str, Any], folder: Path) -> list[str]:
     if _class(config, "data") == "PreferenceDataModule":
         rows = [{"prompt": "", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(40)]
         (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return [f"--data.train={folder / 'pairs.jsonl'}", f"--data.val={folder / 'pairs.jsonl'}"]
+        own = (
+            [f"--data.val={folder / 'pairs.jsonl'}"] if "val" in config["data"]["init_args"] else []
+        )
+        return [f"--data.train={folder / 'pairs.jsonl'}", *own]
     source = config["data"]["init_args"]["train"]
     if isinstance(source, dict) and source["class_path"].endswith("ReasoningGym"):
         return ["--data.train.size=40", "--data.val_size=4", "--data.val_batch_size=4"]
     if isinstance(source, str):
-        rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
+        rows = [
+            {"question": f"What is {n} + 1?", "answer": f"#### {n + 1}", "prompt": f"{n} + 1 ="}
+            for n in range(40)
+        ]
         (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return [f"--data.train={folder / 'questions.jsonl'}", "--data.val_fraction=0.2"]
+        held_out = [] if "val_size" in config["data"]["init_args"] else ["--data.val_fraction=0.2"]
+        return [f"--data.train={folder / 'questions.jsonl'}", *held_out]
     raise AssertionError(f"say here how to make {source!r} small")
 
 
@@ -88,12 +102,16 @@ def test_a_config_parses_as_it_is(path: Path, capsys: pytest.CaptureFixture[str]
 def test_a_config_trains_a_step(
     path: Path,
     model_folder: str,
+    reward_folder: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = {**yaml.safe_load(BASE.read_text()), **yaml.safe_load(path.read_text())}
-    tiny = [flag.format(model=model_folder) for flag in TINY[_class(config, "model")]]
+    folders = {"model": model_folder, "reward": reward_folder}
+    tiny = [flag.format(**folders) for flag in TINY[_class(config, "model")]]
+    if config["model"]["init_args"].get("critic", {}).get("model"):
+        tiny.append(f"--model.critic.model={reward_folder}")
 
     status = run(["fit", *_with_base(path), *tiny, *_small_data(config, tmp_path), *TRIAL])
 

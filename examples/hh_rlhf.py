@@ -1,0 +1,90 @@
+"""The tutorial in one command: a reward model on preference pairs, then PPO against it.
+
+    python examples/hh_rlhf.py pairs.jsonl.gz --seeds 0 1 2
+
+It runs `lrlhf fit` with configs/reward_hh.yaml once and with configs/ppo_text.yaml per seed, and
+draws the curves of all seeds into runs/hh_curves.png. See docs/tutorial.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from lrlhf.callbacks.panels import draw_panels
+from lrlhf.callbacks.reward_curve import Curve
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+REWARD = Path("runs/reward_hh/export/final")
+PANELS = (
+    "rollout/score",
+    "eval/score",
+    "kl/sequence",
+    "kl/coef",
+    "rollout/response_length",
+    "rewards/repetition/mean",
+    "value/explained_variance",
+    "policy/entropy",
+    "policy/grad_norm",
+)
+
+
+def main() -> None:
+    """Train, compare, draw."""
+    options = _arguments()
+    start = time.monotonic()
+    if not REWARD.exists():
+        _fit("reward_hh.yaml", options.pairs, [])
+    for seed in options.seeds:
+        own = [f"--seed_everything={seed}", f"--trainer.logger.init_args.name={_name(seed)}"]
+        _fit("ppo_text.yaml", options.pairs, [*own, *options.flags])
+    runs = {f"seed {seed}": _curves(Path("runs", _name(seed))) for seed in options.seeds}
+    draw_panels(Path("runs/hh_curves.png"), runs, targets={"kl/sequence": options.target})
+    print(_table(runs))  # noqa: T201
+    minutes = (time.monotonic() - start) / 60
+    print(f"{minutes:.0f} minutes; curves of all seeds: runs/hh_curves.png")  # noqa: T201
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("pairs", type=Path, help="preference pairs, as in HH-RLHF")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--target", type=float, default=1.5, help="the config's, to be drawn")
+    parser.add_argument("flags", nargs="*", help="further flags of `lrlhf fit`, after --")
+    return parser.parse_args()
+
+
+def _name(seed: int) -> str:
+    return f"ppo_text_seed{seed}"
+
+
+def _fit(config: str, pairs: Path, flags: list[str]) -> None:
+    command = [sys.executable, "-m", "lrlhf", "fit", f"--config={CONFIGS / config}"]
+    subprocess.run([*command, f"--data.train={pairs}", *flags], check=True)
+
+
+def _curves(folder: Path) -> list[Curve]:
+    with (folder / "metrics.csv").open(newline="", encoding="utf-8") as handle:
+        rows = list(csv.DictReader(handle))
+    curves = []
+    for name in PANELS:
+        known = [row for row in rows if row.get(name)]
+        steps = [int(row["step"]) + 1 for row in known]
+        curves.append(Curve(name, steps, [float(row[name]) for row in known]))
+    return curves
+
+
+def _table(runs: dict[str, list[Curve]]) -> str:
+    lines = [f"{'':12}" + "".join(f"{name:>26}" for name in PANELS[:4])]
+    for run, curves in runs.items():
+        cells = [f"{curve.values[0]:.3f} -> {curve.values[-1]:.3f}" for curve in curves[:4]]
+        lines.append(f"{run:12}" + "".join(f"{cell:>26}" for cell in cells))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
