@@ -158,7 +158,9 @@ class Experience(Rollout):
     scores: Float[Tensor, " B"]
     """Outcome reward of each sequence before any KL; NaN: no reward could score it."""
     old_logprobs: Float[Tensor, "B T"] | None = None
-    """The policy's when the rollout was taken; None: the first update is exactly on-policy."""
+    """Of the policy that drew the rollout; None: the first update is exactly on-policy."""
+    policy_logprobs: Float[Tensor, "B T"] | None = None
+    """The policy's own before the update, where another one drew the rollout (replay)."""
     advantages: Float[Tensor, "B T"]
     loss_mask: Bool[Tensor, "B T"]
     """The response tokens that are trained on; a response left out as a whole has none."""

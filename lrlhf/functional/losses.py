@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +29,17 @@ class PolicyLoss(NamedTuple):
     """Mode of :func:`lrlhf.functional.policy.aggregate`; for sequences, their mean."""
     defaults: dict[str, Any]
     """Options of the function."""
+
+    @property
+    def clip_range(self) -> tuple[float, float] | None:
+        """How far below and above 1 a ratio still counts as it is; None: the loss clips nothing."""
+        if "clip_range" in self.defaults:
+            return self.defaults["clip_range"], self.defaults["clip_range"]
+        if "ratio_max" in self.defaults:
+            return math.inf, self.defaults["ratio_max"] - 1
+        if "clip_low" in self.defaults:
+            return self.defaults["clip_low"], self.defaults["clip_high"]
+        return None
 
 
 _PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.2}

@@ -36,9 +36,10 @@ from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
 from lrlhf.modules.policy_objective import (
     as_experience,
     compute_advantages,
+    trained_scores,
 )
 from lrlhf.modules.policy_update import PolicyUpdate
-from lrlhf.modules.replay import as_collected
+from lrlhf.modules.replay import as_collected, check_stored
 from lrlhf.modules.rollout_metrics import (
     explained_variance,
     measure_kl,
@@ -143,6 +144,7 @@ class PolicyModule(PolicyUpdate):
         self.update = update
         self.optimizer_config = optimizer
         self.dynamic_sampling = dynamic_sampling
+        self.allow_truncated_sampling = allow_truncated_sampling
         self.seed = run_seed(seed)
         check_group_policy_options(
             num_generations,
@@ -178,6 +180,7 @@ class PolicyModule(PolicyUpdate):
         self._updater = PlainUpdater(self)
         self._iteration = Iteration(self)
         self._planned = False
+        self._ready = False
         self._check_critic()
 
     def _check_critic(self) -> None:
@@ -210,8 +213,17 @@ class PolicyModule(PolicyUpdate):
                 refuse_pure_low_precision(self.trainer, model)
             count_iterations_as_steps(self.trainer)
             self._planned = False
-        self.engine.attach(self.policy, self.tokenizer)
-        self.rewards.prepare()
+        self._ready = False
+
+    def _draw(self, prompts: PromptBatch, sampling: Sampling, seeds: Sequence[int]) -> Collected:
+        if not self._ready:
+            # not before it is needed: stored rollouts are trained on without engine and rewards
+            self.engine.attach(self.policy, self.tokenizer)
+            self.rewards.prepare()
+            self._ready = True
+        return self._collector.collect(
+            prompts, sampling, seeds=seeds, step=self.global_step, phase=self._iteration.phase
+        )
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         built = self._optimizers(self.trainer.estimated_stepping_batches)
@@ -252,15 +264,17 @@ class PolicyModule(PolicyUpdate):
 
     def _plan(self, batch: PromptBatch | StoredRollout, collectives: Collectives) -> BatchPlan:
         stored = isinstance(batch, StoredRollout)
-        if stored and self.dynamic_sampling is not None:
-            raise ValueError(
-                "dynamic_sampling draws responses, but the data holds stored ones: drop "
-                "dynamic_sampling, or train on prompts"
-            )
-        if stored and len(batch) % self.num_generations:
-            raise ValueError(
-                f"a stored rollout has {len(batch)} responses, which are no groups of "
-                f"num_generations: {self.num_generations}; set it as in the run that stored them"
+        if isinstance(batch, StoredRollout):
+            if self.dynamic_sampling is not None:
+                raise ValueError(
+                    "dynamic_sampling draws responses, but the data holds stored ones: drop "
+                    "dynamic_sampling, or train on prompts"
+                )
+            check_stored(
+                batch,
+                num_generations=self.num_generations,
+                temperature=self.sampling.temperature,
+                allow_truncated_sampling=self.allow_truncated_sampling,
             )
         plan = plan_batches(
             prompts_per_rank=len(batch) // self.num_generations if stored else len(batch),
@@ -280,8 +294,8 @@ class PolicyModule(PolicyUpdate):
     ) -> tuple[Collected, Tensor | None]:
         """Draw responses, or take the stored ones; with the rows that only fill the batch."""
         if isinstance(batch, StoredRollout):
-            collected = as_collected(batch, step=self.global_step)
-            drawn, filler = collected, None
+            collected, filler = as_collected(batch, step=self.global_step)
+            drawn = collected
         else:
             filtered = self._draw_all(batch, collectives)
             collected, filler = filtered.collected, filtered.filler
@@ -289,18 +303,15 @@ class PolicyModule(PolicyUpdate):
             if self.dynamic_sampling is not None:
                 metrics.add("rollout/rounds", len(filtered.drawn), 1.0)
                 metrics.add("rollout/filler_fraction", filler.sum(), float(len(filler)))
+                for record, fills in zip(collected.records, filler.tolist(), strict=True):
+                    record["filler"] = fills
         measure_rollout(drawn.rollout, drawn.rewards, metrics, num_generations=self.num_generations)
         return collected, filler
 
     def _draw_all(self, batch: PromptBatch, collectives: Collectives) -> Filtered:
         def draw(prompts: PromptBatch, first: int) -> Collected:
-            return self._collector.collect(
-                prompts,
-                self.sampling,
-                seeds=self._seeds(collectives.rank * len(batch) + first, len(prompts)),
-                step=self.global_step,
-                phase=self._iteration.phase,
-            )
+            seeds = self._seeds(collectives.rank * len(batch) + first, len(prompts))
+            return self._draw(prompts, self.sampling, seeds)
 
         if self.dynamic_sampling is None:
             collected = draw(batch, 0)
@@ -310,6 +321,7 @@ class PolicyModule(PolicyUpdate):
             batch,
             draw,
             wanted=self.dynamic_sampling.prompts,
+            scores_of=lambda collected: trained_scores(collected, self.advantage),
             num_generations=self.num_generations,
             any_rank=lambda value: bool(
                 collectives.max(torch.tensor(float(value), device=self.device))
@@ -340,16 +352,18 @@ class PolicyModule(PolicyUpdate):
         needs_old = self._takes_several_steps(len(rollout)) or (penalized and self._kl_in_reward)
         self.policy.eval()
         # an update that is exactly on-policy needs no old log-probabilities: they are the new ones
-        old = self._old_outputs(rollout, logprobs=needs_old and not replayed, entropy=select)
+        needs_own = penalized if replayed else needs_old
+        own = self._old_outputs(rollout, logprobs=needs_own, entropy=select)
         experience = as_experience(
             rollout,
             scores=collected.rewards.scores.to(rollout.input_ids.device),
             # whatever the policy is now, a stored response was drawn from the one that was then
-            old_logprobs=rollout.sampling_logprobs if replayed else old.logprobs,
+            old_logprobs=rollout.sampling_logprobs if replayed else own.logprobs,
+            policy_logprobs=own.logprobs if replayed else None,
             ref_logprobs=self._in_parts(rollout, self._reference_logprobs)[0]
             if penalized
             else None,
-            values=old.values,
+            values=own.values,
             filler=filler,
         )
         if self.advantage.scale_rewards != "none":
@@ -367,9 +381,9 @@ class PolicyModule(PolicyUpdate):
         )
         if not select:
             return experience
-        assert old.entropy is not None
+        assert own.entropy is not None
         fraction = self.update.high_entropy_fraction
-        chosen = high_entropy_mask(old.entropy, experience.loss_mask, fraction=fraction)
+        chosen = high_entropy_mask(own.entropy, experience.loss_mask, fraction=fraction)
         return replace(experience, selected=chosen)
 
     def _takes_several_steps(self, rows: int) -> bool:
@@ -478,13 +492,8 @@ class PolicyModule(PolicyUpdate):
 
     def _answer(self, batch: PromptBatch, batch_idx: int) -> Collected:
         position = batch_idx * self.trainer.world_size + self.trainer.global_rank
-        return self._collector.collect(
-            batch,
-            self.eval_sampling,
-            seeds=sample_seeds(self.seed, _EVAL_STREAM, position, count=len(batch)),
-            step=self.global_step,
-            phase=self._iteration.phase,
-        )
+        seeds = sample_seeds(self.seed, _EVAL_STREAM, position, count=len(batch))
+        return self._draw(batch, self.eval_sampling, seeds)
 
     # ------------------------------------------------------------------ checkpoints
 

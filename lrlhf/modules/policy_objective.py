@@ -21,6 +21,7 @@ from lrlhf.functional.policy import aggregate
 from lrlhf.functional.value import clipped_value_loss
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.settings import Advantage, Critic, Reference, Update
+from lrlhf.rollout import Collected
 from lrlhf.types import Experience, Rollout
 
 Whiten = Callable[..., Tensor]
@@ -33,6 +34,7 @@ def as_experience(
     scores: Tensor,
     old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None,
+    policy_logprobs: Tensor | None = None,
     values: Tensor | None = None,
     filler: Tensor | None = None,
 ) -> Experience:
@@ -42,6 +44,7 @@ def as_experience(
         **{field.name: getattr(rollout, field.name) for field in fields(rollout)},
         scores=scores.float(),
         old_logprobs=old_logprobs,
+        policy_logprobs=policy_logprobs,
         ref_logprobs=ref_logprobs,
         values=values,
         advantages=torch.zeros_like(rollout.sampling_logprobs),
@@ -83,16 +86,21 @@ def compute_advantages(
         and with a critic ``returns``: advantages plus values, before any whitening.
     """
     mask, truncated = experience.response_mask, experience.truncated
-    left_out = truncated if settings.truncated != "train" else torch.zeros_like(truncated)
-    excluded = left_out if settings.truncated == "exclude" else torch.zeros_like(truncated)
-    left_out, excluded = left_out | ~experience.counted, excluded | ~experience.counted
+    excluded = ~experience.counted
+    if settings.truncated == "exclude":
+        excluded = excluded | truncated
+    if settings.unscorable == "exclude":
+        excluded = excluded | experience.scores.isnan()
+    left_out = excluded | truncated if settings.truncated == "trl" else excluded
     loss_mask = mask & ~left_out[:, None]
     scores = experience.scores if scaled_scores is None else scaled_scores
     scores = _clipped_scores(scores, settings.reward_clip_range, metrics)
     kl = torch.zeros_like(experience.sampling_logprobs)
     if kl_in_reward and experience.ref_logprobs is not None:
-        assert experience.old_logprobs is not None
-        kl = kl_estimate(experience.old_logprobs, experience.ref_logprobs, estimator="k1")
+        policy = experience.policy_logprobs
+        policy = experience.old_logprobs if policy is None else policy
+        assert policy is not None
+        kl = kl_estimate(policy, experience.ref_logprobs, estimator="k1")
     estimator = settings.function
     advantages = estimator.function(
         EstimatorInputs(
@@ -125,6 +133,14 @@ def compute_advantages(
     )
 
 
+def trained_scores(collected: Collected, settings: Advantage) -> Tensor:
+    """`[B]`: the scores whose differences teach something; NaN where a response is left out."""
+    scores = _clipped_scores(collected.rewards.scores, settings.reward_clip_range, None)
+    if settings.truncated == "exclude":
+        scores = scores.masked_fill(collected.rollout.truncated.to(scores.device), torch.nan)
+    return scores
+
+
 def _clipped_scores(
     scores: Tensor, bounds: tuple[float, float] | None, metrics: MetricSums | None
 ) -> Tensor:
@@ -148,8 +164,8 @@ def _clipped_advantages(
 
 
 def value_mask(experience: Experience) -> Tensor:
-    """`[B, T]`: the tokens whose returns are known, which is what a critic learns from."""
-    known = experience.counted & ~experience.scores.isnan()
+    """`[B, T]`: the tokens of trained responses with a return: what a critic learns from."""
+    known = experience.counted & ~experience.scores.isnan() & experience.loss_mask.any(dim=1)
     return experience.response_mask & known[:, None]
 
 

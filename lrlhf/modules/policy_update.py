@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import lightning as L
@@ -28,7 +29,9 @@ class PolicyUpdate(L.LightningModule):
     """The half of `PolicyModule` that takes gradients.
 
     A minibatch is cut into micro-batches whose losses add up to that of the whole: the denominators
-    are those of the optimizer step over all ranks, so no cut changes the gradient.
+    are those of the optimizer step over all ranks, so no cut changes the gradient. The one
+    exception is the load-balancing loss of a mixture of experts, which is no sum over tokens: it is
+    computed per micro-batch, and weighted by its tokens.
     """
 
     policy: PreTrainedModel | PeftModel
@@ -55,7 +58,8 @@ class PolicyUpdate(L.LightningModule):
         if (pretraining is None) != (coefficient == 0):
             raise ValueError(
                 f"update.pretraining_coef is {coefficient}, and the data has "
-                f"{'no ' if pretraining is None else ''}pretraining texts: set both, or neither"
+                f"{'no ' if pretraining is None else ''}pretraining texts (an option of "
+                "PromptDataModule): set both, or neither"
             )
         if pretraining is None:
             return [None] * plan.steps_per_pass
@@ -90,7 +94,10 @@ class PolicyUpdate(L.LightningModule):
             assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
             # a schedule begins when its model begins to learn
             if self.global_step >= freeze_steps:
-                scheduler.step()
+                with warnings.catch_warnings():
+                    # iterations in which there was nothing to learn from count too
+                    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler")
+                    scheduler.step()
 
     @property
     def _freeze_steps(self) -> list[int]:
@@ -119,6 +126,9 @@ class PolicyUpdate(L.LightningModule):
         collectives: Collectives,
     ) -> None:
         totals = self._totals(part, collectives)
+        if float(totals.tokens) == 0 and text is None:
+            # a step without a gradient would still move the weights by the optimizer's momentum
+            return
         cuts = micro_batches(part, max_tokens=self.update.micro_batch_tokens)
 
         def losses() -> Iterator[Tensor]:

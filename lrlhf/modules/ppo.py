@@ -28,7 +28,7 @@ from lrlhf.modules.rollout_metrics import measure_critic, measure_values
 from lrlhf.modules.settings import Advantage, Critic, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import micro_batches
-from lrlhf.strategies import Collectives
+from lrlhf.strategies import Collectives, waits_for_every_parameter
 from lrlhf.types import Experience, Rollout, SequenceBatch
 
 
@@ -86,8 +86,15 @@ class PPO(PolicyModule):
         if model is None:
             return None, policy_value_head(self.policy, critic.head)
         if isinstance(model, str):
-            model = ValueModel(source=model)
+            model = ValueModel(source=model, head=critic.head)
         network = model.load() if isinstance(model, ValueModel) else model
+        if {id(weight) for weight in network.parameters()} & {
+            id(weight) for weight in self.policy.parameters()
+        }:
+            raise ValueError(
+                "critic.model shares weights with the policy, so two optimizers would move them; "
+                "leave it out for a head on the policy's backbone, or pass a copy"
+            )
         self._check_vocabulary(network)
         return network, None
 
@@ -115,6 +122,12 @@ class PPO(PolicyModule):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
+        if stage == "fit" and self.critic_settings and waits_for_every_parameter(self.trainer):
+            raise ValueError(
+                "actor and critic are trained by backward passes of their own, and this strategy "
+                "waits for the gradients of all parameters in each: use trainer.strategy: "
+                "ddp_find_unused_parameters_true"
+            )
         plugin = self.trainer.precision_plugin
         scales = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
         if stage == "fit" and self.value_head is not None and scales:
@@ -179,6 +192,8 @@ class PPO(PolicyModule):
     def _critic_step(self, part: Experience, metrics: MetricSums, collectives: Collectives) -> None:
         assert self.critic_settings is not None
         totals = self._totals(part, collectives)
+        if float(totals.valued) == 0:
+            return
         cuts = micro_batches(part, max_tokens=self.update.micro_batch_tokens)
 
         def losses() -> Iterator[Tensor]:
@@ -223,8 +238,10 @@ class PPO(PolicyModule):
         """Train policy and head from one pass over the backbone that they share."""
         assert self.critic_settings is not None
         totals = self._totals(part, collectives)
+        if float(totals.tokens) == 0 and text is None:
+            return
         cuts = micro_batches(part, max_tokens=self.update.micro_batch_tokens)
-        frozen = self._is_frozen(1)
+        frozen = self._is_frozen(1) or float(totals.valued) == 0
 
         def losses() -> Iterator[Tensor]:
             for micro in cuts:

@@ -5,18 +5,63 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lrlhf.rewards import RewardResult
 from lrlhf.rollout import Collected
 from lrlhf.types import StoredRollout
 
 
-def as_collected(stored: StoredRollout, *, step: int) -> Collected:
+def check_stored(
+    stored: StoredRollout,
+    *,
+    num_generations: int,
+    temperature: float,
+    allow_truncated_sampling: bool,
+) -> None:
+    """Check that a stored rollout was drawn as this run would have drawn it.
+
+    Args:
+        stored: Of an earlier iteration.
+        num_generations: Responses per prompt of this run.
+        temperature: Of this run's sampling.
+        allow_truncated_sampling: Whether responses may come from top_p, top_k or min_p.
+
+    Raises:
+        ValueError: It was not; says which option differs.
+    """
+    ids = stored.rollout.group_ids
+    whole = len(ids) % num_generations == 0
+    groups = ids.view(-1, num_generations) if whole else ids[:, None]
+    starts = groups[:, 0]
+    if not (whole and (groups == starts[:, None]).all() and (starts[1:] != starts[:-1]).all()):
+        sizes = sorted(set(torch.unique_consecutive(ids, return_counts=True)[1].tolist()))
+        raise ValueError(
+            f"num_generations is {num_generations}, but the stored rollout has groups of "
+            f"{' and '.join(map(str, sizes))} responses; set it as in the run that stored them"
+        )
+    drawn_at = stored.records[0].get("temperature", temperature)
+    if drawn_at != temperature:
+        raise ValueError(
+            f"sampling.temperature is {temperature}, but the stored rollout was drawn at "
+            f"{drawn_at}: the log-probabilities do not compare; set it to {drawn_at}"
+        )
+    if stored.rollout.kept_mass is not None and not allow_truncated_sampling:
+        raise ValueError(
+            "the stored rollout was drawn with top_p, top_k or min_p, whose distribution is not "
+            "the policy's; accept the bias with allow_truncated_sampling: true"
+        )
+
+
+def as_collected(stored: StoredRollout, *, step: int) -> tuple[Collected, Tensor]:
     """Put a stored rollout into the form of one that was just drawn.
 
     Args:
         stored: From an earlier iteration, whose number becomes ``stored_step`` in the records.
         step: The iteration that it is trained on in.
+
+    Returns:
+        The rollout, and `[B]` the rows that only filled its batch.
     """
     records: list[dict[str, Any]] = [
         {**record, "step": step, "stored_step": record["step"]} for record in stored.records
@@ -33,4 +78,8 @@ def as_collected(stored: StoredRollout, *, step: int) -> Collected:
         extras={},
         failures=[],
     )
-    return Collected(stored.rollout, result, records)
+    filler = torch.tensor(
+        [bool(record.get("filler", False)) for record in records],
+        device=stored.rollout.truncated.device,
+    )
+    return Collected(stored.rollout, result, records), filler

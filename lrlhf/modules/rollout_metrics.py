@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
 from lrlhf.functional.kl import kl_estimate
@@ -46,14 +49,20 @@ def measure_rollout(
 
 
 def measure_kl(experience: Experience, metrics: MetricSums) -> None:
-    """Distance to the reference per token and per response (k1, nats)."""
+    """Distance to the reference per token and per response, in nats.
+
+    Of responses that the policy drew it is the k1 estimate; of others, which k1 would misjudge and
+    even give a negative distance, k3.
+    """
     if experience.ref_logprobs is None:
         return
-    policy = experience.old_logprobs
+    policy, estimator = experience.policy_logprobs, "k3"
+    if policy is None:
+        policy, estimator = experience.old_logprobs, "k1"
     if policy is None:
         policy = experience.sampling_logprobs
     mask = experience.response_mask
-    total = masked_sum(kl_estimate(policy, experience.ref_logprobs, estimator="k1"), mask)
+    total = masked_sum(kl_estimate(policy, experience.ref_logprobs, estimator=estimator), mask)
     metrics.add("kl/reference", total, mask.sum())
     metrics.add("kl/sequence", total, float(len(experience)))
 
@@ -86,18 +95,21 @@ def measure_update(
     if old is None:
         old = logprobs
         measure_mismatch(logprobs, micro, metrics)
-    low, high = (loss.defaults.get(name, 0.2) for name in ("clip_low", "clip_high"))
+    bounds = loss.clip_range
+    low, high = (math.inf, math.inf) if bounds is None else bounds
     measured = policy_metrics(logprobs, old, mask, clip_low=low, clip_high=high)
     metrics.add("policy/approx_kl", measured.approx_kl * tokens, tokens)
     if loss.level == "sequence":
         normalized = loss.defaults.get("length_normalized", False)
         ratio = sequence_ratio(logprobs, old, mask, length_normalized=normalized)[micro.counted]
         clipped = (ratio < 1 - low) | (ratio > 1 + high)
-        metrics.add("policy/clip_fraction", clipped.sum(), float(len(ratio)))
+        clip_fraction, ratios = clipped.sum(), torch.tensor(len(ratio))
         metrics.maximum("policy/ratio_max", ratio.amax() if len(ratio) else 0.0)
     else:
-        metrics.add("policy/clip_fraction", measured.clip_fraction * tokens, tokens)
+        clip_fraction, ratios = measured.clip_fraction * tokens, tokens
         metrics.maximum("policy/ratio_max", measured.ratio_max)
+    if bounds is not None:
+        metrics.add("policy/clip_fraction", clip_fraction, ratios)
     # where no entropy was computed, the mean surprise of the sampled tokens estimates it
     surprise = -micro.sampling_logprobs if entropy is None else entropy.detach()
     metrics.add("policy/entropy", masked_sum(surprise, mask), tokens)

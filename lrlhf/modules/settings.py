@@ -70,6 +70,8 @@ class Advantage:
             special. "exclude": they are not trained on, do not count in any mean, and do not enter
             their siblings' baseline. "trl": as TRL's mask_truncated_completions: not trained on,
             but still counted in the mean and in the baselines.
+        unscorable: What becomes of responses that no reward could score. "exclude": as for
+            truncated ones. "trl": no advantage, but counted in the mean, as in TRL.
     """
 
     estimator: str = "rloo"
@@ -79,6 +81,7 @@ class Advantage:
     normalize: bool | None = None
     clip: float | None = None
     truncated: Literal["train", "exclude", "trl"] = "train"
+    unscorable: Literal["exclude", "trl"] = "exclude"
 
     def __post_init__(self) -> None:
         _check_options("advantage", self.function.function, self.options)
@@ -151,7 +154,13 @@ class Update:
                 raise ValueError(f"update.{name} is {value}; it must be 1 or more")
         if self.max_grad_norm <= 0:
             raise ValueError(f"update.max_grad_norm is {self.max_grad_norm}; it must be above 0")
-        for name in ("router_loss_coef", "pretraining_coef", "freeze_steps"):
+        for name in (
+            "entropy_coef",
+            "router_loss_coef",
+            "pretraining_coef",
+            "freeze_steps",
+            "max_skipped_steps",
+        ):
             value = getattr(self, name)
             if value < 0:
                 raise ValueError(f"update.{name} is {value}; it must be 0 or more")
@@ -218,7 +227,7 @@ class Critic:
             units of the values; None: plain squared error.
         max_grad_norm: Clip the critic's gradient to this norm; ``inf`` leaves it.
         freeze_steps: Iterations at the start in which the critic stays as it is.
-        head: Kind of the head on the policy's backbone: ``linear`` or ``mlp``.
+        head: Kind of the head, ``linear`` or ``mlp``, unless ``model`` says it itself.
         backbone_coef: Weight of the value loss in the policy's own gradient, where the critic is a
             head on its backbone; 0: the head reads the backbone without moving it.
     """
@@ -247,6 +256,8 @@ class Critic:
                 "critic.backbone_coef is about a head on the policy's backbone, but critic.model "
                 "gives the critic a network of its own: drop one of the two"
             )
+        if not (self.model is None or isinstance(self.model, str)) and self.head != "linear":
+            raise ValueError("critic.head is set beside a critic.model that has its own: drop it")
 
 
 def _check_options(group: str, function: Callable[..., Tensor], options: Mapping[str, Any]) -> None:

@@ -76,4 +76,6 @@ class Collector:
         records = rollout_records(
             prompts, rollout, texts, rewards, tokenizer=self._tokenizer, step=step
         )
+        for record in records:
+            record["temperature"] = sampling.temperature
         return Collected(rollout, rewards, records)

@@ -35,6 +35,7 @@ def collect_different(
     wanted: int,
     num_generations: int,
     any_rank: Callable[[bool], bool],
+    scores_of: Callable[[Collected], Tensor] = lambda collected: collected.rewards.scores,
 ) -> Filtered:
     """Answer prompts in rounds until enough groups have responses of different scores.
 
@@ -43,6 +44,7 @@ def collect_different(
         draw: Draws and scores responses to a part of them; gets the index of its first prompt.
         wanted: Groups to end with.
         num_generations: Responses per prompt.
+        scores_of: `[B]`, the scores that are trained on; NaN: the response is not.
         any_rank: Whether a condition holds on any rank. All ranks draw in the same number of
             rounds, as an engine may need them together.
 
@@ -57,7 +59,7 @@ def collect_different(
         size = min(wanted, len(prompts) - used)
         part = draw(prompts.select(torch.arange(used, used + size)), used)
         drawn.append(part)
-        different += groups_differ(part.rewards.scores, num_generations).tolist()
+        different += groups_differ(scores_of(part), num_generations).tolist()
         used += size
     first = [group for group, differs in enumerate(different) if differs][:wanted]
     fillers = [group for group, differs in enumerate(different) if not differs]

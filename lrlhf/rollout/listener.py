@@ -36,5 +36,6 @@ class RolloutListener:
             records: One JSON-ready line per row, in the order of ``experience``: ``step``,
                 ``group``, ``prompt``, ``completion``, ``token_ids``, ``score``, ``rewards`` by
                 name, ``advantage`` (of the first response token), ``length``, ``finish_reason``
-                (``stop`` or ``length``), ``columns`` and ``extras``.
+                (``stop`` or ``length``), ``columns``, ``extras``, ``temperature`` (of the
+                sampling), and ``filler`` where dynamic sampling found too few groups.
         """

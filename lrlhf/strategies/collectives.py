@@ -64,8 +64,11 @@ class Collectives:
         Returns:
             The whitened values; unchanged outside ``mask`` and where fewer than two entries count.
         """
-        zeros = torch.zeros_like(values)
-        kept = torch.where(mask, values, zeros)
+        # measured from one of the entries, equal ones have a mean of exactly 0; the rounding error
+        # of a plain mean would be divided by a deviation as small as itself
+        lowest = torch.finfo(values.dtype).min
+        origin = self.max(torch.where(mask, values, lowest).amax())
+        kept = torch.where(mask, values - origin, 0.0)
         total = self.sum(torch.stack([masked_sum(kept, mask), mask.sum().to(values.dtype)]))
         count = total[1]
         if count < 2:

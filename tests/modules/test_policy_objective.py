@@ -88,6 +88,7 @@ def test_advantages_and_loss_equal_trl_on_the_same_rollout(case: dict[str, Any])
         ref_logprobs=shifted(case["ref_logprobs"]) if case["beta"] else None,
     )
     settings = Advantage(
+        unscorable="trl",
         estimator="rloo",
         reward_clip_range=case["reward_clip_range"],
         normalize=case["normalize_advantages"],
@@ -239,3 +240,14 @@ def test_unscorable_responses_get_no_advantage_even_when_whitened() -> None:
 def test_impossible_settings_are_refused_by_name(build: Any, culprit: str) -> None:
     with pytest.raises(ValueError, match=culprit):
         build()
+
+
+@pytest.mark.parametrize("value", [0.7, 0.9, 5.3, 1.0])
+@pytest.mark.parametrize("eps", [1e-8, 1e-4])
+def test_whitening_equal_values_gives_zeros(value: float, eps: float) -> None:
+    # 37 · 0.7 is rounded: a plain mean would leave 6e-8, and the deviation is as small
+    values = torch.full((37,), value)
+    mask = torch.ones(37, dtype=torch.bool)
+    assert one_process().whiten(values, mask, eps=eps).tolist() == [0.0] * 37
+    nothing = one_process().whiten(values, ~mask, eps=eps)
+    assert torch.equal(nothing, values)

@@ -692,6 +692,176 @@ def test_stored_rollouts_are_trained_on_without_an_engine(tokenizer, prompts, tm
     )
 
 
+def stored_run(tokenizer, prompts: Path, folder: Path, **options: Any) -> Watcher:
+    """One iteration whose rollout is kept in ``folder / "log" / "rollouts"``."""
+    log = RolloutLog(dirpath=folder / "log", save_tensors=True, print_every=None)
+    watcher = Watcher()
+    module = build(build_language_model(tokenizer), tokenizer, **options)
+    fit(module, prompts, folder, steps=1, callbacks=[log, watcher])
+    return watcher
+
+
+@pytest.mark.parametrize(
+    ("drawn", "options", "culprit"),
+    [
+        ({}, {"num_generations": 4}, "groups of 2 responses"),
+        ({}, {"sampling": Sampling(max_new_tokens=6, temperature=0.3)}, "was drawn at 1.0"),
+        (
+            {"sampling": Sampling(max_new_tokens=6, top_k=9), "allow_truncated_sampling": True},
+            {},
+            "allow_truncated_sampling",
+        ),
+        ({}, {"dynamic_sampling": DynamicSampling(prompts=1)}, "the data holds stored ones"),
+    ],
+)
+def test_a_stored_rollout_that_was_drawn_otherwise_is_refused(
+    tokenizer, prompts, tmp_path, drawn: dict[str, Any], options: dict[str, Any], culprit: str
+) -> None:
+    stored_run(tokenizer, prompts, tmp_path, **drawn)
+    data = ReplayDataModule(folder=tmp_path / "log" / "rollouts")
+    module = build(build_language_model(tokenizer), tokenizer, **options)
+    with pytest.raises(ValueError, match=culprit):
+        fit(module, prompts, tmp_path, steps=1, data=data)
+
+
+def test_the_distance_in_a_replay_is_that_of_the_policy_which_learns(
+    tokenizer, prompts, tmp_path
+) -> None:
+    stored_run(tokenizer, prompts, tmp_path)
+    data = ReplayDataModule(folder=tmp_path / "log" / "rollouts")
+    module = build(build_language_model(tokenizer), tokenizer, optimizer=OptimizerConfig(lr=5e-3))
+    trainer = fit(module, prompts, tmp_path, steps=4, data=data)
+    assert float(trainer.logged_metrics["kl/sequence"]) > 0.01
+
+
+def test_fillers_are_left_out_of_a_replay_too(tokenizer, prompts, tmp_path) -> None:
+    log = RolloutLog(dirpath=tmp_path / "log", save_tensors=True, print_every=None)
+    module = PPO(
+        build_language_model(tokenizer),
+        Rewards([lambda completions: [0.7] * len(completions)], names=["same"]),
+        tokenizer=tokenizer,
+        num_generations=2,
+        sampling=Sampling(max_new_tokens=4),
+        dynamic_sampling=DynamicSampling(prompts=2),
+    )
+    fit(module, prompts, tmp_path, steps=1, callbacks=[log])
+    again = build(build_language_model(tokenizer), tokenizer)
+    watcher = Watcher()
+    data = ReplayDataModule(folder=tmp_path / "log" / "rollouts")
+    fit(again, prompts, tmp_path, steps=1, callbacks=[watcher], data=data)
+    assert not watcher.experiences[0].counted.any()
+
+
+@pytest.mark.parametrize("kind", ["head", "own"])
+@pytest.mark.parametrize("score", [None, 0.7])
+def test_an_iteration_that_teaches_nothing_moves_nothing(
+    tokenizer, prompts, tmp_path, kind: str, score: float | None
+) -> None:
+    calls = 0
+
+    def reward(completions: list[str]) -> list[float | None]:
+        nonlocal calls
+        calls += 1
+        # the first iteration fills the optimizers' momentum
+        return letters(completions) if calls == 1 else [score] * len(completions)
+
+    module = PPO(
+        build_language_model(tokenizer),
+        Rewards([reward], max_unscorable_fraction=1.0, max_failures_in_a_row=None),
+        tokenizer=tokenizer,
+        num_generations=2,
+        sampling=Sampling(max_new_tokens=6),
+        optimizer=OptimizerConfig(lr=1e-2),
+        reference=Reference(kl_coef=0.0),
+        critic=None if score else critic_of(kind, tokenizer),
+        advantage=Advantage(estimator="reinforce_plus_plus" if score else "gae"),
+    )
+    seen: list[dict[str, Tensor]] = []
+
+    class Keeper(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen.append(weights(module))
+
+    watcher = Watcher()
+    fit(module, prompts, tmp_path, steps=2, callbacks=[Keeper(), watcher])
+    assert (watcher.experiences[1].advantages == 0).all()
+    if score is None:
+        assert_same(seen[0], seen[1])
+
+
+def test_unscorable_responses_count_in_no_mean(tokenizer, prompts, tmp_path) -> None:
+    def half(completions: list[str]) -> list[float | None]:
+        return [s if i % 2 else None for i, s in enumerate(letters(completions))]
+
+    module = PPO(
+        build_language_model(tokenizer),
+        Rewards([half], max_unscorable_fraction=1.0),
+        tokenizer=tokenizer,
+        num_generations=2,
+        sampling=Sampling(max_new_tokens=6),
+    )
+    experience = first_experience(module, prompts, tmp_path)
+    assert experience.counted.tolist() == [False, True] * 4
+    assert (experience.loss_mask == experience.response_mask & experience.counted[:, None]).all()
+
+
+@pytest.mark.parametrize(
+    "advantage",
+    [
+        Advantage(estimator="gae", truncated="exclude"),
+        Advantage(estimator="gae", reward_clip_range=(-1.0, 0.0)),
+    ],
+)
+def test_dynamic_sampling_looks_at_the_scores_that_are_trained_on(
+    language_model, tokenizer, prompts, tmp_path, advantage: Advantage
+) -> None:
+    module = build(
+        language_model,
+        tokenizer,
+        advantage=advantage,
+        dynamic_sampling=DynamicSampling(prompts=2),
+    )
+    trainer = fit(module, prompts, tmp_path, steps=1)
+    # all responses are truncated, or all scores are clipped to 0: nothing differs
+    assert float(trainer.logged_metrics["rollout/rounds"]) == 2
+    assert float(trainer.logged_metrics["rollout/filler_fraction"]) == 1
+
+
+def test_the_clip_fraction_is_that_of_the_loss(tokenizer, prompts, tmp_path) -> None:
+    fractions = []
+    for clip_range in (0.01, 0.9):
+        module = build(
+            build_language_model(tokenizer),
+            tokenizer,
+            optimizer=OptimizerConfig(lr=1e-3),
+            update=Update(loss="cpgd", options={"clip_range": clip_range}, num_iterations=3),
+        )
+        trainer = fit(module, prompts, tmp_path, steps=1)
+        fractions.append(float(trainer.logged_metrics["policy/clip_fraction"]))
+    assert fractions[0] > 0.3 > fractions[1]
+
+
+def test_the_kind_of_head_reaches_a_critic_that_is_named_by_its_source(
+    language_model, model_folder, tokenizer
+) -> None:
+    module = build(language_model, tokenizer, critic=Critic(model=model_folder, head="mlp"))
+    assert isinstance(module.critic.head.projection, torch.nn.Sequential)
+
+
+def test_a_critic_on_the_policys_own_weights_is_refused(language_model, tokenizer) -> None:
+    network = ValueNetwork(language_model.base_model, ValueHead(32, "linear"))
+    with pytest.raises(ValueError, match="shares weights with the policy"):
+        build(language_model, tokenizer, critic=Critic(model=network))
+
+
+def test_a_strategy_that_waits_for_every_gradient_is_refused(language_model, tokenizer) -> None:
+    module = build(language_model, tokenizer)
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, strategy="ddp")
+    module.trainer = trainer
+    with pytest.raises(ValueError, match="ddp_find_unused_parameters_true"):
+        module.setup("fit")
+
+
 def test_a_critic_starts_as_the_reward_model_it_came_from(tokenizer, prompts, tmp_path) -> None:
     folder = tmp_path / "base"
     build_language_model(tokenizer, seed=4).save_pretrained(folder)
@@ -789,6 +959,9 @@ def test_rloo_sends_an_estimator_with_values_to_ppo(language_model, tokenizer) -
         (lambda: Update(high_entropy_fraction=0.0, loss="dapo"), "high_entropy_fraction"),
         (lambda: Update(aggregate="token_mean"), "one value per response"),
         (lambda: Update(pretraining_coef=-1.0), "pretraining_coef"),
+        (lambda: Update(entropy_coef=-0.1), "entropy_coef"),
+        (lambda: Update(max_skipped_steps=-1), "max_skipped_steps"),
+        (lambda: Critic(model=ValueModel(source="x"), head="mlp"), "critic.head"),
         (lambda: Advantage(clip=0.0), "advantage.clip"),
         (lambda: DynamicSampling(prompts=0), "dynamic_sampling.prompts"),
     ],

@@ -1,0 +1,18 @@
+"""Parameters that take no part in a backward pass, and the strategies that mind."""
+
+from __future__ import annotations
+
+import lightning as L
+from lightning.pytorch.strategies import DDPStrategy
+
+
+def waits_for_every_parameter(trainer: L.Trainer) -> bool:
+    """Tell whether a backward pass that leaves trainable parameters out would stop the run.
+
+    DistributedDataParallel waits for the gradient of each, unless it was told to look for those
+    that are unused.
+    """
+    strategy = trainer.strategy
+    if not isinstance(strategy, DDPStrategy):
+        return False
+    return not strategy._ddp_kwargs.get("find_unused_parameters", False)
