@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -14,16 +13,12 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.functional.policy import high_entropy_mask
 from lrlhf.models import (
     CausalLM,
-    ReferencePolicy,
-    ValueHead,
     check_has_experts,
     check_output_head,
     frozen_reference,
     save_model,
-    sequence_outputs,
 )
 from lrlhf.modules.batch_plan import BatchPlan, plan_batches
 from lrlhf.modules.checks import (
@@ -33,12 +28,10 @@ from lrlhf.modules.checks import (
 from lrlhf.modules.iteration import Iteration
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
+from lrlhf.modules.policy_experience import PolicyExperience
 from lrlhf.modules.policy_objective import (
-    as_experience,
-    compute_advantages,
     trained_scores,
 )
-from lrlhf.modules.policy_update import PolicyUpdate
 from lrlhf.modules.replay import as_collected, check_stored
 from lrlhf.modules.rollout_metrics import (
     explained_variance,
@@ -58,8 +51,6 @@ from lrlhf.rollout import (
     TransformersEngine,
     collect_different,
     merge_collected,
-    micro_batch_rows,
-    trim,
 )
 from lrlhf.strategies import (
     Collectives,
@@ -69,21 +60,13 @@ from lrlhf.strategies import (
     sample_seeds,
     seed_everything_for,
 )
-from lrlhf.types import Experience, PromptBatch, Rollout, StoredRollout
+from lrlhf.types import Experience, PromptBatch, StoredRollout
 
 _EVAL_STREAM = 1_000_003
 """Keeps the random numbers of validation apart from those of any training step."""
 
 
-class OldOutputs(NamedTuple):
-    """What the policy, and the critic, made of a rollout before the update; each may be absent."""
-
-    logprobs: Tensor | None
-    entropy: Tensor | None
-    values: Tensor | None
-
-
-class PolicyModule(PolicyUpdate):
+class PolicyModule(PolicyExperience):
     """Draws responses, scores them, compares the scores, and updates the policy.
 
     One training step is one iteration: draw ``num_generations`` responses to each prompt of the
@@ -111,8 +94,6 @@ class PolicyModule(PolicyUpdate):
         seed: Seeds every random number of the run, together with rank, step and sample; None:
             the seed of ``seed_everything``.
     """
-
-    frozen: ReferencePolicy | None
 
     def __init__(  # noqa: PLR0913  the constructor is the config schema
         self,
@@ -335,108 +316,6 @@ class PolicyModule(PolicyUpdate):
             for row in range(first_prompt, first_prompt + prompts)
             for seed in sample_seeds(self.seed, self.global_step, row, count=self.num_generations)
         ]
-
-    @torch.no_grad()
-    def _experience(
-        self,
-        collected: Collected,
-        filler: Tensor | None,
-        metrics: MetricSums,
-        *,
-        replayed: bool,
-    ) -> Experience:
-        rollout = collected.rollout
-        collectives = Collectives(self.trainer)
-        penalized = self.frozen is not None and self.kl_coef > 0
-        select = self.update.high_entropy_fraction < 1
-        needs_old = self._takes_several_steps(len(rollout)) or (penalized and self._kl_in_reward)
-        self.policy.eval()
-        # an update that is exactly on-policy needs no old log-probabilities: they are the new ones
-        needs_own = penalized if replayed else needs_old
-        own = self._old_outputs(rollout, logprobs=needs_own, entropy=select)
-        experience = as_experience(
-            rollout,
-            scores=collected.rewards.scores.to(rollout.input_ids.device),
-            # whatever the policy is now, a stored response was drawn from the one that was then
-            old_logprobs=rollout.sampling_logprobs if replayed else own.logprobs,
-            policy_logprobs=own.logprobs if replayed else None,
-            ref_logprobs=self._in_parts(rollout, self._reference_logprobs)[0]
-            if penalized
-            else None,
-            values=own.values,
-            filler=filler,
-        )
-        if self.advantage.scale_rewards != "none":
-            self.moments.update(experience.scores, collectives)
-            metrics.add("rollout/running_std", self.moments.deviation, 1.0)
-        experience = compute_advantages(
-            experience,
-            settings=self.advantage,
-            kl_in_reward=self._kl_in_reward,
-            kl_coef=self.kl_coef,
-            num_generations=self.num_generations,
-            whiten=collectives.whiten,
-            scaled_scores=self.moments.scale(experience.scores, mode=self.advantage.scale_rewards),
-            metrics=metrics,
-        )
-        if not select:
-            return experience
-        assert own.entropy is not None
-        fraction = self.update.high_entropy_fraction
-        chosen = high_entropy_mask(own.entropy, experience.loss_mask, fraction=fraction)
-        return replace(experience, selected=chosen)
-
-    def _takes_several_steps(self, rows: int) -> bool:
-        size = self.update.minibatch_size
-        return self.update.num_iterations > 1 or (
-            size is not None and size < rows * self.trainer.world_size
-        )
-
-    def _old_outputs(self, rollout: Rollout, *, logprobs: bool, entropy: bool) -> OldOutputs:
-        """Run the policy over the rollout, as far as its outputs are asked for."""
-        if not logprobs and not entropy:
-            return OldOutputs(None, None, None)
-        return self._policy_outputs(rollout, entropy=entropy, value_head=None)
-
-    def _policy_outputs(
-        self, rollout: Rollout, *, entropy: bool, value_head: ValueHead | None
-    ) -> OldOutputs:
-        def forward(part: Rollout) -> list[Tensor | None]:
-            out = sequence_outputs(
-                self.policy,
-                part,
-                temperature=self.sampling.temperature,
-                chunk_size=self.update.logprob_chunk,
-                entropy=entropy,
-                value_head=value_head,
-            )
-            return [out.logprobs, out.entropy, out.values]
-
-        return OldOutputs(*self._in_parts(rollout, forward))
-
-    def _reference_logprobs(self, part: Rollout) -> list[Tensor | None]:
-        assert self.frozen is not None
-        self.frozen.to(self.device)
-        return [
-            self.frozen.logprobs(
-                part, temperature=self.sampling.temperature, chunk_size=self.update.logprob_chunk
-            )
-        ]
-
-    def _in_parts(
-        self, rollout: Rollout, function: Callable[[Rollout], Sequence[Tensor | None]]
-    ) -> list[Tensor | None]:
-        """Apply a function of rows to groups of them; its results are `[B, T]` each, or None."""
-        whole: list[Tensor | None] = []
-        for rows in micro_batch_rows(rollout.lengths, max_tokens=self.update.micro_batch_tokens):
-            parts = function(trim(rollout.select(rows)))
-            if not whole:
-                blank = rollout.sampling_logprobs
-                whole = [None if part is None else torch.zeros_like(blank) for part in parts]
-            for output, part in zip(whole, parts, strict=True):
-                if output is not None and part is not None:
-                    output[rows.to(output.device), : part.shape[1]] = part
-        return whole
 
     def _sync_reference(self) -> None:
         every = self.reference.sync_every

@@ -22,7 +22,8 @@ from lrlhf.models import (
 from lrlhf.models.output_head import plain_model
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.optimizers import OptimizerAndScheduler
-from lrlhf.modules.policy_module import OldOutputs, PolicyModule
+from lrlhf.modules.policy_experience import OldOutputs
+from lrlhf.modules.policy_module import PolicyModule
 from lrlhf.modules.policy_objective import Denominators, value_loss
 from lrlhf.modules.rollout_metrics import measure_critic, measure_values
 from lrlhf.modules.settings import Advantage, Critic, Update
