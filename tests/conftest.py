@@ -7,15 +7,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 
-from collections.abc import Callable
-
 import lightning as L
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
-    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -94,8 +91,3 @@ def model_folder(
     build_language_model(tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture
-def load_policy(model_folder: str) -> Callable[[], PreTrainedModel]:
-    return lambda: AutoModelForCausalLM.from_pretrained(model_folder)
