@@ -73,7 +73,7 @@ class PolicyExperience(PolicyUpdate):
         experience = compute_advantages(
             experience,
             settings=self.advantage,
-            kl_in_reward=self._kl_in_reward,
+            reward_kl=(self.reference.kl_estimator or "k1") if self._kl_in_reward else None,
             kl_coef=self.kl_coef,
             num_generations=self.num_generations,
             whiten=collectives.whiten,

@@ -57,7 +57,7 @@ def compute_advantages(
     experience: Experience,
     *,
     settings: Advantage,
-    kl_in_reward: bool,
+    reward_kl: str | None,
     kl_coef: float,
     num_generations: int,
     whiten: Whiten,
@@ -74,7 +74,7 @@ def compute_advantages(
             ``values`` where there is a critic; rows that are not ``counted`` stay out.
             ``advantages`` and ``loss_mask`` are not read.
         settings: Estimator, clipping, whitening, and what becomes of truncated responses.
-        kl_in_reward: Whether the estimator sees the KL penalty.
+        reward_kl: Estimator (k1, k2, k3) of the KL penalty in the reward; None: there is none.
         kl_coef: Strength of the penalty.
         num_generations: Responses per prompt.
         whiten: Whitens over all ranks.
@@ -96,11 +96,11 @@ def compute_advantages(
     scores = experience.scores if scaled_scores is None else scaled_scores
     scores = _clipped_scores(scores, settings.reward_clip_range, metrics)
     kl = torch.zeros_like(experience.sampling_logprobs)
-    if kl_in_reward and experience.ref_logprobs is not None:
+    if reward_kl is not None and experience.ref_logprobs is not None:
         policy = experience.policy_logprobs
         policy = experience.old_logprobs if policy is None else policy
         assert policy is not None
-        kl = kl_estimate(policy, experience.ref_logprobs, estimator="k1")
+        kl = kl_estimate(policy, experience.ref_logprobs, estimator=reward_kl)
     estimator = settings.function
     advantages = estimator.function(
         EstimatorInputs(
@@ -256,7 +256,8 @@ def policy_loss(
     zero = policy.detach() * 0
     kl = zero
     if kl_coef > 0 and experience.ref_logprobs is not None:
-        estimate = kl_estimate(logprobs, experience.ref_logprobs, estimator=reference.kl_estimator)
+        estimator = reference.kl_estimator or "k3"
+        estimate = kl_estimate(logprobs, experience.ref_logprobs, estimator=estimator)
         kl = share(estimate, mask, totals.tokens)
     bonus = zero if entropy is None else share(entropy, mask, totals.tokens)
     loss = policy + kl_coef * kl - update.entropy_coef * bonus

@@ -23,8 +23,8 @@ class Reference:
     Args:
         kl_coef: Strength of the penalty on KL(policy || reference), in reward units per nat;
             0 loads no reference.
-        kl_estimator: Estimator of the penalty where it is part of the loss: k1, k2 or k3. In the
-            reward it is always k1.
+        kl_estimator: Estimator of the penalty per token: k1, k2 or k3. None: k1 in the reward, as
+            its mean is the KL, and k3 in the loss, as its gradient is of use there.
         placement: Where the penalty goes: "reward" or "loss". None follows the estimator: the
             RLOO and REINFORCE families in the reward, the GRPO family in the loss.
         sync_every: Mix the policy into the reference every so many iterations (TR-DPO, Gorbatovski
@@ -34,7 +34,7 @@ class Reference:
     """
 
     kl_coef: float = 0.05
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
     placement: Literal["reward", "loss"] | None = None
     sync_every: int | None = None
     mixup: float = 0.6

@@ -97,7 +97,7 @@ def test_advantages_and_loss_equal_trl_on_the_same_rollout(case: dict[str, Any])
     experience = compute_advantages(
         experience,
         settings=settings,
-        kl_in_reward=True,
+        reward_kl="k1",
         kl_coef=case["beta"],
         num_generations=case["num_generations"],
         whiten=one_process().whiten,
@@ -175,7 +175,7 @@ def test_an_excluded_truncated_response_changes_nothing_for_its_siblings() -> No
     computed = compute_advantages(
         experience,
         settings=Advantage(truncated="exclude"),
-        kl_in_reward=True,
+        reward_kl="k1",
         kl_coef=0.0,
         num_generations=3,
         whiten=one_process().whiten,
@@ -186,7 +186,7 @@ def test_an_excluded_truncated_response_changes_nothing_for_its_siblings() -> No
     kept = compute_advantages(
         experience,
         settings=Advantage(truncated="trl"),
-        kl_in_reward=True,
+        reward_kl="k1",
         kl_coef=0.0,
         num_generations=3,
         whiten=one_process().whiten,
@@ -208,7 +208,7 @@ def test_unscorable_responses_get_no_advantage_even_when_whitened() -> None:
     computed = compute_advantages(
         experience,
         settings=Advantage(normalize=True),
-        kl_in_reward=True,
+        reward_kl="k1",
         kl_coef=0.0,
         num_generations=4,
         whiten=one_process().whiten,

@@ -452,6 +452,30 @@ def test_the_discount_reaches_the_returns(language_model, tokenizer, prompts, tm
     torch.testing.assert_close(experience.returns[0, row], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("estimator", [None, "k1", "k2", "k3"])
+def test_the_penalty_in_the_reward_is_the_estimate_that_was_asked_for(
+    language_model, tokenizer, prompts, tmp_path, estimator: str | None
+) -> None:
+    other = tmp_path / "reference"
+    build_language_model(tokenizer, seed=9).save_pretrained(other)
+    tokenizer.save_pretrained(other)
+    reference = Reference(kl_coef=0.1, kl_estimator=estimator, model=CausalLM(source=str(other)))
+    module = build(
+        language_model,
+        tokenizer,
+        reference=reference,
+        advantage=Advantage(estimator="gae", options={"lam": 1.0}),
+    )
+    experience = first_experience(module, prompts, tmp_path)
+    gap = experience.old_logprobs - experience.ref_logprobs
+    penalty = {"k1": gap, "k2": gap**2 / 2, "k3": torch.exp(-gap) - 1 + gap}[estimator or "k1"]
+    # Monte Carlo: the return of the first token is the score less every token's penalty
+    first = experience.response_mask.long().argmax(dim=1, keepdim=True)
+    expected = experience.scores - 0.1 * (penalty * experience.response_mask).sum(dim=1)
+    found = experience.returns.gather(1, first)[:, 0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_scores_are_scaled_by_their_running_deviation(
     language_model, tokenizer, prompts, tmp_path
 ) -> None:
