@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
+import statistics
 import subprocess
 import sys
 import time
@@ -37,9 +39,9 @@ def main() -> None:
     """Train, compare, draw."""
     options = _arguments()
     start = time.monotonic()
-    if not REWARD.exists():
+    if not (REWARD.exists() or options.draw):
         _fit("reward_hh.yaml", options.pairs, [])
-    for seed in options.seeds:
+    for seed in [] if options.draw else options.seeds:
         own = [f"--seed_everything={seed}", f"--trainer.logger.init_args.name={_name(seed)}"]
         _fit("ppo_text.yaml", options.pairs, [*own, *options.flags])
     runs = {f"seed {seed}": _curves(Path("runs", _name(seed))) for seed in options.seeds}
@@ -53,6 +55,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pairs", type=Path, help="preference pairs, as in HH-RLHF")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--draw", action="store_true", help="only draw what was trained before")
     parser.add_argument("--target", type=float, default=1.5, help="the config's, to be drawn")
     parser.add_argument("flags", nargs="*", help="further flags of `lrlhf fit`, after --")
     return parser.parse_args()
@@ -74,8 +77,18 @@ def _curves(folder: Path) -> list[Curve]:
     for name in PANELS:
         known = [row for row in rows if row.get(name)]
         steps = [int(row["step"]) + 1 for row in known]
-        curves.append(Curve(name, steps, [float(row[name]) for row in known]))
+        values = [float(row[name]) for row in known]
+        if name == "eval/score":
+            # loggers do not see the evaluation before training
+            steps, values = [0, *steps], [_start(folder), *values]
+        curves.append(Curve(name, steps, values))
     return curves
+
+
+def _start(folder: Path) -> float:
+    """Mean score of the untrained policy's answers."""
+    lines = (folder / "eval_scores_0.jsonl").read_text(encoding="utf-8").splitlines()
+    return statistics.fmean(json.loads(line)["score"] for line in lines)
 
 
 def _table(runs: dict[str, list[Curve]]) -> str:
