@@ -2,8 +2,8 @@
 
     python examples/hh_rlhf.py pairs.jsonl.gz --seeds 0 1 2
 
-It runs `lrlhf fit` with configs/reward_hh.yaml once and with configs/ppo_text.yaml per seed, and
-draws the curves of all seeds into runs/hh_curves.png. See docs/tutorial.md.
+It runs `lrlhf fit` with configs/reward_hh.yaml once and with configs/ppo_text.yaml per seed (further
+flags go to these), and draws the curves of all seeds into runs/hh_curves.png. See docs/tutorial.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from lrlhf.callbacks.panels import draw_panels
 from lrlhf.callbacks.reward_curve import Curve
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 REWARD = Path("runs/reward_hh/export/final")
 PANELS = (
     "rollout/score",
@@ -42,9 +42,10 @@ def main() -> None:
     if not (REWARD.exists() or options.draw):
         _fit("reward_hh.yaml", options.pairs, [])
     for seed in [] if options.draw else options.seeds:
-        own = [f"--seed_everything={seed}", f"--trainer.logger.init_args.name={_name(seed)}"]
-        _fit("ppo_text.yaml", options.pairs, [*own, *options.flags])
-    runs = {f"seed {seed}": _curves(Path("runs", _name(seed))) for seed in options.seeds}
+        reward = f"--model.rewards.functions.preference.source={REWARD.resolve()}"
+        flags = [f"--seed_everything={seed}", reward, *options.flags]
+        _fit("ppo_text.yaml", options.pairs, flags, folder=_folder(seed))
+    runs = {f"seed {seed}": _curves(_folder(seed) / "runs/ppo_text") for seed in options.seeds}
     draw_panels(Path("runs/hh_curves.png"), runs, targets={"kl/sequence": options.target})
     print(_table(runs))  # noqa: T201
     minutes = (time.monotonic() - start) / 60
@@ -57,21 +58,23 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--draw", action="store_true", help="only draw what was trained before")
     parser.add_argument("--target", type=float, default=1.5, help="the config's, to be drawn")
-    parser.add_argument("flags", nargs="*", help="further flags of `lrlhf fit`, after --")
-    return parser.parse_args()
+    options, options.flags = parser.parse_known_args()
+    return options
 
 
-def _name(seed: int) -> str:
-    return f"ppo_text_seed{seed}"
+def _folder(seed: int) -> Path:
+    """Where a seed's run puts its own ``runs/ppo_text``."""
+    return Path(f"runs/hh_seed_{seed}")
 
 
-def _fit(config: str, pairs: Path, flags: list[str]) -> None:
+def _fit(config: str, pairs: Path, flags: list[str], *, folder: Path = Path()) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "lrlhf", "fit", f"--config={CONFIGS / config}"]
-    subprocess.run([*command, f"--data.train={pairs}", *flags], check=True)
+    subprocess.run([*command, f"--data.train={pairs.resolve()}", *flags], check=True, cwd=folder)
 
 
 def _curves(folder: Path) -> list[Curve]:
-    with (folder / "metrics.csv").open(newline="", encoding="utf-8") as handle:
+    with (folder / "metrics/version_0/metrics.csv").open(newline="", encoding="utf-8") as handle:
         rows = list(csv.DictReader(handle))
     curves = []
     for name in PANELS:
