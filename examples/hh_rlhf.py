@@ -2,8 +2,9 @@
 
     python examples/hh_rlhf.py pairs.jsonl.gz --seeds 0 1 2
 
-It runs `lrlhf fit` with configs/reward_hh.yaml once and with configs/ppo_text.yaml per seed (further
-flags go to these), and draws the curves of all seeds into runs/hh_curves.png. See docs/tutorial.md.
+It runs `lrlhf fit` with configs/reward_hh.yaml once and with configs/ppo_text.yaml per seed
+(further flags go to these), and draws the curves of all seeds into runs/hh_curves.png. See
+docs/tutorial.md.
 """
 
 from __future__ import annotations
