@@ -31,15 +31,10 @@ def draw_panels(
         ValueError: No run has a value of any metric.
     """
     names = list(dict.fromkeys(curve.name for curves in runs.values() for curve in curves))
-    shown = {
-        name: [(run, curve.finite()) for run, curves in runs.items() for curve in curves]
-        for name in names
-    }
-    shown = {
-        name: [(run, curve) for run, curve in pairs if curve.name == name and curve.steps]
-        for name, pairs in shown.items()
-    }
-    shown = {name: pairs for name, pairs in shown.items() if pairs}
+    finite = [(run, curve.finite()) for run, curves in runs.items() for curve in curves]
+    drawable = [(run, curve) for run, curve in finite if curve.steps]
+    panels = {name: [pair for pair in drawable if pair[1].name == name] for name in names}
+    shown = {name: pairs for name, pairs in panels.items() if pairs}
     if not shown:
         raise ValueError(f"no run has a value of {', '.join(names) or 'any metric'} to draw")
     columns = min(3, len(shown))

@@ -17,7 +17,7 @@ from lrlhf.models.score_model import ScoreModel
 from lrlhf.models.scorers import HeadedBackbone, StockClassifier
 from lrlhf.models.sources import SourceError, cache_dir, resolve_source
 from lrlhf.models.tokenization import eos_token_ids, load_tokenizer
-from lrlhf.models.value import ValueModel, ValueNetwork, policy_value_head
+from lrlhf.models.value import ValueModel, ValueNetwork, new_value_head
 
 __all__ = [
     "CausalLM",
@@ -42,7 +42,7 @@ __all__ = [
     "frozen_reference",
     "load_tokenizer",
     "merged_state_dict",
-    "policy_value_head",
+    "new_value_head",
     "resolve_source",
     "save_model",
     "sequence_logprobs",

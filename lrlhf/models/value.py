@@ -88,7 +88,7 @@ class ValueModel(PretrainedSpec):
         if isinstance(reward, HeadedBackbone):
             return ValueNetwork(reward.backbone, self._head_of(reward))
         body = load_backbone(self, trainable=True, freeze=self.freeze)
-        head = _new_head(body, self.head)
+        head = new_value_head(body, self.head)
         weights = Path(resolve_source(self.source)) / _HEAD_WEIGHTS
         if weights.is_file():
             self._fill(head, weights)
@@ -113,7 +113,7 @@ class ValueModel(PretrainedSpec):
                 f"head is {self.head!r}, but the reward model {self.source!r} has heads of kind "
                 f"{reward.config.head!r}: make them equal"
             )
-        head = _new_head(reward.backbone, self.head)
+        head = new_value_head(reward.backbone, self.head)
         scores = reward.heads[name]
         head.copy_reward(scores)  # type: ignore[arg-type]
         return head
@@ -126,12 +126,8 @@ class ValueModel(PretrainedSpec):
         head.load_state_dict(weights)
 
 
-def policy_value_head(policy: PreTrainedModel | PeftModel, kind: HeadKind) -> ValueHead:
-    """Build a value head that reads a policy's own hidden states."""
-    return _new_head(policy, kind)
-
-
-def _new_head(model: PreTrainedModel | PeftModel, kind: HeadKind) -> ValueHead:
+def new_value_head(model: PreTrainedModel | PeftModel, kind: HeadKind) -> ValueHead:
+    """Build a value head that reads a model's hidden states."""
     plain = plain_model(model)
     size = int(plain.config.get_text_config().hidden_size)
     return ValueHead(size, HeadConfig(head=kind).head).to(plain.device)

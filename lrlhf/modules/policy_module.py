@@ -21,17 +21,12 @@ from lrlhf.models import (
     save_model,
 )
 from lrlhf.modules.batch_plan import BatchPlan, plan_batches
-from lrlhf.modules.checks import (
-    check_group_policy_options,
-    refuse_pure_low_precision,
-)
+from lrlhf.modules.checks import check_group_policy_options, refuse_pure_low_precision
 from lrlhf.modules.iteration import Iteration
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
 from lrlhf.modules.policy_experience import PolicyExperience
-from lrlhf.modules.policy_objective import (
-    trained_scores,
-)
+from lrlhf.modules.policy_objective import trained_scores
 from lrlhf.modules.replay import as_collected, check_stored
 from lrlhf.modules.rollout_metrics import (
     explained_variance,
@@ -50,7 +45,6 @@ from lrlhf.rollout import (
     Sampling,
     TransformersEngine,
     collect_different,
-    merge_collected,
 )
 from lrlhf.strategies import (
     Collectives,
@@ -279,10 +273,9 @@ class PolicyModule(PolicyExperience):
             drawn = collected
         else:
             filtered = self._draw_all(batch, collectives)
-            collected, filler = filtered.collected, filtered.filler
-            drawn = merge_collected(filtered.drawn)
+            collected, filler, drawn = filtered.collected, filtered.filler, filtered.drawn
             if self.dynamic_sampling is not None:
-                metrics.add("rollout/rounds", len(filtered.drawn), 1.0)
+                metrics.add("rollout/rounds", filtered.rounds, 1.0)
                 metrics.add("rollout/filler_fraction", filler.sum(), float(len(filler)))
                 for record, fills in zip(collected.records, filler.tolist(), strict=True):
                     record["filler"] = fills
@@ -297,7 +290,7 @@ class PolicyModule(PolicyExperience):
         if self.dynamic_sampling is None:
             collected = draw(batch, 0)
             nothing = torch.zeros_like(collected.rollout.truncated)
-            return Filtered(collected, nothing, [collected], len(batch))
+            return Filtered(collected, nothing, collected, 1, len(batch))
         return collect_different(
             batch,
             draw,

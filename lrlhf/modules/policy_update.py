@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import lightning as L
 import torch
@@ -129,26 +129,45 @@ class PolicyUpdate(L.LightningModule):
         if float(totals.tokens) == 0 and text is None:
             # a step without a gradient would still move the weights by the optimizer's momentum
             return
-        cuts = micro_batches(part, max_tokens=self.update.micro_batch_tokens)
-
-        def losses() -> Iterator[Tensor]:
-            for micro in cuts:
-                # a micro-batch holds its share of the step's loss: the shares add up to it
-                share = 1 / len(cuts) / collectives.world_size
-                yield self._policy_loss(micro, totals, metrics, share=share)[0]
-            if text is not None:
-                yield self._text_loss(text, metrics, collectives)
-
-        self._accumulate(losses(), len(cuts) + (text is not None), collectives)
+        self._accumulate(
+            part,
+            lambda micro, share: self._policy_loss(micro, totals, metrics, share=share)[0],
+            collectives,
+            text_loss=self._text_loss(text, metrics, collectives),
+        )
         self._step(0, "policy", self.update.max_grad_norm, metrics)
 
     def _totals(self, part: Experience, collectives: Collectives) -> Denominators:
         return Denominators(*collectives.sum(denominators(part).to(self.device)))
 
-    def _accumulate(self, losses: Iterator[Tensor], count: int, collectives: Collectives) -> None:
-        for index, loss in enumerate(losses):
-            # ranks' gradients are averaged, while the denominators already span all ranks
-            self._updater.backward(loss * collectives.world_size, last=index == count - 1)
+    def _accumulate(
+        self,
+        part: Experience,
+        loss_of: Callable[[Experience, float], Tensor],
+        collectives: Collectives,
+        *,
+        text_loss: Callable[[], Tensor] | None = None,
+    ) -> None:
+        """Add up the gradients of a minibatch.
+
+        Args:
+            part: The minibatch, cut into micro-batches here.
+            loss_of: A micro-batch's share of the step's loss, the shares adding up to it; gets the
+                micro-batch on the device and its weight in metrics that are means over them.
+            collectives: The ranks.
+            text_loss: A further share that no response belongs to.
+        """
+        cuts = micro_batches(part, max_tokens=self.update.micro_batch_tokens)
+        share = 1 / len(cuts) / collectives.world_size
+        for index, micro in enumerate(cuts):
+            last = text_loss is None and index == len(cuts) - 1
+            self._backward(loss_of(micro.to(self.device), share), collectives, last=last)
+        if text_loss is not None:
+            self._backward(text_loss(), collectives, last=True)
+
+    def _backward(self, loss: Tensor, collectives: Collectives, *, last: bool) -> None:
+        # ranks' gradients are averaged, while the denominators already span all ranks
+        self._updater.backward(loss * collectives.world_size, last=last)
 
     def _optimizer(self, index: int) -> LightningOptimizer:
         optimizers = self.optimizers()
@@ -181,7 +200,6 @@ class PolicyUpdate(L.LightningModule):
         share: float,
         value_head: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, SequenceOutputs]:
-        micro = micro.to(self.device)
         out = sequence_outputs(
             self.policy,
             micro,
@@ -216,14 +234,21 @@ class PolicyUpdate(L.LightningModule):
         return loss, out
 
     def _text_loss(
-        self, text: SequenceBatch, metrics: MetricSums, collectives: Collectives
-    ) -> Tensor:
-        text = text.to(self.device)
-        tokens = collectives.sum(text.response_mask.sum().float()).clamp(min=1)
-        logprobs = sequence_logprobs(self.policy, text, chunk_size=self.update.logprob_chunk)
-        loss = -logprobs.sum() / tokens
-        metrics.add("policy/pretraining_loss", loss, 1 / collectives.world_size)
-        return self.update.pretraining_coef * loss
+        self, text: SequenceBatch | None, metrics: MetricSums, collectives: Collectives
+    ) -> Callable[[], Tensor] | None:
+        """Return the loss of the pretraining texts, to be computed in its turn."""
+        if text is None:
+            return None
+        texts = text.to(self.device)
+
+        def compute() -> Tensor:
+            tokens = collectives.sum(texts.response_mask.sum().float()).clamp(min=1)
+            logprobs = sequence_logprobs(self.policy, texts, chunk_size=self.update.logprob_chunk)
+            loss = -logprobs.sum() / tokens
+            metrics.add("policy/pretraining_loss", loss, 1 / collectives.world_size)
+            return self.update.pretraining_coef * loss
+
+        return compute
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._updater.before_step(optimizer)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.plugins import MixedPrecision
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -16,10 +14,11 @@ from lrlhf.models import (
     ValueHead,
     ValueModel,
     ValueNetwork,
-    policy_value_head,
+    new_value_head,
     sequence_values,
 )
 from lrlhf.models.output_head import plain_model
+from lrlhf.modules.checks import uses_loss_scaler
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.optimizers import OptimizerAndScheduler
 from lrlhf.modules.policy_experience import OldOutputs
@@ -28,7 +27,6 @@ from lrlhf.modules.policy_objective import Denominators, value_loss
 from lrlhf.modules.rollout_metrics import measure_critic, measure_values
 from lrlhf.modules.settings import Advantage, Critic, Update
 from lrlhf.rewards import Rewards
-from lrlhf.rollout import micro_batches
 from lrlhf.strategies import Collectives, waits_for_every_parameter
 from lrlhf.types import Experience, Rollout, SequenceBatch
 
@@ -85,7 +83,7 @@ class PPO(PolicyModule):
             return None, None
         model = critic.model
         if model is None:
-            return None, policy_value_head(self.policy, critic.head)
+            return None, new_value_head(self.policy, critic.head)
         if isinstance(model, str):
             model = ValueModel(source=model, head=critic.head)
         network = model.load() if isinstance(model, ValueModel) else model
@@ -129,9 +127,7 @@ class PPO(PolicyModule):
                 "waits for the gradients of all parameters in each: use trainer.strategy: "
                 "ddp_find_unused_parameters_true"
             )
-        plugin = self.trainer.precision_plugin
-        scales = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
-        if stage == "fit" and self.value_head is not None and scales:
+        if stage == "fit" and self.value_head is not None and uses_loss_scaler(self.trainer):
             raise ValueError(
                 "trainer.precision 16-mixed scales the losses of actor and critic together, but "
                 "unscales them apart, which a head on the policy's backbone does not allow; use "
@@ -195,16 +191,11 @@ class PPO(PolicyModule):
         totals = self._totals(part, collectives)
         if float(totals.valued) == 0:
             return
-        cuts = micro_batches(part, max_tokens=self.update.micro_batch_tokens)
 
-        def losses() -> Iterator[Tensor]:
-            for micro in cuts:
-                share = 1 / len(cuts) / collectives.world_size
-                on_device = micro.to(self.device)
-                values = self._values(on_device)
-                yield self._value_loss(values, on_device, totals, metrics, share=share)
+        def loss_of(micro: Experience, share: float) -> Tensor:
+            return self._value_loss(self._values(micro), micro, totals, metrics, share=share)
 
-        self._accumulate(losses(), len(cuts), collectives)
+        self._accumulate(part, loss_of, collectives)
         self._step(1, "value", self.critic_settings.max_grad_norm, metrics)
 
     def _values(self, micro: Experience) -> Tensor:
@@ -241,24 +232,18 @@ class PPO(PolicyModule):
         totals = self._totals(part, collectives)
         if float(totals.tokens) == 0 and text is None:
             return
-        cuts = micro_batches(part, max_tokens=self.update.micro_batch_tokens)
         frozen = self._is_frozen(1) or float(totals.valued) == 0
 
-        def losses() -> Iterator[Tensor]:
-            for micro in cuts:
-                share = 1 / len(cuts) / collectives.world_size
-                loss, out = self._policy_loss(
-                    micro, totals, metrics, share=share, value_head=self._read_backbone
-                )
-                assert out.values is not None
-                value = self._value_loss(
-                    out.values, micro.to(self.device), totals, metrics, share=share
-                )
-                yield loss if frozen else loss + value
-            if text is not None:
-                yield self._text_loss(text, metrics, collectives)
+        def loss_of(micro: Experience, share: float) -> Tensor:
+            loss, out = self._policy_loss(
+                micro, totals, metrics, share=share, value_head=self._read_backbone
+            )
+            assert out.values is not None
+            value = self._value_loss(out.values, micro, totals, metrics, share=share)
+            return loss if frozen else loss + value
 
-        self._accumulate(losses(), len(cuts) + (text is not None), collectives)
+        text_loss = self._text_loss(text, metrics, collectives)
+        self._accumulate(part, loss_of, collectives, text_loss=text_loss)
         self._step(0, "policy", self.update.max_grad_norm, metrics)
         if not frozen:
             self._step(1, "value", self.critic_settings.max_grad_norm, metrics)

@@ -22,8 +22,9 @@ class Filtered(NamedTuple):
     collected: Collected
     filler: Bool[Tensor, " B"]
     """Rows of groups that only fill the batch: all their scores are equal."""
-    drawn: list[Collected]
-    """Everything that was drawn, round by round."""
+    drawn: Collected
+    """Everything that was drawn."""
+    rounds: int
     used: int
     """Prompts that were answered."""
 
@@ -67,7 +68,8 @@ def collect_different(
     rows = torch.tensor([g * num_generations + i for g in chosen for i in range(num_generations)])
     device = drawn[0].rollout.input_ids.device
     filler = torch.arange(wanted * num_generations, device=device) >= len(first) * num_generations
-    return Filtered(select_collected(merge_collected(drawn), rows), filler, drawn, used)
+    everything = merge_collected(drawn)
+    return Filtered(select_collected(everything, rows), filler, everything, len(drawn), used)
 
 
 def groups_differ(scores: Float[Tensor, " B"], num_generations: int) -> Bool[Tensor, " P"]:

@@ -30,7 +30,6 @@ def head(size: int = 16, kind: str = "linear") -> ValueHead:
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_a_value_reads_what_stands_before_its_token(build, kind: str) -> None:
     model, batch = seeded(build), right_padded([9, 6])
-    values = sequence_values(model, head(kind=kind), batch)
     made = head(kind=kind)
     values = sequence_values(model, made, batch)
     for row in range(2):
