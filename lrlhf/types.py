@@ -133,6 +133,8 @@ class Rollout(SequenceBatch):
     """The length limit came before an end-of-sequence token."""
     kept_mass: Float[Tensor, "B T"] | None = None
     """Probability that top_p, top_k and min_p left at each token; None: nothing was cut off."""
+    weight_version: Int[Tensor, " B"] | None = None
+    """Training iterations behind the weights that drew each response; None: the policy's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +168,8 @@ class Experience(Rollout):
     """The response tokens that are trained on; a response left out as a whole has none."""
     counted: Bool[Tensor, " B"]
     """The rows that count in means over sequences."""
+    importance_weights: Float[Tensor, "B T"] | None = None
+    """What each token's policy loss is multiplied by, 1 outside the response; None: 1."""
     selected: Bool[Tensor, "B T"] | None = None
     """Tokens that the policy loss is restricted to; None: all of ``loss_mask``."""
     ref_logprobs: Float[Tensor, "B T"] | None = None

@@ -9,6 +9,7 @@ from lrlhf.callbacks.kl_control import KLControl
 from lrlhf.callbacks.progress import PhaseProgress
 from lrlhf.callbacks.rollout_log import RolloutLog
 from lrlhf.callbacks.run_report import RunReport
+from lrlhf.callbacks.vllm_weight_sync import VLLMWeightSync
 
 __all__ = [
     "EMA",
@@ -20,6 +21,7 @@ __all__ = [
     "RLCheckpoint",
     "RolloutLog",
     "RunReport",
+    "VLLMWeightSync",
     "atomic_folder",
     "atomic_write",
     "output_folder",

@@ -21,8 +21,8 @@ class EMA(L.Callback):
 
     It covers what receives gradients, so of a LoRA policy only the adapter. The averaged weights
     stand in for the trained ones during validation and, with ``HFExport(use_ema=True)``, in
-    exports; checkpoints hold both. An engine with a copy of the weights of its own does not see
-    the stand-in.
+    exports; checkpoints hold both. `VLLMWeightSync` passes the stand-in on to an engine that has a
+    copy of the weights.
 
     Args:
         decay: Share of the old average that an update keeps.
@@ -61,6 +61,11 @@ class EMA(L.Callback):
     def shadows(self) -> dict[str, Tensor]:
         """The averages by role and name, such as ``policy.model.norm.weight``."""
         return self._shadows
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether the averaged weights are in the module at the moment."""
+        return bool(self._replaced)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._shadows:

@@ -131,6 +131,11 @@ class TrainLoader(Generic[RowT, BatchT]):
                 left -= 1
                 yield batch if self._extend is None else self._extend(batch, number)
 
+    def upcoming(self) -> BatchT:
+        """Return the batch that comes next, and leave the position where it is."""
+        batch = self._fetching.collate([self._rows[row] for row in self._rest_of_epoch()[0]])
+        return batch if self._extend is None else self._extend(batch, self._done)
+
     def _rest_of_epoch(self) -> list[list[int]]:
         epoch, first = divmod(self._done, self._size)
         order = self._order.epoch(epoch)

@@ -1,7 +1,7 @@
 """How a policy, a reference and a reward model come to be, and what they say about tokens."""
 
 from lrlhf.models.experts import check_has_experts
-from lrlhf.models.export import merged_state_dict, save_model
+from lrlhf.models.export import merged_state_dict, merged_weights, save_model, skeleton_of
 from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead
 from lrlhf.models.loading import CausalLM, LoRA, PretrainedSpec
 from lrlhf.models.logprobs import (
@@ -10,7 +10,7 @@ from lrlhf.models.logprobs import (
     sequence_outputs,
     sequence_values,
 )
-from lrlhf.models.output_head import check_output_head
+from lrlhf.models.output_head import check_output_head, plain_model
 from lrlhf.models.reference import ReferencePolicy, frozen_reference
 from lrlhf.models.reward import RewardNetwork
 from lrlhf.models.score_model import ScoreModel
@@ -42,10 +42,13 @@ __all__ = [
     "frozen_reference",
     "load_tokenizer",
     "merged_state_dict",
+    "merged_weights",
     "new_value_head",
+    "plain_model",
     "resolve_source",
     "save_model",
     "sequence_logprobs",
     "sequence_outputs",
     "sequence_values",
+    "skeleton_of",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -66,18 +67,32 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         ValueError: It has adapters of another kind than LoRA.
     """
+    return dict(merged_weights(model))
+
+
+def merged_weights(model: nn.Module, *, tied_once: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Go through what `merged_state_dict` returns; merged layers exist one at a time.
+
+    Args:
+        model: See there.
+        tied_once: Leave out further names of a tensor that came before.
+    """
     changed: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside_another = any(name.startswith(f"{outer}.") for outer in changed)
         if not inside_another and _differs_when_saved(module):
             changed[name] = module
     prefixes = tuple(f"{name}." for name in changed)
-    merged = {
-        key: tensor for key, tensor in model.state_dict().items() if not key.startswith(prefixes)
-    }
+    seen: set[int] = set()
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        if key.startswith(prefixes) or (tied_once and id(tensor) in seen):
+            continue
+        seen.add(id(tensor))
+        yield key, tensor.detach()
     for name, module in changed.items():
-        merged.update({f"{name}.{key}": tensor for key, tensor in _as_saved(module).items()})
-    return merged
+        with torch.no_grad():
+            parts = _as_saved(module)
+        yield from ((f"{name}.{key}", tensor) for key, tensor in parts.items())
 
 
 def _differs_when_saved(module: nn.Module) -> bool:

@@ -1,5 +1,6 @@
 """From prompts to experience: engines, sampling, records, minibatches."""
 
+from lrlhf.rollout.ahead import RolloutAhead
 from lrlhf.rollout.collector import Collected, Collector
 from lrlhf.rollout.dynamic_sampling import (
     Filtered,
@@ -24,17 +25,29 @@ from lrlhf.rollout.records import (
 )
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.storage import load_rollout, save_rollout
+from lrlhf.rollout.synced_engine import EngineFailure, ProbeGap, SyncedEngine, SyncReport
 from lrlhf.rollout.transformers_engine import TransformersEngine
+from lrlhf.rollout.vllm import VLLMEngine, VLLMServerEngine
+from lrlhf.rollout.weights import PolicyWeights, WeightSyncError
 
 __all__ = [
     "Collected",
     "Collector",
+    "EngineFailure",
     "Filtered",
+    "PolicyWeights",
+    "ProbeGap",
     "Response",
+    "RolloutAhead",
     "RolloutEngine",
     "RolloutListener",
     "Sampling",
+    "SyncReport",
+    "SyncedEngine",
     "TransformersEngine",
+    "VLLMEngine",
+    "VLLMServerEngine",
+    "WeightSyncError",
     "assemble_rollout",
     "collect_different",
     "completions_for_rewards",

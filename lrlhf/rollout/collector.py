@@ -62,16 +62,30 @@ class Collector:
             rollout = self._engine.generate(
                 prompts, sampling, num_generations=num_generations, seeds=seeds
             )
+        return self.score(prompts, rollout, sampling, step=step, phase=phase)
+
+    def score(
+        self,
+        prompts: PromptBatch,
+        rollout: Rollout,
+        sampling: Sampling,
+        *,
+        step: int,
+        phase: Callable[[str], AbstractContextManager[None]],
+    ) -> Collected:
+        """Score responses that were drawn; see `collect`."""
+        num_generations = len(rollout) // len(prompts)
+        rows = range(len(rollout))
         with phase("reward"):
             ids = response_ids(rollout)
             texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
             rewards = self._rewards.score(
-                prompts=[prompts.prompts[row // num_generations] for row in range(len(seeds))],
+                prompts=[prompts.prompts[row // num_generations] for row in rows],
                 completions=completions_for_rewards(
                     prompts, texts, num_generations=num_generations
                 ),
                 completion_ids=ids,
-                columns=[prompts.columns[row // num_generations] for row in range(len(seeds))],
+                columns=[prompts.columns[row // num_generations] for row in rows],
             )
         records = rollout_records(
             prompts, rollout, texts, rewards, tokenizer=self._tokenizer, step=step

@@ -18,6 +18,9 @@ from lrlhf.types import PromptBatch, Rollout
 class RolloutEngine(Protocol):
     """Draws responses. Token ids go in and come out; text is never tokenised again."""
 
+    exact: bool
+    """Whether its log-probabilities are the policy's own, up to rounding."""
+
     def attach(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
         """Get to know the policy before the first call of ``generate``."""
         ...
@@ -44,6 +47,10 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Give back what it holds; ``generate`` may start it again."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
@@ -60,7 +67,12 @@ class Response:
 
 
 def assemble_rollout(
-    prompts: PromptBatch, responses: Sequence[Response], *, num_generations: int, pad_id: int
+    prompts: PromptBatch,
+    responses: Sequence[Response],
+    *,
+    num_generations: int,
+    pad_id: int,
+    weight_version: int | None = None,
 ) -> Rollout:
     """Put prompts and responses into right-padded rows.
 
@@ -69,6 +81,7 @@ def assemble_rollout(
         responses: ``U * num_generations`` responses, those of one prompt consecutive.
         num_generations: Responses per prompt.
         pad_id: What fills the rows; it may equal an end-of-sequence id.
+        weight_version: Of the weights that drew them; None: the policy's own.
 
     Returns:
         `[U * num_generations, T]` rows with T the longest prompt and response together.
@@ -103,4 +116,30 @@ def assemble_rollout(
         kept_mass=pad_sequence(masses, batch_first=True, padding_value=1.0) if masses else None,
         group_ids=torch.arange(len(rows), device=device) // num_generations,
         truncated=torch.tensor([response.truncated for response in responses], device=device),
+        weight_version=None
+        if weight_version is None
+        else torch.full((len(rows),), weight_version, device=device),
     )
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return what rows are padded with.
+
+    Raises:
+        ValueError: The tokenizer has no pad token.
+    """
+    if tokenizer.pad_token_id is None:
+        raise ValueError("the tokenizer has no pad token; set tokenizer.pad_token")
+    return int(tokenizer.pad_token_id)
+
+
+def check_seeds(seeds: Sequence[int], prompts: PromptBatch, num_generations: int) -> None:
+    """Check that there is one seed per response.
+
+    Raises:
+        ValueError: There is not.
+    """
+    if len(seeds) != len(prompts) * num_generations:
+        raise ValueError(
+            f"{len(seeds)} seeds for {len(prompts)} prompts x {num_generations} generations"
+        )

@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 class RolloutListener:
     """Callbacks that derive from it are told the phase and the rollout of every iteration.
 
-    Both methods do nothing by default: override what you need.
+    The methods do nothing by default: override what you need.
     """
 
+    def on_weights_needed(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Hear that an engine with a copy of the weights is about to draw responses."""
+
     def on_phase(self, phase: str) -> None:
-        """Hear that ``phase`` begins: generate, reward, logprob, update; an empty name ends it."""
+        """Hear that ``phase`` begins (sync, generate, reward, logprob, update); empty: it ends."""
 
     def on_rollout(
         self,
@@ -36,6 +39,7 @@ class RolloutListener:
             records: One JSON-ready line per row, in the order of ``experience``: ``step``,
                 ``group``, ``prompt``, ``completion``, ``token_ids``, ``score``, ``rewards`` by
                 name, ``advantage`` (of the first response token), ``length``, ``finish_reason``
-                (``stop`` or ``length``), ``columns``, ``extras``, ``temperature`` (of the
-                sampling), and ``filler`` where dynamic sampling found too few groups.
+                (``stop`` or ``length``), ``weight_version`` (iterations behind the weights that
+                drew it), ``columns``, ``extras``, ``temperature`` (of the sampling), and
+                ``filler`` where dynamic sampling found too few groups.
         """

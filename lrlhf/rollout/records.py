@@ -74,6 +74,9 @@ def rollout_records(
                 },
                 "length": len(token_ids),
                 "finish_reason": "length" if bool(rollout.truncated[row]) else "stop",
+                "weight_version": step
+                if rollout.weight_version is None
+                else int(rollout.weight_version[row]),
                 "columns": plain_json(prompts.columns[group]),
                 "extras": {
                     name: plain_json(values[row]) for name, values in rewards.extras.items()

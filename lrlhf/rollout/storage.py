@@ -21,11 +21,11 @@ FORMAT = "lrlhf-rollout-1"
 
 _NAME = re.compile(r"step_(\d+)\.rank_(\d+)\.safetensors")
 _TENSORS = tuple(field.name for field in fields(Rollout))
-_OPTIONAL = ("kept_mass",)
+_OPTIONAL = ("kept_mass", "weight_version")
 _PER_TOKEN = ("attention_mask", "response_mask", "sampling_logprobs", "kept_mass")
-_PER_ROW = ("group_ids", "truncated", "scores")
+_PER_ROW = ("group_ids", "truncated", "scores", "weight_version")
 _BOOL = ("attention_mask", "response_mask", "truncated")
-_WHOLE = ("input_ids", "group_ids")
+_WHOLE = ("input_ids", "group_ids", "weight_version")
 
 
 class RolloutFile(NamedTuple):

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from lrlhf.models import eos_token_ids
-from lrlhf.rollout.engine import Response, assemble_rollout
+from lrlhf.rollout.engine import Response, assemble_rollout, check_seeds, pad_token_id
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import PromptBatch, Rollout
 
@@ -44,6 +44,8 @@ class TransformersEngine:
         share_prompts: Compute the prompt once per group. Off, every response computes its own,
             for models whose cache cannot be copied.
     """
+
+    exact = True
 
     def __init__(self, max_batch_size: int | None = None, share_prompts: bool = True) -> None:
         if max_batch_size is not None and max_batch_size < 1:
@@ -68,10 +70,7 @@ class TransformersEngine:
     ) -> Rollout:
         if self._policy is None or self._tokenizer is None:
             raise RuntimeError("TransformersEngine.attach has not been called")
-        if len(seeds) != len(prompts) * num_generations:
-            raise ValueError(
-                f"{len(seeds)} seeds for {len(prompts)} prompts x {num_generations} generations"
-            )
+        check_seeds(seeds, prompts, num_generations)
         groups_at_once = len(prompts)
         if self.max_batch_size is not None:
             groups_at_once = self.max_batch_size // num_generations
@@ -82,7 +81,7 @@ class TransformersEngine:
                     f"{num_generations}"
                 )
         responses: list[Response] = []
-        with _evaluating(self._policy), _cached_autocast(prompts.input_ids.device):
+        with evaluating(self._policy), _cached_autocast(prompts.input_ids.device):
             for start in range(0, len(prompts), groups_at_once):
                 rows = torch.arange(start, min(start + groups_at_once, len(prompts)))
                 part = seeds[start * num_generations :][: len(rows) * num_generations]
@@ -91,8 +90,11 @@ class TransformersEngine:
             prompts,
             responses,
             num_generations=num_generations,
-            pad_id=_pad_id(self._tokenizer),
+            pad_id=pad_token_id(self._tokenizer),
         )
+
+    def close(self) -> None:
+        """Hold nothing, so give nothing back."""
 
     def _respond(
         self, prompts: PromptBatch, sampling: Sampling, num_generations: int, seeds: Sequence[int]
@@ -111,7 +113,7 @@ class TransformersEngine:
             sequences = model.generate(  # type: ignore[operator]
                 input_ids=input_ids.repeat_interleave(num_generations, dim=0),
                 attention_mask=mask.repeat_interleave(num_generations, dim=0),
-                generation_config=_plain_config(sampling, eos, _pad_id(self._tokenizer)),
+                generation_config=_plain_config(sampling, eos, pad_token_id(self._tokenizer)),
                 logits_processor=LogitsProcessorList([drawer]),
                 stopping_criteria=StoppingCriteriaList([ending]),
                 past_key_values=cache,
@@ -271,7 +273,8 @@ def _own_generation_config(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _evaluating(policy: nn.Module) -> Iterator[None]:
+def evaluating(policy: nn.Module) -> Iterator[None]:
+    """Switch dropout off for the duration of the block, module by module."""
     training = [module for module in policy.modules() if module.training]
     policy.eval()
     try:
@@ -307,9 +310,3 @@ def _generator(policy: nn.Module) -> PreTrainedModel:
             f"TransformersEngine needs a transformers model, got {type(model).__name__}"
         )
     return model
-
-
-def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    if tokenizer.pad_token_id is None:
-        raise ValueError("the tokenizer has no pad token; set tokenizer.pad_token")
-    return int(tokenizer.pad_token_id)

@@ -36,6 +36,11 @@ class Collectives:
         """Take the largest ``value`` of the ranks, elementwise."""
         return self._reduce(value, "max")
 
+    def any(self, condition: bool) -> bool:
+        """Tell whether a condition holds on any rank."""
+        device = self.trainer.strategy.root_device
+        return bool(self.max(torch.tensor(float(condition), device=device)))
+
     def union(self, names: Iterable[str]) -> list[str]:
         """Collect the names that any rank knows, in the same order everywhere."""
         known: list[set[str] | None] = [set(names)]

@@ -1,0 +1,140 @@
+"""The policy's weights in an engine that has a copy of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+
+from lrlhf.callbacks.ema import EMA
+from lrlhf.modules import PolicyModule
+from lrlhf.rollout import RolloutListener, SyncedEngine, WeightSyncError
+from lrlhf.types import Experience
+
+logger = logging.getLogger(__name__)
+
+_FLOAT32_GAP = 1e-4
+_LOW_PRECISION_GAP = 0.2
+
+
+class VLLMWeightSync(RolloutListener, L.Callback):
+    """Pushes the policy into `VLLMEngine` or `VLLMServerEngine` before responses are drawn.
+
+    A push happens when the engine's weights are older than the policy's: after every update, on a
+    resume, after the engine had to be started again, and for a validation with averaged weights
+    (`EMA`). Each push compares a fingerprint of every weight on both sides; on a schedule the
+    log-probabilities of a few tokens are compared too, which also shows weights that arrived but
+    are not computed with, and states of older weights in the prefix cache.
+
+    Args:
+        every_n_steps: Iterations between two pushes; above 1 the responses come from an older
+            policy, for which ``importance_sampling`` corrects. Validation always sees the present
+            weights.
+        probe_every: Pushes between two comparisons of log-probabilities; the first two pushes of a
+            run always have one. 0: never.
+        tolerance: Largest mean difference of log-probabilities, in nats. None: 1e-4 for a float32
+            engine, 0.2 for one in 16 bits, which rounds that much.
+
+    Raises:
+        ValueError: An option is out of range, or the module's engine has no weights of its own.
+        WeightSyncError: Engine and policy differ; names the first wrong weight.
+    """
+
+    def __init__(
+        self, every_n_steps: int = 1, probe_every: int = 10, tolerance: float | None = None
+    ) -> None:
+        if every_n_steps < 1:
+            raise ValueError(
+                f"VLLMWeightSync every_n_steps is {every_n_steps}; it must be 1 or more"
+            )
+        if probe_every < 0:
+            raise ValueError(f"VLLMWeightSync probe_every is {probe_every}; it must be 0 or more")
+        if tolerance is not None and tolerance <= 0:
+            raise ValueError(f"VLLMWeightSync tolerance is {tolerance}; it must be above 0")
+        self.every_n_steps = every_n_steps
+        self.probe_every = probe_every
+        self.tolerance = tolerance
+        self._pushes = 0
+        self._averaged = False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if not isinstance(pl_module, PolicyModule):
+            raise ValueError(
+                f"VLLMWeightSync needs a module with a rollout engine (PPO, RLOO), and "
+                f"{type(pl_module).__name__} has none: drop the callback"
+            )
+        if not isinstance(pl_module.engine, SyncedEngine):
+            raise ValueError(
+                f"VLLMWeightSync has nothing to do: model.engine is "
+                f"{type(pl_module.engine).__name__}, which generates with the policy itself. Drop "
+                "the callback, or set model.engine to lrlhf.rollout.VLLMEngine"
+            )
+        self._pushes = 0
+        # a run that broke off may have left the engine with weights of any step
+        pl_module.engine.version = None
+
+    def on_weights_needed(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Push, if the engine's weights are not those that responses are to be drawn with."""
+        engine = _engine(module)
+        averaged = any(
+            isinstance(callback, EMA) and callback.stands_in
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+        )
+        step = trainer.global_step
+        if engine.version is not None and averaged == self._averaged:
+            due = self.every_n_steps if trainer.training else 1
+            if step - engine.version < due:
+                return
+        report = engine.push(step)
+        self._averaged = averaged
+        self._pushes += 1
+        if report.restarts:
+            logger.warning("the engine was started %d times during a push", report.restarts)
+        if self.probe_every and (self._pushes <= 2 or self._pushes % self.probe_every == 0):
+            self._probe(engine)
+
+    def on_rollout(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        experience: Experience,
+        records: Sequence[dict[str, Any]],
+    ) -> None:
+        """Make sure that no response is older than it may be."""
+        # stored rollouts are as old as they are
+        if experience.weight_version is None or "stored_step" in records[0]:
+            return
+        allowed = self.every_n_steps - 1 + _policy_module(module).rollout_ahead
+        age = trainer.global_step - int(experience.weight_version.min())
+        if not 0 <= age <= allowed:
+            raise WeightSyncError(
+                f"a response was drawn with weights {age} iterations old, and at most {allowed} "
+                "are allowed (every_n_steps of VLLMWeightSync, rollout_ahead)"
+            )
+
+    def _probe(self, engine: SyncedEngine) -> None:
+        limit = self.tolerance
+        if limit is None:
+            limit = _FLOAT32_GAP if engine.dtype == torch.float32 else _LOW_PRECISION_GAP
+        gap = engine.probe()
+        if not gap.mean <= limit:
+            raise WeightSyncError(
+                "every weight arrived in the engine, but its log-probabilities differ from the "
+                f"policy's by {gap.mean:.3g} nats on average ({gap.max:.3g} at most, VLLMWeightSync"
+                f".tolerance is {limit:g}): it computes with other weights than it was given, or "
+                "with cached states of older ones"
+            )
+
+
+def _policy_module(module: L.LightningModule) -> PolicyModule:
+    assert isinstance(module, PolicyModule)
+    return module
+
+
+def _engine(module: L.LightningModule) -> SyncedEngine:
+    engine = _policy_module(module).engine
+    assert isinstance(engine, SyncedEngine)
+    return engine

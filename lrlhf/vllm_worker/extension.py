@@ -1,0 +1,74 @@
+"""The methods that a vLLM worker gets through ``worker_extension_cls``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from lrlhf.vllm_worker.fingerprint import fingerprint
+from lrlhf.vllm_worker.stream import receive
+
+
+class WeightReceiver:
+    """Loads the trainer's weights into a running engine, in one call between two steps.
+
+    vLLM mixes it into its worker class, which has ``device``, ``model_runner``, ``vllm_config``
+    and ``reload_weights``.
+    """
+
+    device: Any
+    model_runner: Any
+    vllm_config: Any
+    reload_weights: Any
+
+    def lrlhf_describe(self) -> dict[str, Any]:
+        """Tell the trainer what it needs to know of this engine."""
+        model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
+        parallel = self.vllm_config.parallel_config
+        served = model.served_model_name
+        return {
+            "model": served[0] if isinstance(served, list) else served or model.model,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "max_model_len": int(model.max_model_len),
+            "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
+            "prefix_caching": bool(cache.enable_prefix_caching),
+            "workers": int(parallel.world_size * parallel.data_parallel_size),
+        }
+
+    def lrlhf_receive(self, host: str, port: str, token: str, timeout: str) -> dict[str, str]:
+        """Load weights from a `lrlhf.vllm_worker.stream.Sender`; see `lrlhf_load`."""
+        return self.lrlhf_load(receive(host, int(port), token, timeout=float(timeout)))
+
+    def lrlhf_load(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+        """Load named tensors.
+
+        Returns:
+            The fingerprint of every tensor as it arrived, by name; as text, which survives JSON.
+        """
+        seen: dict[str, str] = {}
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                seen[name] = str(fingerprint(tensor))
+                yield name, tensor
+
+        self.reload_weights(weights_iterator=noted())
+        if self.device.type == "cpu":
+            _repack(self.model_runner.get_model())
+        return seen
+
+
+def _repack(model: nn.Module) -> None:
+    """Build the CPU kernels' own copy of weights that a reload left behind.
+
+    vLLM keeps Linear weights packed for its CPU kernels. Reloading packs them anew, except those
+    of an output layer that is tied to the embedding, which would go on computing with the old ones
+    (vLLM 0.27 to 0.32).
+    """
+    module: Any
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.numel() > 0 and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)

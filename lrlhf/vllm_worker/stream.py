@@ -1,0 +1,170 @@
+"""Weights over a socket, bucket by bucket, so that no side holds a second copy of the model.
+
+A message is its length in 8 bytes and then that many bytes; length 0 ends the stream. Buckets are
+safetensors, which cannot carry code. The receiver connects and shows a token first.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+BUCKET_BYTES = 64 * 2**20
+_LENGTH = struct.Struct(">Q")
+_LONGEST_TOKEN = 4096
+_TOKEN_SECONDS = 5.0
+
+
+class StreamError(ConnectionError):
+    """The other side went away, took too long, or is not who it should be."""
+
+
+def buckets(
+    tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int = BUCKET_BYTES
+) -> Iterator[dict[str, Tensor]]:
+    """Group named tensors into buckets; one that is larger has a bucket of its own."""
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if bucket and size + nbytes > max_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += nbytes
+    if bucket:
+        yield bucket
+
+
+class Sender:
+    """Listens on a free port until ``receivers`` workers have come, and sends to all of them.
+
+    Args:
+        host: Address to listen on.
+        receivers: Workers to wait for.
+        timeout: Seconds that a worker may take to come, or to take a bucket.
+    """
+
+    def __init__(self, host: str, *, receivers: int, timeout: float) -> None:
+        self.token = secrets.token_hex(32)
+        self._receivers = receivers
+        self._timeout = timeout
+        self._listener = socket.create_server((host, 0), backlog=receivers)
+        self.port: int = self._listener.getsockname()[1]
+        self._sockets: list[socket.socket] = []
+
+    def __enter__(self) -> Sender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in (*self._sockets, self._listener):
+            connection.close()
+
+    def send(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        give_up: Callable[[], bool] = lambda: False,
+        max_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Send every tensor to every worker.
+
+        Args:
+            tensors: Named tensors; each is asked for when the ones before it are on their way.
+            give_up: Tells that no worker will come, looked at while waiting for them.
+            max_bytes: Largest bucket.
+
+        Raises:
+            StreamError: A worker did not come, or went away.
+        """
+        self._accept(give_up)
+        try:
+            for bucket in buckets(tensors, max_bytes=max_bytes):
+                data = save({name: _copy(tensor) for name, tensor in bucket.items()})
+                self._send(_LENGTH.pack(len(data)), data)
+            self._send(_LENGTH.pack(0))
+        except OSError as error:
+            raise StreamError(f"a vLLM worker stopped taking weights ({error})") from error
+
+    def _send(self, *parts: bytes) -> None:
+        for connection in self._sockets:
+            for part in parts:
+                connection.sendall(part)
+
+    def _accept(self, give_up: Callable[[], bool]) -> None:
+        self._listener.settimeout(0.1)
+        waited = 0.0
+        while len(self._sockets) < self._receivers:
+            if give_up() or waited > self._timeout:
+                raise StreamError(
+                    f"{len(self._sockets)} of {self._receivers} vLLM workers came for the weights"
+                )
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                waited += 0.1
+                continue
+            if self._shows_token(connection):
+                connection.settimeout(self._timeout)
+                self._sockets.append(connection)
+            else:
+                connection.close()
+
+    def _shows_token(self, connection: socket.socket) -> bool:
+        connection.settimeout(min(self._timeout, _TOKEN_SECONDS))
+        try:
+            shown = _receive(connection, _read_length(connection, _LONGEST_TOKEN))
+        except OSError:
+            # a stranger who says something else, or nothing, keeps no worker out
+            return False
+        return secrets.compare_digest(bytes(shown), self.token.encode())
+
+
+def receive(host: str, port: int, token: str, *, timeout: float) -> Iterator[tuple[str, Tensor]]:
+    """Connect to a `Sender`, and go through what it sends.
+
+    Raises:
+        StreamError: The sender went away before its end mark, or took longer than ``timeout``
+            seconds for a bucket.
+    """
+    try:
+        with socket.create_connection((host, port), timeout=timeout) as connection:
+            connection.sendall(_LENGTH.pack(len(token)) + token.encode())
+            while size := _read_length(connection):
+                yield from load(bytes(_receive(connection, size))).items()
+    except StreamError:
+        raise
+    except TimeoutError as error:
+        raise StreamError(f"no weights came for {timeout:g} s") from error
+    except OSError as error:
+        raise StreamError(f"the sender of weights is gone ({error})") from error
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    # safetensors refuses tensors that share memory, as views and tied weights do
+    layout = torch.contiguous_format
+    return tensor.detach().to("cpu", copy=True, memory_format=layout)
+
+
+def _read_length(connection: socket.socket, longest: int | None = None) -> int:
+    size: int = _LENGTH.unpack(_receive(connection, _LENGTH.size))[0]
+    if longest is not None and size > longest:
+        raise StreamError("the first message is no token")
+    return size
+
+
+def _receive(connection: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = connection.recv_into(view)
+        if count == 0:
+            raise StreamError("the connection ended in the middle of a message")
+        view = view[count:]
+    return data

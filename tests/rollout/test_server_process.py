@@ -1,0 +1,564 @@
+"""A server and all that it starts end with their trainer, however that ends."""
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lrlhf.rollout.vllm import guard, process
+from lrlhf.rollout.vllm.process import ServerProcess, ServerStartError
+
+pytestmark = pytest.mark.timeout(60)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux only")
+
+PYTHON = [sys.executable, "-I", "-S"]
+GUARD = [*PYTHON, guard.__file__]
+SIGKILL_CODE = 137  # 128 + 9, as a shell says it
+
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+time.sleep(100)
+"""
+
+# Starts a child that ignores SIGTERM, then does what the words after the marker say.
+SERVER = f"""
+import os, signal, subprocess, sys, time
+marker, words = sys.argv[1], sys.argv[2:]
+child = [sys.executable, "-I", "-S", "-c", {STUBBORN!r}, marker, "stubborn-child"]
+def up(process):
+    process.stdout.readline()
+if "alone" not in words:
+    up(subprocess.Popen(child, stdout=subprocess.PIPE))
+if "setsid" in words:
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        subprocess.Popen(child, stdout=writer, start_new_session=True)
+        os._exit(0)
+    os.wait()
+    os.read(reader, 2)
+if "crash" in words:
+    print("\\n".join(f"line {{n}}" for n in range(50)), flush=True)
+    print("token", os.environ.get("TEST_TOKEN"), flush=True)
+    sys.exit(7)
+if "stubborn" in words:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if "tidy" in words:
+    def tidy(*_):
+        time.sleep(0.5)
+        print("tidied up", flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, tidy)
+if "shared" in words:
+    from multiprocessing import shared_memory
+    memory = shared_memory.SharedMemory(name=marker, create=True, size=64)
+print("pid", os.getpid(), flush=True)
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+# Runs a server as a trainer would; arguments: folder of the package, log file, how, command.
+TRAINER = """
+import os, signal, sys, time, types
+# the packages around the module import torch, which would take longer than the test
+for name in ("lrlhf", "lrlhf.rollout", "lrlhf.rollout.vllm"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [sys.argv[1]]
+from pathlib import Path
+from lrlhf.rollout.vllm.process import ServerProcess
+# a shell that starts pytest in the background has it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
+log, how = Path(sys.argv[2]), sys.argv[3]
+server = ServerProcess(sys.argv[4:], env=dict(os.environ), log_file=log)
+def ready():
+    return "ready" in server.log_tail(1)
+if how == "with":
+    with server:
+        server.wait_until(ready, timeout=20, poll=0.02)
+        print("ready 0", flush=True)
+        time.sleep(100)
+server.start()
+server.wait_until(ready, timeout=20, poll=0.02)
+forked = os.fork() if how.startswith("fork") else 0
+if how == "fork" and forked == 0:
+    time.sleep(100)
+if how == "fork-exit" and forked == 0:
+    sys.exit(0)
+if how == "fork-exit":
+    os.waitpid(forked, 0)
+print("ready", forked, flush=True)
+if how != "end":
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def marker() -> Iterator[str]:
+    """A word in the arguments of every process of a test; kills those that the test leaves."""
+    word = f"lrlhf-test-{uuid.uuid4().hex}"
+    yield word
+    for pid in marked(word):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def marked(word: str) -> dict[int, str]:
+    """Find processes with a word in their arguments; zombies have none."""
+    if not Path("/proc").exists():
+        ps = ["ps", "-A", "-ww", "-o", "pid=,command="]
+        listing = subprocess.run(ps, capture_output=True, text=True, check=True).stdout
+        rows = [line.split(maxsplit=1) for line in listing.splitlines()]
+        return {int(row[0]): row[1] for row in rows if word in row[-1]}
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            arguments = file.read_bytes().decode(errors="replace").replace("\0", " ")
+            if word in arguments:
+                found[int(file.parent.name)] = arguments
+    return found
+
+
+def stubborn_children(word: str) -> set[int]:
+    return {pid for pid, arguments in marked(word).items() if "stubborn-child" in arguments}
+
+
+def eventually(condition: Callable[[], bool], *, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+class Fake:
+    """Makes the command of the fake server, and servers of it."""
+
+    def __init__(self, folder: Path, marker: str) -> None:
+        self.folder, self.marker, self.log = folder, marker, folder / "logs" / "server.log"
+        self.script = folder / "server.py"
+        self.script.write_text(SERVER)
+
+    def command(self, *words: str) -> list[str]:
+        return [*PYTHON, str(self.script), self.marker, *words]
+
+    def server(self, *words: str, **env: str) -> ServerProcess:
+        return ServerProcess(self.command(*words), env={**os.environ, **env}, log_file=self.log)
+
+    def server_pid(self) -> int:
+        return int(self.log.read_text().split("pid ")[-1].split()[0])
+
+
+@pytest.fixture
+def fake(tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    # the children use all of it; trainers, which are other processes, have the real one
+    monkeypatch.setattr(process, "ABORT_GRACE", 0.3)
+    return Fake(tmp_path, marker)
+
+
+def wait_ready(server: ServerProcess) -> None:
+    server.wait_until(lambda: "ready" in server.log_tail(1), timeout=20, poll=0.02)
+
+
+def test_a_server_starts_gets_ready_and_stops(fake: Fake) -> None:
+    server = fake.server()
+    assert not server.running
+    assert server.pids() == []
+    server.start()
+    wait_ready(server)
+    assert server.running
+    assert server.exit_code is None
+    # guard, server and its child
+    assert server.pids() == sorted(marked(fake.marker))
+    assert len(server.pids()) == 3
+    server.stop(grace=0.2)
+    assert marked(fake.marker) == {}
+    assert not server.running
+    assert server.pids() == []
+
+
+def test_stopping_twice_or_before_the_start_does_nothing(fake: Fake) -> None:
+    server = fake.server()
+    server.stop()
+    server.start()
+    wait_ready(server)
+    server.stop(grace=0.1)
+    server.stop()
+    assert marked(fake.marker) == {}
+
+
+def test_a_second_start_is_refused_while_the_server_runs(fake: Fake) -> None:
+    with fake.server("alone") as server, pytest.raises(RuntimeError, match="running already"):
+        server.start()
+    assert marked(fake.marker) == {}
+
+
+def test_the_grace_is_what_a_server_gets_to_tidy_up(fake: Fake) -> None:
+    server = fake.server("alone", "tidy")
+    for grace, tidied in ((0.05, False), (10.0, True)):
+        server.start()
+        wait_ready(server)
+        began = time.monotonic()
+        server.stop(grace)
+        assert ("tidied up" in fake.log.read_text()) is tidied
+        assert time.monotonic() - began < 5
+        assert marked(fake.marker) == {}
+
+
+def test_a_grace_that_is_cut_short_counts(fake: Fake) -> None:
+    server = fake.server("stubborn")
+    server.start()
+    wait_ready(server)
+
+    def impatient(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, impatient)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            server.stop(grace=60)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert fake.server_pid() in marked(fake.marker)
+    began = time.monotonic()
+    server.stop(grace=0.1)
+    assert time.monotonic() - began < 5
+    assert marked(fake.marker) == {}
+
+
+def test_a_crash_at_the_start_shows_the_end_of_the_log(fake: Fake) -> None:
+    server = fake.server("crash")
+    server.start()
+    with pytest.raises(ServerStartError, match="ended with code 7 before it was ready") as caught:
+        server.wait_until(lambda: False, timeout=20, poll=0.02)
+    shown = str(caught.value)
+    assert str(fake.log) in shown
+    assert "line 49" in shown
+    # 30 lines: the guard's, the token's, and 28 from 22 to 49
+    assert "line 22\n" in shown
+    assert "line 21\n" not in shown
+    # the child that the server left behind is gone too
+    assert marked(fake.marker) == {}
+    assert server.exit_code == 7
+
+
+def test_a_command_that_does_not_exist_is_named(fake: Fake) -> None:
+    server = ServerProcess(["/no/such/program", "x"], env=dict(os.environ), log_file=fake.log)
+    server.start()
+    with pytest.raises(ServerStartError, match="cannot start /no/such/program: No such file"):
+        server.wait_until(lambda: False, timeout=20, poll=0.02)
+    assert server.exit_code == 127
+
+
+def test_a_server_that_is_not_ready_in_time_is_stopped(fake: Fake) -> None:
+    server = fake.server("stubborn")
+    server.start()
+    assert eventually(lambda: "ready" in server.log_tail(1), seconds=20)
+    began = time.monotonic()
+    with pytest.raises(ServerStartError, match=r"not ready after 0\.3 s(.|\n)*ready"):
+        server.wait_until(lambda: False, timeout=0.3)
+    assert 0.3 < time.monotonic() - began < 5
+    assert marked(fake.marker) == {}
+
+
+def test_questions_are_asked_at_the_given_pace(fake: Fake) -> None:
+    asked = []
+
+    def ready() -> bool:
+        asked.append(time.monotonic())
+        return len(asked) == 4
+
+    with fake.server("alone") as server:
+        server.wait_until(ready, timeout=20, poll=0.1)
+    # three pauses of 0.1 s
+    assert 0.3 <= asked[-1] - asked[0] < 2
+
+
+def test_a_server_can_be_started_again_and_shows_its_own_log_only(fake: Fake) -> None:
+    server = fake.server("crash")
+    for _ in range(2):
+        server.start()
+        assert eventually(lambda: not server.running, seconds=20)
+    server.stop()
+    assert server.log_tail(1000).count("line 49") == 1
+    assert fake.log.read_text().count("line 49") == 2
+    assert len(server.log_tail(5).splitlines()) == 5
+
+
+def test_secrets_are_blanked(fake: Fake) -> None:
+    command = [*fake.command("crash"), "--api-key", "from-the-command", "--admin_token=in-one-word"]
+    server = ServerProcess(
+        command, env={**os.environ, "TEST_TOKEN": "from-the-environment"}, log_file=fake.log
+    )
+    fake.script.write_text(SERVER.replace('print("token",', 'print("token", *words,'))
+    server.start()
+    with pytest.raises(ServerStartError) as caught:
+        server.wait_until(lambda: False, timeout=20, poll=0.02)
+    for text in (str(caught.value), server.log_tail(30)):
+        assert "token crash --api-key *** --admin_token=*** ***" in text
+        assert "from-the" not in text
+        assert "in-one-word" not in text
+
+
+def test_killing_the_server_ends_its_children(fake: Fake) -> None:
+    with fake.server("setsid") as server:
+        wait_ready(server)
+        assert len(stubborn_children(fake.marker)) == 2
+        os.kill(fake.server_pid(), signal.SIGKILL)
+        assert eventually(lambda: not server.running, seconds=1)
+        assert server.exit_code == SIGKILL_CODE
+        assert eventually(lambda: marked(fake.marker) == {}, seconds=3)
+
+
+@linux
+def test_killing_the_guard_ends_the_server_and_at_the_stop_its_children(fake: Fake) -> None:
+    server = fake.server("stubborn")
+    server.start()
+    wait_ready(server)
+    (guard_pid,) = [pid for pid, text in marked(fake.marker).items() if guard.__file__ in text]
+    os.kill(guard_pid, signal.SIGKILL)
+    assert eventually(lambda: not server.running, seconds=1)
+    assert eventually(lambda: fake.server_pid() not in marked(fake.marker), seconds=1)
+    assert len(server.pids()) == 1
+    server.stop()
+    assert marked(fake.marker) == {}
+
+
+@linux
+def test_children_in_a_session_of_their_own_end_too(fake: Fake) -> None:
+    server = fake.server("setsid")
+    server.start()
+    wait_ready(server)
+    children = stubborn_children(fake.marker)
+    assert len(children) == 2
+    assert len({os.getsid(pid) for pid in children}) == 2
+    server.stop(grace=0.1)
+    assert marked(fake.marker) == {}
+
+
+@linux
+def test_shared_memory_of_killed_processes_is_removed(fake: Fake) -> None:
+    server = fake.server("stubborn", "shared")
+    server.start()
+    wait_ready(server)
+    shared = Path("/dev/shm") / fake.marker
+    assert shared.exists()
+    server.stop(grace=0.1)
+    assert marked(fake.marker) == {}
+    assert not shared.exists()
+
+
+@contextlib.contextmanager
+def trainer(fake: Fake, how: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Run a trainer with a server of 2 children; give it and the child that it forked, or 0."""
+    script = fake.folder / "trainer.py"
+    script.write_text(TRAINER)
+    arguments = [str(Path(guard.__file__).parent), str(fake.log), how]
+    command = [*PYTHON, str(script), *arguments, *fake.command("stubborn", "setsid")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        try:
+            yield started, int(started.stdout.readline().split()[1])
+        finally:
+            started.kill()
+
+
+@linux
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [
+        (signal.SIGKILL, "plain"),
+        (signal.SIGTERM, "plain"),
+        (signal.SIGINT, "plain"),
+        (signal.SIGINT, "with"),
+    ],
+)
+def test_a_trainer_that_is_ended_leaves_nothing_behind(fake: Fake, number: int, how: str) -> None:
+    with trainer(fake, how) as (started, _):
+        # trainer, guard, server and its children
+        assert len(marked(fake.marker)) == 5
+        os.kill(started.pid, number)
+        assert eventually(lambda: marked(fake.marker) == {}, seconds=3)
+
+
+@linux
+def test_a_trainer_that_ends_without_stopping_leaves_nothing_behind(fake: Fake) -> None:
+    with trainer(fake, "end") as (started, _):
+        assert started.wait(timeout=3) == 0
+        assert marked(fake.marker) == {}
+
+
+@linux
+def test_a_forked_child_that_outlives_the_trainer_does_not_keep_the_server(fake: Fake) -> None:
+    with trainer(fake, "fork") as (started, forked):
+        os.kill(started.pid, signal.SIGKILL)
+        assert eventually(lambda: set(marked(fake.marker)) == {forked}, seconds=3)
+        os.kill(forked, signal.SIGKILL)
+
+
+@linux
+def test_the_exit_of_a_forked_child_does_not_end_the_server(fake: Fake) -> None:
+    with trainer(fake, "fork-exit"):
+        time.sleep(0.3)
+        # the guard says so when it begins to end a server
+        assert "guard:" not in fake.log.read_text()
+        assert len(marked(fake.marker)) == 5
+
+
+def test_a_stopped_server_is_not_kept_until_the_exit(fake: Fake) -> None:
+    server = fake.server("alone")
+    server.start()
+    server.stop(grace=0.1)
+    reference = weakref.ref(server)
+    del server
+    gc.collect()
+    assert reference() is None
+
+
+@linux
+def test_other_children_do_not_inherit_the_pipes(fake: Fake) -> None:
+    def pipes(pid: int) -> set[str]:
+        links = set()
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+                links.add(str(link.readlink()))
+        return {link for link in links if link.startswith("pipe:")}
+
+    before = pipes(os.getpid())
+    with fake.server("alone"):
+        of_server = pipes(os.getpid()) - before
+        other = [*PYTHON, "-c", "input()"]
+        with subprocess.Popen(other, stdin=subprocess.PIPE, close_fds=False) as child:
+            inherited = pipes(child.pid)
+            child.communicate(b"end\n")
+    assert len(of_server) == 2
+    assert not inherited & of_server
+
+
+@linux
+def test_twenty_cycles_leak_neither_file_descriptors_nor_zombies(fake: Fake) -> None:
+    def zombies() -> set[str]:
+        ps = ["ps", "-o", "pid=,stat=", "--ppid", str(os.getpid())]
+        rows = subprocess.run(ps, capture_output=True, text=True, check=True).stdout.splitlines()
+        return {row for row in rows if row.split()[1].startswith("Z")}
+
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    server = fake.server("alone")
+    before = descriptors(), zombies()
+    for cycle in range(20):
+        server.start()
+        if cycle % 2:
+            os.kill(server.pids()[0], signal.SIGKILL)
+        server.stop(grace=0.1)
+    assert (descriptors(), zombies()) == before
+    assert marked(fake.marker) == {}
+
+
+@contextlib.contextmanager
+def guarded(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """Run the guard by hand, its stdin held open."""
+    with subprocess.Popen(
+        [*GUARD, str(os.getpid()), "0.1", "--", *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def test_the_guard_ends_the_command_when_its_stdin_ends(fake: Fake) -> None:
+    with guarded(*fake.command("stubborn")) as started:
+        assert eventually(lambda: bool(stubborn_children(fake.marker)), seconds=20)
+        assert started.stdin is not None
+        started.stdin.close()
+        assert started.wait(timeout=3) == 143
+        assert marked(fake.marker) == {}
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("exit 0", 0),
+        ("exit 7", 7),
+        ("kill -9 $$", SIGKILL_CODE),
+        ("kill -9 0", SIGKILL_CODE),
+        ("test -- = --", 0),
+    ],
+)
+def test_the_guard_ends_with_the_code_of_a_command_that_ended_by_itself(
+    script: str, code: int
+) -> None:
+    with guarded("sh", "-c", script, "--") as started:
+        assert started.wait(timeout=10) == code
+        assert started.communicate()[0] == f"{code}\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_guard_ends_the_command_when_it_is_signalled(fake: Fake, number: int) -> None:
+    with guarded(*fake.command("stubborn")) as started:
+        assert eventually(lambda: bool(stubborn_children(fake.marker)), seconds=20)
+        started.send_signal(number)
+        # 128 + SIGTERM: made to end
+        assert started.wait(timeout=3) == 143
+        assert started.communicate()[0] == ""
+        assert marked(fake.marker) == {}
+
+
+def test_the_guard_notices_the_end_of_the_trainer_though_another_holds_the_pipe(fake: Fake) -> None:
+    parent = f"import subprocess, sys, os; subprocess.Popen({GUARD!r} + [str(os.getpid()), '0.1', "
+    parent += "'--', *sys.argv[1:]]); sys.stdin.readline()"
+    command = [*PYTHON, "-c", parent, *fake.command("stubborn")]
+    reader, writer = os.pipe()
+    with subprocess.Popen(command, stdin=reader) as started:
+        try:
+            assert eventually(lambda: bool(stubborn_children(fake.marker)), seconds=20)
+            started.kill()
+            started.wait()
+            assert eventually(lambda: marked(fake.marker) == {}, seconds=3)
+        finally:
+            os.close(reader)
+            os.close(writer)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="compares with /proc")
+def test_the_process_table_is_the_same_from_ps_and_from_proc(fake: Fake) -> None:
+    with fake.server("setsid") as server:
+        wait_ready(server)
+        pids = marked(fake.marker)
+        from_ps, from_proc = guard._table_from_ps(), guard._table_from_proc()
+    assert len(pids) == 4
+    assert {pid: from_ps[pid] for pid in pids} == {pid: from_proc[pid] for pid in pids}
+
+
+def test_members_are_the_session_and_all_descendants() -> None:
+    table = {
+        1: guard.Process(parent=0, session=1, zombie=False),
+        10: guard.Process(parent=1, session=10, zombie=False),  # the guard
+        11: guard.Process(parent=10, session=10, zombie=False),  # the command
+        12: guard.Process(parent=11, session=12, zombie=False),  # its child in another session
+        13: guard.Process(parent=12, session=12, zombie=True),
+        14: guard.Process(parent=1, session=10, zombie=False),  # an orphan of the session
+        15: guard.Process(parent=14, session=15, zombie=False),
+        20: guard.Process(parent=1, session=20, zombie=False),
+    }
+    assert guard.members(10, table) == {11, 12, 13, 14, 15}
+    # after the end of the guard and the command
+    assert guard.members(10, {pid: table[pid] for pid in (1, 12, 14, 15, 20)}) == {14, 15}

@@ -1,0 +1,66 @@
+"""Models that vLLM's CPU kernels take, and what is compared with them."""
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from lrlhf.types import PromptBatch, Rollout
+
+
+def build_policy(
+    tokenizer: PreTrainedTokenizerBase, *, tied: bool = True, seed: int = 0
+) -> PreTrainedModel:
+    """Heads have 32 numbers each: fewer are not supported."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def disturb(model: nn.Module, *, seed: int, scale: float = 0.05) -> None:
+    """Change every weight, as a large update would."""
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        weight.add_(torch.randn(weight.shape, generator=generator), alpha=scale)
+
+
+def prompts_of(*texts: str, tokenizer: PreTrainedTokenizerBase) -> PromptBatch:
+    rows = [tokenizer(text).input_ids for text in texts]
+    width = max(map(len, rows))
+    padding = [width - len(row) for row in rows]
+    return PromptBatch(
+        input_ids=torch.tensor([[0] * gap + row for gap, row in zip(padding, rows, strict=True)]),
+        attention_mask=torch.tensor([[False] * gap + [True] * (width - gap) for gap in padding]),
+        prompts=texts,
+        columns=({},) * len(texts),
+    )
+
+
+@torch.no_grad()
+def logprobs_by_whole_logits(model: nn.Module, rollout: Rollout, temperature: float) -> Tensor:
+    """`[B, T]`, row by row and without padding: slower, and by another way than the library's."""
+    table = torch.zeros(rollout.input_ids.shape)
+    for row, length in enumerate(rollout.lengths.tolist()):
+        ids = rollout.input_ids[row, :length]
+        logits = model(ids[None]).logits[0, :-1].float() / temperature
+        table[row, 1:length] = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    return table * rollout.response_mask
+
+
+def largest_gap(model: nn.Module, rollout: Rollout, temperature: float = 1.0) -> float:
+    own = logprobs_by_whole_logits(model, rollout, temperature)
+    return float((own - rollout.sampling_logprobs).abs().max())
