@@ -10,6 +10,7 @@ from lrlhf.functional.advantages import (
     leave_one_out_advantages,
 )
 from lrlhf.functional.estimators import ESTIMATORS, Estimator, EstimatorInputs, resolve_estimator
+from lrlhf.functional.importance import IMPORTANCE_MODES, ImportanceMode, importance_weights
 from lrlhf.functional.kl import adaptive_kl_coef, kl_estimate, shape_rewards
 from lrlhf.functional.logprobs import LogprobsAndEntropy, token_logprobs
 from lrlhf.functional.losses import POLICY_LOSSES, PolicyLoss, resolve_policy_loss
@@ -39,11 +40,13 @@ from lrlhf.functional.value import clipped_value_loss
 
 __all__ = [
     "ESTIMATORS",
+    "IMPORTANCE_MODES",
     "POLICY_LOSSES",
     "AdvantagesAndReturns",
     "ClipFractions",
     "Estimator",
     "EstimatorInputs",
+    "ImportanceMode",
     "LogprobsAndEntropy",
     "PolicyLoss",
     "PolicyMetrics",
@@ -64,6 +67,7 @@ __all__ = [
     "high_entropy_mask",
     "hps_loss",
     "importance_weighted_policy_loss",
+    "importance_weights",
     "kl_estimate",
     "leave_one_out_advantages",
     "log_exp_loss",

@@ -1,6 +1,7 @@
 """The algorithms as LightningModules: wiring, logging, optimizers."""
 
 from lrlhf.modules.contracts import Exportable, KLPenalized
+from lrlhf.modules.importance import ImportanceSampling
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy_module import PolicyModule
 from lrlhf.modules.ppo import PPO
@@ -15,6 +16,7 @@ __all__ = [
     "Critic",
     "DynamicSampling",
     "Exportable",
+    "ImportanceSampling",
     "KLPenalized",
     "OptimizerConfig",
     "PolicyModule",

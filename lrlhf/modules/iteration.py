@@ -40,6 +40,12 @@ class Iteration:
         for listener in self._listeners():
             listener.on_phase("")
 
+    def tell_weights_needed(self) -> None:
+        """Have the listeners bring the engine its weights."""
+        with self.phase("sync"):
+            for listener in self._listeners():
+                listener.on_weights_needed(self._module.trainer, self._module)
+
     def tell_rollout(self, experience: Experience, records: Sequence[dict[str, Any]]) -> None:
         """Show the listeners what is about to be trained on."""
         first = experience.response_mask.long().argmax(dim=1)

@@ -51,6 +51,8 @@ class PolicyExperience(PolicyUpdate):
         penalized = self.frozen is not None and self.kl_coef > 0
         select = self.update.high_entropy_fraction < 1
         needs_old = self._takes_several_steps(len(rollout)) or (penalized and self._kl_in_reward)
+        # without an update to show it, how far engine and trainer are apart is measured here
+        needs_old = needs_old or self._is_frozen(0)
         self.policy.eval()
         # an update that is exactly on-policy needs no old log-probabilities: they are the new ones
         needs_own = penalized if replayed else needs_old
@@ -67,6 +69,8 @@ class PolicyExperience(PolicyUpdate):
             values=own.values,
             filler=filler,
         )
+        if own.logprobs is not None and not replayed:
+            experience = self._weighted(experience, own.logprobs)
         if self.advantage.scale_rewards != "none":
             self.moments.update(experience.scores, collectives)
             metrics.add("rollout/running_std", self.moments.deviation, 1.0)

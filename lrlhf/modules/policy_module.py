@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -22,6 +22,7 @@ from lrlhf.models import (
 )
 from lrlhf.modules.batch_plan import BatchPlan, plan_batches
 from lrlhf.modules.checks import check_group_policy_options, refuse_pure_low_precision
+from lrlhf.modules.importance import ImportanceSampling, check_importance_sampling
 from lrlhf.modules.iteration import Iteration
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
@@ -41,8 +42,10 @@ from lrlhf.rollout import (
     Collected,
     Collector,
     Filtered,
+    RolloutAhead,
     RolloutEngine,
     Sampling,
+    SyncedEngine,
     TransformersEngine,
     collect_different,
 )
@@ -58,6 +61,15 @@ from lrlhf.types import Experience, PromptBatch, StoredRollout
 
 _EVAL_STREAM = 1_000_003
 """Keeps the random numbers of validation apart from those of any training step."""
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A loader that knows its next batch before it is asked for."""
+
+    def upcoming(self) -> PromptBatch:
+        """Return the next batch, and leave the position where it is."""
+        ...
 
 
 class PolicyModule(PolicyExperience):
@@ -81,8 +93,14 @@ class PolicyModule(PolicyExperience):
         reference: The frozen policy and the KL penalty.
         advantage: How scores become advantages.
         update: How advantages become optimizer steps.
+        importance_sampling: Weights against the mismatch of engine and trainer; None: truncated
+            ratios of tokens or responses, whichever the loss is about, where the engine is not
+            exact or its weights were older than the policy's, else none.
         optimizer: AdamW and its schedule, counted in iterations.
         dynamic_sampling: Train on groups with different scores only; None: on all.
+        rollout_ahead: 1: draw the next iteration's responses while this one trains, with weights
+            that are then one update old; needs an engine in a process of its own
+            (`VLLMServerEngine`).
         allow_truncated_sampling: Train on responses drawn with top_p, top_k or min_p, although
             their distribution is not the policy's.
         seed: Seeds every random number of the run, together with rank, step and sample; None:
@@ -102,8 +120,10 @@ class PolicyModule(PolicyExperience):
         reference: Reference = Reference(),  # noqa: B008  frozen
         advantage: Advantage = Advantage(),  # noqa: B008  frozen
         update: Update = Update(),  # noqa: B008  frozen
+        importance_sampling: ImportanceSampling | None = None,
         optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6),  # noqa: B008  frozen
         dynamic_sampling: DynamicSampling | None = None,
+        rollout_ahead: Literal[0, 1] = 0,
         allow_truncated_sampling: bool = False,
         seed: int | None = None,
     ) -> None:
@@ -117,8 +137,10 @@ class PolicyModule(PolicyExperience):
         self.reference = reference
         self.advantage = advantage
         self.update = update
+        self.importance_sampling = importance_sampling
         self.optimizer_config = optimizer
         self.dynamic_sampling = dynamic_sampling
+        self.rollout_ahead = rollout_ahead
         self.allow_truncated_sampling = allow_truncated_sampling
         self.seed = run_seed(seed)
         check_group_policy_options(
@@ -130,6 +152,7 @@ class PolicyModule(PolicyExperience):
             allow_truncated_sampling=allow_truncated_sampling,
             needs_groups=dynamic_sampling is not None,
         )
+        check_importance_sampling(importance_sampling, update.function)
         self.kl_coef = reference.kl_coef
         self.samples_per_step = 0
         self.skipped_steps = 0
@@ -147,6 +170,7 @@ class PolicyModule(PolicyExperience):
         self.rewards = rewards
         self.engine: RolloutEngine = engine or TransformersEngine()
         self._collector = Collector(self.engine, rewards, self.tokenizer)
+        self._ahead = self._look_ahead() if rollout_ahead else None
         self._eval_names = ["eval/score", *(f"eval/{name}" for name in rewards.names)]
         self._eval_names += ["eval/response_length", "eval/truncated_fraction"]
         self._eval_means = nn.ModuleList(
@@ -164,6 +188,20 @@ class PolicyModule(PolicyExperience):
                 f"advantage.estimator {self.advantage.estimator!r} needs a critic, which "
                 f"{type(self).__name__} has not: use lrlhf.modules.PPO"
             )
+
+    def _look_ahead(self) -> RolloutAhead:
+        if not (isinstance(self.engine, SyncedEngine) and self.engine.concurrent):
+            raise ValueError(
+                f"rollout_ahead is {self.rollout_ahead}, but model.engine is "
+                f"{type(self.engine).__name__}, which computes in the training process: set "
+                "rollout_ahead: 0, or take lrlhf.rollout.VLLMServerEngine"
+            )
+        if self.dynamic_sampling is not None:
+            raise ValueError(
+                "rollout_ahead draws responses before the present ones are scored, and "
+                "dynamic_sampling decides by scores how many to draw: drop one of the two"
+            )
+        return RolloutAhead(self.engine)
 
     @property
     def _kl_in_reward(self) -> bool:
@@ -190,15 +228,74 @@ class PolicyModule(PolicyExperience):
             self._planned = False
         self._ready = False
 
+    def teardown(self, stage: str) -> None:
+        if self._ahead is not None:
+            self._ahead.drop()
+        self.engine.close()
+
     def _draw(self, prompts: PromptBatch, sampling: Sampling, seeds: Sequence[int]) -> Collected:
+        self._prepare_engine()
+        return self._collector.collect(
+            prompts, sampling, seeds=seeds, step=self.global_step, phase=self._iteration.phase
+        )
+
+    def _prepare_engine(self) -> None:
         if not self._ready:
             # not before it is needed: stored rollouts are trained on without engine and rewards
             self.engine.attach(self.policy, self.tokenizer)
             self.rewards.prepare()
             self._ready = True
-        return self._collector.collect(
-            prompts, sampling, seeds=seeds, step=self.global_step, phase=self._iteration.phase
+        if self._ahead is not None:
+            # no weights may change under responses that are being drawn
+            self._ahead.wait()
+        if isinstance(self.engine, SyncedEngine):
+            self._iteration.tell_weights_needed()
+
+    def _draw_with_ahead(
+        self, ahead: RolloutAhead, batch: PromptBatch, collectives: Collectives
+    ) -> Collected:
+        """Take the responses that were drawn ahead, and have the next ones drawn."""
+        with self._iteration.phase("generate"):
+            rollout = ahead.take(
+                self.global_step,
+                batch,
+                num_generations=self.num_generations,
+                any_rank=collectives.any,
+            )
+        self._prepare_engine()
+        if rollout is None:
+            seeds = self._seeds(collectives.rank * len(batch), len(batch))
+            with self._iteration.phase("generate"):
+                rollout = self.engine.generate(
+                    batch, self.sampling, num_generations=self.num_generations, seeds=seeds
+                )
+        if self.global_step + 1 < self.trainer.estimated_stepping_batches:
+            upcoming = self._upcoming_batch()
+            ahead.start(
+                self.global_step + 1,
+                upcoming,
+                self.sampling,
+                num_generations=self.num_generations,
+                seeds=self._seeds(
+                    collectives.rank * len(upcoming), len(upcoming), step=self.global_step + 1
+                ),
+            )
+        return self._collector.score(
+            batch,
+            rollout,
+            self.sampling,
+            step=self.global_step,
+            phase=self._iteration.phase,
         )
+
+    def _upcoming_batch(self) -> PromptBatch:
+        loader = self.trainer.train_dataloader
+        if not isinstance(loader, LooksAhead):
+            raise ValueError(
+                f"rollout_ahead needs to know the next batch, and a {type(loader).__name__} does "
+                "not tell it: use PromptDataModule, or give the loader a method upcoming()"
+            )
+        return loader.upcoming().to(self.device)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         built = self._optimizers(self.trainer.estimated_stepping_batches)
@@ -224,6 +321,8 @@ class PolicyModule(PolicyExperience):
         self.samples_per_step = plan.responses_trained
         collected, filler = self._responses(batch, metrics, collectives)
         replayed = isinstance(batch, StoredRollout)
+        if isinstance(self.engine, SyncedEngine):
+            self.engine.sleep()
         with self._iteration.phase("logprob"):
             experience = self._experience(collected, filler, metrics, replayed=replayed)
         self._iteration.tell_rollout(experience, collected.records)
@@ -279,6 +378,9 @@ class PolicyModule(PolicyExperience):
                 metrics.add("rollout/filler_fraction", filler.sum(), float(len(filler)))
                 for record, fills in zip(collected.records, filler.tolist(), strict=True):
                     record["filler"] = fills
+            version = collected.rollout.weight_version
+            if version is not None:
+                metrics.add_values("sync/age", (self.global_step - version).double())
         measure_rollout(drawn.rollout, drawn.rewards, metrics, num_generations=self.num_generations)
         return collected, filler
 
@@ -288,7 +390,10 @@ class PolicyModule(PolicyExperience):
             return self._draw(prompts, self.sampling, seeds)
 
         if self.dynamic_sampling is None:
-            collected = draw(batch, 0)
+            if self._ahead is not None:
+                collected = self._draw_with_ahead(self._ahead, batch, collectives)
+            else:
+                collected = draw(batch, 0)
             nothing = torch.zeros_like(collected.rollout.truncated)
             return Filtered(collected, nothing, collected, 1, len(batch))
         return collect_different(
@@ -297,17 +402,16 @@ class PolicyModule(PolicyExperience):
             wanted=self.dynamic_sampling.prompts,
             scores_of=lambda collected: trained_scores(collected, self.advantage),
             num_generations=self.num_generations,
-            any_rank=lambda value: bool(
-                collectives.max(torch.tensor(float(value), device=self.device))
-            ),
+            any_rank=collectives.any,
         )
 
-    def _seeds(self, first_prompt: int, prompts: int) -> list[int]:
-        """One seed per response, whichever rank draws it."""
+    def _seeds(self, first_prompt: int, prompts: int, *, step: int | None = None) -> list[int]:
+        """One seed per response, whichever rank draws it; ``step`` is the present one if None."""
+        step = self.global_step if step is None else step
         return [
             seed
             for row in range(first_prompt, first_prompt + prompts)
-            for seed in sample_seeds(self.seed, self.global_step, row, count=self.num_generations)
+            for seed in sample_seeds(self.seed, step, row, count=self.num_generations)
         ]
 
     def _sync_reference(self) -> None:
@@ -375,6 +479,7 @@ class PolicyModule(PolicyExperience):
             "configured_kl_coef": self.reference.kl_coef,
             "skipped_steps": self.skipped_steps,
             "moments": self.moments.state_dict(),
+            "ahead": None if self._ahead is None else self._ahead.state_dict(),
             # a reference that never moves is loaded from its source again
             "reference": self.frozen.state_dict()
             if self.frozen is not None and self.reference.sync_every is not None
@@ -387,6 +492,8 @@ class PolicyModule(PolicyExperience):
             self.kl_coef = state["kl_coef"]
         self.skipped_steps = state["skipped_steps"]
         self.moments.load_state_dict(state["moments"])
+        if self._ahead is not None:
+            self._ahead.load_state_dict(state.get("ahead"), self.device)
         if state["reference"] is not None:
             if self.frozen is None:
                 raise ValueError(

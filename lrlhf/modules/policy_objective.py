@@ -225,7 +225,8 @@ def policy_loss(
 
     Args:
         logprobs: `[B, T]` of the current policy, with gradient.
-        experience: The rows, ``advantages`` and ``loss_mask`` set.
+        experience: The rows, ``advantages`` and ``loss_mask`` set; ``importance_weights`` multiply
+            the policy term only, and no denominator.
         update: Loss and its options.
         reference: Estimator of the KL term.
         kl_coef: Strength of the KL term of the loss; 0 where the penalty is in the reward.
@@ -241,6 +242,8 @@ def policy_loss(
     if function.level == "sequence":
         advantages = masked_mean(advantages, experience.response_mask, dim=1)
     values = function.function(logprobs, old, advantages, selected, **function.defaults)
+    if experience.importance_weights is not None:
+        values = values * _of_values(experience.importance_weights, values, experience)
 
     def share(term: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
         divisor = {
@@ -262,6 +265,14 @@ def policy_loss(
     bonus = zero if entropy is None else share(entropy, mask, totals.tokens)
     loss = policy + kl_coef * kl - update.entropy_coef * bonus
     return LossTerms(loss, policy.detach(), kl.detach(), bonus.detach())
+
+
+def _of_values(weights: Tensor, values: Tensor, experience: Experience) -> Tensor:
+    """Take from weights per token those of the values: of tokens, or of whole responses."""
+    if values.dim() == weights.dim():
+        return weights
+    first = experience.response_mask.long().argmax(dim=1, keepdim=True)
+    return weights.gather(1, first)[:, 0]
 
 
 def value_loss(

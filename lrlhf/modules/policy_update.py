@@ -16,11 +16,18 @@ from transformers import PreTrainedModel
 from lrlhf.models import SequenceOutputs, sequence_logprobs, sequence_outputs
 from lrlhf.modules.batch_plan import BatchPlan
 from lrlhf.modules.checks import uses_loss_scaler
+from lrlhf.modules.importance import (
+    ImportanceSampling,
+    automatic_mode,
+    measure_importance,
+    off_policy_rows,
+    weighted,
+)
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.policy_objective import Denominators, denominators, policy_loss
 from lrlhf.modules.rollout_metrics import measure_update
 from lrlhf.modules.settings import Reference, Update
-from lrlhf.rollout import Sampling, micro_batches, minibatches, trim
+from lrlhf.rollout import RolloutEngine, Sampling, micro_batches, minibatches, trim
 from lrlhf.strategies import Collectives, PlainUpdater
 from lrlhf.types import Experience, SequenceBatch
 
@@ -38,6 +45,8 @@ class PolicyUpdate(L.LightningModule):
     sampling: Sampling
     reference: Reference
     update: Update
+    importance_sampling: ImportanceSampling | None
+    engine: RolloutEngine
     kl_coef: float
     skipped_steps: int
     _updater: PlainUpdater
@@ -209,6 +218,8 @@ class PolicyUpdate(L.LightningModule):
             value_head=value_head,
             router_loss=self.update.router_loss_coef > 0,
         )
+        if micro.old_logprobs is None:
+            micro = self._weighted(micro, out.logprobs.detach())
         terms = policy_loss(
             out.logprobs,
             micro,
@@ -231,7 +242,19 @@ class PolicyUpdate(L.LightningModule):
         measure_update(
             out.logprobs.detach(), out.entropy, micro, metrics, loss=self.update.function
         )
+        measure_importance(micro, metrics, self._importance)
         return loss, out
+
+    def _weighted(self, experience: Experience, logprobs: Tensor) -> Experience:
+        """Give what the engine drew its importance weights, as far as it needs or asks for them."""
+        rows = off_policy_rows(experience, exact=self.engine.exact, step=self.global_step)
+        if self.importance_sampling is not None:
+            rows = torch.ones_like(rows)
+        return weighted(experience, logprobs, self._importance, rows=rows)
+
+    @property
+    def _importance(self) -> ImportanceSampling:
+        return self.importance_sampling or automatic_mode(self.update.function)
 
     def _text_loss(
         self, text: SequenceBatch | None, metrics: MetricSums, collectives: Collectives

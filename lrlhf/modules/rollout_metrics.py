@@ -11,6 +11,7 @@ from lrlhf.functional.kl import kl_estimate
 from lrlhf.functional.losses import PolicyLoss
 from lrlhf.functional.masking import masked_sum
 from lrlhf.functional.policy import policy_metrics, sequence_ratio
+from lrlhf.modules.importance import engine_logprobs
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.policy_objective import value_mask
 from lrlhf.modules.settings import Critic
@@ -68,13 +69,18 @@ def measure_kl(experience: Experience, metrics: MetricSums) -> None:
 
 
 def measure_mismatch(logprobs: Tensor, experience: Experience, metrics: MetricSums) -> None:
-    """Distance between the trainer's log-probabilities of a rollout and the engine's."""
+    """Distance between the trainer's log-probabilities of a rollout and the engine's.
+
+    Tokens that top_p, top_k or min_p cut off are no difference.
+    """
     mask = experience.response_mask
-    gap = (logprobs - experience.sampling_logprobs).abs() * mask
-    metrics.add("mismatch/mean", masked_sum(gap, mask), mask.sum())
-    metrics.maximum("mismatch/max", gap.max())
-    kl = kl_estimate(experience.sampling_logprobs, logprobs, estimator="k3")
+    engine = engine_logprobs(experience)
+    log_ratio = torch.where(mask, logprobs - engine, 0.0)
+    metrics.add("mismatch/mean", log_ratio.abs().sum(), mask.sum())
+    metrics.maximum("mismatch/max", log_ratio.abs().max())
+    kl = kl_estimate(engine, logprobs, estimator="k3")
     metrics.add("mismatch/kl", masked_sum(kl, mask), mask.sum())
+    metrics.add_quantiles("mismatch/ratio", log_ratio[mask])
 
 
 def measure_update(

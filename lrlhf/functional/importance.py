@@ -1,0 +1,123 @@
+"""Weights for tokens that were drawn with other probabilities than the trainer computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lrlhf.functional.kl import MAX_LOG_RATIO
+from lrlhf.functional.names import unknown_name
+from lrlhf.functional.policy import sequence_ratio
+
+
+def _token_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    kept = torch.where(mask, log_ratio, 0.0)
+    return kept.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _sequence_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    ratio = sequence_ratio(log_ratio, torch.zeros_like(log_ratio), mask)
+    return ratio[:, None].expand_as(log_ratio)
+
+
+def _sequence_mean_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    nothing = torch.zeros_like(log_ratio)
+    ratio = sequence_ratio(log_ratio, nothing, mask, length_normalized=True)
+    return ratio[:, None].expand_as(log_ratio)
+
+
+def _truncate(ratio: Tensor, low: float, high: float) -> Tensor:
+    if low > 0:
+        raise ValueError(f"low is {low}, but a truncated ratio has no lower bound; leave it at 0")
+    return ratio.clamp(max=high)
+
+
+def _mask(ratio: Tensor, low: float, high: float) -> Tensor:
+    return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+
+
+def _select(ratio: Tensor, low: float, high: float) -> Tensor:
+    return ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
+
+
+class ImportanceMode(NamedTuple):
+    """A way to weigh tokens, and the bounds that it takes by default."""
+
+    level: Literal["token", "sequence"]
+    """Whether every token has a weight of its own, or all tokens of a response the same."""
+    truncates: bool
+    """What lies above the upper bound is lowered to it; otherwise it counts as 0."""
+    low: float
+    high: float
+    ratio: Callable[[Tensor, Tensor], Tensor]
+    """``(log_ratio, response_mask)`` to the ratio of which the weight is made, `[B, T]`."""
+    weigh: Callable[[Tensor, float, float], Tensor]
+    """``(ratio, low, high)`` to weights."""
+
+
+IMPORTANCE_MODES: dict[str, ImportanceMode] = {
+    "token_truncate": ImportanceMode("token", True, 0.0, 2.0, _token_ratio, _truncate),
+    "token_mask": ImportanceMode("token", False, 0.5, 5.0, _token_ratio, _mask),
+    "sequence_truncate": ImportanceMode("sequence", True, 0.0, 2.0, _sequence_ratio, _truncate),
+    "sequence_mask": ImportanceMode("sequence", False, 0.0, 3.0, _sequence_ratio, _mask),
+    "sequence_mean_mask": ImportanceMode(
+        "sequence", False, 0.95, 1.05, _sequence_mean_ratio, _select
+    ),
+}
+
+
+@torch.no_grad()
+def importance_weights(
+    logprobs: Float[Tensor, "B T"],
+    sampling_logprobs: Float[Tensor, "B T"],
+    response_mask: Bool[Tensor, "B T"],
+    *,
+    mode: str,
+    low: float,
+    high: float,
+) -> Float[Tensor, "B T"]:
+    """Weigh tokens by how much likelier the trainer finds them than what drew them.
+
+        ρ_t = exp(logprobs - sampling_logprobs)           ρ = Π_t ρ_t over the response
+
+        token_truncate         min(ρ_t, high)
+        token_mask             ρ_t where low ≤ ρ_t ≤ high, else 0
+        sequence_truncate      min(ρ, high), for all tokens of the response
+        sequence_mask          ρ where low ≤ ρ ≤ high, else 0
+        sequence_mean_mask     1 where low ≤ ρ^(1/tokens) ≤ high, else 0
+
+    Args:
+        logprobs: The trainer's, of the policy that the update starts from.
+        sampling_logprobs: Of the distribution that drew the tokens, over the same vocabulary.
+        response_mask: Tokens of the response; outside it the weight is 1.
+        mode: One of the above.
+        low: Smallest ratio that still counts, at most 1; 0 where the mode truncates.
+        high: Largest ratio that counts as it is, at least 1; ``inf``: no bound.
+
+    Returns:
+        The weights, without gradient.
+
+    Raises:
+        ValueError: Unknown mode, or bounds that do not hold 1 or do not fit the mode.
+
+    Reference:
+        token_truncate: Yao et al. 2025 (TIS), https://openreview.net/forum?id=xsonlP8DRV;
+        token_mask: Ling Team 2025 (IcePop), https://arxiv.org/abs/2510.18855; the ratio of the
+        geometric mean: Zheng et al. 2025 (GSPO), eq. 7, https://arxiv.org/abs/2507.18071
+
+    Differs from the papers: log-ratios, of tokens or of responses, are bounded to ±20.
+    """
+    if mode not in IMPORTANCE_MODES:
+        raise unknown_name("importance-sampling mode", mode, IMPORTANCE_MODES)
+    if not 0 <= low <= 1 <= high:
+        raise ValueError(
+            f"low is {low} and high is {high}; equal probabilities have the ratio 1, so low must "
+            "lie in [0, 1] and high must be 1 or more"
+        )
+    chosen = IMPORTANCE_MODES[mode]
+    weights = chosen.weigh(chosen.ratio(logprobs - sampling_logprobs, response_mask), low, high)
+    return torch.where(response_mask, weights, 1.0)
