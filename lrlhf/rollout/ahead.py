@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lrlhf.rollout.background import in_background
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.synced_engine import EngineFailure, SyncedEngine
 from lrlhf.types import PromptBatch, Rollout
@@ -25,7 +26,7 @@ class _Pending:
 
 
 class RolloutAhead:
-    """Draws in a thread of its own, at most one iteration ahead.
+    """Draws beside the main thread, at most one iteration ahead.
 
     Args:
         engine: Computes elsewhere, so that drawing and training do not stand in each other's way.
@@ -33,7 +34,6 @@ class RolloutAhead:
 
     def __init__(self, engine: SyncedEngine) -> None:
         self._engine = engine
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollout-ahead")
         self._pending: _Pending | None = None
 
     def start(
@@ -47,16 +47,14 @@ class RolloutAhead:
     ) -> None:
         """Begin to draw the responses of iteration ``step`` with the engine's present weights."""
         self.wait()
-        future = self._threads.submit(
-            self._engine.generate,
-            prompts,
-            sampling,
-            num_generations=num_generations,
-            seeds=seeds,
+
+        def draw() -> Rollout:
             # the policy is being trained meanwhile: its weights are not to be pushed now
-            recover=False,
-        )
-        self._pending = _Pending(step, future)
+            return self._engine.generate(
+                prompts, sampling, num_generations=num_generations, seeds=seeds, recover=False
+            )
+
+        self._pending = _Pending(step, in_background(draw, name="rollout-ahead"))
 
     def take(
         self,

@@ -217,3 +217,49 @@ def test_loaders_can_be_pickled() -> None:
     next(iter(loader))
     copy = pickle.loads(pickle.dumps(loader))
     assert list(copy) == list(loader)
+
+
+@pytest.mark.parametrize("options", [{}, {"pass_limit": 2}, {"ranks": Ranks(1, 2)}])
+def test_the_upcoming_batch_is_the_one_that_comes_next(options: dict[str, Any]) -> None:
+    loader = train_loader(**options)
+    foretold, seen = [loader.upcoming()], []
+    for _ in range(5):
+        for batch in loader:
+            seen.append(batch)
+            foretold.append(loader.upcoming())
+    # through the ends of passes and of epochs
+    assert len(seen) > len(loader)
+    assert foretold[:-1] == seen
+
+
+def test_looking_ahead_changes_nothing() -> None:
+    loader, seen = train_loader(), []
+    for _ in range(3):
+        for batch in loader:
+            state = loader.state_dict()
+            assert loader.upcoming() == loader.upcoming()
+            assert loader.state_dict() == state
+            seen.append(batch)
+    assert seen == take(train_loader(), 3)
+
+
+def test_the_upcoming_batch_is_right_after_a_resume() -> None:
+    interrupted = train_loader()
+    for _ in zip(range(3), interrupted, strict=False):
+        pass
+    resumed = train_loader()
+    resumed.load_state_dict(interrupted.state_dict())
+    foretold = resumed.upcoming()
+    assert foretold == next(iter(resumed))
+
+
+def test_the_upcoming_batch_is_extended_as_it_will_be() -> None:
+    def numbered(batch: list[int], number: int) -> list[int]:
+        return [*batch, 1000 + number]
+
+    loader = train_loader(extend=numbered)
+    batches = iter(loader)
+    next(batches)
+    foretold = loader.upcoming()
+    assert foretold[-1] == 1001
+    assert foretold == next(batches)

@@ -1,14 +1,17 @@
 """Means, maxima and deviations, weighted by what was counted."""
 
+import math
 import statistics
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from lrlhf.functional.losses import POLICY_LOSSES
 from lrlhf.modules.metric_sums import MetricSums
-from lrlhf.modules.rollout_metrics import measure_update
+from lrlhf.modules.rollout_metrics import measure_mismatch, measure_update
 from lrlhf.strategies import Collectives
 from tests.modules.test_policy_objective import random_experience
 
@@ -70,3 +73,72 @@ def test_whitening_counts_only_what_the_mask_counts() -> None:
     # mean 2, deviation sqrt(2)
     torch.testing.assert_close(whitened[:2], torch.tensor([-1.0, 1.0]) / 2**0.5)
     assert whitened[2] == 100.0
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 1000])
+def test_percentiles_are_those_of_numpy_up_to_the_bins(count: int) -> None:
+    log_ratios = 0.3 * torch.randn(count, dtype=torch.float64)
+    metrics = MetricSums()
+    metrics.add_quantiles("ratio", log_ratios)
+    values = metrics.reduce(one_process(), CPU)
+    assert set(values) == {"ratio_p01", "ratio_p50", "ratio_p99"}
+    for suffix, share in (("p01", 0.01), ("p50", 0.5), ("p99", 0.99)):
+        expected = np.quantile(np.exp(log_ratios.numpy()), share)
+        # a bin is 0.001 wide in the logarithm, so its middle is at most 0.0005 away
+        assert values[f"ratio_{suffix}"] == pytest.approx(expected, rel=5.1e-4)
+
+
+def test_percentiles_of_parts_and_ranks_are_those_of_the_whole() -> None:
+    log_ratios = 0.3 * torch.randn(300)
+    whole = MetricSums()
+    whole.add_quantiles("ratio", log_ratios)
+    first, second = MetricSums(), MetricSums()
+    for part in log_ratios[:120].split(50):
+        first.add_quantiles("ratio", part)
+    second.add_quantiles("ratio", log_ratios[120:])
+    sums: list[torch.Tensor] = []
+
+    class Recording(Collectives):
+        def sum(self, value: torch.Tensor) -> torch.Tensor:
+            sums.append(value)
+            return value
+
+    class Second(Collectives):
+        def sum(self, value: torch.Tensor) -> torch.Tensor:
+            return value + sums.pop(0)
+
+    first.reduce(Recording(one_process().trainer), CPU)
+    values = second.reduce(Second(one_process().trainer), CPU)
+    assert values == whole.reduce(one_process(), CPU)
+
+
+def test_equal_values_have_their_own_percentiles_and_numbers_out_of_range_do_no_harm() -> None:
+    metrics = MetricSums()
+    metrics.add_quantiles("same", torch.zeros(5))
+    metrics.add_quantiles("wild", torch.tensor([-torch.inf, 0.0, torch.inf, torch.nan]))
+    metrics.add_quantiles("nothing", torch.zeros(0))
+    values = metrics.reduce(one_process(), CPU)
+    assert [values[f"same_{suffix}"] for suffix in ("p01", "p50", "p99")] == [1.0, 1.0, 1.0]
+    # three values at e^-20, 1 and e^20: positions 0.02, 1 and 1.98 between them
+    assert values["wild_p01"] == pytest.approx(0.02, rel=1e-6)
+    assert values["wild_p50"] == 1.0
+    assert values["wild_p99"] == pytest.approx(0.98 * math.exp(20), rel=1e-6)
+    assert not any(name.startswith("nothing") for name in values)
+
+
+def test_a_token_that_the_engine_could_not_have_cut_is_no_mismatch() -> None:
+    experience = random_experience()
+    trainer = -torch.rand(experience.input_ids.shape) * experience.response_mask
+    kept = torch.full_like(trainer, 0.5)
+    # the engine's probabilities: 1.1 times those of the trainer, then doubled by the cut
+    drawn = (trainer + math.log(1.1) - math.log(0.5)) * experience.response_mask
+    engine = replace(experience, sampling_logprobs=drawn, kept_mass=kept)
+    metrics = MetricSums()
+    measure_mismatch(trainer, engine, metrics)
+    values = metrics.reduce(one_process(), CPU)
+    assert values["mismatch/mean"] == pytest.approx(math.log(1.1), rel=1e-4)
+    assert values["mismatch/max"] == pytest.approx(math.log(1.1), rel=1e-4)
+    # k3 with d = log 1.1: 1 / 1.1 - 1 + log 1.1
+    assert values["mismatch/kl"] == pytest.approx(1 / 1.1 - 1 + math.log(1.1), rel=1e-3)
+    for name in ("p01", "p50", "p99"):
+        assert values[f"mismatch/ratio_{name}"] == pytest.approx(1 / 1.1, rel=5.1e-4)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,12 +104,18 @@ def test_actor_and_critic_train_and_say_how(
 
 
 def reference_step(
-    policy: PreTrainedModel, critic: ValueNetwork, experience: Experience, *, kl_coef: float
+    policy: PreTrainedModel,
+    critic: ValueNetwork,
+    experience: Experience,
+    *,
+    kl_coef: float,
+    weight_of_ratio: Callable[[float], float] = lambda ratio: 1.0,
 ) -> dict[str, Tensor]:
     """One on-policy PPO step, token by token and in plain Python where the module has tensors.
 
     Rewards are -kl_coef · (log p - log ref) per token, the score on the last one; GAE with
-    γ = 1, λ = 0.95; advantages whitened over all tokens; the loss of every token counts alike.
+    γ = 1, λ = 0.95; advantages whitened over all tokens; the loss of every token counts with a
+    weight made of its probability over that which the engine reported.
     """
     gamma, lam = 1.0, 0.95
     assert experience.ref_logprobs is not None
@@ -117,6 +124,7 @@ def reference_step(
         experience.input_ids, attention_mask=experience.attention_mask.long()
     ).last_hidden_state
     logprobs, values, advantages, targets = [], [], [], []
+    given: list[float] = []
     for row in range(len(experience)):
         columns = experience.response_mask[row].nonzero().flatten().tolist()
         row_logprobs = [
@@ -130,6 +138,12 @@ def reference_step(
             for p, c in zip(row_logprobs, columns, strict=True)
         ]
         rewards[-1] += float(experience.scores[row])
+        given += [
+            weight_of_ratio(
+                math.exp(float(p.detach()) - float(experience.sampling_logprobs[row, c]))
+            )
+            for p, c in zip(row_logprobs, columns, strict=True)
+        ]
         following = 0.0
         row_advantages = []
         for index in reversed(range(len(columns))):
@@ -146,7 +160,9 @@ def reference_step(
     spread = math.sqrt(sum((a - mean) ** 2 for a in advantages) / (len(advantages) - 1))
     whitened = [(a - mean) / spread for a in advantages]
     # on-policy the ratio is 1, so the surrogate's gradient is that of -A log p
-    surrogate = -sum(a * p for a, p in zip(whitened, logprobs, strict=True)) / len(whitened)
+    surrogate = -sum(w * a * p for w, a, p in zip(given, whitened, logprobs, strict=True)) / len(
+        whitened
+    )
     errors = sum((v - t) ** 2 for v, t in zip(values, targets, strict=True)) / (2 * len(targets))
     parameters = dict(policy.named_parameters())
     gradients = torch.autograd.grad(surrogate, list(parameters.values()))

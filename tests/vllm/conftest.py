@@ -26,7 +26,7 @@ def policy(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def started(tokenizer: PreTrainedTokenizerBase) -> Iterator[VLLMEngine]:
+def started() -> Iterator[VLLMEngine]:
     """An engine that any tied policy of `build_policy` can be pushed into."""
     engine = VLLMEngine(max_model_len=128, kv_cache_gib=0.05)
     yield engine

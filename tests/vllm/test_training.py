@@ -150,7 +150,7 @@ def test_a_resumed_run_ends_with_the_same_weights(
 
     whole = run(tmp_path / "whole", 4)
     run(tmp_path / "parts", 2)
-    (last,) = [path for path in (tmp_path / "parts").rglob("last.ckpt")]
+    (last,) = (tmp_path / "parts").rglob("last.ckpt")
     resumed = run(tmp_path / "parts", 4, str(last))
     assert all(torch.equal(whole[name], weight) for name, weight in resumed.items())
 

@@ -30,8 +30,8 @@ class VLLMBase(SyncedEngine):
 
     Args:
         dtype: What the engine computes in. "auto": bfloat16 on a GPU, float32 on a CPU.
-        max_model_len: Tokens of the longest prompt and response together; None: the model's own
-            limit, for which the cache must have room.
+        max_model_len: Tokens of the longest prompt and response together, at most the model's own
+            limit, which None stands for; the cache must have room for one such sequence.
         kv_cache_gib: Memory for keys and values. None: on a GPU what ``gpu_memory_utilization``
             leaves, on a CPU 1 GiB.
         gpu_memory_utilization: Share of a GPU's memory for weights, keys and values. None: 0.3
@@ -117,7 +117,9 @@ class VLLMBase(SyncedEngine):
         if cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(cache_gib * 2**30)
         if self.wanted_model_len is not None:
-            arguments["max_model_len"] = self.wanted_model_len
+            config = self._known_policy.config.get_text_config()
+            own = getattr(config, "max_position_embeddings", None)
+            arguments["max_model_len"] = min(self.wanted_model_len, own or self.wanted_model_len)
         return {**arguments, **self.options}
 
     def _launch_dtype(self) -> str:

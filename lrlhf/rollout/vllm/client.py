@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import httpx
 
+from lrlhf.rollout.background import in_background
 from lrlhf.rollout.engine import Response
 from lrlhf.rollout.synced_engine import EngineFailure
 from lrlhf.rollout.vllm.base import read_response
@@ -25,14 +26,15 @@ class ServerClient:
     def __init__(self, url: str, token: str, *, concurrency: int) -> None:
         self.url = url.rstrip("/")
         self._concurrency = concurrency
-        self._http = httpx.Client(
-            base_url=self.url,
-            headers={"Authorization": f"Bearer {token}"},
-            limits=httpx.Limits(max_connections=concurrency + 4, max_keepalive_connections=32),
-            timeout=httpx.Timeout(30.0, read=None, pool=None),
+        self._settings: dict[str, Any] = {
+            "base_url": self.url,
+            "headers": {"Authorization": f"Bearer {token}"},
+            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=32),
+            "timeout": httpx.Timeout(30.0, read=None, pool=None),
             # a proxy of the environment is not meant for a server of one's own
-            trust_env=False,
-        )
+            "trust_env": False,
+        }
+        self._http = httpx.Client(**self._settings)
 
     def close(self) -> None:
         """Break off what is still open."""
@@ -65,8 +67,11 @@ class ServerClient:
                 path, json=body, timeout=httpx.Timeout(30.0, read=timeout, pool=None)
             )
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: closed meanwhile
-            reason = f"{type(error).__name__}: {error}"
-            raise EngineFailure(f"the vLLM server did not answer {path} ({reason})") from error
+            raise _unanswered(path, error) from error
+        return self._checked(answer)
+
+    def _checked(self, answer: httpx.Response) -> Any:
+        path = answer.request.url.path
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise PermissionError(
                 f"the vLLM server at {self.url} wants another token: set VLLM_API_KEY here to the "
@@ -100,26 +105,46 @@ class ServerClient:
             EngineFailure: The server failed, hung, or broke a response off.
             ValueError: It refuses a request.
         """
-        threads = ThreadPoolExecutor(min(self._concurrency, len(bodies)), "vllm-request")
-        try:
-            futures = [threads.submit(self.post, "/v1/completions", body) for body in bodies]
-            self._wait(futures, stall)
-            answers = [future.result() for future in futures]
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
+        answers = in_background(
+            lambda: asyncio.run(self._complete(bodies, stall)), name="vllm-requests"
+        ).result()
         return [_read(answer, prompt) for answer, prompt in zip(answers, prompts, strict=True)]
 
-    def _wait(self, futures: Sequence[Future[Any]], stall: float) -> None:
-        left = set(futures)
-        while left:
-            done, left = wait(left, timeout=stall, return_when=FIRST_COMPLETED)
-            if not done:
-                raise EngineFailure(
-                    f"the vLLM server finished no response in {stall:g} s (engine.stall_timeout)"
-                )
-            for future in done:
-                # the first trouble ends the wait
-                future.result()
+    async def _complete(self, bodies: Sequence[dict[str, Any]], stall: float) -> list[Any]:
+        gate = asyncio.Semaphore(self._concurrency)
+        async with httpx.AsyncClient(**self._settings) as http:
+
+            async def ask(body: dict[str, Any]) -> Any:
+                async with gate:
+                    try:
+                        return self._checked(await http.post("/v1/completions", json=body))
+                    except httpx.TransportError as error:
+                        raise _unanswered("/v1/completions", error) from error
+
+            tasks = [asyncio.create_task(ask(body)) for body in bodies]
+            left = set(tasks)
+            try:
+                while left:
+                    done, left = await asyncio.wait(
+                        left, timeout=stall, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    if not done:
+                        raise EngineFailure(
+                            f"the vLLM server finished no response in {stall:g} s "
+                            "(engine.stall_timeout)"
+                        )
+                    for task in done:
+                        task.result()  # the first trouble ends the wait
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            return [task.result() for task in tasks]
+
+
+def _unanswered(path: str, error: Exception) -> EngineFailure:
+    reason = f"{type(error).__name__}: {error}"
+    return EngineFailure(f"the vLLM server did not answer {path} ({reason})")
 
 
 def _read(answer: dict[str, Any], prompt: list[int]) -> Response:

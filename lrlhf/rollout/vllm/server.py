@@ -11,12 +11,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from lrlhf.rollout.background import in_background
 from lrlhf.rollout.engine import Response
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.synced_engine import EngineFailure, Request
@@ -224,18 +224,13 @@ class VLLMServerEngine(VLLMBase):
 
     def _stream(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
         client, workers = self._connected, int(self._described["workers"])
-        threads = ThreadPoolExecutor(1, "vllm-push")
         with Sender(self.sync_host, receivers=workers, timeout=self.sync_timeout) as sender:
-            arrived = threads.submit(
-                client.call_workers,
-                "lrlhf_receive",
-                self.sync_host,
-                str(sender.port),
-                sender.token,
-                str(self.sync_timeout),
-                timeout=self.sync_timeout,
-            )
-            threads.shutdown(wait=False)
+            access = (self.sync_host, str(sender.port), sender.token, str(self.sync_timeout))
+
+            def receive() -> list[dict[str, str]]:
+                return client.call_workers("lrlhf_receive", *access, timeout=self.sync_timeout)
+
+            arrived = in_background(receive, name="vllm-push")
             try:
                 sender.send(tensors, give_up=arrived.done)
             except StreamError as error:

@@ -1,0 +1,429 @@
+"""A policy and an engine with a copy of it, through whole runs on a model of 27,000 parameters."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lrlhf.callbacks import EMA, VLLMWeightSync
+from lrlhf.modules import RLOO, OptimizerConfig, Reference
+from lrlhf.rewards import Rewards
+from lrlhf.rollout import (
+    ProbeGap,
+    RolloutEngine,
+    Sampling,
+    SyncReport,
+    TransformersEngine,
+    WeightSyncError,
+)
+from lrlhf.types import Rollout, StoredRollout
+from tests.callbacks.fakes import ToyPolicy, batches, trainer
+from tests.modules.policy_runs import Watcher, fit, letters
+from tests.rollout.copy_engine import CopyEngine, Draw
+
+NORM = "model.norm.weight"
+PROBE_TOKENS = 80
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(f'{{"prompt": "say {word}"}}' for word in "abcdefgh"))
+    return path
+
+
+def build(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, engine: RolloutEngine | None
+) -> RLOO:
+    return RLOO(
+        model,
+        Rewards([letters]),
+        tokenizer=tokenizer,
+        engine=engine,
+        num_generations=2,
+        sampling=Sampling(max_new_tokens=4),
+        optimizer=OptimizerConfig(lr=1e-2),
+        reference=Reference(kl_coef=0.0),
+    )
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+class Snapshots(L.Callback):
+    """The policy's weights before the first step and after each."""
+
+    def __init__(self) -> None:
+        self.weights: list[dict[str, Tensor]] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.weights.append(trained(pl_module.policy))
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        self.weights.append(trained(pl_module.policy))
+
+
+def is_probe(draw: Draw) -> bool:
+    return len(draw.prompts[0]) == PROBE_TOKENS
+
+
+def responses(engine: CopyEngine) -> list[Draw]:
+    return [draw for draw in engine.draws if not is_probe(draw)]
+
+
+def assert_drawn_with(draw: Draw, weights: dict[str, Tensor], *, atol: float = 0.0) -> None:
+    for name, value in weights.items():
+        torch.testing.assert_close(draw.weights[name], value, rtol=0, atol=atol, msg=name)
+
+
+def assert_different(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert all(not torch.equal(first[name], value) for name, value in second.items())
+
+
+# ------------------------------------------------------------------ when
+
+
+def test_every_iteration_draws_with_the_present_weights(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    engine, snapshots, watcher = CopyEngine(), Snapshots(), Watcher()
+    module = build(language_model, tokenizer, engine)
+    callbacks = [VLLMWeightSync(), snapshots, watcher]
+    run = fit(module, prompts, tmp_path, steps=3, callbacks=callbacks, limit_val_batches=0)
+    drawn = responses(engine)
+    assert [draw.version for draw in drawn] == [0, 1, 2]
+    for draw, weights in zip(drawn, snapshots.weights, strict=False):
+        assert_drawn_with(draw, weights)
+    assert_different(snapshots.weights[0], snapshots.weights[1])
+    assert run.logged_metrics["sync/age"] == 0
+    phases = [phase for phase in watcher.phases if phase]
+    assert phases[:2] == ["sync", "generate"]
+    for step, experience in enumerate(watcher.experiences):
+        assert experience.weight_version is not None
+        assert experience.weight_version.unique().tolist() == [step]
+
+
+def test_between_pushes_responses_come_from_older_weights(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    engine, snapshots, watcher = CopyEngine(), Snapshots(), Watcher()
+    module = build(language_model, tokenizer, engine)
+    callbacks = [VLLMWeightSync(every_n_steps=2), snapshots, watcher]
+    run = fit(module, prompts, tmp_path, steps=4, callbacks=callbacks, limit_val_batches=0)
+    assert [draw.version for draw in responses(engine)] == [0, 0, 2, 2]
+    for draw, step in zip(responses(engine), (0, 0, 2, 2), strict=True):
+        assert_drawn_with(draw, snapshots.weights[step])
+    assert run.logged_metrics["sync/age"] == 1  # of the last iteration
+    assert [records[0]["weight_version"] for records in watcher.records] == [0, 0, 2, 2]
+    assert [records[0]["step"] for records in watcher.records] == [0, 1, 2, 3]
+
+
+def test_validation_sees_the_present_weights_whatever_the_interval(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    engine, snapshots = CopyEngine(), Snapshots()
+    module = build(language_model, tokenizer, engine)
+    fit(
+        module,
+        prompts,
+        tmp_path,
+        steps=2,
+        callbacks=[VLLMWeightSync(every_n_steps=9, probe_every=0), snapshots],
+        val_check_interval=1,
+        num_sanity_val_steps=1,
+        limit_val_batches=1,
+    )
+    # the sanity check, iteration 0, validation, iteration 1, validation
+    assert [(draw.greedy, draw.version) for draw in engine.draws] == [
+        (True, 0),
+        (False, 0),
+        (True, 1),
+        (False, 1),
+        (True, 2),
+    ]
+    for draw, step in zip(engine.draws, (0, 0, 1, 1, 2), strict=True):
+        assert_drawn_with(draw, snapshots.weights[step])
+    # what a validation pushed is not pushed again
+    assert len(engine.pushed) == 3
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 9])
+def test_validation_draws_with_averaged_weights_and_training_with_the_trained_ones(
+    language_model, tokenizer, prompts, tmp_path, every_n_steps: int
+) -> None:
+    engine, snapshots = CopyEngine(), Snapshots()
+    module = build(language_model, tokenizer, engine)
+    fit(
+        module,
+        prompts,
+        tmp_path,
+        steps=3,
+        callbacks=[EMA(decay=0.5), VLLMWeightSync(every_n_steps), snapshots],
+        val_check_interval=1,
+        num_sanity_val_steps=0,
+        limit_val_batches=2,
+    )
+    # the average by hand: half of the old one and half of the weights, from the first weights on
+    averages = [snapshots.weights[0]]
+    for weights in snapshots.weights[1:]:
+        averages.append({n: 0.5 * averages[-1][n] + 0.5 * value for n, value in weights.items()})
+    drawn = responses(engine)
+    assert [draw.greedy for draw in drawn] == [False, True, True] * 3
+    for step in range(3):
+        training, first, second = drawn[3 * step : 3 * step + 3]
+        assert_drawn_with(training, snapshots.weights[step])
+        assert_drawn_with(first, averages[step + 1], atol=1e-6)
+        assert_drawn_with(second, averages[step + 1], atol=1e-6)
+        assert_different(averages[step + 1], snapshots.weights[step + 1])
+    # one push for each change between the two kinds, none between two batches of a validation
+    assert len(engine.pushed) == 6
+
+
+def test_a_resumed_run_pushes_the_weights_of_the_checkpoint(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    checkpoint = str(tmp_path / "two.ckpt")
+    first = build(language_model, tokenizer, CopyEngine())
+    run = fit(first, prompts, tmp_path, callbacks=[VLLMWeightSync()], limit_val_batches=0)
+    run.save_checkpoint(checkpoint)
+    saved = trained(first.policy)
+    engine = CopyEngine()
+    with torch.no_grad():
+        for parameter in first.policy.parameters():
+            parameter.zero_()
+    module = build(language_model, tokenizer, engine)
+    options: dict[str, Any] = {"callbacks": [VLLMWeightSync()], "limit_val_batches": 0}
+    fit(module, prompts, tmp_path, steps=3, ckpt_path=checkpoint, **options)
+    (draw,) = responses(engine)
+    assert draw.version == 2
+    assert_drawn_with(draw, saved)
+
+
+class PowerCut(L.Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise RuntimeError("the power went out")
+
+
+def test_what_a_run_that_broke_off_left_in_the_engine_is_not_drawn_with(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    # the weights moved on after the push, and both runs begin with step 0
+    engine, snapshots = CopyEngine(), Snapshots()
+    module = build(language_model, tokenizer, engine)
+    callback = VLLMWeightSync()
+    with pytest.raises(RuntimeError, match="the power went out"):
+        fit(module, prompts, tmp_path, callbacks=[callback, PowerCut()], limit_val_batches=0)
+    engine.draws.clear()
+    options: dict[str, Any] = {"callbacks": [callback, snapshots], "limit_val_batches": 0}
+    fit(module, prompts, tmp_path, steps=1, **options)
+    (draw,) = responses(engine)
+    assert_drawn_with(draw, snapshots.weights[0])
+
+
+def test_an_engine_ends_with_its_run(language_model, tokenizer, prompts, tmp_path) -> None:
+    engine = CopyEngine()
+    module = build(language_model, tokenizer, engine)
+    fit(module, prompts, tmp_path, steps=1, callbacks=[VLLMWeightSync()], limit_val_batches=0)
+    assert not engine.started
+
+
+def test_an_engine_that_fails_during_a_run_is_given_the_weights_again(
+    language_model, tokenizer, prompts, tmp_path, caplog
+) -> None:
+    engine, snapshots = CopyEngine(fail={"respond": [2], "send": [3]}), Snapshots()
+    module = build(language_model, tokenizer, engine)
+    callbacks = [VLLMWeightSync(probe_every=0), snapshots]
+    with caplog.at_level(logging.WARNING):
+        fit(module, prompts, tmp_path, steps=3, callbacks=callbacks, limit_val_batches=0)
+    assert [draw.version for draw in engine.draws] == [0, 1, 2]
+    for draw, weights in zip(engine.draws, snapshots.weights, strict=False):
+        assert_drawn_with(draw, weights)
+    assert engine.restarts == 2
+
+
+def test_restarts_during_a_push_are_told(
+    language_model, tokenizer, prompts, tmp_path, caplog
+) -> None:
+    engine = CopyEngine(fail={"send": [1, 2]})
+    module = build(language_model, tokenizer, engine)
+    with caplog.at_level(logging.WARNING):
+        fit(module, prompts, tmp_path, steps=1, callbacks=[VLLMWeightSync()], limit_val_batches=0)
+    assert "the engine was started 2 times during a push" in caplog.text
+
+
+# ------------------------------------------------------------------ checks
+
+
+@pytest.mark.parametrize(
+    ("probe_every", "probed"), [(0, []), (1, [0, 1, 2, 3, 4]), (2, [0, 1, 3]), (5, [0, 1, 4])]
+)
+def test_the_first_two_pushes_and_every_nth_are_probed(
+    language_model, tokenizer, prompts, tmp_path, probe_every: int, probed: list[int]
+) -> None:
+    engine = CopyEngine()
+    module = build(language_model, tokenizer, engine)
+    callbacks = [VLLMWeightSync(probe_every=probe_every)]
+    fit(module, prompts, tmp_path, steps=5, callbacks=callbacks, limit_val_batches=0)
+    assert [draw.version for draw in engine.draws if is_probe(draw)] == probed
+
+
+def test_a_weight_that_does_not_arrive_stops_the_run(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    module = build(language_model, tokenizer, CopyEngine(drop=NORM))
+    with pytest.raises(WeightSyncError, match=f"was not given the weight {NORM}"):
+        fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()])
+
+
+def test_a_weight_that_arrives_with_older_values_stops_the_run(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    engine, watcher = CopyEngine(outdate=NORM), Watcher()
+    module = build(language_model, tokenizer, engine)
+    with pytest.raises(WeightSyncError, match=f"other values of the weight {NORM}"):
+        fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync(), watcher], limit_val_batches=0)
+    assert len(watcher.experiences) == 1
+
+
+def test_states_of_older_weights_stop_the_run(language_model, tokenizer, prompts, tmp_path) -> None:
+    engine, watcher = CopyEngine(keep_caches=True), Watcher()
+    module = build(language_model, tokenizer, engine)
+    with pytest.raises(
+        WeightSyncError, match=r"every weight arrived .* differ .*tolerance is 0\.0001"
+    ):
+        fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync(), watcher], limit_val_batches=0)
+    # the first push found no older states
+    assert len(watcher.experiences) == 1
+
+
+def test_the_tolerance_is_that_of_the_engines_precision(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    # bfloat16 rounds log-probabilities by more than 1e-4 and by less than 0.2
+    options: dict[str, Any] = {"steps": 1, "limit_val_batches": 0}
+    module = build(language_model, tokenizer, CopyEngine(dtype=torch.bfloat16))
+    fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()], **options)
+    module = build(language_model, tokenizer, CopyEngine(dtype=torch.bfloat16))
+    with pytest.raises(WeightSyncError, match=r"tolerance is 0\.0001"):
+        fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync(tolerance=1e-4)], **options)
+
+
+def test_log_probabilities_that_are_no_number_stop_the_run(
+    language_model, tokenizer, prompts, tmp_path, monkeypatch
+) -> None:
+    engine, nan = CopyEngine(), float("nan")
+    monkeypatch.setattr(engine, "probe", lambda: ProbeGap(nan, nan))
+    module = build(language_model, tokenizer, engine)
+    with pytest.raises(WeightSyncError, match="differ from the policy's by nan"):
+        fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()])
+
+
+class Mislabelled(CopyEngine):
+    """Says that its weights are older, or newer, than they are."""
+
+    def __init__(self, by: int) -> None:
+        super().__init__()
+        self._by = by
+
+    def push(self, version: int) -> SyncReport:
+        report = super().push(version)
+        self.version = version + self._by
+        return report
+
+
+@pytest.mark.parametrize(
+    ("by", "every_n_steps", "passes"),
+    [(-1, 1, False), (-1, 2, True), (-2, 2, False), (1, 3, False)],
+)
+def test_responses_that_are_too_old_or_from_the_future_stop_the_run(
+    language_model, tokenizer, prompts, tmp_path, by: int, every_n_steps: int, passes: bool
+) -> None:
+    module = build(language_model, tokenizer, Mislabelled(by))
+    options: dict[str, Any] = {"steps": 1, "limit_val_batches": 0}
+    options["callbacks"] = [VLLMWeightSync(every_n_steps, probe_every=0)]
+    if passes:
+        fit(module, prompts, tmp_path, **options)
+        return
+    with pytest.raises(
+        WeightSyncError, match=rf"weights {-by} iterations old, and at most {every_n_steps - 1} are"
+    ):
+        fit(module, prompts, tmp_path, **options)
+
+
+class Stored(L.LightningDataModule):
+    def __init__(self, batches: Sequence[StoredRollout]) -> None:
+        super().__init__()
+        self._batches = list(batches)
+
+    def train_dataloader(self) -> DataLoader[StoredRollout]:
+        return DataLoader(self._batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def test_stored_rollouts_may_be_of_any_age(language_model, tokenizer, prompts, tmp_path) -> None:
+    watcher = Watcher()
+    module = build(language_model, tokenizer, CopyEngine())
+    callbacks = [VLLMWeightSync(), watcher]
+    fit(module, prompts, tmp_path, steps=3, callbacks=callbacks, limit_val_batches=0)
+    stored = []
+    for experience, records in zip(watcher.experiences, watcher.records, strict=True):
+        tensors = {field.name: getattr(experience, field.name) for field in fields(Rollout)}
+        stored.append(
+            StoredRollout(
+                rollout=Rollout(**tensors), scores=experience.scores, records=tuple(records)
+            )
+        )
+    engine = CopyEngine()
+    again = build(language_model, tokenizer, engine)
+    run = fit(
+        again,
+        prompts,
+        tmp_path,
+        steps=3,
+        # iteration 0 trains on what weights of iteration 2 drew, and the other way round
+        data=Stored(stored[::-1]),
+        callbacks=[VLLMWeightSync()],
+        limit_val_batches=0,
+    )
+    assert run.global_step == 3
+    assert engine.draws == []
+
+
+# ------------------------------------------------------------------ refused
+
+
+def test_an_engine_without_weights_of_its_own_is_refused(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    module = build(language_model, tokenizer, TransformersEngine())
+    with pytest.raises(
+        ValueError, match=r"model\.engine is TransformersEngine, which generates with the policy"
+    ):
+        fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()])
+
+
+def test_a_module_without_an_engine_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"\(PPO, RLOO\), and ToyPolicy has none"):
+        trainer(tmp_path, VLLMWeightSync()).fit(ToyPolicy(), batches(1))
+
+
+def test_a_run_without_the_callback_says_what_to_add(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    module = build(language_model, tokenizer, CopyEngine())
+    with pytest.raises(WeightSyncError, match=r"add lrlhf\.callbacks\.VLLMWeightSync"):
+        fit(module, prompts, tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"probe_every": -1}, {"tolerance": 0.0}])
+def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"VLLMWeightSync {next(iter(options))} is"):
+        VLLMWeightSync(**options)

@@ -1,0 +1,212 @@
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from lrlhf.models import merged_weights
+from lrlhf.rollout import PolicyWeights, WeightSyncError
+from lrlhf.rollout.weights import compare_fingerprints
+from lrlhf.vllm_worker.fingerprint import fingerprint
+from tests.conftest import build_language_model
+
+
+def untied(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    config = copy.deepcopy(build_language_model(tokenizer).config)
+    config.tie_word_embeddings = False
+    return LlamaForCausalLM(config).eval()
+
+
+def adapted(model: PreTrainedModel, **options: Any) -> PeftModel:
+    """With random adapters: as PEFT makes them they change nothing."""
+    config = LoraConfig(r=2, init_lora_weights=False, **options)
+    with warnings.catch_warnings():
+        # of a tied layer with an adapter, which is what some tests are about
+        warnings.simplefilter("ignore")
+        return get_peft_model(model, config)
+
+
+LAYER = [
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+]
+BODY = [
+    "model.embed_tokens.weight",
+    *(f"model.layers.{layer}.{name}" for layer in range(2) for name in LAYER),
+    "model.norm.weight",
+]
+
+
+def test_tied_weights_come_once_under_the_name_of_the_embedding(language_model) -> None:
+    assert [name for name, _ in PolicyWeights(language_model).tensors()] == BODY
+
+
+def test_weights_that_are_not_tied_come_under_both_names(tokenizer) -> None:
+    model = untied(tokenizer)
+    tensors = list(PolicyWeights(model).tensors())
+    assert [name for name, _ in tensors] == [*BODY, "lm_head.weight"]
+    assert torch.equal(dict(tensors)["lm_head.weight"], model.lm_head.weight)
+    assert not torch.equal(dict(tensors)["lm_head.weight"], model.model.embed_tokens.weight)
+
+
+def test_weights_are_those_of_the_time_of_reading(language_model) -> None:
+    weights = PolicyWeights(language_model)
+    with torch.no_grad():
+        language_model.model.norm.weight.fill_(5.0)
+    assert (dict(weights.tensors())["model.norm.weight"] == 5.0).all()
+
+
+def test_weights_are_read_and_not_copied(language_model) -> None:
+    for name, tensor in PolicyWeights(language_model).tensors():
+        assert tensor.data_ptr() == language_model.get_parameter(name).data_ptr()
+        assert not tensor.requires_grad
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("target_modules", ["all-linear", ["q_proj", "down_proj"]])
+def test_adapters_are_merged_as_peft_merges_them(
+    tokenizer, tied: bool, target_modules: Any
+) -> None:
+    model = build_language_model(tokenizer) if tied else untied(tokenizer)
+    base = {name: value.clone() for name, value in model.state_dict().items()}
+    policy = adapted(model, target_modules=target_modules)
+    tensors = dict(PolicyWeights(policy).tensors())
+    merged = copy.deepcopy(policy).merge_and_unload().state_dict()
+    if tied:
+        del merged["lm_head.weight"]
+    assert sorted(tensors) == sorted(merged)
+    for name, expected in merged.items():
+        torch.testing.assert_close(tensors[name], expected, rtol=0, atol=1e-6, msg=name)
+    changed = "model.layers.1.mlp.down_proj.weight"
+    assert not torch.allclose(tensors[changed], base[changed], atol=1e-3)
+
+
+def test_reading_leaves_the_adapters_as_they_are(language_model) -> None:
+    policy = adapted(language_model, target_modules="all-linear")
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    PolicyWeights(policy).fingerprints(torch.bfloat16)
+    after = policy.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_merged_layers_exist_one_at_a_time(language_model, monkeypatch) -> None:
+    policy = adapted(language_model, target_modules="all-linear")
+    merging = []
+    layer = language_model.get_submodule("model.layers.0.mlp.up_proj")
+    original = type(layer).get_delta_weight
+
+    def counted(self: nn.Module, adapter: str) -> Tensor:
+        merging.append(self)
+        return original(self, adapter)
+
+    monkeypatch.setattr(type(layer), "get_delta_weight", counted)
+    stream = merged_weights(PolicyWeights(policy).model, tied_once=True)
+    merging.clear()
+    for name, _ in stream:
+        if name.endswith("self_attn.q_proj.weight"):
+            break
+    assert len(merging) == 1
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_floating_point_weights_are_cast_and_others_are_not(language_model, adapter: bool) -> None:
+    language_model.model.register_buffer("steps", torch.tensor([3]))
+    policy = adapted(language_model, target_modules=["q_proj"]) if adapter else language_model
+    weights = PolicyWeights(policy)
+    plain = dict(weights.tensors())
+    for name, tensor in weights.tensors(torch.bfloat16):
+        if name == "model.steps":
+            assert tensor.dtype == torch.int64
+        else:
+            assert tensor.dtype == torch.bfloat16
+            assert torch.equal(tensor, plain[name].bfloat16()), name
+    assert language_model.dtype == torch.float32
+
+
+def test_fingerprints_are_those_of_the_cast_weights_in_the_same_order(language_model) -> None:
+    weights = PolicyWeights(language_model)
+    for dtype in (None, torch.bfloat16, torch.float16):
+        expected = {
+            name: str(fingerprint(language_model.get_parameter(name).to(dtype or torch.float32)))
+            for name in BODY
+        }
+        assert list(weights.fingerprints(dtype).items()) == list(expected.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [
+        ({"target_modules": ["lm_head"]}, "output layer has"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "output layer has"),
+        ({"target_modules": ["embed_tokens"]}, "embedding has"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "embedding has"),
+    ],
+)
+def test_an_adapter_on_one_of_two_tied_layers_is_refused(
+    language_model, options: dict[str, Any], culprit: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"{culprit}.*policy\.lora\.target_modules"):
+        PolicyWeights(adapted(language_model, **options))
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_where_nothing_is_tied_both_layers_may_have_adapters(tokenizer, target: str) -> None:
+    policy = adapted(untied(tokenizer), target_modules=[target])
+    tensors = dict(PolicyWeights(policy).tensors())
+    merged = copy.deepcopy(policy).merge_and_unload().state_dict()
+    name = next(name for name in merged if target in name)
+    torch.testing.assert_close(tensors[name], merged[name], rtol=0, atol=1e-6)
+    assert sorted(tensors) == sorted(merged)
+
+
+def test_a_policy_that_is_no_transformers_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="no transformers model but Linear"):
+        PolicyWeights(nn.Linear(2, 2))
+
+
+def test_two_weights_of_one_name_are_refused(language_model, monkeypatch) -> None:
+    def twice(*_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
+        yield from [("norm", torch.ones(1)), ("head", torch.ones(1)), ("norm", torch.ones(1))]
+
+    monkeypatch.setattr("lrlhf.rollout.weights.merged_weights", twice)
+    with pytest.raises(ValueError, match="two weights called norm"):
+        PolicyWeights(language_model)
+
+
+# ------------------------------------------------------------------ comparison
+
+
+EXPECTED = {"z.first": "1", "m.second": "2", "a.third": "3"}
+
+
+def test_equal_fingerprints_pass_in_any_order() -> None:
+    compare_fingerprints(EXPECTED, dict(reversed(EXPECTED.items())))
+
+
+@pytest.mark.parametrize(
+    ("arrived", "message"),
+    [
+        # the first in the model's order, not in the engine's or by name
+        ({"a.third": "0", "m.second": "0", "z.first": "1"}, "other values of the weight m.second"),
+        ({"m.second": "2"}, "was not given the weight z.first"),
+        ({"a.third": "0", "z.first": "1"}, "was not given the weight m.second"),
+        ({}, "was not given the weight z.first"),
+        (EXPECTED | {"extra": "4"}, "a weight extra, which the policy lacks"),
+    ],
+)
+def test_the_first_wrong_weight_is_named(arrived: dict[str, str], message: str) -> None:
+    with pytest.raises(WeightSyncError, match=message.replace(".", r"\.")):
+        compare_fingerprints(EXPECTED, arrived)

@@ -1,0 +1,130 @@
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lrlhf.vllm_worker.extension import WeightReceiver
+from lrlhf.vllm_worker.fingerprint import fingerprint
+from lrlhf.vllm_worker.stream import Sender
+
+
+class LogprobsMode(Enum):
+    PROCESSED = "processed_logprobs"
+
+
+class Packer:
+    """Stands for the method that packs a layer's weight for a kernel."""
+
+    def __init__(self) -> None:
+        self.packed: list[nn.Module] = []
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self.packed.append(layer)
+
+
+class Worker(WeightReceiver):
+    """As much of vLLM's worker as the extension uses; keeps what it is given."""
+
+    def __init__(self, *, device: str = "cpu", takes: int | None = None) -> None:
+        self.device = SimpleNamespace(type=device)
+        self.loaded: dict[str, Tensor] = {}
+        self.packer = Packer()
+        self._takes = takes
+        plain, packed, empty = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+        packed.cpu_linear, packed.quant_method = object(), self.packer  # type: ignore[assignment]
+        empty.weight = nn.Parameter(torch.empty(0))
+        empty.cpu_linear, empty.quant_method = object(), self.packer  # type: ignore[assignment]
+        self.packed_layer = packed
+        self.model = nn.Sequential(plain, packed, empty, nn.ReLU())
+        self.model_runner = SimpleNamespace(get_model=lambda: self.model)
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                served_model_name=["tiny", "other name"],
+                model="/folder",
+                dtype=torch.bfloat16,
+                max_model_len=256,
+                logprobs_mode="processed_logprobs",
+            ),
+            cache_config=SimpleNamespace(enable_prefix_caching=True),
+            parallel_config=SimpleNamespace(world_size=2, data_parallel_size=3),
+        )
+
+    def reload_weights(self, *, weights_iterator: Iterable[tuple[str, Tensor]]) -> None:
+        assert not self.packer.packed, "packed before the weights were there"
+        for count, (name, tensor) in enumerate(weights_iterator, start=1):
+            self.loaded[name] = tensor
+            if count == self._takes:
+                return
+
+
+def test_loading_returns_the_fingerprint_of_every_weight_as_text() -> None:
+    weights = {"a": torch.randn(3, 4), "b": torch.randn(2).bfloat16(), "c": torch.tensor(1)}
+    worker = Worker()
+    arrived = worker.lrlhf_load(weights.items())
+    assert arrived == {name: str(fingerprint(tensor)) for name, tensor in weights.items()}
+    assert list(worker.loaded) == ["a", "b", "c"]
+    assert all(worker.loaded[name] is tensor for name, tensor in weights.items())
+
+
+def test_a_weight_that_the_engine_did_not_take_is_not_reported() -> None:
+    weights = {"a": torch.ones(1), "b": torch.ones(1)}
+    assert list(Worker(takes=1).lrlhf_load(weights.items())) == ["a"]
+
+
+def test_weights_come_through_a_socket_with_arguments_of_text() -> None:
+    weights = {name: torch.randn(50) for name in "abcdef"}
+    worker = Worker()
+    with Sender("127.0.0.1", receivers=1, timeout=10.0) as sender, ThreadPoolExecutor(1) as threads:
+        # over HTTP every argument is text
+        arrived = threads.submit(
+            worker.lrlhf_receive, "127.0.0.1", str(sender.port), sender.token, "10.0"
+        )
+        sender.send(weights.items(), max_bytes=300)
+        numbers = arrived.result(10)
+    assert numbers == {name: str(fingerprint(tensor)) for name, tensor in weights.items()}
+    for name, tensor in weights.items():
+        assert torch.equal(worker.loaded[name], tensor)
+
+
+def test_on_a_cpu_packed_copies_of_weights_are_made_again() -> None:
+    worker = Worker()
+    worker.lrlhf_load([("a", torch.ones(1))])
+    # neither the layer without a packed copy nor the one whose weight was given up for it
+    assert worker.packer.packed == [worker.packed_layer]
+
+
+def test_on_a_gpu_nothing_is_packed() -> None:
+    worker = Worker(device="cuda")
+    worker.lrlhf_load([("a", torch.ones(1))])
+    assert worker.packer.packed == []
+
+
+def test_the_engine_is_described_in_plain_json_types() -> None:
+    assert Worker().lrlhf_describe() == {
+        "model": "tiny",
+        "dtype": "bfloat16",
+        "max_model_len": 256,
+        "logprobs_mode": "processed_logprobs",
+        "prefix_caching": True,
+        "workers": 6,  # 2 per copy of the model, 3 copies
+    }
+
+
+@pytest.mark.parametrize(
+    ("served", "name"), [("tiny", "tiny"), (["tiny"], "tiny"), (None, "/folder")]
+)
+def test_the_model_has_the_name_that_it_is_served_under(served: Any, name: str) -> None:
+    worker = Worker()
+    worker.vllm_config.model_config.served_model_name = served
+    assert worker.lrlhf_describe()["model"] == name
+
+
+def test_the_logprobs_mode_may_be_an_enum() -> None:
+    worker = Worker()
+    worker.vllm_config.model_config.logprobs_mode = LogprobsMode.PROCESSED
+    assert worker.lrlhf_describe()["logprobs_mode"] == "processed_logprobs"

@@ -1,0 +1,165 @@
+import pytest
+import torch
+from torch import Tensor
+
+from lrlhf.vllm_worker import fingerprint as module
+from lrlhf.vllm_worker.fingerprint import fingerprint
+
+WRAP = 2**64
+MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
+SIZES = {torch.uint8: 1, torch.bool: 1, torch.bfloat16: 2, torch.float16: 2}
+FOUR_OR_EIGHT_BYTES = [torch.float32, torch.int32, torch.float64, torch.int64]
+
+
+def signed(number: int, bits: int) -> int:
+    """What an integer of so many bits is worth in two's complement."""
+    number %= 2**bits
+    return number - 2**bits if number >= 2 ** (bits - 1) else number
+
+
+def weight(place: int) -> int:
+    mixed = signed((place + 1) * MIX, 64)
+    return (mixed ^ (mixed >> 29)) * MIX % WRAP | 1
+
+
+def slow_fingerprint(tensor: Tensor, *, row: int = 2**20) -> int:
+    """The documented sum with Python's own integers, which never wrap around."""
+    data = raw_bytes(tensor)
+    size = SIZES.get(tensor.dtype, 4)
+    words = [
+        int.from_bytes(data[start : start + size], "little", signed=size > 1)
+        for start in range(0, len(data), size)
+    ]
+    total = sum(
+        word * weight(place % row) * weight(place // row) for place, word in enumerate(words)
+    )
+    return signed(total, 64)
+
+
+def raw_bytes(tensor: Tensor) -> bytes:
+    values = tensor.flatten()
+    if tensor.dtype == torch.bfloat16:
+        # the upper half of a float32
+        data = values.float().numpy().tobytes()
+        return bytes(data[at] for start in range(0, len(data), 4) for at in (start + 2, start + 3))
+    return bytes(values.numpy().tobytes())
+
+
+def some(dtype: torch.dtype, *shape: int) -> Tensor:
+    if dtype == torch.bool:
+        return torch.rand(shape) < 0.5
+    if dtype.is_floating_point:
+        return torch.randn(shape, dtype=torch.float64).to(dtype)
+    return torch.randint(torch.iinfo(dtype).min, torch.iinfo(dtype).max, shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [*SIZES, *FOUR_OR_EIGHT_BYTES])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (33, 31)])
+def test_it_is_the_documented_sum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = some(dtype, *shape)
+    assert fingerprint(tensor) == slow_fingerprint(tensor)
+
+
+@pytest.mark.parametrize("size", [1023, 1024, 1025, 2047, 2048, 2049, 5000])
+def test_rows_are_weighted_by_their_place(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ROW", 1024)
+    tensor = some(torch.int32, size)
+    assert fingerprint(tensor) == slow_fingerprint(tensor, row=1024)
+
+
+def test_a_row_has_two_to_the_twentieth_words() -> None:
+    # one word of value 1: the sum is its weight
+    words = torch.zeros(2**20 + 2, dtype=torch.uint8)
+    words[2**20 + 1] = 1
+    assert fingerprint(words) == signed(weight(1) * weight(1), 64)
+    words[2**20 + 1], words[2**20 - 1] = 0, 1
+    assert fingerprint(words) == signed(weight(2**20 - 1) * weight(0), 64)
+
+
+def test_an_empty_tensor_has_one_too() -> None:
+    assert fingerprint(torch.empty(0)) == fingerprint(torch.empty(3, 0)) == 0
+
+
+def test_bits_count_and_not_values() -> None:
+    assert fingerprint(torch.tensor([0.0])) != fingerprint(torch.tensor([-0.0]))
+    nan = torch.tensor([float("nan")])
+    assert fingerprint(nan) == fingerprint(nan.clone())
+    other_nan = (nan.view(torch.int32) | 1).view(torch.float32)
+    assert other_nan.isnan()
+    assert fingerprint(nan) != fingerprint(other_nan)
+
+
+@pytest.mark.parametrize("dtype", [*SIZES, *FOUR_OR_EIGHT_BYTES])
+@pytest.mark.parametrize("width", [8, 16, 32, 64])
+def test_a_transposed_tensor_differs(dtype: torch.dtype, width: int) -> None:
+    tensor = some(dtype, width, width)
+    assert fingerprint(tensor) != fingerprint(tensor.T)
+
+
+@pytest.mark.parametrize("dtype", [*SIZES, *FOUR_OR_EIGHT_BYTES])
+@pytest.mark.parametrize("size", [16, 1024, 3000])
+@pytest.mark.parametrize("shift", [1, 7])
+def test_a_shifted_tensor_differs(dtype: torch.dtype, size: int, shift: int) -> None:
+    tensor = some(dtype, size)
+    assert fingerprint(tensor) != fingerprint(tensor.roll(shift))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_every_single_bit_shows(dtype: torch.dtype) -> None:
+    tensor = some(dtype, 40)
+    seen = {fingerprint(tensor)}
+    bits = torch.iinfo(dtype).bits
+    for place in range(40):
+        for bit in range(bits):
+            other = tensor.clone()
+            other[place] ^= signed(1 << bit, bits) if dtype != torch.uint8 else 1 << bit
+            seen.add(fingerprint(other))
+    assert len(seen) == 40 * bits + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_signs_that_are_turned_in_pairs_show(dtype: torch.dtype) -> None:
+    tensor = torch.ones(4096, dtype=dtype)
+    for first, second in ((0, 1), (1, 2), (1024, 1030), (1024, 3072)):
+        other = tensor.clone()
+        other[[first, second]] = -1
+        assert fingerprint(tensor) != fingerprint(other)
+    assert fingerprint(tensor) != fingerprint(-tensor)
+
+
+def test_small_steps_in_opposite_directions_do_not_cancel() -> None:
+    # as an older weight differs from a newer one: some words one up, as many one down
+    tensor = torch.ones(64, dtype=torch.bfloat16)
+    seen = set()
+    for up in range(64):
+        for down in range(up):
+            bits = tensor.view(torch.int16).clone()
+            bits[up] += 1
+            bits[down] -= 1
+            seen.add(fingerprint(bits.view(torch.bfloat16)))
+    assert len(seen) == 64 * 63 // 2
+    assert fingerprint(tensor) not in seen
+
+
+def test_a_view_agrees_with_its_contiguous_copy() -> None:
+    whole = torch.randn(60, 70)
+    views = [whole.T, whole[3:, 5:], whole[::2, ::3], whole[0].expand(9, 70), whole.unfold(1, 4, 2)]
+    for view in views:
+        assert fingerprint(view) == fingerprint(view.clone(memory_format=torch.contiguous_format))
+
+
+def test_the_number_of_threads_does_not_matter() -> None:
+    tensor = torch.randn(1500, 1500)
+    before, numbers = torch.get_num_threads(), set()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            numbers.add(fingerprint(tensor))
+    finally:
+        torch.set_num_threads(before)
+    assert len(numbers) == 1
+
+
+def test_a_trained_weight_is_read_and_not_tracked() -> None:
+    weight_ = torch.nn.Parameter(torch.randn(5))
+    assert fingerprint(weight_) == fingerprint(weight_.detach().clone())

@@ -1,0 +1,294 @@
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from lrlhf.vllm_worker.stream import Sender, StreamError, buckets, receive
+
+HOST = "127.0.0.1"
+Named = list[tuple[str, Tensor]]
+
+
+def assorted() -> Named:
+    base = torch.randn(6, 10)
+    return [
+        ("float", torch.randn(3, 4)),
+        ("bfloat16", torch.randn(7).bfloat16()),
+        ("half", torch.randn(2, 2).half()),
+        ("integers", torch.arange(5)),
+        ("flags", torch.tensor([True, False])),
+        ("scalar", torch.tensor(2.5)),
+        ("empty", torch.empty(0, 3)),
+        ("whole", base),
+        ("same memory, other shape", base.view(10, 6)),
+        ("same tensor", base),
+        ("transposed", base.T),
+        ("part", base[2:4, 1:]),
+        ("expanded", torch.tensor([3.0]).expand(4)),
+        ("large", torch.randn(100, 100)),
+        ("last", torch.randn(1)),
+    ]
+
+
+def start(
+    sender: Sender, count: int = 1, *, token: str | None = None, timeout: float = 10.0
+) -> list[Future[Named]]:
+    threads = ThreadPoolExecutor(count)
+    shown = sender.token if token is None else token
+    futures = [
+        threads.submit(lambda: list(receive(HOST, sender.port, shown, timeout=timeout)))
+        for _ in range(count)
+    ]
+    threads.shutdown(wait=False)
+    return futures
+
+
+def assert_same(arrived: Named, sent: Named) -> None:
+    assert [name for name, _ in sorted(arrived)] == [name for name, _ in sorted(sent)]
+    expected = dict(sent)
+    for name, tensor in arrived:
+        assert tensor.dtype == expected[name].dtype, name
+        assert tensor.shape == expected[name].shape, name
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("max_bytes", [1, 100, 1000, 2**26])
+def test_every_tensor_arrives_as_it_was(max_bytes: int) -> None:
+    sent = assorted()
+    with Sender(HOST, receivers=1, timeout=10.0) as sender:
+        arrived = start(sender)[0]
+        sender.send(sent, max_bytes=max_bytes)
+        assert_same(arrived.result(10), sent)
+
+
+def test_several_workers_get_everything() -> None:
+    sent = assorted()
+    with Sender(HOST, receivers=2, timeout=10.0) as sender:
+        arrived = start(sender, 2)
+        sender.send(sent, max_bytes=300)
+        for future in arrived:
+            assert_same(future.result(10), sent)
+
+
+def test_nothing_at_all_can_be_sent() -> None:
+    with Sender(HOST, receivers=1, timeout=10.0) as sender:
+        arrived = start(sender)[0]
+        sender.send([])
+        assert arrived.result(10) == []
+
+
+def test_the_bits_arrive_also_where_they_are_no_number() -> None:
+    odd = torch.tensor([float("nan"), -0.0, float("inf")])
+    with Sender(HOST, receivers=1, timeout=10.0) as sender:
+        arrived = start(sender)[0]
+        sender.send([("odd", odd)])
+        ((_, tensor),) = arrived.result(10)
+    assert torch.equal(tensor.view(torch.int32), odd.view(torch.int32))
+
+
+def test_a_bucket_is_full_before_the_next_one_begins() -> None:
+    # float32: 8, 8, 4, 100 and 4 bytes in buckets of 20
+    sizes = [2, 2, 1, 25, 1]
+    tensors = [(str(index), torch.zeros(size)) for index, size in enumerate(sizes)]
+    grouped = [list(bucket) for bucket in buckets(tensors, max_bytes=20)]
+    assert grouped == [["0", "1", "2"], ["3"], ["4"]]
+
+
+def test_a_tensor_is_asked_for_only_when_the_buckets_before_it_are_on_their_way() -> None:
+    # a worker that takes nothing: what fits into the sockets' buffers leaves, and no more
+    asked = []
+
+    def many() -> Iterator[tuple[str, Tensor]]:
+        for index in range(100):
+            asked.append(index)
+            yield str(index), torch.zeros(2**20)
+
+    with Sender(HOST, receivers=1, timeout=0.5) as sender, connected(sender.port) as idle:
+        show(idle, sender.token)
+        with pytest.raises(StreamError, match="stopped taking weights"):
+            sender.send(many(), max_bytes=2**22)
+    # the buffers of both sides hold a few MiB at most
+    assert len(asked) < 20
+
+
+def test_the_first_weights_are_there_before_the_last_are_made() -> None:
+    first_taken = threading.Event()
+
+    def two() -> Iterator[tuple[str, Tensor]]:
+        yield "first", torch.ones(4)
+        yield "second", torch.ones(4)
+        assert first_taken.wait(10), "the first bucket was held back"
+        yield "third", torch.ones(4)
+
+    def take(port: int, token: str) -> list[str]:
+        names = []
+        for name, _ in receive(HOST, port, token, timeout=10.0):
+            names.append(name)
+            first_taken.set()
+        return names
+
+    with Sender(HOST, receivers=1, timeout=10.0) as sender, ThreadPoolExecutor(1) as threads:
+        names = threads.submit(take, sender.port, sender.token)
+        sender.send(two(), max_bytes=16)
+        assert names.result(10) == ["first", "second", "third"]
+
+
+# ------------------------------------------------------------------ strangers
+
+
+def connected(port: int) -> socket.socket:
+    return socket.create_connection((HOST, port), timeout=10.0)
+
+
+def show(connection: socket.socket, token: str) -> None:
+    connection.sendall(struct.pack(">Q", len(token)) + token.encode())
+
+
+def test_a_wrong_token_is_turned_away_and_the_right_one_served() -> None:
+    sent = assorted()
+    with Sender(HOST, receivers=1, timeout=10.0) as sender:
+        wrong = start(sender, token="0" * 64)[0]
+        with ThreadPoolExecutor(1) as threads:
+            sending = threads.submit(sender.send, sent)
+            with pytest.raises(StreamError, match="ended in the middle"):
+                wrong.result(10)
+            assert not sending.done()
+            right = start(sender)[0]
+            assert_same(right.result(10), sent)
+            sending.result(10)
+
+
+def says_http(connection: socket.socket) -> None:
+    connection.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+
+
+def leaves(connection: socket.socket) -> None:
+    connection.close()
+
+
+def resets(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def breaks_off(connection: socket.socket) -> None:
+    connection.sendall(struct.pack(">Q", 64) + b"half")
+    connection.close()
+
+
+def claims_much(connection: socket.socket) -> None:
+    connection.sendall(struct.pack(">Q", 2**40))
+
+
+def is_silent(connection: socket.socket) -> None:
+    pass
+
+
+@pytest.mark.parametrize("behave", [says_http, leaves, resets, breaks_off, claims_much, is_silent])
+def test_a_stranger_keeps_no_worker_out(
+    behave: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lrlhf.vllm_worker.stream._TOKEN_SECONDS", 0.2)
+    sent = assorted()
+    with Sender(HOST, receivers=1, timeout=10.0) as sender, connected(sender.port) as stranger:
+        behave(stranger)
+        arrived = start(sender)[0]
+        sender.send(sent)
+        assert_same(arrived.result(10), sent)
+
+
+def test_tokens_are_long_and_never_the_same() -> None:
+    with Sender(HOST, receivers=1, timeout=1.0) as one, Sender(HOST, receivers=1, timeout=1) as two:
+        assert one.token != two.token
+        assert len(one.token) == 64
+
+
+# ------------------------------------------------------------------ ends
+
+
+def large() -> Iterable[tuple[str, Tensor]]:
+    return ((str(index), torch.zeros(2**20)) for index in range(50))
+
+
+def test_a_worker_that_dies_in_the_middle_is_told() -> None:
+    def take_one(port: int, token: str) -> None:
+        stream = receive(HOST, port, token, timeout=10.0)
+        next(stream)
+        stream.close()
+
+    with Sender(HOST, receivers=1, timeout=10.0) as sender:
+        thread = threading.Thread(target=take_one, args=(sender.port, sender.token))
+        thread.start()
+        with pytest.raises(StreamError, match="a vLLM worker stopped taking weights"):
+            sender.send(large(), max_bytes=2**22)
+        thread.join()
+
+
+def test_a_sender_that_ends_in_the_middle_is_told() -> None:
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield "first", torch.ones(1)
+        yield "second", torch.ones(1)
+        raise ValueError("no more")
+
+    with Sender(HOST, receivers=1, timeout=10.0) as sender:
+        arrived = start(sender)[0]
+        with pytest.raises(ValueError, match="no more"):
+            sender.send(broken(), max_bytes=4)
+    with pytest.raises(StreamError, match="ended in the middle of a message"):
+        arrived.result(10)
+
+
+def test_a_sender_that_is_reset_is_told() -> None:
+    with socket.create_server((HOST, 0)) as listener, ThreadPoolExecutor(1) as threads:
+        port = listener.getsockname()[1]
+        arrived = threads.submit(lambda: list(receive(HOST, port, "token", timeout=10.0)))
+        connection, _ = listener.accept()
+        resets(connection)
+        with pytest.raises(StreamError, match="the sender of weights is gone"):
+            arrived.result(10)
+
+
+def test_a_sender_that_is_not_there_is_told() -> None:
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(StreamError, match="the sender of weights is gone"):
+        next(receive(HOST, port, "token", timeout=1.0))
+
+
+def test_a_sender_that_hangs_is_told() -> None:
+    with Sender(HOST, receivers=1, timeout=10.0) as sender:
+        arrived = start(sender, timeout=0.2)[0]
+        with pytest.raises(StreamError, match=r"no weights came for 0\.2 s"):
+            arrived.result(10)
+
+
+def test_waiting_for_workers_ends_after_the_timeout() -> None:
+    begun = time.monotonic()
+    with (
+        Sender(HOST, receivers=1, timeout=0.3) as sender,
+        pytest.raises(StreamError, match="0 of 1 vLLM workers came"),
+    ):
+        sender.send([])
+    assert 0.3 <= time.monotonic() - begun < 3
+
+
+def test_waiting_for_workers_ends_when_none_will_come() -> None:
+    with Sender(HOST, receivers=2, timeout=60.0) as sender, connected(sender.port) as one:
+        show(one, sender.token)
+        begun = time.monotonic()
+        with pytest.raises(StreamError, match="1 of 2 vLLM workers came"):
+            sender.send([], give_up=lambda: time.monotonic() - begun > 0.3)
+    assert time.monotonic() - begun < 3
+
+
+def test_nobody_can_connect_to_a_sender_that_is_done() -> None:
+    with Sender(HOST, receivers=1, timeout=1.0) as sender:
+        port = sender.port
+    with pytest.raises(ConnectionRefusedError):
+        connected(port)
