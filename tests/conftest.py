@@ -7,6 +7,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 
+from typing import Any
+
 import lightning as L
 import pytest
 import torch
@@ -51,21 +53,26 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def build_language_model(tokenizer: PreTrainedTokenizerBase, *, seed: int = 0) -> PreTrainedModel:
+def build_language_model(
+    tokenizer: PreTrainedTokenizerBase, *, seed: int = 0, **options: Any
+) -> PreTrainedModel:
     """A two-layer Llama with random weights, so large that its outputs differ between inputs."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    }
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=256,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         initializer_range=0.2,
-        tie_word_embeddings=True,
+        **{**sizes, **options},
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -84,7 +84,9 @@ class VLLMWeightSync(RolloutListener, L.Callback):
             for callback in trainer.callbacks  # type: ignore[attr-defined]
         )
         step = trainer.global_step
-        if engine.version is not None and averaged == self._averaged:
+        engine.policy_version = step
+        # after `setup` the engine may hold weights of an earlier run, whatever their number
+        if engine.version is not None and self._pushes and averaged == self._averaged:
             due = self.every_n_steps if trainer.training else 1
             if step - engine.version < due:
                 return

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import MeanMetric
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,53 +25,34 @@ from lrlhf.modules.importance import ImportanceSampling, check_importance_sampli
 from lrlhf.modules.iteration import Iteration
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
-from lrlhf.modules.policy_experience import PolicyExperience
-from lrlhf.modules.policy_objective import trained_scores
-from lrlhf.modules.replay import as_collected, check_stored
+from lrlhf.modules.policy_rollout import PolicyRollout
+from lrlhf.modules.replay import check_stored
 from lrlhf.modules.rollout_metrics import (
     explained_variance,
     measure_kl,
     measure_mismatch,
-    measure_rollout,
 )
 from lrlhf.modules.running_moments import RunningMoments
 from lrlhf.modules.settings import Advantage, DynamicSampling, Reference, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import (
-    Collected,
     Collector,
-    Filtered,
-    RolloutAhead,
     RolloutEngine,
     Sampling,
     SyncedEngine,
     TransformersEngine,
-    collect_different,
 )
 from lrlhf.strategies import (
     Collectives,
     PlainUpdater,
     count_iterations_as_steps,
     run_seed,
-    sample_seeds,
     seed_everything_for,
 )
 from lrlhf.types import Experience, PromptBatch, StoredRollout
 
-_EVAL_STREAM = 1_000_003
-"""Keeps the random numbers of validation apart from those of any training step."""
 
-
-@runtime_checkable
-class LooksAhead(Protocol):
-    """A loader that knows its next batch before it is asked for."""
-
-    def upcoming(self) -> PromptBatch:
-        """Return the next batch, and leave the position where it is."""
-        ...
-
-
-class PolicyModule(PolicyExperience):
+class PolicyModule(PolicyRollout):
     """Draws responses, scores them, compares the scores, and updates the policy.
 
     One training step is one iteration: draw ``num_generations`` responses to each prompt of the
@@ -169,6 +149,7 @@ class PolicyModule(PolicyExperience):
         self.frozen = frozen_reference(self.policy, reference.model) if reference.kl_coef else None
         self.rewards = rewards
         self.engine: RolloutEngine = engine or TransformersEngine()
+        self._check_engine()
         self._collector = Collector(self.engine, rewards, self.tokenizer)
         self._ahead = self._look_ahead() if rollout_ahead else None
         self._eval_names = ["eval/score", *(f"eval/{name}" for name in rewards.names)]
@@ -188,20 +169,6 @@ class PolicyModule(PolicyExperience):
                 f"advantage.estimator {self.advantage.estimator!r} needs a critic, which "
                 f"{type(self).__name__} has not: use lrlhf.modules.PPO"
             )
-
-    def _look_ahead(self) -> RolloutAhead:
-        if not (isinstance(self.engine, SyncedEngine) and self.engine.concurrent):
-            raise ValueError(
-                f"rollout_ahead is {self.rollout_ahead}, but model.engine is "
-                f"{type(self.engine).__name__}, which computes in the training process: set "
-                "rollout_ahead: 0, or take lrlhf.rollout.VLLMServerEngine"
-            )
-        if self.dynamic_sampling is not None:
-            raise ValueError(
-                "rollout_ahead draws responses before the present ones are scored, and "
-                "dynamic_sampling decides by scores how many to draw: drop one of the two"
-            )
-        return RolloutAhead(self.engine)
 
     @property
     def _kl_in_reward(self) -> bool:
@@ -232,70 +199,6 @@ class PolicyModule(PolicyExperience):
         if self._ahead is not None:
             self._ahead.drop()
         self.engine.close()
-
-    def _draw(self, prompts: PromptBatch, sampling: Sampling, seeds: Sequence[int]) -> Collected:
-        self._prepare_engine()
-        return self._collector.collect(
-            prompts, sampling, seeds=seeds, step=self.global_step, phase=self._iteration.phase
-        )
-
-    def _prepare_engine(self) -> None:
-        if not self._ready:
-            # not before it is needed: stored rollouts are trained on without engine and rewards
-            self.engine.attach(self.policy, self.tokenizer)
-            self.rewards.prepare()
-            self._ready = True
-        if self._ahead is not None:
-            # no weights may change under responses that are being drawn
-            self._ahead.wait()
-        if isinstance(self.engine, SyncedEngine):
-            self._iteration.tell_weights_needed()
-
-    def _draw_with_ahead(
-        self, ahead: RolloutAhead, batch: PromptBatch, collectives: Collectives
-    ) -> Collected:
-        """Take the responses that were drawn ahead, and have the next ones drawn."""
-        with self._iteration.phase("generate"):
-            rollout = ahead.take(
-                self.global_step,
-                batch,
-                num_generations=self.num_generations,
-                any_rank=collectives.any,
-            )
-        self._prepare_engine()
-        if rollout is None:
-            seeds = self._seeds(collectives.rank * len(batch), len(batch))
-            with self._iteration.phase("generate"):
-                rollout = self.engine.generate(
-                    batch, self.sampling, num_generations=self.num_generations, seeds=seeds
-                )
-        if self.global_step + 1 < self.trainer.estimated_stepping_batches:
-            upcoming = self._upcoming_batch()
-            ahead.start(
-                self.global_step + 1,
-                upcoming,
-                self.sampling,
-                num_generations=self.num_generations,
-                seeds=self._seeds(
-                    collectives.rank * len(upcoming), len(upcoming), step=self.global_step + 1
-                ),
-            )
-        return self._collector.score(
-            batch,
-            rollout,
-            self.sampling,
-            step=self.global_step,
-            phase=self._iteration.phase,
-        )
-
-    def _upcoming_batch(self) -> PromptBatch:
-        loader = self.trainer.train_dataloader
-        if not isinstance(loader, LooksAhead):
-            raise ValueError(
-                f"rollout_ahead needs to know the next batch, and a {type(loader).__name__} does "
-                "not tell it: use PromptDataModule, or give the loader a method upcoming()"
-            )
-        return loader.upcoming().to(self.device)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         built = self._optimizers(self.trainer.estimated_stepping_batches)
@@ -363,57 +266,6 @@ class PolicyModule(PolicyExperience):
             self._planned = True
         return plan
 
-    def _responses(
-        self, batch: PromptBatch | StoredRollout, metrics: MetricSums, collectives: Collectives
-    ) -> tuple[Collected, Tensor | None]:
-        """Draw responses, or take the stored ones; with the rows that only fill the batch."""
-        if isinstance(batch, StoredRollout):
-            collected, filler = as_collected(batch, step=self.global_step)
-            drawn = collected
-        else:
-            filtered = self._draw_all(batch, collectives)
-            collected, filler, drawn = filtered.collected, filtered.filler, filtered.drawn
-            if self.dynamic_sampling is not None:
-                metrics.add("rollout/rounds", filtered.rounds, 1.0)
-                metrics.add("rollout/filler_fraction", filler.sum(), float(len(filler)))
-                for record, fills in zip(collected.records, filler.tolist(), strict=True):
-                    record["filler"] = fills
-            version = collected.rollout.weight_version
-            if version is not None:
-                metrics.add_values("sync/age", (self.global_step - version).double())
-        measure_rollout(drawn.rollout, drawn.rewards, metrics, num_generations=self.num_generations)
-        return collected, filler
-
-    def _draw_all(self, batch: PromptBatch, collectives: Collectives) -> Filtered:
-        def draw(prompts: PromptBatch, first: int) -> Collected:
-            seeds = self._seeds(collectives.rank * len(batch) + first, len(prompts))
-            return self._draw(prompts, self.sampling, seeds)
-
-        if self.dynamic_sampling is None:
-            if self._ahead is not None:
-                collected = self._draw_with_ahead(self._ahead, batch, collectives)
-            else:
-                collected = draw(batch, 0)
-            nothing = torch.zeros_like(collected.rollout.truncated)
-            return Filtered(collected, nothing, collected, 1, len(batch))
-        return collect_different(
-            batch,
-            draw,
-            wanted=self.dynamic_sampling.prompts,
-            scores_of=lambda collected: trained_scores(collected, self.advantage),
-            num_generations=self.num_generations,
-            any_rank=collectives.any,
-        )
-
-    def _seeds(self, first_prompt: int, prompts: int, *, step: int | None = None) -> list[int]:
-        """One seed per response, whichever rank draws it; ``step`` is the present one if None."""
-        step = self.global_step if step is None else step
-        return [
-            seed
-            for row in range(first_prompt, first_prompt + prompts)
-            for seed in sample_seeds(self.seed, step, row, count=self.num_generations)
-        ]
-
     def _sync_reference(self) -> None:
         every = self.reference.sync_every
         if self.frozen is not None and every is not None and (self.global_step + 1) % every == 0:
@@ -465,11 +317,6 @@ class PolicyModule(PolicyExperience):
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
         return self._answer(batch, batch_idx).records
-
-    def _answer(self, batch: PromptBatch, batch_idx: int) -> Collected:
-        position = batch_idx * self.trainer.world_size + self.trainer.global_rank
-        seeds = sample_seeds(self.seed, _EVAL_STREAM, position, count=len(batch))
-        return self._draw(batch, self.eval_sampling, seeds)
 
     # ------------------------------------------------------------------ checkpoints
 

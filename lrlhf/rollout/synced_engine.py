@@ -77,6 +77,8 @@ class SyncedEngine(ABC):
         self.max_restarts = max_restarts
         self.version: int | None = None
         """Training iterations behind the engine's weights; None: it was given none yet."""
+        self.policy_version = 0
+        """Training iterations behind the policy's weights, which a restarted engine gets."""
         self.restarts = 0
         self._policy: nn.Module | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -147,6 +149,7 @@ class SyncedEngine(ABC):
         """
         if self._weights is None:
             raise RuntimeError(f"{type(self).__name__}.attach has not been called")
+        self.policy_version = version
         start, restarts = time.perf_counter(), self.restarts
         self._with_restarts(lambda: self._push_once(version), repush=False)
         return SyncReport(version, time.perf_counter() - start, self.restarts - restarts)
@@ -192,7 +195,6 @@ class SyncedEngine(ABC):
             Request(prompt_ids=contexts[row // num_generations], seed=seed)
             for row, seed in enumerate(seeds)
         ]
-        version = self.version
         if recover:
             responses = self._with_restarts(lambda: self._respond(requests, sampling))
         else:
@@ -202,7 +204,7 @@ class SyncedEngine(ABC):
             responses,
             num_generations=num_generations,
             pad_id=pad_token_id(self._tokenizer),
-            weight_version=version,
+            weight_version=self.version,
         )
 
     @torch.no_grad()
@@ -249,13 +251,12 @@ class SyncedEngine(ABC):
         self.version = version
 
     def _with_restarts(self, call: Callable[[], ResultT], *, repush: bool = True) -> ResultT:
-        version, failures = self.version, 0
+        failures = 0
         while True:
             failure = None
             try:
                 if failures and repush:
-                    assert version is not None
-                    self._push_once(version)
+                    self._push_once(self.policy_version)
                 result = call()
             except EngineFailure as error:
                 failure = str(error)

@@ -33,10 +33,6 @@ class PolicyWeights:
         if not isinstance(policy, PreTrainedModel | PeftModel):
             raise TypeError(f"the policy is no transformers model but {type(policy).__name__}")
         self.model = plain_model(policy)
-        names = [name for name, _ in self.tensors()]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        if repeated:
-            raise ValueError(f"the policy has two weights called {repeated[0]}")
         self._check_tied_head()
 
     def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

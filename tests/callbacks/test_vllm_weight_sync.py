@@ -250,6 +250,22 @@ def test_an_engine_that_fails_during_a_run_is_given_the_weights_again(
     assert engine.restarts == 2
 
 
+def test_an_engine_that_is_restarted_between_pushes_has_the_present_weights_and_says_so(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    # the second draw, of iteration 1, fails while the engine has the weights of iteration 0
+    engine, snapshots, watcher = CopyEngine(fail={"respond": [2]}), Snapshots(), Watcher()
+    module = build(language_model, tokenizer, engine)
+    callbacks = [VLLMWeightSync(every_n_steps=2, probe_every=0), snapshots, watcher]
+    fit(module, prompts, tmp_path, steps=4, callbacks=callbacks, limit_val_batches=0)
+    # and the next push comes two iterations after the restart
+    assert [draw.version for draw in engine.draws] == [0, 1, 1, 3]
+    for draw in engine.draws:
+        assert draw.version is not None
+        assert_drawn_with(draw, snapshots.weights[draw.version])
+    assert [records[0]["weight_version"] for records in watcher.records] == [0, 1, 1, 3]
+
+
 def test_restarts_during_a_push_are_told(
     language_model, tokenizer, prompts, tmp_path, caplog
 ) -> None:

@@ -1,5 +1,6 @@
 """Two processes that share a batch train as one process does."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,11 @@ def ppo(tokenizer: Any) -> PolicyModule:
 
 
 def trained(
-    module: PolicyModule, prompts: Path, folder: Path, ranks: int
+    module: PolicyModule,
+    prompts: Path,
+    folder: Path,
+    ranks: int,
+    callbacks: Sequence[L.Callback] = (),
 ) -> list[tuple[dict[str, Tensor], dict[str, float]]]:
     folder.mkdir()
     settings = {"strategy": "ddp_fork_find_unused_parameters_true"} if ranks > 1 else {}
@@ -86,7 +91,7 @@ def trained(
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[SaveAtEnd(folder)],
+        callbacks=[SaveAtEnd(folder), *callbacks],
         **settings,
     )
     trainer.fit(module, datamodule=PromptDataModule(train=str(prompts), batch_size=8 // ranks))

@@ -700,7 +700,12 @@ def test_experience_that_waits_in_cpu_memory_gives_the_same_update(
 class NoEngine:
     """Refuses to draw anything."""
 
+    exact = True
+
     def attach(self, *_: Any) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def generate(self, *_: Any, **__: Any) -> None:

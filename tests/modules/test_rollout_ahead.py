@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lrlhf.callbacks import EMA, VLLMWeightSync
 from lrlhf.datamodules import PromptDataModule
@@ -19,7 +19,6 @@ from lrlhf.rewards import Rewards
 from lrlhf.rollout import (
     EngineFailure,
     Response,
-    RolloutAhead,
     RolloutEngine,
     Sampling,
     TransformersEngine,
@@ -29,7 +28,7 @@ from lrlhf.strategies import sample_seeds
 from lrlhf.types import PromptBatch
 from tests.conftest import build_language_model
 from tests.modules.policy_runs import Watcher, fit, letters, weights
-from tests.rollout.copy_engine import CopyEngine, prompt_batch
+from tests.rollout.copy_engine import CopyEngine
 
 SAMPLING = Sampling(max_new_tokens=4)
 SEED = 5
@@ -210,9 +209,9 @@ def test_no_weights_are_pushed_while_responses_are_drawn(tokenizer, prompts, tmp
     assert versions(watcher) == [[0], [0], [1]]
 
 
-@pytest.mark.parametrize("ema", [[], [EMA(decay=0.5)]])
+@pytest.mark.parametrize("averaged", [False, True])
 def test_validation_in_between_does_not_change_the_run(
-    tokenizer, prompts, tmp_path, ema: list[EMA]
+    tokenizer, prompts, tmp_path, averaged: bool
 ) -> None:
     results = []
     for options in (
@@ -220,6 +219,7 @@ def test_validation_in_between_does_not_change_the_run(
         {"limit_val_batches": 2, "val_check_interval": 1},
     ):
         module = build(tokenizer, elsewhere())
+        ema = [EMA(decay=0.5)] if averaged else []
         _, watcher = run(module, prompts, tmp_path, *ema, **options)
         assert versions(watcher) == [[0], [0], [1], [2]]
         results.append(weights(module.policy))
@@ -386,133 +386,3 @@ def test_a_loader_that_cannot_look_ahead_is_refused(tokenizer, prompts, tmp_path
         run(build(tokenizer, elsewhere()), prompts, tmp_path, data=data)
     # without looking ahead it will do
     run(build(tokenizer, elsewhere(), ahead=0), prompts, tmp_path, data=data, steps=1)
-
-
-# ------------------------------------------------------------------ RolloutAhead by itself
-
-
-PROMPTS = prompt_batch([[10, 11], [12]])
-
-
-def started(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options: Any
-) -> tuple[CopyEngine, RolloutAhead]:
-    engine = elsewhere(**options)
-    engine.attach(model, tokenizer)
-    engine.push(0)
-    ahead = RolloutAhead(engine)
-    ahead.start(1, PROMPTS, SAMPLING, num_generations=2, seeds=range(4))
-    return engine, ahead
-
-
-def alone(condition: bool) -> bool:
-    return condition
-
-
-def take(ahead: RolloutAhead, step: int = 1, prompts: PromptBatch = PROMPTS, **options: Any) -> Any:
-    arguments = {"num_generations": 2, "any_rank": alone} | options
-    return ahead.take(step, prompts, **arguments)
-
-
-def test_what_was_begun_is_taken_once(language_model, tokenizer) -> None:
-    _, ahead = started(language_model, tokenizer)
-    assert len(take(ahead)) == 4
-    assert take(ahead) is None
-
-
-def test_padding_does_not_make_prompts_others(language_model, tokenizer) -> None:
-    _, ahead = started(language_model, tokenizer)
-    wider = PromptBatch(
-        input_ids=torch.tensor([[0, 10, 11], [0, 0, 12]]),
-        attention_mask=torch.tensor([[False, True, True], [False, False, True]]),
-        prompts=("", ""),
-        columns=({}, {}),
-    )
-    assert take(ahead, prompts=wider) is not None
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"step": 2},
-        {"prompts": prompt_batch([[10, 11], [13]])},
-        {"prompts": prompt_batch([[12], [10, 11]])},
-        {"prompts": prompt_batch([[10, 11]])},
-        {"num_generations": 1},
-        # another rank has to draw anew, and all do it together
-        {"any_rank": lambda _: True},
-    ],
-)
-def test_responses_to_something_else_are_not_taken(
-    language_model, tokenizer, options: dict[str, Any]
-) -> None:
-    _, ahead = started(language_model, tokenizer)
-    assert take(ahead, **options) is None
-    assert take(ahead) is None
-
-
-def test_a_failure_makes_all_ranks_push_again(language_model, tokenizer) -> None:
-    # on this rank
-    engine, ahead = started(language_model, tokenizer, fail={"respond": [1]})
-    assert take(ahead) is None
-    assert engine.version is None
-    # on another one: a push to a shared engine needs them all
-    engine, ahead = started(language_model, tokenizer)
-    assert take(ahead, any_rank=lambda _: True) is None
-    assert engine.version is None
-    # nobody's
-    engine, ahead = started(language_model, tokenizer)
-    assert take(ahead, step=2) is None
-    assert engine.version == 0
-
-
-def test_a_new_start_waits_for_the_one_before(language_model, tokenizer) -> None:
-    engine, ahead = started(language_model, tokenizer)
-    ahead.start(2, PROMPTS, SAMPLING, num_generations=2, seeds=range(4))
-    ahead.wait()
-    assert len(engine.draws) == 2
-    assert take(ahead, step=2) is not None
-
-
-def test_what_is_dropped_is_gone(language_model, tokenizer) -> None:
-    engine, ahead = started(language_model, tokenizer)
-    ahead.drop()
-    assert len(engine.draws) == 1
-    assert ahead.state_dict() is None
-    assert take(ahead) is None
-
-
-@pytest.mark.parametrize("sampling", [SAMPLING, Sampling(max_new_tokens=4, top_k=5)])
-def test_a_state_holds_the_whole_rollout(
-    language_model, tokenizer, tmp_path, sampling: Sampling
-) -> None:
-    _, ahead = started(language_model, tokenizer)
-    ahead.start(1, PROMPTS, sampling, num_generations=2, seeds=range(4))
-    torch.save(ahead.state_dict(), tmp_path / "state.pt")
-    resumed = RolloutAhead(elsewhere())
-    resumed.load_state_dict(
-        torch.load(tmp_path / "state.pt", weights_only=True), torch.device("cpu")
-    )
-    first, second = take(ahead), take(resumed)
-    assert (first.kept_mass is None) == (sampling is SAMPLING)
-    for name in first.__dataclass_fields__:
-        value, other = getattr(first, name), getattr(second, name)
-        assert (value is None and other is None) or torch.equal(value, other), name
-
-
-@pytest.mark.gpu
-def test_a_state_that_was_read_to_the_cpu_is_moved_to_its_prompts(
-    language_model, tokenizer
-) -> None:
-    _, ahead = started(language_model, tokenizer)
-    resumed = RolloutAhead(elsewhere())
-    # Lightning loads checkpoints before it moves the module
-    resumed.load_state_dict(ahead.state_dict(), torch.device("cpu"))
-    assert take(resumed, prompts=PROMPTS.to("cuda")).input_ids.is_cuda
-
-
-def test_no_state_is_an_empty_one(language_model, tokenizer) -> None:
-    ahead = RolloutAhead(elsewhere())
-    assert ahead.state_dict() is None
-    ahead.load_state_dict(None, torch.device("cpu"))
-    assert take(ahead) is None

@@ -1,6 +1,5 @@
 import copy
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -175,15 +174,6 @@ def test_where_nothing_is_tied_both_layers_may_have_adapters(tokenizer, target: 
 def test_a_policy_that_is_no_transformers_model_is_refused() -> None:
     with pytest.raises(TypeError, match="no transformers model but Linear"):
         PolicyWeights(nn.Linear(2, 2))
-
-
-def test_two_weights_of_one_name_are_refused(language_model, monkeypatch) -> None:
-    def twice(*_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
-        yield from [("norm", torch.ones(1)), ("head", torch.ones(1)), ("norm", torch.ones(1))]
-
-    monkeypatch.setattr("lrlhf.rollout.weights.merged_weights", twice)
-    with pytest.raises(ValueError, match="two weights called norm"):
-        PolicyWeights(language_model)
 
 
 # ------------------------------------------------------------------ comparison

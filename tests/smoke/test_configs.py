@@ -13,9 +13,7 @@ pytestmark = pytest.mark.usefixtures("_own_log")
 
 ROOT = Path(__file__).parents[2]
 # tests/vllm runs those that start vLLM
-CONFIGS = [
-    path for path in sorted((ROOT / "configs").rglob("*.yaml")) if "vllm" not in path.name
-]
+CONFIGS = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if "vllm" not in path.name]
 BASE = ROOT / "configs" / "quickstart.yaml"
 
 # how to shrink each module and its data; another module says here how it is made small

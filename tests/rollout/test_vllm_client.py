@@ -1,0 +1,179 @@
+"""What the trainer makes of a server's answers, the server being a function."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+
+from lrlhf.rollout import EngineFailure
+from lrlhf.rollout.vllm.client import ServerClient
+
+SECRET = "a-token-that-nobody-may-see"
+
+
+@pytest.fixture
+def client_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServerClient]:
+    """A client whose server is a function."""
+    plain, asynchronous = httpx.Client, httpx.AsyncClient
+
+    def build(answer: Callable[[httpx.Request], Any]) -> ServerClient:
+        transport = httpx.MockTransport(answer)
+        monkeypatch.setattr(httpx, "Client", partial(plain, transport=transport))
+        monkeypatch.setattr(httpx, "AsyncClient", partial(asynchronous, transport=transport))
+        return ServerClient("http://here:1/", SECRET, concurrency=4)
+
+    return build
+
+
+def test_every_request_shows_the_token(client_of) -> None:
+    seen = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append((request.url.path, request.headers["authorization"]))
+        return httpx.Response(200, json={"results": ["one", "two"]})
+
+    client = client_of(answer)
+    assert client.is_healthy()
+    assert client.call_workers("lrlhf_describe") == ["one", "two"]
+    assert seen == [(path, f"Bearer {SECRET}") for path in ("/health", "/collective_rpc")]
+
+
+def test_an_answer_without_content_is_none(client_of) -> None:
+    assert client_of(lambda _: httpx.Response(200)).post("/reset_mm_cache") is None
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "message"),
+    [
+        (401, PermissionError, r"at http://here:1 wants another token: set VLLM_API_KEY"),
+        (404, EngineFailure, r"answered /path with 404: what happened"),
+        (500, EngineFailure, r"answered /path with 500: what happened"),
+        (503, EngineFailure, r"answered /path with 503: what happened"),
+        (400, ValueError, r"refused /path: what happened"),
+        (422, ValueError, r"refused /path: what happened"),
+    ],
+)
+def test_what_a_status_means(client_of, status: int, error: type[Exception], message: str) -> None:
+    client = client_of(lambda _: httpx.Response(status, text="what happened"))
+    with pytest.raises(error, match=message) as raised:
+        client.post("/path", {})
+    assert SECRET not in str(raised.value)
+    assert not client.is_healthy()
+
+
+@pytest.mark.parametrize(
+    "error", [httpx.ConnectError("refused"), httpx.ReadTimeout("late"), httpx.ReadError("reset")]
+)
+def test_trouble_on_the_way_is_a_failure(client_of, error: httpx.TransportError) -> None:
+    def answer(_: httpx.Request) -> httpx.Response:
+        raise error
+
+    client = client_of(answer)
+    with pytest.raises(EngineFailure, match=rf"did not answer /path \({type(error).__name__}: "):
+        client.post("/path")
+    assert not client.is_healthy()
+
+
+def test_a_client_that_was_closed_meanwhile_is_a_failure(client_of) -> None:
+    client = client_of(lambda _: httpx.Response(200))
+    client.close()
+    with pytest.raises(EngineFailure, match="did not answer /path"):
+        client.post("/path")
+
+
+def completion(request: httpx.Request, **changes: Any) -> httpx.Response:
+    """Answers a prompt with its own tokens plus 100."""
+    prompt = json.loads(request.content)["prompt"]
+    tokens = [token + 100 for token in prompt]
+    choice = {
+        "prompt_token_ids": prompt,
+        "token_ids": tokens,
+        "logprobs": {"token_logprobs": [-0.5] * len(tokens)},
+        "finish_reason": "stop",
+    }
+    return httpx.Response(200, json={"choices": [choice | changes]})
+
+
+PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8], [9]]
+BODIES = [{"prompt": prompt} for prompt in PROMPTS]
+
+
+def test_completions_come_in_the_order_of_their_requests(client_of) -> None:
+    responses = client_of(completion).complete(BODIES, PROMPTS, stall=10.0)
+    assert [response.token_ids.tolist() for response in responses] == [
+        [101, 102],
+        [103],
+        [104, 105, 106],
+        [107],
+        [108],
+        [109],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_token_ids": [1]}, "answered another prompt"),
+        ({"finish_reason": "abort"}, "broke a response off"),
+        ({"logprobs": {"token_logprobs": []}}, "broke a response off"),
+    ],
+)
+def test_an_answer_that_does_not_fit_is_a_failure(
+    client_of, changes: dict[str, Any], message: str
+) -> None:
+    client = client_of(lambda request: completion(request, **changes))
+    with pytest.raises(EngineFailure, match=message):
+        client.complete(BODIES, PROMPTS, stall=10.0)
+
+
+def test_one_refused_request_ends_the_call(client_of) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        refuse = json.loads(request.content)["prompt"] == [7]
+        return httpx.Response(400, text="too long") if refuse else completion(request)
+
+    with pytest.raises(ValueError, match="refused /v1/completions: too long"):
+        client_of(answer).complete(BODIES, PROMPTS, stall=10.0)
+
+
+def test_no_more_requests_are_open_than_allowed(client_of) -> None:
+    opened, most = 0, 0
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal opened, most
+        opened += 1
+        most = max(most, opened)
+        await asyncio.sleep(0.02)
+        opened -= 1
+        return completion(request)
+
+    assert len(client_of(answer).complete(BODIES, PROMPTS, stall=10.0)) == 6
+    assert most == 4
+
+
+def test_a_server_that_finishes_nothing_is_a_failure(client_of) -> None:
+    async def answer(request: httpx.Request) -> httpx.Response:
+        if json.loads(request.content)["prompt"] == [9]:
+            await asyncio.sleep(60)
+        return completion(request)
+
+    with pytest.raises(
+        EngineFailure, match=r"finished no response in 0\.2 s \(engine\.stall_timeout\)"
+    ):
+        client_of(answer).complete(BODIES, PROMPTS, stall=0.2)
+
+
+def test_a_slow_server_that_goes_on_finishing_is_none(client_of) -> None:
+    async def answer(request: httpx.Request) -> httpx.Response:
+        # the last after 0.9 s, and never more than 0.1 s without one
+        await asyncio.sleep(0.1 * json.loads(request.content)["prompt"][0])
+        return completion(request)
+
+    client = client_of(answer)
+    bodies = [{"prompt": [number]} for number in range(1, 10)]
+    prompts = [[number] for number in range(1, 10)]
+    client._concurrency = 9
+    assert len(client.complete(bodies, prompts, stall=0.5)) == 9
