@@ -287,6 +287,7 @@ class FailingProcess:
 
     seen: list[Any] = []  # noqa: RUF012  one list for the only test that reads it
     reason = "no luck"
+    log = ""
 
     def __init__(self, command: list[str], *, env: dict[str, str], log_file: Path) -> None:
         self.seen.append(SimpleNamespace(command=command, env=env, log_file=log_file))
@@ -297,6 +298,9 @@ class FailingProcess:
 
     def wait_until(self, condition: Any, *, timeout: float) -> None:
         raise ServerStartError(self.reason)
+
+    def log_tail(self, lines: int) -> str:
+        return self.log
 
 
 @pytest.fixture
@@ -347,14 +351,34 @@ def test_the_token_is_in_the_servers_environment_and_nowhere_else(
 )
 @pytest.mark.usefixtures("on_cpu")
 def test_a_server_that_does_not_start_says_what_to_change(
-    attached, failing, monkeypatch, reason: str, advice: str
+    attached, failing, tmp_path, monkeypatch, reason: str, advice: str
 ) -> None:
     monkeypatch.setattr(failing, "reason", reason)
     with pytest.raises(EngineStartError, match=advice) as raised:
-        attached(kv_cache_gib=0.25).push(0)
+        attached(kv_cache_gib=0.25, log_file=str(tmp_path / "vllm.log")).push(0)
     assert reason in str(raised.value)
     # no restart would help
     assert len(failing.seen) == 1
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_first_cause_is_found_in_the_servers_log(
+    attached, failing, tmp_path, monkeypatch
+) -> None:
+    log = """(EngineCore pid=7) Traceback (most recent call last):
+(EngineCore pid=7)   File "core.py", line 1, in __init__
+(EngineCore pid=7) ValueError: No available memory for the cache blocks.
+(APIServer pid=6) Traceback (most recent call last):
+(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.
+"""
+    monkeypatch.setattr(failing, "log", log)
+    path = tmp_path / "vllm.log"
+    with pytest.raises(EngineStartError, match=r"start: ValueError: No available") as raised:
+        attached(kv_cache_gib=0.25, log_file=str(path)).push(0)
+    said = str(raised.value)
+    assert str(path) in said
+    assert "engine.kv_cache_gib is 0.25" in said
+    assert "Engine core initialization failed" not in said
 
 
 @pytest.mark.parametrize("token", [None, ""])

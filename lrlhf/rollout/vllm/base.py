@@ -19,6 +19,7 @@ EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 # the smallest block that vLLM's CPU attention takes: prompts below it would never be shared
 _CPU_BLOCK = 32
 _CPU_CACHE_GIB = 1.0
+_SHORTEST = 16
 
 
 class EngineStartError(RuntimeError):
@@ -63,8 +64,13 @@ class VLLMBase(SyncedEngine):
             ("kv_cache_gib", kv_cache_gib),
             ("max_num_seqs", max_num_seqs),
         ):
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:
                 raise ValueError(f"engine.{name} is {value}; it must be above 0")
+        if max_model_len is not None and max_model_len < _SHORTEST:
+            raise ValueError(
+                f"engine.max_model_len is {max_model_len}; the probe of the weights alone needs "
+                f"{_SHORTEST} tokens"
+            )
         if gpu_memory_utilization is None:
             gpu_memory_utilization = self.default_gpu_memory_utilization
         if not 0 < gpu_memory_utilization <= 1:

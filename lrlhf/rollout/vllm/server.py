@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shlex
 import socket
@@ -105,7 +106,7 @@ class VLLMServerEngine(VLLMBase):
             ("stall_timeout", stall_timeout),
             ("sync_timeout", sync_timeout),
         ):
-            if value <= 0:
+            if not value > 0:
                 raise ValueError(f"engine.{name} is {value}; it must be above 0")
         self.url = url
         self.sync_host = sync_host
@@ -141,7 +142,9 @@ class VLLMServerEngine(VLLMBase):
         check_installed()
         token = secrets.token_hex(32)
         port = _free_port()
-        log_file = Path(self.log_file or Path(tempfile.mkdtemp(prefix="lrlhf-vllm-")) / "vllm.log")
+        if self.log_file is None:
+            self.log_file = str(Path(tempfile.mkdtemp(prefix="lrlhf-vllm-")) / "vllm.log")
+        log_file = Path(self.log_file)
         self._process = ServerProcess(
             self.command(port), env=self._environment(token), log_file=log_file
         )
@@ -151,7 +154,9 @@ class VLLMServerEngine(VLLMBase):
         try:
             self._process.wait_until(self._client.is_healthy, timeout=self.start_timeout)
         except ServerStartError as error:
-            raise self._start_error(str(error)) from error
+            cause = root_cause(self._process.log_tail(1000))
+            reason = f"{cause} (all of it is in {log_file})" if cause else str(error)
+            raise self._start_error(reason) from error
         return url, token, self._describe(self._client)
 
     def _find_server(self) -> tuple[str, str, dict[str, Any]]:
@@ -312,6 +317,14 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
         elif value is not None:
             words += [f"--{option}", str(value)]
     return words
+
+
+def root_cause(log: str) -> str | None:
+    """Find the error in a server's log that the others follow from."""
+    raised = re.findall(r"\b([A-Z]\w*(?:Error|Exception): .+)$", log, re.MULTILINE)
+    # processes that wait for the one that failed only say that it did
+    causes = [line for line in raised if "root cause" not in line]
+    return causes[-1] if causes else None
 
 
 def _told(answer: Future[Any]) -> str:
