@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 _ROW = 2**16
-_ROWS_AT_ONCE = 4
+_ROWS_AT_ONCE = 8
+_WORDS = {1: torch.uint8, 2: torch.int16}
 # 2^64 / golden ratio
 _MIX = -7046029254386353131
 
@@ -17,28 +18,37 @@ _MIX = -7046029254386353131
 def fingerprint(tensor: Tensor) -> int:
     """Sum the bits of a tensor in integer arithmetic that wraps around.
 
-    Words are the tensor's 16 bits each, with a sign; of types of one byte the bytes without. Word
-    ``c`` of a row is multiplied by ``weight(c)`` in 32 bits, and the sum of row ``r``, in 64 bits,
-    by ``weight(r)``; a row has 2^16 words. Weights are odd and follow no pattern, so one other bit
-    always gives another sum, and a transposed, a shifted, or an older tensor does too, but for a
-    chance below 2^-16. It costs one pass over the memory, runs on any device, and does not depend
-    on the order in which a device adds. It is no defence against someone who looks for a collision.
+    Words ``x`` have one, two or four bytes, as integers with a sign where they have more than one.
+    Word ``c`` of a row gives ``(x ^ ((x >> 15) & (2^17 - 1))) * weight(c)`` in 32 bits, and the sum
+    of row ``r``, in 64 bits, is multiplied by ``weight(r)``; a row has 2^16 words. Weights are odd
+    and follow no pattern, so one other bit always gives another sum, and a transposed, a shifted,
+    or an older tensor does too, but for a chance below 2^-15. It costs one pass over the memory,
+    runs on any device, and does not depend on the order in which a device adds. It is no defence
+    against someone who looks for a collision.
 
     Args:
         tensor: Any shape and type; a view in another memory layout gives the same number.
     """
-    # longer words would lose their highest bits in the product: two turned signs would cancel
-    word = torch.uint8 if tensor.element_size() == 1 else torch.int16
-    words = tensor.contiguous().view(-1).view(word)
+    words = tensor.contiguous().view(-1).view(_WORDS.get(tensor.element_size(), torch.int32))
     weights = _weights(_ROW, tensor.device).int()
     whole = len(words) // _ROW * _ROW
-    # a few rows at a time: a whole product would take up to four times the tensor's memory
+    # a few rows at a time stay in the processor's cache
     parts = torch.split(words[:whole].view(-1, _ROW), _ROWS_AT_ONCE)
-    sums = [(rows * weights).sum(dim=1, dtype=torch.int64) for rows in parts if len(rows)]
-    rest = words[whole:]
-    sums.append((rest * weights[: len(rest)]).sum(dtype=torch.int64)[None])
+    sums = [_row_sums(rows, weights) for rows in parts if len(rows)]
+    sums.append(_row_sums(words[None, whole:], weights[: len(words) - whole]))
     rows = torch.cat(sums)
     return int((rows * _weights(len(rows), tensor.device)).sum())
+
+
+def _row_sums(rows: Tensor, weights: Tensor) -> Tensor:
+    words = rows.int()
+    # a product keeps no more than 32 bits: without their mark on lower bits the highest would not
+    # depend on the weight, and two turned signs would cancel
+    mixed = words >> 15
+    mixed &= 2**17 - 1
+    mixed ^= words
+    mixed *= weights
+    return mixed.sum(dim=1, dtype=torch.int64)
 
 
 @functools.lru_cache(maxsize=64)

@@ -26,13 +26,13 @@ def weight(place: int) -> int:
 def slow_fingerprint(tensor: Tensor, *, row: int = 2**16) -> int:
     """The documented sum with Python's own integers, which never wrap around by themselves."""
     data = raw_bytes(tensor)
-    size = 1 if tensor.dtype in ONE_BYTE else 2
+    size = 1 if tensor.dtype in ONE_BYTE else 2 if tensor.dtype in TWO_BYTES else 4
     words = [
         int.from_bytes(data[start : start + size], "little", signed=size > 1)
         for start in range(0, len(data), size)
     ]
     total = sum(
-        signed(word * weight(place % row), 32) * weight(place // row)
+        signed((word ^ (word >> 15 & 0x1FFFF)) * weight(place % row), 32) * weight(place // row)
         for place, word in enumerate(words)
     )
     return signed(total, 64)
