@@ -58,7 +58,7 @@ class PolicyRollout(PolicyExperience):
 
     def _check_engine(self) -> None:
         """Refuse responses whose probabilities could not be compared with the policy's."""
-        if self.sampling.truncates and not self.engine.exact:
+        if self.sampling.truncates and isinstance(self.engine, SyncedEngine):
             raise ValueError(
                 f"sampling.top_p, top_k, min_p or min_new_tokens cuts tokens off, and "
                 f"{type(self.engine).__name__} does not tell how much probability that was, so its "

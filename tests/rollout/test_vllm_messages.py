@@ -11,12 +11,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lrlhf.modules import RLOO
+from lrlhf.rewards import Rewards
 from lrlhf.rollout import EngineFailure, Sampling, VLLMEngine, VLLMServerEngine
 from lrlhf.rollout.synced_engine import Request
 from lrlhf.rollout.vllm import server, support
 from lrlhf.rollout.vllm.base import EngineStartError, read_response
 from lrlhf.rollout.vllm.process import ServerStartError
 from lrlhf.rollout.vllm.server import command_line
+from tests.conftest import build_language_model
+from tests.modules.policy_runs import letters
 
 SECRET = "a-token-that-nobody-may-see"
 
@@ -465,3 +469,17 @@ def test_a_response_that_was_broken_off_is_a_failure(
 ) -> None:
     with pytest.raises(EngineFailure, match="vLLM broke a response off"):
         read_response(ids, logprobs, reason)
+
+
+def test_training_on_cut_distributions_needs_an_engine_that_tells_the_kept_mass(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    with pytest.raises(ValueError, match=r"VLLMEngine does not tell how much probability"):
+        RLOO(
+            build_language_model(tokenizer),
+            Rewards([letters]),
+            tokenizer=tokenizer,
+            engine=VLLMEngine(),
+            sampling=Sampling(top_p=0.9),
+            allow_truncated_sampling=True,
+        )
