@@ -326,7 +326,10 @@ class PolicyModule(PolicyRollout):
             "configured_kl_coef": self.reference.kl_coef,
             "skipped_steps": self.skipped_steps,
             "moments": self.moments.state_dict(),
-            "ahead": None if self._ahead is None else self._ahead.state_dict(),
+            # a checkpoint is rank 0's: of several ranks the others would miss their responses
+            "ahead": self._ahead.state_dict()
+            if self._ahead is not None and self.trainer.world_size == 1
+            else None,
             # a reference that never moves is loaded from its source again
             "reference": self.frozen.state_dict()
             if self.frozen is not None and self.reference.sync_every is not None

@@ -144,8 +144,9 @@ class PolicyRollout(PolicyExperience):
             self.rewards.prepare()
             self._ready = True
         if self._ahead is not None:
-            # no weights may change under responses that are being drawn
+            # no weights may change under responses that are being drawn, here or on another rank
             self._ahead.wait()
+            Collectives(self.trainer).any(False)
         if isinstance(self.engine, SyncedEngine):
             self._iteration.tell_weights_needed()
 

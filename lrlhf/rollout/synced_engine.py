@@ -108,6 +108,13 @@ class SyncedEngine(ABC):
         """Draw one response per request."""
 
     @property
+    def rounds(self) -> bool:
+        """Whether engine or policy computes in less than float32."""
+        assert self._policy is not None
+        kinds = {weight.dtype for weight in self._policy.parameters()}
+        return bool({self.dtype, *kinds} & {torch.bfloat16, torch.float16})
+
+    @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
         """What the running engine keeps its weights in."""
@@ -190,15 +197,17 @@ class SyncedEngine(ABC):
             ids[mask].tolist()
             for ids, mask in zip(prompts.input_ids, prompts.attention_mask, strict=True)
         ]
-        self._check_room(max(map(len, contexts)), sampling)
         requests = [
             Request(prompt_ids=contexts[row // num_generations], seed=seed)
             for row, seed in enumerate(seeds)
         ]
-        if recover:
-            responses = self._with_restarts(lambda: self._respond(requests, sampling))
-        else:
-            responses = self._respond(requests, sampling)
+
+        def respond() -> list[Response]:
+            self._check_room(max(map(len, contexts)), sampling)
+            with torch.autocast(self._device.type, enabled=False):
+                return self._respond(requests, sampling)
+
+        responses = self._with_restarts(respond) if recover else respond()
         return assemble_rollout(
             prompts,
             responses,
@@ -225,8 +234,7 @@ class SyncedEngine(ABC):
             num_generations=1,
             seeds=list(range(len(prompts))),
         )
-        device = rollout.input_ids.device
-        with evaluating(self._policy), torch.autocast(device.type, enabled=False):
+        with evaluating(self._policy), torch.autocast(self._device.type, enabled=False):
             own = sequence_logprobs(self._policy, rollout)
         gaps = (own - rollout.sampling_logprobs).abs()[rollout.response_mask]
         return ProbeGap(float(gaps.mean()), float(gaps.max()))
@@ -239,13 +247,18 @@ class SyncedEngine(ABC):
     def _push_once(self, version: int) -> None:
         assert self._weights is not None
         self.version = None
-        if not self._running:
-            # before it is up: an attempt that fails is cleared away too
-            self._running = True
-            self._start()
-        arrived = self._send(self._weights.tensors(self.dtype))
-        self._reset_caches()
-        expected = self._weights.fingerprints(self.dtype)
+        # adapters are merged in the precision of the weights, whatever the training step casts to
+        with torch.autocast(self._device.type, enabled=False):
+            if not self._running:
+                self._running = True
+                try:
+                    self._start()
+                except BaseException:
+                    self.close()
+                    raise
+            arrived = self._send(self._weights.tensors(self.dtype))
+            self._reset_caches()
+            expected = self._weights.fingerprints(self.dtype)
         for fingerprints in arrived:
             compare_fingerprints(expected, fingerprints)
         self.version = version
@@ -253,27 +266,39 @@ class SyncedEngine(ABC):
     def _with_restarts(self, call: Callable[[], ResultT], *, repush: bool = True) -> ResultT:
         failures = 0
         while True:
-            failure = None
+            failure, fatal = None, None
             try:
                 if failures and repush:
                     self._push_once(self.policy_version)
                 result = call()
             except EngineFailure as error:
                 failure = str(error)
-            if not self._any_rank(failure is not None):
+            except Exception as error:  # noqa: BLE001  raised again once every rank knows of it
+                fatal = error
+            worst = self._worst_of_ranks(2 if fatal else 1 if failure else 0)
+            if worst == 0:
                 return result
+            if fatal is not None:
+                raise fatal
+            failure = failure or "the engine failed on another rank"
+            if worst == 2:
+                raise EngineFailure(f"{failure}, which cannot be mended")
             # only here, where the error's traceback holds the engine's memory no more
             self.close()
-            failure = failure or "the engine failed on another rank"
             if failures == self.max_restarts:
                 raise EngineFailure(f"{failure}, after {failures} restarts (engine.max_restarts)")
             failures += 1
             self.restarts += 1
             logger.warning("%s; starting the engine again", failure)
 
-    def _any_rank(self, condition: bool) -> bool:
-        """Whether a condition holds on any of the ranks that share this engine."""
-        return condition
+    def _worst_of_ranks(self, trouble: int) -> int:
+        """Return the largest number of the ranks that share this engine."""
+        return trouble
+
+    @property
+    def _device(self) -> torch.device:
+        assert self._policy is not None
+        return next(self._policy.parameters()).device
 
     def _check_room(self, longest_prompt: int, sampling: Sampling) -> None:
         if longest_prompt + sampling.max_new_tokens > self.max_model_len:
@@ -287,12 +312,11 @@ class SyncedEngine(ABC):
     def _probe_prompts(self) -> PromptBatch:
         assert self._tokenizer is not None
         assert self._policy is not None
-        device = next(self._policy.parameters()).device
         special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
         ordinary = [token for token in range(len(self._tokenizer)) if token not in special]
         length = max(1, min(_PROBE_PROMPT, self.max_model_len - _PROBE_RESPONSE))
         chosen = np.random.Generator(np.random.Philox(0)).choice(ordinary, (_PROBES, length))
-        ids = torch.from_numpy(chosen).to(device)
+        ids = torch.from_numpy(chosen).to(self._device)
         return PromptBatch(
             input_ids=ids,
             attention_mask=torch.ones_like(ids, dtype=torch.bool),

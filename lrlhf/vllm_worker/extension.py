@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -34,12 +35,20 @@ class WeightReceiver:
             "max_model_len": int(model.max_model_len),
             "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
             "prefix_caching": bool(cache.enable_prefix_caching),
-            "workers": int(parallel.world_size * parallel.data_parallel_size),
+            "workers": int(parallel.world_size),
+            "vllm": str(importlib.import_module("vllm").__version__),
         }
+
+    def lrlhf_last_push(self) -> str:
+        """Return the token of the push whose weights the engine has; empty: it had none."""
+        return getattr(self, "_lrlhf_push", "")
 
     def lrlhf_receive(self, host: str, port: str, token: str, timeout: str) -> dict[str, str]:
         """Load weights from a `lrlhf.vllm_worker.stream.Sender`; see `lrlhf_load`."""
-        return self.lrlhf_load(receive(host, int(port), token, timeout=float(timeout)))
+        self._lrlhf_push = ""
+        arrived = self.lrlhf_load(receive(host, int(port), token, timeout=float(timeout)))
+        self._lrlhf_push = token
+        return arrived
 
     def lrlhf_load(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
         """Load named tensors.

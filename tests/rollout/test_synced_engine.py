@@ -403,10 +403,21 @@ def test_a_failure_on_another_rank_starts_the_engine_here_too(
     engine = attached(language_model, tokenizer)
     engine.push(0)
     expected = generate(engine, prompts)
-    elsewhere = iter([True, False])
-    monkeypatch.setattr(engine, "_any_rank", lambda here: here or next(elsewhere))
+    elsewhere = iter([1, 0])
+    monkeypatch.setattr(engine, "_worst_of_ranks", lambda here: max(here, next(elsewhere)))
     assert_same(expected, generate(engine, prompts))
     assert (engine.restarts, engine.calls["start"]) == (1, 2)
+
+
+def test_an_error_that_no_restart_mends_ends_the_call_on_every_rank(
+    language_model, tokenizer, prompts, monkeypatch
+) -> None:
+    engine = attached(language_model, tokenizer)
+    engine.push(0)
+    monkeypatch.setattr(engine, "_worst_of_ranks", lambda here: 2)
+    with pytest.raises(EngineFailure, match="on another rank, which cannot be mended"):
+        generate(engine, prompts)
+    assert engine.restarts == 0
 
 
 def test_other_errors_pass_through(language_model, tokenizer, prompts, monkeypatch) -> None:

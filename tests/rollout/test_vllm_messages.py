@@ -165,7 +165,6 @@ def test_options_out_of_range_are_refused(
     "name",
     [
         "tensor_parallel_size",
-        "data_parallel_size",
         "start_timeout",
         "stall_timeout",
         "sync_timeout",
@@ -241,14 +240,13 @@ def test_the_command_on_a_cpu(attached) -> None:
 
 @pytest.mark.usefixtures("on_gpu")
 def test_the_command_on_a_gpu(attached) -> None:
-    engine = attached(kv_cache_gib=0.5, tensor_parallel_size=2, data_parallel_size=4)
+    engine = attached(kv_cache_gib=0.5, tensor_parallel_size=2)
     command = engine.command(8123)
     for name, value in (
         ("dtype", "bfloat16"),
         ("gpu-memory-utilization", "0.9"),
         ("kv-cache-memory-bytes", "536870912"),
         ("tensor-parallel-size", "2"),
-        ("data-parallel-size", "4"),
     ):
         assert option(command, name) == value, name
     assert "--no-enforce-eager" in command
@@ -292,6 +290,7 @@ class FailingProcess:
     seen: list[Any] = []  # noqa: RUF012  one list for the only test that reads it
     reason = "no luck"
     log = ""
+    running = False
 
     def __init__(self, command: list[str], *, env: dict[str, str], log_file: Path) -> None:
         self.seen.append(SimpleNamespace(command=command, env=env, log_file=log_file))
@@ -404,14 +403,27 @@ def test_a_url_where_nobody_answers_tells_the_command_without_the_token(
         engine.push(0)
     said = str(raised.value)
     assert "at http://127.0.0.1:9 for 0.05 s (engine.start_timeout)" in said
-    assert "\nVLLM_SERVER_DEV_MODE=1 VLLM_API_KEY=… python -m vllm.entrypoints" in said
+    assert "\nVLLM_SERVER_DEV_MODE=1 VLLM_API_KEY=TOKEN python -m vllm.entrypoints" in said
     assert "--middleware lrlhf.vllm_worker.access.TokenGuard" in said
     assert SECRET not in said
 
 
 def test_a_server_with_other_log_probabilities_is_refused(attached) -> None:
     with pytest.raises(EngineStartError, match=r"logprobs_mode 'raw_logprobs', .* processed"):
-        attached()._check_description({"logprobs_mode": "raw_logprobs"})
+        attached()._check_description({"logprobs_mode": "raw_logprobs", "vllm": "0.32.0"})
+
+
+def test_a_server_of_another_version_is_refused(attached) -> None:
+    with pytest.raises(ImportError, match=r"vLLM 0\.19\.0 is not supported"):
+        attached()._check_description({"logprobs_mode": "processed_logprobs", "vllm": "0.19.0"})
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_experts_are_refused_on_a_cpu(attached, language_model) -> None:
+    engine = attached()
+    language_model.config.num_experts_per_tok = 2
+    with pytest.raises(EngineStartError, match="mixtures of experts go on computing with old"):
+        engine.push(0)
 
 
 # ------------------------------------------------------------------ what it is asked for

@@ -1,7 +1,8 @@
+import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ class Worker(WeightReceiver):
                 logprobs_mode="processed_logprobs",
             ),
             cache_config=SimpleNamespace(enable_prefix_caching=True),
-            parallel_config=SimpleNamespace(world_size=2, data_parallel_size=3),
+            parallel_config=SimpleNamespace(world_size=2),
         )
 
     def reload_weights(self, *, weights_iterator: Iterable[tuple[str, Tensor]]) -> None:
@@ -104,6 +105,29 @@ def test_on_a_gpu_nothing_is_packed() -> None:
     assert worker.packer.packed == []
 
 
+@pytest.fixture(autouse=True)
+def _some_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker runs inside vLLM, which need not be installed here."""
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.30.1", raising=False)
+
+
+def test_the_last_push_is_known_by_its_token_once_it_is_whole() -> None:
+    worker = Worker()
+    assert worker.lrlhf_last_push() == ""
+    with Sender("127.0.0.1", receivers=1, timeout=10.0) as sender, ThreadPoolExecutor(1) as threads:
+        arrived = threads.submit(
+            worker.lrlhf_receive, "127.0.0.1", str(sender.port), sender.token, "10.0"
+        )
+        sender.send([("a", torch.ones(3))])
+        arrived.result(10)
+    assert worker.lrlhf_last_push() == sender.token
+    worker.packer.packed.clear()
+    with pytest.raises(ConnectionError):
+        worker.lrlhf_receive("127.0.0.1", str(sender.port), "another", "1.0")
+    assert worker.lrlhf_last_push() == ""
+
+
 def test_the_engine_is_described_in_plain_json_types() -> None:
     assert Worker().lrlhf_describe() == {
         "model": "tiny",
@@ -111,7 +135,8 @@ def test_the_engine_is_described_in_plain_json_types() -> None:
         "max_model_len": 256,
         "logprobs_mode": "processed_logprobs",
         "prefix_caching": True,
-        "workers": 6,  # 2 per copy of the model, 3 copies
+        "workers": 2,
+        "vllm": "0.30.1",
     }
 
 

@@ -12,7 +12,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.rollout.engine import Response
 from lrlhf.rollout.synced_engine import EngineFailure, SyncedEngine
-from lrlhf.rollout.vllm.support import EXTENSION, is_cpu, write_model_folder
+from lrlhf.rollout.vllm.support import (
+    EXTENSION,
+    check_version,
+    is_cpu,
+    write_model_folder,
+)
 
 EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -101,6 +106,7 @@ class VLLMBase(SyncedEngine):
 
     def _launch_arguments(self) -> dict[str, Any]:
         """Engine arguments by vLLM's names; the weights come with the first push."""
+        self._refuse_experts_on_cpu()
         arguments: dict[str, Any] = {
             "model": str(self._model_folder()),
             "dtype": self._launch_dtype(),
@@ -128,6 +134,14 @@ class VLLMBase(SyncedEngine):
             arguments["max_model_len"] = min(self.wanted_model_len, own or self.wanted_model_len)
         return {**arguments, **self.options}
 
+    def _refuse_experts_on_cpu(self) -> None:
+        config = self._known_policy.config.get_text_config().to_dict()
+        if is_cpu() and config.get("num_experts_per_tok"):
+            raise self._start_error(
+                "its CPU kernels for mixtures of experts go on computing with old weights after a "
+                "push; take lrlhf.rollout.TransformersEngine"
+            )
+
     def _launch_dtype(self) -> str:
         if self.engine_dtype == "auto":
             return "float32" if is_cpu() else "bfloat16"
@@ -145,6 +159,7 @@ class VLLMBase(SyncedEngine):
             self._folder = None
 
     def _check_description(self, described: dict[str, Any]) -> None:
+        check_version(described["vllm"])
         if described["logprobs_mode"] != "processed_logprobs":
             raise EngineStartError(
                 f"vLLM runs with logprobs_mode {described['logprobs_mode']!r}, whose "
@@ -156,15 +171,21 @@ class VLLMBase(SyncedEngine):
     def _start_error(self, reason: str) -> EngineStartError:
         """Turn vLLM's complaint into what to change."""
         text = f"vLLM did not start: {reason}"
-        if "KV cache" in reason or "cache blocks" in reason:
+        if ("KV cache" in reason or "cache blocks" in reason) and (is_cpu() or self.kv_cache_gib):
             text += (
                 f" (engine.kv_cache_gib is {self.kv_cache_gib}, engine.max_model_len is "
                 f"{self.wanted_model_len}: raise the first or lower the second)"
             )
+        elif "cache" in reason:
+            text += (
+                f" (engine.gpu_memory_utilization is {self.gpu_memory_utilization}, "
+                f"engine.max_model_len is {self.wanted_model_len}: raise the first or lower the "
+                "second)"
+            )
         elif "memory" in reason.lower():
             text += (
                 f" (engine.gpu_memory_utilization is {self.gpu_memory_utilization}: lower it, or "
-                "lower engine.kv_cache_gib)"
+                "free memory of the GPU)"
             )
         return EngineStartError(text)
 

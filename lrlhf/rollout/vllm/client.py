@@ -43,7 +43,10 @@ class ServerClient:
     def is_healthy(self, *, timeout: float = 5.0) -> bool:
         """Whether the server answers and its engine lives."""
         try:
-            return self._http.get("/health", timeout=timeout).status_code == httpx.codes.OK
+            request = self._http.build_request("GET", "/health", timeout=timeout)
+            # until a server is known to answer, someone else might be at this address
+            del request.headers["Authorization"]
+            return self._http.send(request).status_code == httpx.codes.OK
         except httpx.TransportError:
             return False
 

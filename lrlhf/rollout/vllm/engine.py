@@ -45,13 +45,18 @@ class VLLMEngine(VLLMBase):
         self._asleep = False
         self._llm: Any = None
         self._in_trainers_group = False
+        self._broken = False
 
     def _start(self) -> None:
         if self._in_trainers_group:
-            raise self._start_error(
-                "an engine inside a training of several processes cannot be started a second "
-                "time; VLLMServerEngine can"
-            )
+            if self._broken:
+                raise self._start_error(
+                    "an engine inside a training of several processes cannot be started a second "
+                    "time; VLLMServerEngine can"
+                )
+            # it was closed, but could not be ended
+            return
+        self._refuse_other_device()
         vllm = import_vllm()
         arguments = {**self._launch_arguments(), "enable_sleep_mode": self.sleeps}
         grouped = torch.distributed.is_initialized()
@@ -70,6 +75,7 @@ class VLLMEngine(VLLMBase):
 
     def _stop(self) -> None:
         self._remove_folder()
+        self._asleep = False
         if self._in_trainers_group or self._llm is None:
             # its end would take the trainer's process group along
             return
@@ -89,12 +95,12 @@ class VLLMEngine(VLLMBase):
             self._asleep, self.version = True, None
 
     def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
-        if self._asleep:
-            self._llm.wake_up(tags=["weights"])
-        with _failing("a push of weights"):
+        with self._failing("a push of weights"):
+            if self._asleep:
+                self._llm.wake_up(tags=["weights"])
             arrived: list[dict[str, str]] = self._llm.collective_rpc("lrlhf_load", args=(tensors,))
-        if self._asleep:
-            self._llm.wake_up(tags=["kv_cache"])
+            if self._asleep:
+                self._llm.wake_up(tags=["kv_cache"])
             self._asleep = False
         return arrived
 
@@ -115,7 +121,7 @@ class VLLMEngine(VLLMBase):
         prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
         # responses have seeds of their own, but vLLM takes numbers from the global stream besides
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with _failing("generation"), torch.random.fork_rng(devices), torch.inference_mode():
+        with self._failing("generation"), torch.random.fork_rng(devices), torch.inference_mode():
             answers = self._llm.generate(prompts, parameters, use_tqdm=False)
         for request, answer in zip(requests, answers, strict=True):
             if list(answer.prompt_token_ids) != request.prompt_ids:
@@ -133,18 +139,29 @@ class VLLMEngine(VLLMBase):
             for output in outputs
         ]
 
+    @contextlib.contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """Turn whatever goes wrong inside vLLM into an `EngineFailure`.
 
-@contextlib.contextmanager
-def _failing(what: str) -> Iterator[None]:
-    """Turn whatever goes wrong inside vLLM into an `EngineFailure`.
+        After any exception in a step its scheduler keeps the request, and the next call would wait
+        for ever, so no kind of error leaves the engine usable.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._broken = True
+            reason = f"{type(error).__name__}: {error}"
+            raise EngineFailure(f"vLLM failed in {what} ({reason})") from error
 
-    After any exception in a step its scheduler keeps the request, and the next call would wait for
-    ever, so no kind of error leaves the engine usable.
-    """
-    try:
-        yield
-    except Exception as error:
-        raise EngineFailure(f"vLLM failed in {what} ({type(error).__name__}: {error})") from error
+    def _refuse_other_device(self) -> None:
+        """One process takes the first GPU that it sees, whichever the policy is on."""
+        device = self._device
+        single = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+        if device.type == "cuda" and single and device.index:
+            raise self._start_error(
+                f"the policy is on {device}, and vLLM would take the first GPU: choose the GPU "
+                f"with CUDA_VISIBLE_DEVICES={device.index} and trainer.devices: 1"
+            )
 
 
 @contextlib.contextmanager
@@ -158,8 +175,15 @@ def _isolated() -> Iterator[None]:
     if torch.distributed.is_initialized():
         # what vLLM asks of a launcher; Lightning's own does not set them all
         os.environ.setdefault("RANK", str(torch.distributed.get_rank()))
+        if torch.cuda.is_available():
+            # the rank's own GPU, which need not be that of its number
+            os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
         os.environ.setdefault("LOCAL_RANK", str(torch.distributed.get_node_local_rank(0)))
     states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+    on_gpu = torch.cuda.is_available()
+    device, cuda = (
+        (torch.cuda.current_device(), torch.cuda.get_rng_state()) if on_gpu else (0, None)
+    )
     # one process: a child would load everything again, and could not be handed tensors
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
@@ -168,8 +192,14 @@ def _isolated() -> Iterator[None]:
         torch.set_rng_state(states[0])
         np.random.set_state(states[1])
         random.setstate(states[2])
+        if cuda is not None:
+            torch.cuda.set_device(device)
+            torch.cuda.set_rng_state(cuda)
         torch.set_num_threads = set_num_threads
+        # vLLM goes on reading its own
         for name in os.environ.keys() - environment.keys():
-            # vLLM goes on reading its own
             if not name.startswith("VLLM_"):
                 del os.environ[name]
+        os.environ.update(
+            {name: value for name, value in environment.items() if not name.startswith("VLLM_")}
+        )

@@ -35,10 +35,10 @@ class RankGroup:
         distributed.broadcast_object_list(shared, src=0)
         return shared[0]
 
-    def any(self, condition: bool) -> bool:
-        """Tell whether a condition holds on any rank."""
+    def worst(self, trouble: int) -> int:
+        """Return the largest number of all ranks."""
         if self.size == 1:
-            return condition
-        conditions = [False] * self.size
-        distributed.all_gather_object(conditions, condition)
-        return any(conditions)
+            return trouble
+        troubles = [0] * self.size
+        distributed.all_gather_object(troubles, trouble)
+        return max(troubles)

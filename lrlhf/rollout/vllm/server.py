@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import socket
 import sys
 import tempfile
@@ -71,8 +72,7 @@ class VLLMServerEngine(VLLMBase):
         url: A server that runs already; its token is the environment's ``VLLM_API_KEY``. None:
             start one. ``docs/rollouts.md`` has the command.
         sync_host: Address of this machine that the server's workers can reach.
-        tensor_parallel_size: GPUs that each copy of the model is split over.
-        data_parallel_size: Copies of the model.
+        tensor_parallel_size: GPUs that the model is split over.
         visible_devices: GPUs of the server, as in CUDA_VISIBLE_DEVICES; None: the trainer's.
         start_timeout: Seconds until a started server, or one that went away, answers.
         stall_timeout: Seconds without a finished response after which the server counts as hung.
@@ -84,13 +84,12 @@ class VLLMServerEngine(VLLMBase):
     concurrent = True
     default_gpu_memory_utilization = 0.9
 
-    def __init__(  # noqa: PLR0913  the constructor is the config schema
+    def __init__(
         self,
         *,
         url: str | None = None,
         sync_host: str = "127.0.0.1",
         tensor_parallel_size: int = 1,
-        data_parallel_size: int = 1,
         visible_devices: str | None = None,
         start_timeout: float = 900.0,
         stall_timeout: float = 600.0,
@@ -101,7 +100,6 @@ class VLLMServerEngine(VLLMBase):
         super().__init__(**engine)
         for name, value in (
             ("tensor_parallel_size", tensor_parallel_size),
-            ("data_parallel_size", data_parallel_size),
             ("start_timeout", start_timeout),
             ("stall_timeout", stall_timeout),
             ("sync_timeout", sync_timeout),
@@ -111,7 +109,6 @@ class VLLMServerEngine(VLLMBase):
         self.url = url
         self.sync_host = sync_host
         self.tensor_parallel_size = tensor_parallel_size
-        self.data_parallel_size = data_parallel_size
         self.visible_devices = visible_devices
         self.start_timeout = start_timeout
         self.stall_timeout = stall_timeout
@@ -120,6 +117,8 @@ class VLLMServerEngine(VLLMBase):
         self._group = RankGroup()
         self._process: ServerProcess | None = None
         self._client: ServerClient | None = None
+        self._last_push = ""
+        self._log_folder: Path | None = None
 
     # ------------------------------------------------------------------ life of the server
 
@@ -134,17 +133,22 @@ class VLLMServerEngine(VLLMBase):
             self._client.close()
             self._client = None
         if self._process is not None:
+            worked = self._process.running
             self._process.stop()
             self._process = None
+            if worked and self._log_folder is not None:
+                # what a server that failed wrote stays
+                shutil.rmtree(self._log_folder, ignore_errors=True)
+                self._log_folder = None
         self._remove_folder()
 
     def _start_server(self) -> tuple[str, str, dict[str, Any]]:
         check_installed()
         token = secrets.token_hex(32)
         port = _free_port()
-        if self.log_file is None:
-            self.log_file = str(Path(tempfile.mkdtemp(prefix="lrlhf-vllm-")) / "vllm.log")
-        log_file = Path(self.log_file)
+        if self.log_file is None and self._log_folder is None:
+            self._log_folder = Path(tempfile.mkdtemp(prefix="lrlhf-vllm-log-"))
+        log_file = Path(self.log_file or f"{self._log_folder}/vllm.log")
         self._process = ServerProcess(
             self.command(port), env=self._environment(token), log_file=log_file
         )
@@ -201,15 +205,16 @@ class VLLMServerEngine(VLLMBase):
             "host": "127.0.0.1",
             "port": port,
             "tensor_parallel_size": self.tensor_parallel_size,
-            "data_parallel_size": self.data_parallel_size,
             "middleware": _GUARD,
         }
         # not the console script: the CPU build has none that works
         return ["-m", _SERVER, *command_line(arguments)]
 
     def _command_for_users(self) -> str:
-        command = shlex.join(["python", *self._server_arguments(8000)])
-        return f"VLLM_SERVER_DEV_MODE=1 {TOKEN_VARIABLE}=… {command}"
+        arguments = self._server_arguments(8000)
+        # the folder that is written for a server of one's own is gone by then
+        arguments[arguments.index("--model") + 1] = "MODEL"
+        return f"VLLM_SERVER_DEV_MODE=1 {TOKEN_VARIABLE}=TOKEN {shlex.join(['python', *arguments])}"
 
     def _environment(self, token: str) -> dict[str, str]:
         environment = quiet_environment() | {
@@ -231,6 +236,7 @@ class VLLMServerEngine(VLLMBase):
     def _stream(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
         client, workers = self._connected, int(self._described["workers"])
         with Sender(self.sync_host, receivers=workers, timeout=self.sync_timeout) as sender:
+            self._last_push = sender.token
             access = (self.sync_host, str(sender.port), sender.token, str(self.sync_timeout))
 
             def receive() -> list[dict[str, str]]:
@@ -267,7 +273,18 @@ class VLLMServerEngine(VLLMBase):
             for request in requests
         ]
         prompts = [request.prompt_ids for request in requests]
-        return self._connected.complete(bodies, prompts, stall=self.stall_timeout)
+        self._check_last_push()
+        responses = self._connected.complete(bodies, prompts, stall=self.stall_timeout)
+        self._check_last_push()
+        return responses
+
+    def _check_last_push(self) -> None:
+        """Make sure that the server was not started anew, or given weights by someone else."""
+        if not self._group.leads:
+            return
+        found = self._connected.call_workers("lrlhf_last_push", timeout=self.sync_timeout)
+        if set(found) != {self._last_push}:
+            raise EngineFailure("the vLLM server has other weights than it was given here")
 
     def _model_name(self) -> str:
         return str(self._described["model"])
@@ -279,20 +296,22 @@ class VLLMServerEngine(VLLMBase):
 
     # ------------------------------------------------------------------ ranks
 
-    def _any_rank(self, condition: bool) -> bool:
-        return self._group.any(condition)
+    def _worst_of_ranks(self, trouble: int) -> int:
+        return self._group.worst(trouble)
 
     def _led(self, act: Callable[[], ResultT]) -> ResultT:
         """Act on rank 0 only; what comes of it, also an error, comes to every rank."""
-        outcome = _Outcome(None, None, None)
+        outcome, error = _Outcome(None, None, None), None
         if self._group.leads:
             try:
                 outcome = _Outcome(act(), None, None)
             except EngineFailure as failure:
                 outcome = _Outcome(None, str(failure), None)
-            except (EngineStartError, PermissionError) as refusal:
-                outcome = _Outcome(None, None, str(refusal))
+            except Exception as raised:  # noqa: BLE001  raised again once every rank knows of it
+                outcome, error = _Outcome(None, None, str(raised)), raised
         outcome = self._group.share(outcome)
+        if error is not None:
+            raise error
         if outcome.failure is not None:
             raise EngineFailure(outcome.failure)
         if outcome.refusal is not None:
