@@ -17,7 +17,7 @@ from lrlhf.callbacks import VLLMWeightSync
 from lrlhf.modules import RLOO
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.rewards import Rewards
-from lrlhf.rollout import Sampling, VLLMServerEngine
+from lrlhf.rollout import EngineFailure, Sampling, VLLMServerEngine
 from lrlhf.rollout.vllm.process import ServerProcess
 from tests.modules.policy_runs import fit, letters, weights
 from tests.vllm.models import build_policy, disturb, largest_gap, prompts_of
@@ -95,12 +95,21 @@ def test_a_server_that_someone_started_takes_weights_too(
     guest.attach(policy, tokenizer)
     guest.push(3)
     assert guest.probe().mean < 1e-4
+    # the one that was there first notices that its weights are gone
+    with pytest.raises(EngineFailure, match="other weights than it was given here"):
+        server.generate(
+            prompts_of(LONG, tokenizer=tokenizer),
+            Sampling(max_new_tokens=4),
+            num_generations=1,
+            seeds=[0],
+            recover=False,
+        )
     guest.close()
     assert server._client.is_healthy()
     monkeypatch.setenv("VLLM_API_KEY", "wrong")
     stranger = VLLMServerEngine(url=server._client.url, start_timeout=10)
     stranger.attach(policy, tokenizer)
-    with pytest.raises(RuntimeError, match="wants another token"):
+    with pytest.raises(PermissionError, match="wants another token"):
         stranger.push(0)
 
 
