@@ -18,6 +18,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.vllm)
             # vLLM's own imports warn in many ways
             item.add_marker(pytest.mark.filterwarnings("ignore"))
+            # a server imports vLLM three times: half a minute, or several on a busy machine
+            item.add_marker(pytest.mark.timeout(1500))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 def trained(folder: Path, engine: str, ranks: int) -> list[tuple[dict[str, Tensor], dict]]:
     command = [sys.executable, "-m", "tests.vllm.two_ranks", str(folder), engine, str(ranks)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / "run" / f"rank{rank}.pt") for rank in range(ranks)]
 

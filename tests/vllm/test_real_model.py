@@ -33,7 +33,7 @@ def test_the_quickstart_runs_with_the_engine(engine: str, tmp_path: Path) -> Non
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (metrics,) = (tmp_path / "runs").rglob("metrics.csv")
