@@ -39,6 +39,7 @@ from lrlhf.vllm_worker.stream import Sender, StreamError
 
 ResultT = TypeVar("ResultT")
 
+_RESET_SECONDS = 10.0
 _SERVER = "vllm.entrypoints.openai.api_server"
 _GUARD = "lrlhf.vllm_worker.access.TokenGuard"
 _TRAINERS_OWN = (
@@ -255,9 +256,12 @@ class VLLMServerEngine(VLLMBase):
         self._led(self._reset_server_caches)
 
     def _reset_server_caches(self) -> None:
-        reset = self._connected.post("/reset_prefix_cache", timeout=self.sync_timeout)
-        if not reset["success"]:
-            raise EngineFailure("vLLM did not reset its prefix cache: requests are still running")
+        deadline = time.monotonic() + _RESET_SECONDS
+        while not self._connected.post("/reset_prefix_cache", timeout=self.sync_timeout)["success"]:
+            # the blocks of a response that was just answered are given back a moment later
+            if time.monotonic() > deadline:
+                raise EngineFailure("vLLM did not reset its prefix cache: requests still run")
+            time.sleep(0.1)
         for path in ("/reset_mm_cache", "/reset_encoder_cache"):
             self._connected.post(path, timeout=self.sync_timeout)
 
