@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lrlhf.rollout.background import in_background
+from lrlhf.rollout.engine import prompt_token_ids
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.synced_engine import EngineFailure, SyncedEngine
 from lrlhf.types import PromptBatch, Rollout
@@ -126,10 +127,7 @@ class RolloutAhead:
 def _answers(rollout: Rollout, prompts: PromptBatch, num_generations: int) -> bool:
     if len(rollout) != len(prompts) * num_generations:
         return False
-    asked = [
-        ids[mask].tolist()
-        for ids, mask in zip(prompts.input_ids, prompts.attention_mask, strict=True)
-    ]
+    asked = [ids.tolist() for ids in prompt_token_ids(prompts)]
     context = rollout.attention_mask & ~rollout.response_mask
     return all(
         ids[mask].tolist() == asked[row // num_generations]

@@ -92,9 +92,7 @@ def assemble_rollout(
             f"{len(prompts) * num_generations} were asked for"
         )
     device = prompts.input_ids.device
-    contexts = [
-        ids[mask] for ids, mask in zip(prompts.input_ids, prompts.attention_mask, strict=True)
-    ]
+    contexts = prompt_token_ids(prompts)
     rows, logprobs, masses, starts = [], [], [], []
     for index, response in enumerate(responses):
         context = contexts[index // num_generations]
@@ -120,6 +118,11 @@ def assemble_rollout(
         if weight_version is None
         else torch.full((len(rows),), weight_version, device=device),
     )
+
+
+def prompt_token_ids(prompts: PromptBatch) -> list[Tensor]:
+    """Return each prompt's tokens, `[L]`, without the padding."""
+    return [ids[mask] for ids, mask in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.models import sequence_logprobs
-from lrlhf.rollout.engine import Response, assemble_rollout, check_seeds, pad_token_id
+from lrlhf.rollout.engine import (
+    Response,
+    assemble_rollout,
+    check_seeds,
+    pad_token_id,
+    prompt_token_ids,
+)
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.transformers_engine import evaluating
 from lrlhf.rollout.weights import PolicyWeights, WeightSyncError, compare_fingerprints
@@ -193,10 +199,7 @@ class SyncedEngine(ABC):
             )
         assert self._tokenizer is not None
         check_seeds(seeds, prompts, num_generations)
-        contexts = [
-            ids[mask].tolist()
-            for ids, mask in zip(prompts.input_ids, prompts.attention_mask, strict=True)
-        ]
+        contexts = [ids.tolist() for ids in prompt_token_ids(prompts)]
         requests = [
             Request(prompt_ids=contexts[row // num_generations], seed=seed)
             for row, seed in enumerate(seeds)
