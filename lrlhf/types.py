@@ -21,6 +21,28 @@ Prompt = str | tuple[Message, ...]
 """Plain text, or the turns of a chat that the policy is to continue."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Media:
+    """What one row shows: images, videos, in the order of their placeholders in its text.
+
+    Rows with the same prompt hold the same object, which is how a model knows that it need not
+    look at it again.
+    """
+
+    tensors: Mapping[str, Tensor]
+    """By argument of the model's forward pass, as its processor makes them of this row alone."""
+    tokens: Mapping[str, int]
+    """Placeholder tokens in the row by kind, ``image`` and ``video``."""
+    images: tuple[Any, ...] = ()
+    """``PIL.Image``, RGB, as the processor got them."""
+    videos: tuple[Any, ...] = ()
+    """uint8 `[F, H, W, 3]` with ``fps``, as the processor got them."""
+    prompt_ids: tuple[int, ...] = ()
+    """The prompt with one placeholder per image or video, for engines that count for themselves."""
+    names: tuple[str, ...] = ()
+    """What logs call the images and videos."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorBatch:
     """Rows of tensors and of Python values that move and split together.
@@ -29,24 +51,32 @@ class TensorBatch:
     leaves one unpinned that has no ``pin_memory``, so both are here.
     """
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Apply ``function`` to every tensor, also inside nested batches."""
+    def map(self, function: Callable[[Tensor], Tensor], *, media: bool = False) -> Self:
+        """Apply ``function`` to every tensor, also inside nested batches.
+
+        Args:
+            function: What to apply.
+            media: Also to the tensors of images and videos, which have no rows or columns in
+                common with the others. Rows that share media still share them afterwards.
+        """
         changed: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
                 changed[field.name] = function(value)
             elif isinstance(value, TensorBatch):
-                changed[field.name] = value.map(function)
+                changed[field.name] = value.map(function, media=media)
+            elif media and field.name == "media" and value is not None:
+                changed[field.name] = _map_media(value, function)
         return replace(self, **changed)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """Move every tensor to ``device``."""
-        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking), media=True)
 
     def pin_memory(self) -> Self:
         """Pin every tensor, so that the copy to a GPU can overlap with work."""
-        return self.map(lambda tensor: tensor.pin_memory())
+        return self.map(lambda tensor: tensor.pin_memory(), media=True)
 
     def select(self, rows: Int[Tensor, " N"]) -> Self:
         """Return the batch of the given rows: tensors, tuples and nested batches alike."""
@@ -63,6 +93,18 @@ class TensorBatch:
         return replace(self, **changed)
 
 
+def _map_media(
+    media: tuple[Media | None, ...], function: Callable[[Tensor], Tensor]
+) -> tuple[Media | None, ...]:
+    """Apply ``function`` once to each tensor, however many rows share it."""
+    mapped: dict[int, Media] = {}
+    for entry in media:
+        if entry is not None and id(entry) not in mapped:
+            tensors = {name: function(tensor) for name, tensor in entry.tensors.items()}
+            mapped[id(entry)] = replace(entry, tensors=tensors)
+    return tuple(None if entry is None else mapped[id(entry)] for entry in media)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceBatch(TensorBatch):
     """Token sequences, right-padded."""
@@ -71,6 +113,8 @@ class SequenceBatch(TensorBatch):
     attention_mask: Bool[Tensor, "B T"]
     response_mask: Bool[Tensor, "B T"]
     """True on the tokens that are trained on: no prompt, no padding, no tool output."""
+    media: tuple[Media | None, ...] | None = None
+    """Of each row; None: no row has any."""
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -108,6 +152,8 @@ class PromptBatch(TensorBatch):
     prompts: tuple[Prompt, ...]
     columns: tuple[Mapping[str, Any], ...]
     """Every other column of each row, passed on to the rewards."""
+    media: tuple[Media | None, ...] | None = None
+    """See `SequenceBatch.media`."""
     pretraining: SequenceBatch | None = None
     """Texts of the second stream that is mixed into the policy's loss (PTX); rows of its own,
     which `select` leaves alone."""

@@ -10,13 +10,19 @@ from lrlhf.models.logprobs import (
     sequence_outputs,
     sequence_values,
 )
+from lrlhf.models.media_inputs import (
+    backbone_inputs,
+    looking_once,
+    placeholder_ids,
+    ruled_out_ids,
+)
 from lrlhf.models.output_head import check_output_head, plain_model
 from lrlhf.models.reference import ReferencePolicy, frozen_reference
 from lrlhf.models.reward import RewardNetwork
 from lrlhf.models.score_model import ScoreModel
 from lrlhf.models.scorers import HeadedBackbone, StockClassifier
 from lrlhf.models.sources import SourceError, cache_dir, resolve_source
-from lrlhf.models.tokenization import eos_token_ids, load_tokenizer
+from lrlhf.models.tokenization import eos_token_ids, load_processor, load_tokenizer
 from lrlhf.models.value import ValueModel, ValueNetwork, new_value_head
 
 __all__ = [
@@ -35,17 +41,22 @@ __all__ = [
     "ValueHead",
     "ValueModel",
     "ValueNetwork",
+    "backbone_inputs",
     "cache_dir",
     "check_has_experts",
     "check_output_head",
     "eos_token_ids",
     "frozen_reference",
+    "load_processor",
     "load_tokenizer",
+    "looking_once",
     "merged_state_dict",
     "merged_weights",
     "new_value_head",
+    "placeholder_ids",
     "plain_model",
     "resolve_source",
+    "ruled_out_ids",
     "save_model",
     "sequence_logprobs",
     "sequence_outputs",

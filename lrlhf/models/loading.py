@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import peft
@@ -13,17 +14,22 @@ import torch
 from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from torch import nn
 from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 
+from lrlhf.models.freezing import freeze_modules
+from lrlhf.models.media_inputs import vision_encoder
 from lrlhf.models.output_head import check_output_head
 from lrlhf.models.sources import explained, resolve_source
-from lrlhf.models.tokenization import load_tokenizer
+from lrlhf.models.tokenization import load_processor, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +76,19 @@ class PretrainedSpec:
     """Branch, tag or commit of a hub id."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+    freeze: list[str] = field(default_factory=list)
+    """Modules that do not learn, as shell patterns over the names of the model's body:
+    ``embed_tokens``, ``layers.[0-5]``, ``*``. Not with ``lora``."""
+    freeze_vision: bool = False
+    """The encoder of images and videos does not learn, nor get adapters, whatever its name; what
+    fits its features to the language model does."""
+
+    def __post_init__(self) -> None:
+        if self.freeze and self.lora is not None:
+            raise ValueError(
+                "freeze: with lora all of the model's own weights are frozen already; choose the "
+                "adapted layers with lora.target_modules instead."
+            )
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer that lies beside the model."""
@@ -77,10 +96,16 @@ class PretrainedSpec:
             self.source, revision=self.revision, trust_remote_code=self.trust_remote_code
         )
 
+    def load_processor(self) -> ProcessorMixin | None:
+        """Load what turns images and videos into the model's input; None of a text model."""
+        return load_processor(
+            self.source, revision=self.revision, trust_remote_code=self.trust_remote_code
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class CausalLM(PretrainedSpec):
-    """A language model: a policy, or the reference it is held close to."""
+    """A language or vision-language model: a policy, or the reference it is held close to."""
 
     def load(self, *, trainable: bool = True) -> PreTrainedModel | peft.PeftModel:
         """Load the model, in eval mode as ``from_pretrained`` leaves it.
@@ -92,11 +117,31 @@ class CausalLM(PretrainedSpec):
             ValueError: The source leads to no model, an option does not fit it, or its output
                 head computes logits in a way that this library does not know.
         """
-        model = load_pretrained(self, AutoModelForCausalLM, trainable=trainable)
+        model = load_pretrained(self, self._auto_class(), trainable=trainable)
         check_output_head(model)
         if not trainable:
             return model.requires_grad_(False)
+        freeze_modules(model.base_model, self.freeze)
         return finish_for_training(model, self, task_type="CAUSAL_LM")
+
+    def _auto_class(self) -> Any:
+        config = load_config(
+            self.source, revision=self.revision, trust_remote_code=self.trust_remote_code
+        )
+        seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        return AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+
+
+def load_config(
+    source: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedConfig:
+    """Load the config of ``source``; arguments as of :func:`lrlhf.models.load_tokenizer`."""
+    location = resolve_source(source)
+    with explained(source):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            location, revision=revision, trust_remote_code=trust_remote_code
+        )
+    return config
 
 
 def load_pretrained(
@@ -145,10 +190,12 @@ def load_pretrained(
 def finish_for_training(
     model: PreTrainedModel, spec: PretrainedSpec, *, task_type: str
 ) -> PreTrainedModel | peft.PeftModel:
-    """Add the adapters and the activation recomputing that ``spec`` asks for."""
+    """Add the adapters, the activation recomputing and the freezing that ``spec`` asks for."""
     finished: PreTrainedModel | peft.PeftModel = model
+    if spec.freeze_vision:
+        vision_encoder(model).requires_grad_(False)
     if spec.lora is not None:
-        finished = _with_adapters(model, spec.lora, task_type)
+        finished = _with_adapters(model, spec.lora, task_type, skip=_skipped(model, spec))
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if spec.lora is not None:
@@ -173,7 +220,18 @@ def silence_dropout(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def _with_adapters(model: PreTrainedModel, lora: LoRA, task_type: str) -> peft.PeftModel:
+def _skipped(model: PreTrainedModel, spec: PretrainedSpec) -> str | None:
+    """Return the pattern of module names that get no adapter; None: there is none to leave out."""
+    if not spec.freeze_vision:
+        return None
+    encoder = vision_encoder(model)
+    name = next(name for name, module in model.named_modules() if module is encoder)
+    return rf"{re.escape(name)}\..*"
+
+
+def _with_adapters(
+    model: PreTrainedModel, lora: LoRA, task_type: str, *, skip: str | None
+) -> peft.PeftModel:
     _refuse_tied_embeddings(model, lora)
     return peft.get_peft_model(
         model,
@@ -183,6 +241,7 @@ def _with_adapters(model: PreTrainedModel, lora: LoRA, task_type: str) -> peft.P
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
             target_modules=lora.target_modules,
+            exclude_modules=skip,
             modules_to_save=lora.modules_to_save,
         ),
     )

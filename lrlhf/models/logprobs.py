@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lrlhf.functional.logprobs import LogprobsAndEntropy, token_logprobs
 from lrlhf.models.experts import load_balancing_loss
+from lrlhf.models.media_inputs import backbone_inputs
 from lrlhf.models.output_head import output_head, plain_model
 from lrlhf.types import SequenceBatch
 
@@ -150,8 +151,7 @@ def _run(plain: PreTrainedModel, batch: SequenceBatch, *, router_logits: bool) -
     rows = compact(batch.input_ids, batch.attention_mask)
     options = {"output_router_logits": True} if router_logits else {}
     output = plain.base_model(
-        input_ids=rows.input_ids,
-        attention_mask=rows.attention_mask.long(),
+        **backbone_inputs(plain, rows.input_ids, rows.attention_mask, batch.media),
         use_cache=False,
         **options,
     )

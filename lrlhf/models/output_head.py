@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -10,6 +10,8 @@ from jaxtyping import Float
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from lrlhf.models.media_inputs import ruled_out_ids
 
 
 def plain_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
@@ -35,15 +37,22 @@ class OutputHead:
     """Logits are multiplied by it (Cohere, Granite, Falcon-H1, HyperCLOVA)."""
     softcap: float | None = None
     """Then bounded to ``softcap · tanh(logits / softcap)`` (Gemma)."""
+    ruled_out: tuple[int, ...] = ()
+    """Tokens that are never said, whatever their logits: placeholders of images and videos."""
 
     def __call__(self, hidden: Float[Tensor, "*N H"]) -> Float[Tensor, "*N V"]:
-        """Compute logits, scaled and capped in at least float32."""
-        logits = self.projection(hidden)
+        """Compute logits, scaled and capped in at least float32, -inf where they are ruled out."""
+        logits = self._scaled(self.projection(hidden))
+        if not self.ruled_out:
+            return logits
+        return logits.index_fill(-1, torch.tensor(self.ruled_out, device=logits.device), -torch.inf)
+
+    def _scaled(self, logits: Float[Tensor, "*N V"]) -> Float[Tensor, "*N V"]:
         if self.multiplier == 1.0 and self.softcap is None:
-            return logits  # type: ignore[no-any-return]
+            return logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * self.multiplier
         if self.softcap is None:
-            return logits  # type: ignore[no-any-return]
+            return logits
         return torch.tanh(logits / self.softcap) * self.softcap
 
 
@@ -58,7 +67,12 @@ def output_head(model: PreTrainedModel) -> OutputHead:
         raise ValueError(f"{type(model).__name__} has no output head: it is no language model.")
     config: dict[str, Any] = model.config.get_text_config().to_dict()
     softcap = config.get("final_logit_softcapping") or config.get("logits_soft_cap")
-    return OutputHead(projection=projection, multiplier=_multiplier(config), softcap=softcap)
+    return OutputHead(
+        projection=projection,
+        multiplier=_multiplier(config),
+        softcap=softcap,
+        ruled_out=ruled_out_ids(model.config),
+    )
 
 
 def _multiplier(config: dict[str, Any]) -> float:
@@ -93,7 +107,8 @@ def check_output_head(model: PreTrainedModel | PeftModel) -> None:
         expected = plain(input_ids=tokens, use_cache=False).logits.float()
     finally:
         handle.remove()
-    actual = output_head(plain)(captured[0]).float()
+    head = output_head(plain)
+    actual = replace(head, ruled_out=())(captured[0]).float()
     tolerance = 2e-2 * expected.abs().max()  # bfloat16 rounds the two orders of work differently
     if actual.shape != expected.shape or (actual - expected).abs().max() > tolerance:
         raise ValueError(

@@ -47,7 +47,7 @@ class RewardNetwork(nn.Module):
             Float32 scores, one column per head in the order of ``head_names``.
         """
         rows = compact(batch.input_ids, batch.attention_mask)
-        scores: Tensor = self.scorer(rows.input_ids, rows.attention_mask)
+        scores: Tensor = self.scorer(rows.input_ids, rows.attention_mask, batch.media)
         return scores.float()
 
     def save_pretrained(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
     PreTrainedModel,
@@ -31,7 +30,7 @@ from transformers import (
 from lrlhf.models.export import merged_state_dict, save_model, skeleton_of
 from lrlhf.models.freezing import freeze_modules
 from lrlhf.models.heads import HeadConfig
-from lrlhf.models.loading import PretrainedSpec, finish_for_training, load_pretrained
+from lrlhf.models.loading import PretrainedSpec, finish_for_training, load_config, load_pretrained
 from lrlhf.models.output_head import plain_model
 from lrlhf.models.scorers import HeadedBackbone, Scorer, StockClassifier
 from lrlhf.models.sources import explained, resolve_source
@@ -75,8 +74,8 @@ def load_scorer(
         folder = _head_folder(location, spec.revision)
         if (folder / HEAD_CONFIG).is_file():
             return _load_headed(spec, folder, trainable=trainable, freeze=freeze)
-        config = AutoConfig.from_pretrained(
-            location, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+        config = load_config(
+            spec.source, revision=spec.revision, trust_remote_code=spec.trust_remote_code
         )
     names = config.architectures or []
     if not any(name.endswith("ForSequenceClassification") for name in names):

@@ -27,16 +27,10 @@ class ScoreModel(PretrainedSpec):
     """Learn one positive factor per head, the same in training and evaluation."""
     scale_max: float = 100.0
     """The factor stays within ``(1 / scale_max, scale_max)``."""
-    freeze: list[str] = field(default_factory=list)
-    """Backbone modules that do not learn, as shell patterns over their names; ``*``: all."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.head_config()  # its checks belong to the moment the YAML is read
-        if self.freeze and self.lora is not None:
-            raise ValueError(
-                "freeze: with lora all of the backbone's own weights are frozen already; choose "
-                "the adapted layers with lora.target_modules instead."
-            )
 
     def head_config(self) -> HeadConfig:
         """Return what decides the scores besides the weights."""

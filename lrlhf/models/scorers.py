@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lrlhf.models.heads import HeadConfig, RewardHead
+from lrlhf.models.media_inputs import backbone_inputs, media_modules
 from lrlhf.models.output_head import plain_model
+from lrlhf.types import Media
 
 
 class Scorer(nn.Module, ABC):
@@ -21,7 +24,10 @@ class Scorer(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]
+        self,
+        input_ids: Int[Tensor, "B T"],
+        attention_mask: Bool[Tensor, "B T"],
+        media: Sequence[Media | None] | None = None,
     ) -> Float[Tensor, "B H"]:
         """Return one column per head."""
 
@@ -35,8 +41,17 @@ class StockClassifier(Scorer):
         self.head_names = ("reward",)
 
     def forward(
-        self, input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]
+        self,
+        input_ids: Int[Tensor, "B T"],
+        attention_mask: Bool[Tensor, "B T"],
+        media: Sequence[Media | None] | None = None,
     ) -> Float[Tensor, "B H"]:
+        if any(entry is not None for entry in media or ()):
+            raise ValueError(
+                f"{type(plain_model(self.model)).__name__} scores text only; a reward model for "
+                "images or videos is trained by lrlhf.modules.RewardModel from a vision-language "
+                "model"
+            )
         output = self.model(input_ids=input_ids, attention_mask=attention_mask.long())
         return output.logits  # type: ignore[no-any-return]
 
@@ -77,15 +92,21 @@ class HeadedBackbone(Scorer):
         self._freeze_unused()
 
     def forward(
-        self, input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]
+        self,
+        input_ids: Int[Tensor, "B T"],
+        attention_mask: Bool[Tensor, "B T"],
+        media: Sequence[Media | None] | None = None,
     ) -> Float[Tensor, "B H"]:
-        hidden = self.hidden_states(input_ids, attention_mask)
+        hidden = self.hidden_states(input_ids, attention_mask, media)
         with torch.autocast(hidden.device.type, enabled=False):
             scores = [self.heads[name](hidden, attention_mask) for name in self.head_names]
             return torch.stack(scores, dim=1)
 
     def hidden_states(
-        self, input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]
+        self,
+        input_ids: Int[Tensor, "B T"],
+        attention_mask: Bool[Tensor, "B T"],
+        media: Sequence[Media | None] | None = None,
     ) -> Float[Tensor, "B T D"]:
         """Run the backbone and return the output of the configured layer.
 
@@ -93,7 +114,7 @@ class HeadedBackbone(Scorer):
         index 0 is the embeddings and the last entry has gone through the final norm already.
         """
         plain = plain_model(self.backbone)
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask.long()}
+        inputs = backbone_inputs(plain, input_ids, attention_mask, media)
         if self.config.layer == -1:
             return plain(**inputs).last_hidden_state  # type: ignore[no-any-return]
         captured: list[Tensor] = []
@@ -129,6 +150,8 @@ class HeadedBackbone(Scorer):
         # an expert that two tokens do not reach is used all the same, so blocks are not probed
         known = {id(weight) for weight in used.parameters()}
         known |= {id(weight) for weight in plain.get_input_embeddings().parameters()}
+        # the probe is text: what looks at images is not reached, and used all the same
+        known |= {id(weight) for part in media_modules(plain) for weight in part.parameters()}
         doubtful = [w for w in plain.parameters() if w.requires_grad and id(w) not in known]
         if not blocks or not doubtful:
             return

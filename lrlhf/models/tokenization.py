@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 
+from lrlhf.models.media_inputs import placeholder_ids
 from lrlhf.models.sources import explained, resolve_source
 
 logger = logging.getLogger(__name__)
@@ -33,6 +42,53 @@ def load_tokenizer(
     if tokenizer.pad_token_id is None:
         _pad_with_eos(tokenizer, source)
     return tokenizer
+
+
+def load_processor(
+    source: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> ProcessorMixin | None:
+    """Load what turns images and videos into the input of the model ``source``.
+
+    Args:
+        source: As in :func:`lrlhf.models.resolve_source`.
+        revision: Branch, tag or commit of a hub id.
+        trust_remote_code: Run Python code that comes with the processor.
+
+    Returns:
+        None where the model reads text only.
+
+    Raises:
+        ValueError: The model sees images, and its processor cannot be loaded.
+    """
+    location = resolve_source(source)
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    with explained(source):
+        if not placeholder_ids(AutoConfig.from_pretrained(location, **options)):
+            return None
+        try:
+            processor = AutoProcessor.from_pretrained(location, **options)  # type: ignore[no-untyped-call]
+        except (ImportError, ValueError, AttributeError) as error:
+            raise ValueError(_processor_advice(source, str(error))) from error
+    if not isinstance(processor, ProcessorMixin):
+        raise ValueError(_processor_advice(source, f"it has a {type(processor).__name__} only"))
+    return processor
+
+
+def _processor_advice(source: str, reason: str) -> str:
+    missing = [
+        package
+        for package in ("torchvision", "num2words")
+        if importlib.util.find_spec(package) is None
+    ]
+    remedy = (
+        f"the processor may need {' and '.join(missing)}: pip install 'lrlhf[vision]'"
+        if missing
+        else "put its preprocessor_config.json and processor_config.json beside the model"
+    )
+    return (
+        f"source {source!r} is a vision-language model without a usable processor ({reason}); "
+        f"{remedy}"
+    )
 
 
 def _pad_with_eos(tokenizer: PreTrainedTokenizerBase, source: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -71,8 +71,6 @@ class ValueModel(PretrainedSpec):
     """``mlp``: linear, norm, SiLU, linear."""
     reward_head: str | None = None
     """Which head of a reward model the values start from; needed only if it has several."""
-    freeze: list[str] = field(default_factory=list)
-    """Backbone modules that do not learn, as shell patterns over their names; ``*``: all."""
 
     def load(self) -> ValueNetwork:
         """Load the network, ready for training.

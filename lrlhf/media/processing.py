@@ -1,0 +1,234 @@
+"""The model's own processor, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import PreTrainedConfig, ProcessorMixin
+from transformers.video_utils import VideoMetadata
+
+from lrlhf.media.decode import (
+    MediaError,
+    MediaOptions,
+    Video,
+    check_image,
+    check_video,
+    read_image,
+    read_video,
+)
+from lrlhf.media.refs import MediaRefs
+from lrlhf.models import placeholder_ids
+from lrlhf.types import Media
+
+_TEXT_KEYS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
+
+
+class Encoded(NamedTuple):
+    """One row as the model reads it."""
+
+    input_ids: list[int]
+    media: Media
+
+
+@dataclass(frozen=True)
+class MediaProcessor:
+    """Turns a text with placeholders, and what stands behind them, into tokens and tensors.
+
+    Args:
+        processor: As ``AutoProcessor`` loads it.
+        placeholders: Token ids that stand for media in the model's input, by kind.
+        merge_size: Patches along each side that the model makes one token of; None: it does not
+            tell.
+        context: Tokens that the model can read; None: it does not tell.
+        family: The model's type.
+    """
+
+    processor: ProcessorMixin
+    placeholders: Mapping[str, int]
+    merge_size: int | None = None
+    context: int | None = None
+    family: str = ""
+
+    @classmethod
+    def of(cls, processor: ProcessorMixin, config: PreTrainedConfig) -> MediaProcessor:
+        """Take what is needed from a model's config."""
+        values = config.to_dict()
+        vision = values.get("vision_config") or {}
+        return cls(
+            processor=processor,
+            placeholders=placeholder_ids(config),
+            merge_size=vision.get("spatial_merge_size"),
+            context=config.get_text_config().to_dict().get("max_position_embeddings"),
+            family=config.model_type,
+        )
+
+    @property
+    def markers(self) -> dict[str, str]:
+        """What stands in a text for one image or video, by kind, before the processor counts."""
+        found = {kind: vars(self.processor).get(f"{kind}_token") for kind in ("image", "video")}
+        return {kind: str(token) for kind, token in found.items() if token}
+
+    def check(self, text: str, refs: MediaRefs) -> None:
+        """Look at all that can be known of a row without reading pixels.
+
+        Raises:
+            MediaError: The placeholders do not fit the media, or a file is missing or no image.
+        """
+        self._check_counts(text, refs)
+        for image in refs.images:
+            check_image(image)
+        for video in refs.videos:
+            check_video(video)
+
+    def read(
+        self,
+        text: str,
+        refs: MediaRefs,
+        options: MediaOptions,
+        *,
+        complete: bool = True,
+        prompt_ids: Sequence[int] = (),
+    ) -> Encoded:
+        """Read a row's media and encode it.
+
+        Args:
+            text: With one placeholder per image or video.
+            refs: What stands behind them.
+            options: How to read.
+            complete: Whether the text has its special tokens already.
+            prompt_ids: See `Media.prompt_ids`.
+
+        Raises:
+            MediaError: Something cannot be read, does not fit the text, or the processor or the
+                model refuses it.
+        """
+        self._check_counts(text, refs)
+        images = [read_image(value, options) for value in refs.images]
+        videos = [read_video(value, options) for value in refs.videos]
+        return self.encode(
+            text,
+            images,
+            videos,
+            complete=complete,
+            prompt_ids=prompt_ids,
+            names=refs.names,
+        )
+
+    def encode(
+        self,
+        text: str,
+        images: Sequence[Image.Image],
+        videos: Sequence[Video],
+        *,
+        complete: bool = True,
+        prompt_ids: Sequence[int] = (),
+        names: tuple[str, ...] = (),
+    ) -> Encoded:
+        """Encode a row whose media are in memory; see `read`."""
+        self._check_counts(text, MediaRefs(tuple(images), tuple(videos)))
+        try:
+            output = self.processor(
+                text=[text],
+                return_tensors="pt",
+                text_kwargs={"add_special_tokens": not complete},
+                **({"images": list(images)} if images else {}),
+                **(self._video_arguments(videos) if videos else {}),
+            )
+        # what processors raise at shapes that they cannot cut into patches
+        except (ValueError, TypeError, IndexError, RuntimeError, ZeroDivisionError) as error:
+            raise MediaError(
+                "refused by the processor",
+                f"{', '.join(names) or 'media'}: {type(error).__name__}: {error}",
+            ) from error
+        ids = output["input_ids"][0]
+        tensors = {
+            name: value
+            for name, value in output.items()
+            if name not in _TEXT_KEYS and isinstance(value, Tensor)
+        }
+        tokens = {kind: int((ids == token).sum()) for kind, token in self.placeholders.items()}
+        self._check_tokens(tokens, tensors, names)
+        if self.context is not None and len(ids) > self.context:
+            raise MediaError(
+                "too long",
+                f"{', '.join(names)}: {len(ids)} tokens with the text, and the model reads "
+                f"{self.context}",
+                remedy="lower media.max_pixels or media.max_frames",
+            )
+        media = Media(
+            tensors=tensors,
+            tokens={kind: count for kind, count in tokens.items() if count},
+            images=tuple(images),
+            videos=tuple(videos),
+            prompt_ids=tuple(prompt_ids),
+            names=names,
+        )
+        return Encoded(ids.tolist(), media)
+
+    def _video_arguments(self, videos: Sequence[Video]) -> dict[str, Any]:
+        frames: Any = [torch.from_numpy(video.frames).permute(0, 3, 1, 2) for video in videos]
+        described = [
+            VideoMetadata(
+                total_num_frames=len(video.frames),
+                fps=video.fps,
+                frames_indices=list(range(len(video.frames))),
+                duration=len(video.frames) / video.fps,
+            )
+            for video in videos
+        ]
+        nested = self.family == "smolvlm"
+        return {
+            "videos": [frames] if nested else frames,
+            "videos_kwargs": {
+                "do_sample_frames": False,
+                "video_metadata": [described] if nested else described,
+            },
+        }
+
+    def _check_counts(self, text: str, refs: MediaRefs) -> None:
+        given = {"image": len(refs.images), "video": len(refs.videos)}
+        for kind, marker in self.markers.items():
+            found = text.count(marker)
+            if found != given[kind]:
+                raise MediaError(
+                    "placeholder count",
+                    f"the text has {found} x {marker!r} for {given[kind]} {kind}(s)"
+                    + (f" ({', '.join(refs.names)})" if len(refs) else ""),
+                    remedy="give each image and video one part in the messages, or one <image> or "
+                    "<video> in the text",
+                )
+        if all(given.values()) and "video" not in self.placeholders:
+            raise MediaError(
+                "images beside a video",
+                f"{type(self.processor).__name__} reads a video as images, and cannot tell them "
+                f"apart ({', '.join(refs.names)})",
+            )
+        for kind in given.keys() - self.markers.keys():
+            if given[kind]:
+                raise MediaError(
+                    f"no {kind}s",
+                    f"{type(self.processor).__name__} reads no {kind}s ({', '.join(refs.names)})",
+                )
+
+    def _check_tokens(
+        self, tokens: Mapping[str, int], tensors: Mapping[str, Tensor], names: Sequence[str]
+    ) -> None:
+        """Compare the placeholders with the patches, by the model's own merge size."""
+        for kind, key in _GRIDS.items():
+            if key not in tensors or self.merge_size is None:
+                continue
+            expected = int(tensors[key].prod(dim=-1).sum()) // self.merge_size**2
+            if tokens.get(kind) != expected:
+                raise MediaError(
+                    "grid does not match",
+                    f"{', '.join(names)}: {tokens.get(kind)} {kind} tokens in the text, and the "
+                    f"model makes {expected} of the grid {tensors[key].tolist()} (merge size "
+                    f"{self.merge_size})",
+                    remedy="use the processor that belongs to the model",
+                )

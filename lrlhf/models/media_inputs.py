@@ -1,0 +1,272 @@
+"""What a vision-language model is given besides tokens, each image and video looked at once."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, cast
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lrlhf.types import Media
+
+KINDS = ("image", "video", "audio")
+"""Kinds of placeholders; a number, counted from 1, tells a model which kind a token stands for."""
+
+_MARKERS = ("vision_start", "vision_end", "boi", "eoi", "boa", "eoa")
+_NESTED_FAMILIES = ("idefics2", "idefics3", "smolvlm")
+"""Their pixels come as `[rows, images, ...]`, padded with empty images; the others' come flat."""
+_POSITION_KEYS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+"""What M-RoPE computes positions from, beside the encoders."""
+
+Streams = tuple[Tensor, ...]
+"""Features of one row's media of one kind, `[tokens, H]` each: the input to the language model, and
+what some families add to its first layers."""
+
+
+class _Seen(NamedTuple):
+    """What an encoder made of one row's media of one kind."""
+
+    media: Media
+    streams: Streams
+    template: Any
+    """The encoder's output that they are from."""
+
+
+_memory: ContextVar[dict[tuple[int, str, int], _Seen] | None] = ContextVar(
+    "media_features", default=None
+)
+
+
+def placeholder_ids(config: PreTrainedConfig) -> dict[str, int]:
+    """Return the token id that each kind of media is put in for; empty for a text model."""
+    values = config.to_dict()
+    found = {kind: _token_id(values, kind) for kind in KINDS}
+    return {kind: token for kind, token in found.items() if token is not None}
+
+
+def ruled_out_ids(config: PreTrainedConfig) -> tuple[int, ...]:
+    """Return the tokens that a policy must never say: placeholders and what goes around them.
+
+    A placeholder without an image behind it makes the next forward pass fail.
+    """
+    values = config.to_dict()
+    found = {_token_id(values, name) for name in (*KINDS, *_MARKERS)}
+    return tuple(sorted(token for token in found if token is not None))
+
+
+def backbone_inputs(
+    model: PreTrainedModel,
+    input_ids: Int[Tensor, "B T"],
+    attention_mask: Bool[Tensor, "B T"],
+    media: Sequence[Media | None] | None,
+) -> dict[str, Any]:
+    """Build the arguments of a forward pass over the body of a model.
+
+    Rows that share their `Media` object share its features: the encoder sees it once. Position ids
+    are left to the model, which numbers image and video tokens in its own way (M-RoPE).
+
+    Args:
+        model: Text or vision-language model, with or without its output head.
+        input_ids: Placeholders included, as many as the media have features.
+        attention_mask: Padding on either side.
+        media: Of each row.
+
+    Raises:
+        ValueError: The model sees no images or videos, or a row's media do not fit its tokens.
+    """
+    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask.long()}
+    ids = placeholder_ids(model.config)
+    shown = [entry for entry in media or () if entry is not None]
+    if not ids:
+        if shown:
+            raise ValueError(
+                f"{type(model).__name__} is a text model: it takes no images or videos"
+            )
+        return inputs
+    body = _body(model)
+    arguments = inspect.signature(body.forward).parameters
+    kinds = _kind_numbers(input_ids, ids)
+    if "mm_token_type_ids" in arguments:
+        inputs["mm_token_type_ids"] = kinds
+    elif "token_type_ids" in arguments:
+        inputs["token_type_ids"] = (kinds > 0).long()
+    if not shown:
+        return inputs
+    if "mm_encoder_outputs" not in arguments:
+        return inputs | _joined(shown, _keys_of(shown), model.config.model_type)
+    positions = [key for key in _POSITION_KEYS if key in arguments]
+    features = {
+        kind: _features(body, kind, [entry for entry in shown if entry.tokens.get(kind)])
+        for kind in ids
+    }
+    return {
+        **inputs,
+        **_joined(shown, positions, model.config.model_type),
+        "mm_encoder_outputs": {
+            kind: found for kind, found in features.items() if found is not None
+        },
+    }
+
+
+@contextlib.contextmanager
+def looking_once() -> Iterator[None]:
+    """Remember, for the duration of the block, features that no gradient goes through.
+
+    So forward passes over parts of a batch encode each image once, as long as the encoder does not
+    change meanwhile: without gradients, or where it is frozen.
+    """
+    token = _memory.set({})
+    try:
+        yield
+    finally:
+        _memory.reset(token)
+
+
+def media_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the parts of a model's body that only images and videos reach.
+
+    That is every direct part but the language model: encoders, and what fits their features to
+    the language model.
+    """
+    if not placeholder_ids(model.config):
+        return []
+    body = _body(model)
+    text_model: nn.Module = body.get_decoder()  # type: ignore[no-untyped-call]
+    inside = {id(module) for module in text_model.modules()}
+    parts = [module for module in body.children() if id(module) not in inside]
+    return [part for part in parts if id(text_model) not in {id(m) for m in part.modules()}]
+
+
+def vision_encoder(model: PreTrainedModel) -> nn.Module:
+    """Return the encoder of images, without what fits its features to the language model.
+
+    Raises:
+        ValueError: The model sees no images.
+    """
+    if "image" not in placeholder_ids(model.config):
+        raise ValueError(f"{type(model).__name__} is a text model: it has no vision encoder")
+    encoder: nn.Module = _body(model).get_encoder("image")
+    return encoder
+
+
+def _body(model: PreTrainedModel) -> PreTrainedModel:
+    return cast(PreTrainedModel, model.base_model)
+
+
+def _token_id(values: Mapping[str, Any], name: str) -> int | None:
+    for key in (f"{name}_token_id", f"{name}_token_index"):
+        if isinstance(values.get(key), int):
+            return int(values[key])
+    return None
+
+
+def _kind_numbers(input_ids: Tensor, ids: Mapping[str, int]) -> Tensor:
+    numbers = torch.zeros_like(input_ids)
+    for kind, token in ids.items():
+        numbers = numbers.masked_fill(input_ids == token, KINDS.index(kind) + 1)
+    return numbers
+
+
+def _features(body: PreTrainedModel, kind: str, shown: Sequence[Media]) -> Any:
+    """Return the encoder's output for all rows, as the family's forward pass takes it."""
+    if not shown:
+        return None
+    memory = _memory.get()
+    known = {} if memory is None else memory
+    found: dict[int, Streams] = {
+        id(entry): known[key][1] for entry in shown if (key := (id(body), kind, id(entry))) in known
+    }
+    fresh = list({id(entry): entry for entry in shown if id(entry) not in found}.values())
+    template: Any = None
+    for group in _alike(fresh, kind):
+        template = _encode(body, kind, group)
+        streams = _split(template, [entry.tokens[kind] for entry in group], kind)
+        for entry, parts in zip(group, streams, strict=True):
+            found[id(entry)] = parts
+            if memory is not None and not any(part.requires_grad for part in parts):
+                # the entry is kept as well: its id must not be given to another
+                memory[id(body), kind, id(entry)] = _Seen(entry, parts, template)
+    if template is None:
+        template = known[id(body), kind, id(shown[0])].template
+    return _filled(template, [found[id(entry)] for entry in shown])
+
+
+def _alike(media: Sequence[Media], kind: str) -> list[list[Media]]:
+    """Group rows that can be encoded together: videos of different length cannot be filled up."""
+    groups: dict[tuple[torch.Size, ...], list[Media]] = {}
+    for entry in media:
+        shapes = (tensor.shape[1:] for key, tensor in entry.tensors.items() if "video" in key)
+        groups.setdefault(tuple(shapes) if kind == "video" else (), []).append(entry)
+    return list(groups.values())
+
+
+def _encode(body: PreTrainedModel, kind: str, media: Sequence[Media]) -> Any:
+    encoder = getattr(body, f"get_{kind}_features", None)
+    if encoder is None:
+        raise ValueError(f"{type(body).__name__} sees no {kind}s; leave them out of the data")
+    keys = [key for key in inspect.signature(encoder).parameters if key in _keys_of(media)]
+    return encoder(**_joined(media, keys, body.config.model_type), return_dict=True)
+
+
+def _keys_of(media: Sequence[Media]) -> list[str]:
+    return list(dict.fromkeys(key for entry in media for key in entry.tensors))
+
+
+def _joined(media: Sequence[Media], keys: Sequence[str], family: str) -> dict[str, Tensor]:
+    nested = family in _NESTED_FAMILIES
+    joined: dict[str, Tensor] = {}
+    for key in keys:
+        parts = [entry.tensors[key] for entry in media if key in entry.tensors]
+        if parts:
+            together = _stacked([part.flatten(0, 1) if nested else part for part in parts])
+            joined[key] = together.unsqueeze(0) if nested else together
+    return joined
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate along the first dimension, the others filled up with zeros."""
+    widest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    padded = []
+    for part in parts:
+        missing = [wide - own for wide, own in zip(widest, part.shape[1:], strict=True)]
+        edges = [edge for size in reversed(missing) for edge in (0, size)]
+        padded.append(functional.pad(part, edges) if any(missing) else part)
+    return torch.cat(padded)
+
+
+def _split(output: Any, counts: Sequence[int], kind: str) -> list[Streams]:
+    """Cut an encoder's output into the rows that it belongs to."""
+    whole = [_flat(output.pooler_output)]
+    whole += [_flat(layer) for layer in output.get("deepstack_features") or ()]
+    for stream in whole:
+        if len(stream) != sum(counts):
+            raise ValueError(
+                f"the model makes {len(stream)} features of the {kind}s of {len(counts)} row(s), "
+                f"whose texts have {sum(counts)} placeholders for them: processor and model do not "
+                "belong together"
+            )
+    return list(zip(*(torch.split(stream, list(counts)) for stream in whole), strict=True))
+
+
+def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
+    if isinstance(features, Tensor):
+        return features.flatten(0, -2)
+    return torch.cat([part.flatten(0, -2) for part in features])
+
+
+def _filled(template: Any, rows: Sequence[Streams]) -> Any:
+    """Put rows' features into an output like ``template``."""
+    pooled, *deep = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    shape = template.pooler_output
+    whole = isinstance(shape, Tensor)
+    return type(template)(
+        pooler_output=pooled.view(-1, *shape.shape[1:]) if whole else (pooled,),
+        **({"deepstack_features": [(layer,) for layer in deep]} if deep else {}),
+    )
