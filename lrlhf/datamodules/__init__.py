@@ -3,6 +3,7 @@
 from lrlhf.datamodules.bad_rows import BadDataError, BadRow
 from lrlhf.datamodules.collate import PreferenceCollator, PromptCollator
 from lrlhf.datamodules.loader import EvalLoader, TrainLoader
+from lrlhf.datamodules.media_pairs import MediaPairs
 from lrlhf.datamodules.preferences import PreferenceDataModule
 from lrlhf.datamodules.prompts import PromptDataModule
 from lrlhf.datamodules.ratings import RatedFile, RatedPairs, RatedText, pairs_from_ratings
@@ -17,6 +18,7 @@ __all__ = [
     "EvalLoader",
     "FileSource",
     "HubSource",
+    "MediaPairs",
     "PreferenceCollator",
     "PreferenceDataModule",
     "PromptCollator",

@@ -9,7 +9,8 @@ import lightning as L
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.loader import Ranks
-from lrlhf.models import load_tokenizer
+from lrlhf.media import MediaProcessor
+from lrlhf.models import load_config, load_processor, load_tokenizer
 
 
 @runtime_checkable
@@ -17,6 +18,13 @@ class HasTokenizer(Protocol):
     """A module that knows how its model reads text."""
 
     tokenizer: PreTrainedTokenizerBase
+
+
+@runtime_checkable
+class HasProcessor(Protocol):
+    """A module that knows how its model sees images."""
+
+    processor: MediaProcessor | None
 
 
 @runtime_checkable
@@ -51,6 +59,22 @@ def resolve_tokenizer(
             "or give the name of the model as `tokenizer`, then one is chosen"
         )
     return tokenizer
+
+
+def resolve_processor(
+    given: str | PreTrainedTokenizerBase | None, trainer: L.Trainer | None
+) -> MediaProcessor | None:
+    """Return what reads images and videos for the model; None: it reads text only.
+
+    Args:
+        given: What the data module was given as ``tokenizer``.
+        trainer: Its module has the processor, unless ``given`` names another model.
+    """
+    if isinstance(given, str):
+        processor = load_processor(given)
+        return None if processor is None else MediaProcessor.of(processor, load_config(given))
+    module = trainer.lightning_module if trainer is not None else None
+    return module.processor if isinstance(module, HasProcessor) else None
 
 
 def resolve_heads(given: Sequence[str] | None, trainer: L.Trainer | None) -> tuple[str, ...]:

@@ -57,6 +57,7 @@ class Loaders(Generic[RowT, BatchT]):
         trainer: Tells the ranks and the limits; None outside of one.
         order: Of the train rows; None: shuffled by ``options.seed``.
         extend: Adds to each train batch what goes with its number since the run began.
+        read: Reads what rows only name, see `Fetching`.
     """
 
     def __init__(
@@ -68,9 +69,10 @@ class Loaders(Generic[RowT, BatchT]):
         *,
         order: Order | None = None,
         extend: Callable[[BatchT, int], BatchT] | None = None,
+        read: Callable[[RowT], RowT] | None = None,
     ) -> None:
         pin = torch.cuda.is_available() if options.pin_memory is None else options.pin_memory
-        self._fetching = Fetching(collate, options.num_workers, pin)
+        self._fetching = Fetching(collate, options.num_workers, pin, read)
         self._sides = sides
         self._options = options
         self._trainer = trainer

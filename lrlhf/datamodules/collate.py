@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from lrlhf.datamodules.media_rows import MediaReader, Unread
 from lrlhf.datamodules.tokenizing import Tokens
-from lrlhf.types import PreferenceBatch, Prompt, PromptBatch, SequenceBatch
+from lrlhf.types import Media, PreferenceBatch, Prompt, PromptBatch, SequenceBatch
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,20 @@ class PromptRow:
     prompt: Prompt
     input_ids: Tokens
     columns: Mapping[str, Any]
+    unread: Unread | None = None
+    media: Media | None = None
+
+    @property
+    def all_unread(self) -> tuple[Unread, ...]:
+        """Its media, if there are any."""
+        return () if self.unread is None else (self.unread,)
+
+    def with_media(self, reader: MediaReader) -> PromptRow:
+        """Read the images and videos, or raise `BadRow`."""
+        if self.unread is None:
+            return self
+        input_ids, media = reader(self.unread, self.input_ids)
+        return replace(self, input_ids=input_ids, media=media)
 
 
 @dataclass(frozen=True)
@@ -27,7 +42,22 @@ class Candidate:
 
     input_ids: Tokens
     start: int
-    """Where the answer begins."""
+    """Where the answer begins: behind images and videos, or at 0, where all of it counts."""
+    unread: Unread | None = None
+    media: Media | None = None
+
+    @property
+    def all_unread(self) -> tuple[Unread, ...]:
+        """Its media, if there are any."""
+        return () if self.unread is None else (self.unread,)
+
+    def with_media(self, reader: MediaReader) -> Candidate:
+        """Read the images and videos, or raise `BadRow`."""
+        if self.unread is None:
+            return self
+        input_ids, media = reader(self.unread, self.input_ids)
+        start = self.start + len(input_ids) - len(self.input_ids) if self.start else 0
+        return replace(self, input_ids=input_ids, start=start, media=media)
 
 
 @dataclass(frozen=True)
@@ -41,6 +71,16 @@ class PairRow:
     keys: tuple[str, ...]
     """Pairs that share one belong on the same side of a split."""
     info: Mapping[str, Any]
+
+    @property
+    def all_unread(self) -> tuple[Unread, ...]:
+        """The media of both."""
+        return (*self.candidate0.all_unread, *self.candidate1.all_unread)
+
+    def with_media(self, reader: MediaReader) -> PairRow:
+        """Read the images and videos of both, or raise `BadRow`."""
+        first, second = (one.with_media(reader) for one in (self.candidate0, self.candidate1))
+        return replace(self, candidate0=first, candidate1=second)
 
 
 @dataclass(frozen=True)
@@ -67,6 +107,7 @@ class PromptCollator:
             attention_mask=attention_mask,
             prompts=tuple(row.prompt for row in rows),
             columns=tuple(row.columns for row in rows),
+            media=media_of(rows),
         )
 
 
@@ -104,5 +145,14 @@ def right_padded(candidates: Sequence[Candidate], pad_token_id: int) -> Sequence
         attention_mask[index, :end] = True
         response_mask[index, candidate.start : end] = True
     return SequenceBatch(
-        input_ids=input_ids, attention_mask=attention_mask, response_mask=response_mask
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        response_mask=response_mask,
+        media=media_of(candidates),
     )
+
+
+def media_of(rows: Sequence[PromptRow | Candidate]) -> tuple[Media | None, ...] | None:
+    """Return the media of each row; None: no row has any."""
+    media = tuple(row.media for row in rows)
+    return media if any(entry is not None for entry in media) else None

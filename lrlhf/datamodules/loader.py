@@ -10,20 +10,86 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
+from lrlhf.datamodules.bad_rows import BadDataError, BadRow
 from lrlhf.datamodules.order import Order
 
 logger = logging.getLogger(__name__)
 
 RowT = TypeVar("RowT")
 BatchT = TypeVar("BatchT")
+
+_MOST_IN_A_ROW = 100
+
+
+class ReadRow(NamedTuple, Generic[RowT]):
+    """A row that can be used, and why those before it could not."""
+
+    row: RowT
+    problems: list[tuple[str, str]]
+
+
+class Fetched(NamedTuple, Generic[BatchT]):
+    """A batch, and the reason and detail of every row that another one stands in for."""
+
+    batch: BatchT
+    problems: list[tuple[str, str]]
+
+
+class ReadRows(Generic[RowT]):
+    """Rows that are read when they are asked for.
+
+    Args:
+        rows: As they are known before training.
+        read: See `Fetching`.
+    """
+
+    def __init__(self, rows: Sequence[RowT], read: Callable[[RowT], RowT] | None) -> None:
+        self._rows = rows
+        self._read = read
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> ReadRow[RowT]:
+        if self._read is None:
+            return ReadRow(self._rows[index], [])
+        problems: list[tuple[str, str]] = []
+        # which row stands in depends on the data alone, so a resumed run takes the same one
+        for place in range(index, index + min(len(self._rows), _MOST_IN_A_ROW)):
+            try:
+                return ReadRow(self._read(self._rows[place % len(self._rows)]), problems)
+            except BadRow as problem:
+                problems.append((problem.reason, problem.detail))
+        told = "\n".join(f"{reason}: {detail}" for reason, detail in problems[:5])
+        raise BadDataError(f"{len(problems)} rows in a row cannot be used, the first are\n{told}")
+
+
+class UnusableRows:
+    """Counts rows that turned out to be unusable during training, and tells of them."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def tell(self, problems: Sequence[tuple[str, str]]) -> None:
+        """Count rows by reason; each reason is told when its count doubles."""
+        for reason, detail in problems:
+            count = self.counts[reason] = self.counts.get(reason, 0) + 1
+            if count.bit_count() == 1:
+                logger.warning(
+                    "a row could not be used and the next one took its place: %s: %s "
+                    "(%d time(s) so far)",
+                    reason,
+                    detail,
+                    count,
+                )
 
 
 @dataclass(frozen=True)
@@ -32,27 +98,44 @@ class Fetching(Generic[RowT, BatchT]):
 
     Args:
         collate: Makes a batch of rows; must be picklable to reach worker processes.
-        num_workers: Processes that collate; 0 collates in the training process.
+        num_workers: Processes that read and collate; 0: the training process does.
         pin_memory: Pin batches for an asynchronous copy to a GPU.
+        read: Reads what a row only names, such as images; raises `BadRow` on one that turns out to
+            be unusable. The next usable row takes its place, and it is told.
     """
 
     collate: Callable[[Sequence[RowT]], BatchT]
     num_workers: int = 0
     pin_memory: bool = False
+    read: Callable[[RowT], RowT] | None = None
+    unusable: UnusableRows = field(default_factory=UnusableRows)
 
     def batches(self, rows: Sequence[RowT], batches: Sequence[Sequence[int]]) -> Iterator[BatchT]:
         """Go through batches of the given row indices."""
-        loader: DataLoader[BatchT] = DataLoader(
-            rows,  # type: ignore[arg-type]  # a sequence is a map-style data set
+        loader: DataLoader[Fetched[BatchT]] = DataLoader(
+            ReadRows(rows, self.read),  # type: ignore[arg-type]  # a map-style data set
             batch_sampler=[list(batch) for batch in batches],
-            collate_fn=self.collate,
+            collate_fn=self._collate,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             # its own generator: else every epoch takes a number from the global one, and what is
             # sampled afterwards depends on how often a run was resumed
             generator=torch.Generator().manual_seed(0),
         )
-        yield from loader
+        for batch, problems in loader:
+            self.unusable.tell(problems)
+            yield batch
+
+    def batch(self, rows: Sequence[RowT], batch: Sequence[int]) -> BatchT:
+        """Make one batch in this process."""
+        readable = ReadRows(rows, self.read)
+        made, problems = self._collate([readable[row] for row in batch])
+        self.unusable.tell(problems)
+        return made
+
+    def _collate(self, read: Sequence[ReadRow[RowT]]) -> Fetched[BatchT]:
+        problems = [problem for row in read for problem in row.problems]
+        return Fetched(self.collate([row.row for row in read]), problems)
 
 
 @dataclass(frozen=True)
@@ -133,7 +216,7 @@ class TrainLoader(Generic[RowT, BatchT]):
 
     def upcoming(self) -> BatchT:
         """Return the batch that comes next, and leave the position where it is."""
-        batch = self._fetching.collate([self._rows[row] for row in self._rest_of_epoch()[0]])
+        batch = self._fetching.batch(self._rows, self._rest_of_epoch()[0])
         return batch if self._extend is None else self._extend(batch, self._done)
 
     def _rest_of_epoch(self) -> list[list[int]]:

@@ -174,6 +174,8 @@ def genai_bench_video(row: Row, folder: Path) -> Iterable[Pair]:
     if "models" not in row:
         yield _voted(row, folder, "video")
         return
+    if row.get("id") is None:
+        raise missing_column("id", row)
     ratings = structure_of(row, "models", dict) or {}
     paths = {model: {"path": f"{model}/{row['id']}.mp4"} for model in ratings}
     media = {model: _media_of(paths, folder, model) for model in ratings}

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.bad_rows import BadRow
 from lrlhf.datamodules.collate import Candidate, PairRow
-from lrlhf.datamodules.preference_rows import PairDraft, TextPair
+from lrlhf.datamodules.media_rows import Unread
+from lrlhf.datamodules.preference_rows import PairDraft, TextPair, TokenPair
 from lrlhf.datamodules.tokenizing import Text, Tokens, common_prefix, tokenize
 
 _NOTHING = Text("", complete=True)
@@ -64,13 +65,19 @@ def _row(
                 remedy="raise max_tokens",
             )
     return PairRow(
-        candidate0=Candidate(ids[0], starts[0]),
-        candidate1=Candidate(ids[1], starts[1]),
+        candidate0=Candidate(ids[0], starts[0], _unread(draft.pair, 0)),
+        candidate1=Candidate(ids[1], starts[1], _unread(draft.pair, 1)),
         labels=draft.labels,
         margin=draft.margin,
         keys=tuple(_digest(key) for key in draft.keys),
         info=draft.info,
     )
+
+
+def _unread(pair: TextPair | TokenPair, side: int) -> Unread | None:
+    if not isinstance(pair, TextPair) or not pair.refs[side]:
+        return None
+    return Unread(pair.candidates[side], pair.refs[side])
 
 
 def _with_end(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> list[Tokens]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lrlhf.datamodules.bad_rows import BadRow, missing_column
@@ -15,12 +16,21 @@ from lrlhf.datamodules.implicit_prompts import (
     split_texts,
     transcript_messages,
 )
+from lrlhf.datamodules.media_rows import MediaPlaces, bare_parts, media_columns
 from lrlhf.datamodules.preference_labels import LabelReader, read_margin
+from lrlhf.datamodules.prompt_rows import PromptTemplate
 from lrlhf.datamodules.rows import plain, text_of, wrong_type
 from lrlhf.datamodules.sources import Row
 from lrlhf.datamodules.tokenizing import Text
+from lrlhf.media import MediaRefs
 from lrlhf.types import Message
 
+_SHOWN_CANDIDATES = {
+    ("candidate0", "candidate1"): ("_0", "_1"),
+    ("chosen", "rejected"): ("_chosen", "_rejected"),
+}
+"""Columns of the candidates' texts, and what follows ``image`` or ``video`` in the names of the
+columns with their media."""
 _ID_COLUMNS = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids"))
 
 
@@ -31,6 +41,8 @@ class TextPair:
     prompt: Text
     candidates: tuple[Text, Text]
     """Each with the prompt before it, as the model reads them."""
+    refs: tuple[MediaRefs, MediaRefs] = (MediaRefs(), MediaRefs())
+    """What each shows, in its prompt and in itself."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,8 @@ class PreferenceParser:
         as_chat: Make plain prompts and answers the turns of a chat.
         hh_as_chat: Make ``Human: … Assistant: …`` transcripts the turns of a chat.
         vocabulary: Bound of token ids that the data brings.
+        media: Finds images and videos.
+        instruction: System turn of pairs whose candidates are images or videos.
     """
 
     chat: ChatFormat
@@ -75,28 +89,93 @@ class PreferenceParser:
     margin_column: str | None = "margin"
     as_chat: bool = False
     hh_as_chat: bool = False
+    media: MediaPlaces = field(default_factory=MediaPlaces)
+    instruction: PromptTemplate | None = None
 
-    def __call__(self, row: Row) -> PairDraft:
-        """Parse one row, or raise `BadRow`."""
+    def __call__(self, row: Row, folder: Path | None = None) -> PairDraft:
+        """Parse one row, or raise `BadRow`; relative paths start from ``folder``."""
         for names in _ID_COLUMNS:
             if names[0] in row or names[1] in row:
                 first, second = (self._ids(row, name) for name in names)
                 shared = first[: shared_length(first, second)]
                 return self._draft(row, TokenPair((first, second)), (str(shared),), names)
+        shown = self._shown(row, folder)
+        if shown is not None:
+            return shown
         names = self._candidate_columns(row)
-        pair, prompt = self._texts(row, *names)
+        pair, prompt = self._texts(row, folder, *names)
         texts = tuple(text.text for text in pair.candidates)
-        return self._draft(row, pair, (prompt,) if prompt.strip() else texts, names)
+        keys = (prompt,) if prompt.strip() else texts
+        if pair.refs[0]:
+            # the same question about another picture is another prompt
+            keys = tuple(f"{key}\n{pair.refs[0].key}" for key in keys)
+        return self._draft(row, pair, keys, names)
+
+    def _shown(self, row: Row, folder: Path | None) -> PairDraft | None:
+        """Read a pair whose candidates are images or videos, if it is one.
+
+        A candidate is shown in the turn of a user, beside the prompt; a text of its own follows
+        as the assistant's answer.
+        """
+        for names, suffixes in _SHOWN_CANDIDATES.items():
+            columns = {column for suffix in suffixes for column in media_columns(suffix)}
+            if not columns & row.keys() or self.media.processor is None:
+                continue
+            shared = self.media.of_columns(row, folder)
+            own = [self.media.of_columns(row, folder, suffix) for suffix in suffixes]
+            for suffix, refs in zip(suffixes, own, strict=True):
+                if not refs:
+                    raise BadRow("missing media", f"columns *{suffix} name no image and no video")
+            sides = [
+                self._shown_side(row, name, shared + refs, folder)
+                for name, refs in zip(names, own, strict=True)
+            ]
+            (first, first_refs), (second, second_refs) = sides
+            pair = TextPair(
+                Text("", complete=True), (first, second), refs=(first_refs, second_refs)
+            )
+            prompt = row.get(self.prompt_column)
+            keys = tuple(refs.key for refs in own)
+            keys = (*keys, prompt) if isinstance(prompt, str) and prompt.strip() else keys
+            used = (*names, *columns, *media_columns())
+            return self._draft(row, pair, keys, used)
+        return None
+
+    def _shown_side(
+        self, row: Row, answer_column: str, refs: MediaRefs, folder: Path | None
+    ) -> tuple[Text, MediaRefs]:
+        prompt = row.get(self.prompt_column)
+        if self.instruction is not None:
+            system = {"role": "system", "content": self.instruction.render(row)}
+            turns: tuple[Message, ...] = (
+                system,
+                {"role": "user", "content": bare_parts(refs)},
+            )
+        elif isinstance(prompt, list | tuple):
+            turns = read_messages(prompt, self.prompt_column)
+        elif isinstance(prompt, str) and prompt.strip():
+            turns = (_turn("user", prompt),)
+        else:
+            turns = ({"role": "user", "content": bare_parts(refs)},)
+        if row.get(answer_column) is not None:
+            turns = (*turns, *self._turns(row, answer_column))
+        turns, refs = self.media.of_messages(turns, refs, folder)
+        return Text(self.chat.render(turns, row, prompt=False), complete=True), refs
 
     def _draft(
-        self, row: Row, pair: TextPair | TokenPair, keys: tuple[str, ...], names: tuple[str, str]
+        self, row: Row, pair: TextPair | TokenPair, keys: tuple[str, ...], names: tuple[str, ...]
     ) -> PairDraft:
+        """Label a pair; ``names`` are the columns that it was read from, the candidates' first."""
         unordered = names[0] == "candidate0"
         labels = self.labels.of_candidates(row) if unordered else self.labels.of_chosen(row)
-        if pair.candidates[0] == pair.candidates[1] and any(abs(label) == 1 for label in labels):
+        if _equal(pair) and any(abs(label) == 1 for label in labels):
             raise BadRow("identical candidates", f"columns {names[0]!r} and {names[1]!r} are equal")
         used = {self.prompt_column, *names, "tools", "chat_template_kwargs", self.margin_column}
+        if isinstance(pair, TextPair) and pair.refs[0]:
+            used |= {*media_columns()}
         info = {key: plain(value) for key, value in row.items() if key not in used}
+        if isinstance(pair, TextPair) and pair.refs[0]:
+            info |= {"media0": list(pair.refs[0].names), "media1": list(pair.refs[1].names)}
         return PairDraft(pair, keys, labels, read_margin(row, self.margin_column), info)
 
     def _candidate_columns(self, row: Row) -> tuple[str, str]:
@@ -110,17 +189,21 @@ class PreferenceParser:
                 raise missing_column(name, row, setting=setting)
         return names
 
-    def _texts(self, row: Row, first: str, second: str) -> tuple[TextPair, str]:
+    def _texts(
+        self, row: Row, folder: Path | None, first: str, second: str
+    ) -> tuple[TextPair, str]:
         """Return the pair, and the prompt as text that tells prompts apart."""
         prompt = row.get(self.prompt_column)
         if isinstance(prompt, list | tuple) or any(
             isinstance(row[name], list | tuple) for name in (first, second)
         ):
-            return self._chat(row, prompt, self._turns(row, first), self._turns(row, second))
+            return self._chat(
+                row, folder, prompt, self._turns(row, first), self._turns(row, second)
+            )
         texts = text_of(row, first), text_of(row, second)
         if prompt is None:
             if self.hh_as_chat and is_transcript(texts[0]) and is_transcript(texts[1]):
-                return self._chat(row, None, *map(transcript_messages, texts))
+                return self._chat(row, folder, None, *map(transcript_messages, texts))
             prompt, *answers = split_texts(*texts)
         else:
             prompt = text_of(row, self.prompt_column, allow_empty=True)
@@ -130,12 +213,18 @@ class PreferenceParser:
                 raise BadRow("empty text", f"column {name!r} has nothing after the shared prompt")
         if self.as_chat:
             turns = ((_turn("assistant", answer),) for answer in answers)
-            return self._chat(row, prompt, *turns)
+            return self._chat(row, folder, prompt, *turns)
         pair = (Text(prompt + answers[0], False), Text(prompt + answers[1], False))
-        return TextPair(Text(prompt, False), pair), prompt
+        refs = self.media.of_columns(row, folder)
+        return TextPair(Text(prompt, False), pair, (refs, refs)), prompt
 
     def _chat(
-        self, row: Row, prompt: object, first: tuple[Message, ...], second: tuple[Message, ...]
+        self,
+        row: Row,
+        folder: Path | None,
+        prompt: object,
+        first: tuple[Message, ...],
+        second: tuple[Message, ...],
     ) -> tuple[TextPair, str]:
         if prompt is None:
             turns, first, second = split_messages(first, second)
@@ -146,12 +235,16 @@ class PreferenceParser:
         for answer in (first, second):
             if not any(turn.get("content") or turn.get("tool_calls") for turn in answer):
                 raise BadRow("empty text", "a candidate has no content after the shared prompt")
+        shared = self.media.of_columns(row, folder)
+        turns, shown = self.media.of_messages(turns, shared, folder)
         before = self.chat.render(turns, row, prompt=True) if turns else ""
-        rendered = [
-            self.chat.render((*turns, *rest), row, prompt=False) for rest in (first, second)
-        ]
-        pair = (Text(rendered[0], True), Text(rendered[1], True))
-        return TextPair(Text(before, True), pair), before
+        texts, refs = [], []
+        for rest in (first, second):
+            answer, more = self.media.of_messages(rest, MediaRefs(), folder)
+            texts.append(Text(self.chat.render((*turns, *answer), row, prompt=False), True))
+            refs.append(shown + more)
+        pair = TextPair(Text(before, True), (texts[0], texts[1]), (refs[0], refs[1]))
+        return pair, before
 
     def _turns(self, row: Row, column: str) -> tuple[Message, ...]:
         if isinstance(row[column], str):
@@ -173,6 +266,12 @@ class PreferenceParser:
                 remedy="the ids come from another tokenizer: give text instead",
             )
         return list(ids)
+
+
+def _equal(pair: TextPair | TokenPair) -> bool:
+    if isinstance(pair, TextPair) and pair.refs[0].key != pair.refs[1].key:
+        return False
+    return pair.candidates[0] == pair.candidates[1]
 
 
 def _turn(role: str, content: str) -> Message:

@@ -10,17 +10,20 @@ from typing import Any
 import lightning as L
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.attached import resolve_heads, resolve_tokenizer
+from lrlhf.datamodules.attached import resolve_heads, resolve_processor, resolve_tokenizer
 from lrlhf.datamodules.bad_rows import BadDataError
 from lrlhf.datamodules.batching import LoaderOptions, Loaders
 from lrlhf.datamodules.chat import ChatFormat
 from lrlhf.datamodules.collate import PairRow, PreferenceCollator
 from lrlhf.datamodules.loader import EvalLoader, TrainLoader
+from lrlhf.datamodules.media_rows import RowReading
 from lrlhf.datamodules.pair_tokens import tokenize_pairs
 from lrlhf.datamodules.preference_labels import LabelReader
 from lrlhf.datamodules.preference_rows import PairDraft, PreferenceParser
+from lrlhf.datamodules.prompt_rows import PromptTemplate
 from lrlhf.datamodules.sides import Preparation, Side, Sides, Split, prepare_sources
 from lrlhf.datamodules.sources import Source, Weighted
+from lrlhf.media import MediaOptions
 from lrlhf.types import PreferenceBatch
 
 
@@ -36,7 +39,13 @@ class PreferenceDataModule(L.LightningDataModule):
     - ``chosen`` and ``rejected`` that begin with the same prompt: messages, transcripts as in
       HH-RLHF, or text;
     - ``candidate0``, ``candidate1`` and a label per head: A, B or C (equal), see `LabelReader`;
-    - ``chosen_ids``, ``rejected_ids``: token ids of prompt and answer.
+    - ``chosen_ids``, ``rejected_ids``: token ids of prompt and answer;
+    - ``image_0``, ``image_1`` (also ``images_…``, ``video_…``, ``videos_…``) with a label per head,
+      or ``image_chosen``, ``image_rejected``: candidates that are shown to a vision-language model,
+      beside the ``prompt`` or under an ``instruction``.
+
+    Answers to a prompt that shows something have it in the parts of their messages, or in the
+    columns ``image``, ``images``, ``video`` and ``videos``.
 
     Plain text ends with the tokenizer's end-of-sequence token. A row's ``margin``, else its
     ``chosen_score`` minus ``rejected_score``, says by how much the better answer should win.
@@ -60,13 +69,17 @@ class PreferenceDataModule(L.LightningDataModule):
         chat_template: File or text of a template to use instead of the tokenizer's.
         chat_template_kwargs: Passed to the template.
         tools: Tool descriptions for rows that have none of their own.
+        instruction: A jinja2 template over the columns, for the system turn of pairs of images or
+            videos, which are then shown alone: ``"Rate this picture of: {{ prompt }}"``.
+        media: How images and videos are read.
         max_tokens: Pairs with a longer side are left out and counted, never cut.
         val_fraction: Share of the rows to hold out for validation when ``val`` is not given. Rows
             with equal prompts (or, without a prompt, equal texts) never stand on both sides.
         val_size: Number of rows to hold out instead.
         max_bad_fraction: Stop when a larger share of the rows cannot be used.
         seed: Of the order and of the held-out rows.
-        num_workers: Processes that collate; rows are tokenised once, so 0 is fast.
+        num_workers: Processes that read images and videos and collate; text rows are tokenised
+            once, so 0 is fast for them.
         pin_memory: None: where there is a GPU.
     """
 
@@ -89,6 +102,8 @@ class PreferenceDataModule(L.LightningDataModule):
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
+        instruction: str | None = None,
+        media: MediaOptions = MediaOptions(),  # noqa: B008  frozen
         max_tokens: int | None = None,
         val_fraction: float = 0.0,
         val_size: int = 0,
@@ -120,7 +135,10 @@ class PreferenceDataModule(L.LightningDataModule):
             margin_column=margin_column,
             as_chat=as_chat,
             hh_as_chat=hh_as_chat,
+            instruction=None if instruction is None else PromptTemplate(instruction),
         )
+        self._media = media
+        self._reading = RowReading()
         self._max_tokens = max_tokens
         self._max_bad_fraction = max_bad_fraction
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -137,10 +155,14 @@ class PreferenceDataModule(L.LightningDataModule):
         heads = resolve_heads(self._given_heads, self.trainer)
         if self._sides is None or tokenizer is not self._tokenizer or heads != self._heads:
             self._tokenizer, self._heads = tokenizer, heads
+            processor = resolve_processor(self._given_tokenizer, self.trainer)
+            self._reading = RowReading.by(processor, self._media, self._max_tokens, "max_tokens")
             self._sides = self._load(tokenizer)
         self._stage = stage
         collate = PreferenceCollator(int(tokenizer.pad_token_id))
-        self._loaders = Loaders(self._sides, self._options, collate, self.trainer)
+        self._loaders = Loaders(
+            self._sides, self._options, collate, self.trainer, read=self._reading
+        )
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -192,8 +214,11 @@ class PreferenceDataModule(L.LightningDataModule):
                 self._chat_format(tokenizer),
                 LabelReader(self._heads, self._label_columns),
                 vocabulary=len(tokenizer),
+                media=self._reading.places,
             ),
-            finish=lambda drafts: tokenize_pairs(tokenizer, drafts, max_tokens=self._max_tokens),
+            finish=lambda drafts: self._reading.check(
+                tokenize_pairs(tokenizer, drafts, max_tokens=self._max_tokens)
+            ),
             keys=lambda row: row.keys,
             check=self._check,
             max_bad_fraction=self._max_bad_fraction,

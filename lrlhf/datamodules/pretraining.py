@@ -5,8 +5,10 @@ Ouyang et al. 2022 call it PTX, https://arxiv.org/abs/2203.02155
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from lrlhf.datamodules.bad_rows import BadRow
 from lrlhf.datamodules.chat import ChatFormat, read_messages
 from lrlhf.datamodules.collate import Candidate, right_padded
-from lrlhf.datamodules.loader import Ranks
+from lrlhf.datamodules.loader import Fetching, Ranks
+from lrlhf.datamodules.media_rows import MediaPlaces, RowReading, Unread
 from lrlhf.datamodules.order import Rows
 from lrlhf.datamodules.prompt_rows import column_or_dialogue
 from lrlhf.datamodules.rows import text_of, wrong_type
@@ -56,23 +59,34 @@ class PretrainingTexts:
                 "a text is not trained on"
             )
 
-    def load(self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> Side[TextRow]:
+    def load(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: ChatFormat,
+        reading: RowReading = RowReading(),  # noqa: B008  frozen
+    ) -> Side[TextRow]:
         """Load and tokenise every text; bad rows are counted and told.
 
         Raises:
             BadDataError: Too many rows are bad.
         """
-        preparation = Preparation[Text, TextRow](
-            parse=TextParser(chat, self.column),
-            finish=lambda texts: self._finish(tokenize(tokenizer, texts)),
+        preparation = Preparation[Unread, TextRow](
+            parse=TextParser(chat, self.column, reading.places),
+            finish=lambda texts: reading.check(self._finish(tokenizer, texts)),
             keys=lambda _: (),
             check=lambda side, _: side,
             max_bad_fraction=self.max_bad_fraction,
         )
         return preparation.load(self.sources, "pretraining")
 
-    def _finish(self, tokens: Sequence[Tokens]) -> list[TextRow | BadRow]:
-        return [self._bad(ids) or TextRow(ids, start=1) for ids in tokens]
+    def _finish(
+        self, tokenizer: PreTrainedTokenizerBase, drafts: Sequence[Unread]
+    ) -> list[TextRow | BadRow]:
+        tokens = tokenize(tokenizer, [draft.text for draft in drafts])
+        return [
+            self._bad(ids) or TextRow(ids, start=1, unread=draft if draft.refs else None)
+            for draft, ids in zip(drafts, tokens, strict=True)
+        ]
 
     def _bad(self, ids: Tokens) -> BadRow | None:
         if len(ids) > self.max_tokens:
@@ -93,22 +107,26 @@ class TextParser:
     Args:
         chat: Renders dialogues.
         column: Column with the text: plain, or a list of messages.
+        media: Finds images and videos.
     """
 
     chat: ChatFormat
     column: str = DEFAULT_TEXT_COLUMN
+    media: MediaPlaces = field(default_factory=MediaPlaces)
 
-    def __call__(self, row: Row) -> Text:
-        """Parse one row, or raise `BadRow`."""
+    def __call__(self, row: Row, folder: Path | None = None) -> Unread:
+        """Parse one row, or raise `BadRow`; relative paths start from ``folder``."""
         column = column_or_dialogue(
             row, self.column, default=DEFAULT_TEXT_COLUMN, setting="pretraining_column"
         )
+        refs = self.media.of_columns(row, folder)
         if isinstance(row[column], str):
-            return Text(text_of(row, column), complete=False)
+            return Unread(Text(text_of(row, column), complete=False), refs)
         if row[column] is None:
             raise wrong_type(column, "text or a list of messages", None)
         messages = read_messages(row[column], column)
-        return Text(self.chat.render(messages, row, prompt=False), complete=True)
+        messages, refs = self.media.of_messages(messages, refs, folder)
+        return Unread(Text(self.chat.render(messages, row, prompt=False), complete=True), refs)
 
 
 class PretrainingStream:
@@ -124,19 +142,27 @@ class PretrainingStream:
         seed: Of their order; the same seed orders prompts and texts independently.
         pad_token_id: Any id; what is padding is told by the mask.
         ranks: This process among all.
+        read: Reads images and videos of the texts.
 
     Raises:
         ValueError: There are fewer texts than one batch of all ranks takes.
     """
 
     def __init__(
-        self, side: Side[TextRow], *, batch_size: int, seed: int, pad_token_id: int, ranks: Ranks
+        self,
+        side: Side[TextRow],
+        *,
+        batch_size: int,
+        seed: int,
+        pad_token_id: int,
+        ranks: Ranks,
+        read: Callable[[TextRow], TextRow] | None = None,
     ) -> None:
         self._texts = side.values
         # drawn from the seed: else texts and prompts of equal number would always meet the same way
         self._order = side.order(int(np.random.SeedSequence([seed, 2]).generate_state(1)[0]))
         self._batch_size = batch_size
-        self._pad_token_id = pad_token_id
+        self._fetching = Fetching(partial(right_padded, pad_token_id=pad_token_id), read=read)
         self._ranks = ranks
         self._drawn: tuple[int, Rows] = (0, self._order.epoch(0))
         if len(self._texts) < batch_size * ranks.world:
@@ -158,7 +184,7 @@ class PretrainingStream:
         """Return the texts of train batch ``number``, counted from 0."""
         first = (number * self._ranks.world + self._ranks.rank) * self._batch_size
         rows = [self._row(position) for position in range(first, first + self._batch_size)]
-        return right_padded([self._texts[row] for row in rows], self._pad_token_id)
+        return self._fetching.batch(self._texts, rows)
 
     def _row(self, position: int) -> int:
         epoch, place = divmod(position, len(self._order))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -20,9 +21,11 @@ from lrlhf.datamodules.implicit_prompts import (
     split_texts,
     transcript_messages,
 )
+from lrlhf.datamodules.media_rows import MediaPlaces, media_columns
 from lrlhf.datamodules.rows import text_of, wrong_type
 from lrlhf.datamodules.sources import Row
 from lrlhf.datamodules.tokenizing import Text
+from lrlhf.media import MediaRefs
 from lrlhf.types import Message, Prompt
 
 DEFAULT_PROMPT_COLUMN = "prompt"
@@ -38,6 +41,7 @@ class PromptDraft:
     prompt: Prompt
     text: Text
     columns: Mapping[str, Any]
+    refs: MediaRefs = field(default_factory=MediaRefs)
 
 
 class ColumnPattern:
@@ -127,6 +131,7 @@ class PromptParser:
         system_prompt: Opens every chat that has no system turn of its own.
         patterns: Applied before anything else reads the row.
         hh_as_chat: Make the shared ``Human: … Assistant: …`` transcript of a pair a chat.
+        media: Finds images and videos.
     """
 
     chat: ChatFormat
@@ -136,19 +141,23 @@ class PromptParser:
     system_prompt: str | None = None
     patterns: Sequence[ColumnPattern] = field(default_factory=tuple)
     hh_as_chat: bool = False
+    media: MediaPlaces = field(default_factory=MediaPlaces)
 
-    def __call__(self, row: Row) -> PromptDraft:
-        """Parse one row, or raise `BadRow`."""
+    def __call__(self, row: Row, folder: Path | None = None) -> PromptDraft:
+        """Parse one row, or raise `BadRow`; relative paths start from ``folder``."""
         row = {**row, **{pattern.target: pattern.find(row) for pattern in self.patterns}}
         prompt, columns = self._prompt(row)
         if isinstance(prompt, str) and self.as_chat:
             prompt = ({"role": "user", "content": prompt},)
-        columns = {key: value for key, value in columns.items() if key not in _NOT_FOR_REWARDS}
+        refs = self.media.of_columns(row, folder)
+        # rewards get what these columns name as it was read, not its path
+        unwanted = {*_NOT_FOR_REWARDS, *(media_columns() if refs else ())}
+        columns = {key: value for key, value in columns.items() if key not in unwanted}
         if isinstance(prompt, str):
-            return PromptDraft(prompt, Text(prompt, complete=False), columns)
-        prompt = self._with_system(prompt)
+            return PromptDraft(prompt, Text(prompt, complete=False), columns, refs)
+        prompt, refs = self.media.of_messages(self._with_system(prompt), refs, folder)
         text = self.chat.render(prompt, row, prompt=True)
-        return PromptDraft(prompt, Text(text, complete=True), columns)
+        return PromptDraft(prompt, Text(text, complete=True), columns, refs)
 
     def _prompt(self, row: Row) -> tuple[Prompt, dict[str, Any]]:
         if self.template is not None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import lightning as L
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.attached import data_ranks, resolve_tokenizer
+from lrlhf.datamodules.attached import data_ranks, resolve_processor, resolve_tokenizer
 from lrlhf.datamodules.bad_rows import BadRow
 from lrlhf.datamodules.batching import LoaderOptions, Loaders
 from lrlhf.datamodules.chat import ChatFormat
 from lrlhf.datamodules.collate import PromptCollator, PromptRow
 from lrlhf.datamodules.loader import EvalLoader, TrainLoader
+from lrlhf.datamodules.media_rows import RowReading, Unread
 from lrlhf.datamodules.pretraining import (
     DEFAULT_TEXT_COLUMN,
     PretrainingStream,
@@ -33,7 +35,8 @@ from lrlhf.datamodules.prompt_rows import (
 from lrlhf.datamodules.sides import Preparation, Side, Sides, Split, prepare_sources
 from lrlhf.datamodules.sources import Source, Weighted
 from lrlhf.datamodules.tokenizing import tokenize_prompts
-from lrlhf.types import Prompt, PromptBatch
+from lrlhf.media import MediaOptions
+from lrlhf.types import PromptBatch
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,11 @@ class PromptDataModule(L.LightningDataModule):
     as ``reference``. Preference rows (columns ``chosen`` and ``rejected``, as in HH-RLHF) give the
     prompt that both answers share, and the better one as ``reference``. A row's ``tools`` and
     ``chat_template_kwargs`` reach the template.
+
+    A vision-language model is shown what the parts of messages (``{"type": "image", "image": …}``)
+    and the columns ``image``, ``images``, ``video`` and ``videos`` hold: paths, bytes, ``data:``
+    URIs, pixels. They are read when a row comes into a batch; rewards get them as ``images`` and
+    ``videos``.
 
     Args:
         train: One source or a list of them; `Weighted` entries give each a share of an epoch.
@@ -79,9 +87,11 @@ class PromptDataModule(L.LightningDataModule):
         pretraining_batch_size: Texts per step and rank; None: as ``batch_size``.
         pretraining_column: Column with the text, or with messages.
         pretraining_max_tokens: Longer texts are left out and counted, never cut.
+        media: How images and videos are read.
         max_bad_fraction: Stop when a larger share of the rows cannot be used.
         seed: Of the order and of the held-out rows.
-        num_workers: Processes that collate; rows are tokenised once, so 0 is fast.
+        num_workers: Processes that read images and videos and collate; text rows are tokenised
+            once, so 0 is fast for them.
         pin_memory: None: where there is a GPU.
     """
 
@@ -110,6 +120,7 @@ class PromptDataModule(L.LightningDataModule):
         pretraining_batch_size: int | None = None,
         pretraining_column: str = DEFAULT_TEXT_COLUMN,
         pretraining_max_tokens: int = 1024,
+        media: MediaOptions = MediaOptions(),  # noqa: B008  frozen
         max_bad_fraction: float = 0.01,
         seed: int = 0,
         num_workers: int = 0,
@@ -138,6 +149,8 @@ class PromptDataModule(L.LightningDataModule):
             patterns=tuple(ColumnPattern(*item) for item in (column_patterns or {}).items()),
         )
         self._max_tokens = max_prompt_tokens
+        self._media = media
+        self._reading = RowReading()
         self._deduplicate = deduplicate
         self._max_bad_fraction = max_bad_fraction
         self._pretraining: PretrainingTexts | None = None
@@ -163,11 +176,17 @@ class PromptDataModule(L.LightningDataModule):
         tokenizer = resolve_tokenizer(self._given_tokenizer, self.trainer)
         if self._sides is None or tokenizer is not self._tokenizer:
             self._tokenizer = tokenizer
+            processor = resolve_processor(self._given_tokenizer, self.trainer)
+            self._reading = RowReading.by(
+                processor, self._media, self._max_tokens, "max_prompt_tokens"
+            )
             self._sides, self._texts = self._load(tokenizer), None
         self._stage = stage
         collate = PromptCollator(int(tokenizer.pad_token_id))
         extend = self._stream(tokenizer) if stage == "fit" else None
-        self._loaders = Loaders(self._sides, self._options, collate, self.trainer, extend=extend)
+        self._loaders = Loaders(
+            self._sides, self._options, collate, self.trainer, extend=extend, read=self._reading
+        )
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -210,9 +229,9 @@ class PromptDataModule(L.LightningDataModule):
 
     def _load(self, tokenizer: PreTrainedTokenizerBase) -> Sides[PromptRow]:
         preparation = Preparation[PromptDraft, PromptRow](
-            parse=self._parser(self._chat_format(tokenizer)),
-            finish=self._finish,
-            keys=lambda row: (_key(row.prompt),),
+            parse=self._parser(self._chat_format(tokenizer), media=self._reading.places),
+            finish=lambda drafts: self._reading.check(self._finish(drafts)),
+            keys=lambda row: (_key(row),),
             check=self._check,
             max_bad_fraction=self._max_bad_fraction,
         )
@@ -222,14 +241,26 @@ class PromptDataModule(L.LightningDataModule):
         if self._pretraining is None:
             return None
         if self._texts is None:
-            self._texts = self._pretraining.load(tokenizer, self._chat_format(tokenizer))
+            self._texts = self._pretraining.load(
+                tokenizer, self._chat_format(tokenizer), self._text_reading
+            )
         return PretrainingStream(
             self._texts,
             batch_size=self._pretraining.batch_size,
             seed=self._options.seed,
             pad_token_id=int(tokenizer.pad_token_id),
             ranks=data_ranks(self.trainer),
+            read=self._text_reading,
         )
+
+    @property
+    def _text_reading(self) -> RowReading:
+        assert self._pretraining is not None
+        reader = self._reading.reader
+        if reader is None:
+            return self._reading
+        limit = (self._pretraining.max_tokens, "pretraining_max_tokens")
+        return replace(self._reading, reader=replace(reader, max_tokens=limit))
 
     def _check(self, side: Side[PromptRow], what: str) -> Side[PromptRow]:
         return _without_duplicates(side, what) if self._deduplicate else side
@@ -247,19 +278,22 @@ class PromptDataModule(L.LightningDataModule):
                     )
                 )
             else:
-                finished.append(PromptRow(draft.prompt, ids, draft.columns))
+                unread = Unread(draft.text, draft.refs) if draft.refs else None
+                finished.append(PromptRow(draft.prompt, ids, draft.columns, unread))
         return finished
 
 
-def _key(prompt: Prompt) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return json.dumps([dict(message) for message in prompt], sort_keys=True, default=str)
+def _key(row: PromptRow) -> str:
+    """Tell prompts apart: by their text, and by what they show."""
+    prompt = row.prompt
+    if not isinstance(prompt, str):
+        prompt = json.dumps([dict(message) for message in prompt], sort_keys=True, default=str)
+    return prompt if row.unread is None else f"{prompt}\n{row.unread.refs.key}"
 
 
 def _without_duplicates(side: Side[PromptRow], what: str) -> Side[PromptRow]:
-    first = {_key(row.value.prompt): row for row in reversed(side.rows)}
-    rows = [row for row in side.rows if first[_key(row.value.prompt)] is row]
+    first = {_key(row.value): row for row in reversed(side.rows)}
+    rows = [row for row in side.rows if first[_key(row.value)] is row]
     left_out = len(side.rows) - len(rows)
     logger.info("left out %d rows of the %s data whose prompt came before", left_out, what)
     return Side(side.components, rows)

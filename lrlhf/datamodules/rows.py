@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from lrlhf.datamodules.bad_rows import BadRow, BadRows, missing_column
@@ -25,14 +26,17 @@ class Placed(NamedTuple, Generic[T]):
 
 
 def read_rows(
-    components: Sequence[Component], parse: Callable[[Row], T], bad_rows: BadRows
+    components: Sequence[Component],
+    parse: Callable[[Row, Path | None], T],
+    bad_rows: BadRows,
 ) -> list[Placed[T]]:
     """Parse every row of every source; those that ``parse`` refuses are counted.
 
     Args:
         components: The entries of ``train`` or ``val``. Where there are several, rows without a
             column ``source`` get one, so that results can be told apart.
-        parse: Raises `BadRow` on a row that cannot be used.
+        parse: Gets a row and the folder that its relative paths start from; raises `BadRow` on one
+            that cannot be used.
         bad_rows: Gets the refused rows and the total.
     """
     parsed: list[Placed[T]] = []
@@ -45,7 +49,7 @@ def read_rows(
                 try:
                     if isinstance(row, BadRow):
                         raise row
-                    value = parse({**added, **row, **component.columns})
+                    value = parse({**added, **row, **component.columns}, source.folder)
                 except BadRow as problem:
                     bad_rows.add(place, problem)
                 else:

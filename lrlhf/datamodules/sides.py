@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -105,14 +106,14 @@ class Preparation(Generic[DraftT, RowT]):
     """How rows of one kind come to be.
 
     Args:
-        parse: Reads one row, or raises `BadRow`.
+        parse: Reads one row, given the folder of its file, or raises `BadRow`.
         finish: Tokenises many rows at once; a `BadRow` stands for one that cannot be used.
         keys: What a row must not share with a row of the other side.
         check: Refuses rows that are good one by one and make no sense together.
         max_bad_fraction: Largest share of bad rows to go on with.
     """
 
-    parse: Callable[[Row], DraftT]
+    parse: Callable[[Row, Path | None], DraftT]
     finish: Callable[[Sequence[DraftT]], Sequence[RowT | BadRow]]
     keys: Callable[[RowT], tuple[str, ...]]
     check: Callable[[Side[RowT], str], Side[RowT]]

@@ -36,6 +36,11 @@ class Source(ABC):
     def rows(self) -> Iterable[Row | BadRow]:
         """Go through the rows; a ``BadRow`` stands for one that could not be read at all."""
 
+    @property
+    def folder(self) -> Path | None:
+        """Where relative paths in the rows start from; None: there is no such place."""
+        return None
+
     def prepare(self) -> None:
         """Download or compute what `rows` needs; called on one process of each machine."""
         return
@@ -92,6 +97,10 @@ class FileSource(Source):
     @property
     def name(self) -> str:
         return str(self._path)
+
+    @property
+    def folder(self) -> Path | None:
+        return self._path.parent
 
     def rows(self) -> Iterable[Row | BadRow]:
         return read_rows_of_file(self._path)

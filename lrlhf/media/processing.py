@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,27 @@ class MediaProcessor:
             context=config.get_text_config().to_dict().get("max_position_embeddings"),
             family=config.model_type,
         )
+
+    @classmethod
+    def for_model(
+        cls, processor: ProcessorMixin | None, config: PreTrainedConfig
+    ) -> MediaProcessor | None:
+        """Pair a model with its processor, if it sees anything and has one.
+
+        A vision-language model without a processor is trained on text alone.
+        """
+        if processor is None:
+            return None
+        if not placeholder_ids(config):
+            raise ValueError(
+                f"a {type(processor).__name__} was passed for a text model ({config.model_type}): "
+                "leave `processor` out"
+            )
+        return cls.of(processor, config)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the processor beside a model, for ``AutoProcessor``."""
+        self.processor.save_pretrained(str(folder))
 
     @property
     def markers(self) -> dict[str, str]:

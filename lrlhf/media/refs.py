@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,30 @@ class MediaRefs:
     def names(self) -> tuple[str, ...]:
         """What messages and logs call them."""
         return tuple(media_name(value) for value in (*self.images, *self.videos))
+
+    @property
+    def key(self) -> str:
+        """A digest that is equal where the same files or bytes are named."""
+        digest = hashlib.blake2b(digest_size=16)
+        for value in (*self.images, *self.videos):
+            _feed(digest, value)
+        return digest.hexdigest()
+
+
+def _feed(digest: hashlib.blake2b, value: Any) -> None:
+    if isinstance(value, Mapping):
+        inner = value.get("bytes")
+        _feed(digest, value.get("path") if inner is None else inner)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            _feed(digest, entry)
+    elif isinstance(value, bytes | bytearray):
+        digest.update(value)
+    elif isinstance(value, Image.Image | np.ndarray | Tensor):
+        digest.update(np.ascontiguousarray(value).tobytes())
+    else:
+        digest.update(str(value).encode("utf-8", "surrogatepass"))
+    digest.update(b"|")
 
 
 def media_name(value: Any) -> str:

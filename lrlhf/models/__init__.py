@@ -3,7 +3,7 @@
 from lrlhf.models.experts import check_has_experts
 from lrlhf.models.export import merged_state_dict, merged_weights, save_model, skeleton_of
 from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead
-from lrlhf.models.loading import CausalLM, LoRA, PretrainedSpec
+from lrlhf.models.loading import CausalLM, LoRA, PretrainedSpec, load_config
 from lrlhf.models.logprobs import (
     SequenceOutputs,
     sequence_logprobs,
@@ -47,6 +47,7 @@ __all__ = [
     "check_output_head",
     "eos_token_ids",
     "frozen_reference",
+    "load_config",
     "load_processor",
     "load_tokenizer",
     "looking_once",

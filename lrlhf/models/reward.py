@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from lrlhf.models.loading import DType, PretrainedSpec
 from lrlhf.models.logprobs import compact
@@ -37,11 +37,16 @@ class RewardNetwork(nn.Module):
         """Names of the scores, in the order of the columns."""
         return self.scorer.head_names
 
+    @property
+    def config(self) -> PreTrainedConfig:
+        """Of the network behind the heads."""
+        return self.scorer.plain.config
+
     def forward(self, batch: SequenceBatch) -> Float[Tensor, "B H"]:
         """Score every row.
 
         Args:
-            batch: Padded on either side; ``response_mask`` is not read.
+            batch: Padded on either side, with or without media; ``response_mask`` is not read.
 
         Returns:
             Float32 scores, one column per head in the order of ``head_names``.

@@ -22,6 +22,11 @@ class Scorer(nn.Module, ABC):
 
     head_names: tuple[str, ...]
 
+    @property
+    @abstractmethod
+    def plain(self) -> PreTrainedModel:
+        """The network below the heads, without adapters around it."""
+
     @abstractmethod
     def forward(
         self,
@@ -40,6 +45,10 @@ class StockClassifier(Scorer):
         self.model = model
         self.head_names = ("reward",)
 
+    @property
+    def plain(self) -> PreTrainedModel:
+        return plain_model(self.model)
+
     def forward(
         self,
         input_ids: Int[Tensor, "B T"],
@@ -48,7 +57,7 @@ class StockClassifier(Scorer):
     ) -> Float[Tensor, "B H"]:
         if any(entry is not None for entry in media or ()):
             raise ValueError(
-                f"{type(plain_model(self.model)).__name__} scores text only; a reward model for "
+                f"{type(self.plain).__name__} scores text only; a reward model for "
                 "images or videos is trained by lrlhf.modules.RewardModel from a vision-language "
                 "model"
             )
@@ -91,6 +100,10 @@ class HeadedBackbone(Scorer):
         ).to(plain.device)
         self._freeze_unused()
 
+    @property
+    def plain(self) -> PreTrainedModel:
+        return plain_model(self.backbone)
+
     def forward(
         self,
         input_ids: Int[Tensor, "B T"],
@@ -113,7 +126,7 @@ class HeadedBackbone(Scorer):
         A block's output is taken at the block. In the ``hidden_states`` of ``transformers``,
         index 0 is the embeddings and the last entry has gone through the final norm already.
         """
-        plain = plain_model(self.backbone)
+        plain = self.plain
         inputs = backbone_inputs(plain, input_ids, attention_mask, media)
         if self.config.layer == -1:
             return plain(**inputs).last_hidden_state  # type: ignore[no-any-return]
@@ -131,7 +144,7 @@ class HeadedBackbone(Scorer):
         return captured[0]
 
     def _check_layer(self) -> None:
-        plain, layer = plain_model(self.backbone), self.config.layer
+        plain, layer = self.plain, self.config.layer
         if layer == -1:
             return
         blocks = blocks_of(plain)
@@ -144,7 +157,7 @@ class HeadedBackbone(Scorer):
             )
 
     def _freeze_unused(self) -> None:
-        plain = plain_model(self.backbone)
+        plain = self.plain
         blocks = blocks_of(plain)
         used = blocks if self.config.layer == -1 else blocks[: self.config.layer]
         # an expert that two tokens do not reach is used all the same, so blocks are not probed

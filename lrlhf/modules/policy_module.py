@@ -10,13 +10,16 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from peft import PeftModel
 from torch import nn
 from torchmetrics import MeanMetric
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from lrlhf.media import MediaProcessor
 from lrlhf.models import (
     CausalLM,
     check_has_experts,
     check_output_head,
     frozen_reference,
+    looking_once,
+    plain_model,
     save_model,
 )
 from lrlhf.modules.batch_plan import BatchPlan, plan_batches
@@ -65,6 +68,8 @@ class PolicyModule(PolicyRollout):
             how to load it, or a model that is already built (then pass ``tokenizer``).
         rewards: What scores a response.
         tokenizer: For a policy that is already built.
+        processor: For a vision-language policy that is already built; as ``AutoProcessor`` loads
+            it.
         engine: What draws the responses; None: the policy itself, through ``transformers``.
         num_generations: Responses per prompt.
         sampling: How training responses are drawn.
@@ -93,6 +98,7 @@ class PolicyModule(PolicyRollout):
         rewards: Rewards,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        processor: ProcessorMixin | None = None,
         engine: RolloutEngine | None = None,
         num_generations: int = 4,
         sampling: Sampling = Sampling(),  # noqa: B008  frozen
@@ -137,7 +143,7 @@ class PolicyModule(PolicyRollout):
         self.samples_per_step = 0
         self.skipped_steps = 0
         self.moments = RunningMoments()
-        self.policy, self.tokenizer = _loaded(policy, tokenizer)
+        self.policy, self.tokenizer, self.processor = _loaded(policy, tokenizer, processor)
         if update.router_loss_coef > 0:
             check_has_experts(self.policy)
         if reference.sync_every is not None and isinstance(self.policy, PeftModel):
@@ -184,6 +190,8 @@ class PolicyModule(PolicyRollout):
     def export_pretrained(self, folder: Path) -> None:
         """Write the policy, adapters merged, and its tokenizer, as ``transformers`` loads them."""
         save_model(self.policy, folder, self.tokenizer)
+        if self.processor is not None:
+            self.processor.save(folder)
 
     # ------------------------------------------------------------------ set-up
 
@@ -226,7 +234,7 @@ class PolicyModule(PolicyRollout):
         replayed = isinstance(batch, StoredRollout)
         if isinstance(self.engine, SyncedEngine):
             self.engine.sleep()
-        with self._iteration.phase("logprob"):
+        with self._iteration.phase("logprob"), looking_once():
             experience = self._experience(collected, filler, metrics, replayed=replayed)
         self._iteration.tell_rollout(experience, collected.records)
         measure_kl(experience, metrics)
@@ -354,13 +362,18 @@ class PolicyModule(PolicyRollout):
 
 
 def _loaded(
-    policy: str | CausalLM | PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    policy: str | CausalLM | PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    processor: ProcessorMixin | None,
+) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase, MediaProcessor | None]:
     if isinstance(policy, str):
         policy = CausalLM(source=policy)
     if isinstance(policy, CausalLM):
-        return policy.load(), tokenizer or policy.load_tokenizer()
-    if tokenizer is None:
+        spec, policy = policy, policy.load()
+        tokenizer = tokenizer or spec.load_tokenizer()
+        processor = processor or spec.load_processor()
+    elif tokenizer is None:
         raise ValueError("policy is a model that is already built: pass its tokenizer too")
-    check_output_head(policy)
-    return policy, tokenizer
+    else:
+        check_output_head(policy)
+    return policy, tokenizer, MediaProcessor.for_model(processor, plain_model(policy).config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import lightning as L
 import torch
@@ -13,7 +14,13 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lrlhf.models import SequenceOutputs, sequence_logprobs, sequence_outputs
+from lrlhf.models import (
+    SequenceOutputs,
+    looking_once,
+    ruled_out_ids,
+    sequence_logprobs,
+    sequence_outputs,
+)
 from lrlhf.modules.batch_plan import BatchPlan
 from lrlhf.modules.checks import uses_loss_scaler
 from lrlhf.modules.importance import (
@@ -96,7 +103,9 @@ class PolicyUpdate(L.LightningModule):
         for _ in range(self.update.num_iterations):
             parts = minibatches(experience, size=local_size)
             for part, text in zip(parts, texts, strict=True):
-                self._optimizer_steps(part, text, metrics, collectives)
+                # frozen encoders see each image once per step; trained ones once per micro-batch
+                with looking_once():
+                    self._optimizer_steps(part, text, metrics, collectives)
         schedulers = self.lr_schedulers()
         several = schedulers if isinstance(schedulers, list) else [schedulers]
         for scheduler, freeze_steps in zip(several, self._freeze_steps, strict=True):
@@ -263,6 +272,10 @@ class PolicyUpdate(L.LightningModule):
         if text is None:
             return None
         texts = text.to(self.device)
+        # what stands for an image is given, not said
+        ruled_out = torch.tensor(ruled_out_ids(self.policy.config), device=self.device)
+        said = ~torch.isin(texts.input_ids, ruled_out)
+        texts = replace(texts, response_mask=texts.response_mask & said)
 
         def compute() -> Tensor:
             tokens = collectives.sum(texts.response_mask.sum().float()).clamp(min=1)

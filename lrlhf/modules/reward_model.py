@@ -14,8 +14,9 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from lrlhf.media import MediaProcessor
 from lrlhf.models import LoRA, RewardNetwork, ScoreModel
 from lrlhf.modules.checks import refuse_pure_low_precision, uses_loss_scaler
 from lrlhf.modules.gradient_window import GradientWindow
@@ -49,6 +50,8 @@ class RewardModel(L.LightningModule):
         model: What to train: a hub id, a folder, ``package:<module>``, a `ScoreModel` that says how
             to load it, or a `RewardNetwork` that is already built (then pass ``tokenizer``).
         tokenizer: For a network that is already built.
+        processor: For a vision-language network that is already built; as ``AutoProcessor`` loads
+            it.
         loss: ``bradley_terry``, ``log_exp``, ``hps``, the dotted path of a function from chosen and
             rejected scores to losses, or a mix of these: a weight for each.
         margin: By how much the chosen score should lead; a pair's own margin replaces it.
@@ -69,6 +72,7 @@ class RewardModel(L.LightningModule):
         model: str | ScoreModel | RewardNetwork,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        processor: ProcessorMixin | None = None,
         loss: str | dict[str, float] = "bradley_terry",
         margin: float = 0.0,
         tie_weight: float = 0.01,
@@ -92,7 +96,7 @@ class RewardModel(L.LightningModule):
         self.max_skipped_steps = max_skipped_steps
         self.seed = seed
         self.skipped_steps = 0
-        self.network, self.tokenizer = _loaded(model, tokenizer)
+        self.network, self.tokenizer, self.processor = _loaded(model, tokenizer, processor)
         self.head_names: tuple[str, ...] = self.network.head_names
         weights = _weights(self.head_names, head_weights)
         self.head_weights: Tensor
@@ -105,7 +109,8 @@ class RewardModel(L.LightningModule):
 
     def _save_options(self, model: object, optimizer: object) -> None:
         built = isinstance(model, nn.Module)
-        self.save_hyperparameters(ignore=["model", "tokenizer"] if built else ["tokenizer"])
+        readers = ["tokenizer", "processor"]
+        self.save_hyperparameters(ignore=["model", *readers] if built else readers)
         if "_instantiator" in self.hparams:
             return  # LightningCLI gave the options as the YAML spells them
         # checkpoints are read with weights_only=True, which refuses dataclasses
@@ -124,6 +129,8 @@ class RewardModel(L.LightningModule):
     def export_pretrained(self, folder: Path) -> None:
         """Write the network and its tokenizer into ``folder``."""
         self.network.save_pretrained(folder, self.tokenizer)
+        if self.processor is not None:
+            self.processor.save(folder)
 
     # ---- training
 
@@ -315,14 +322,18 @@ class RewardModel(L.LightningModule):
 
 
 def _loaded(
-    model: object, tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[RewardNetwork, PreTrainedTokenizerBase]:
+    model: object, tokenizer: PreTrainedTokenizerBase | None, processor: ProcessorMixin | None
+) -> tuple[RewardNetwork, PreTrainedTokenizerBase, MediaProcessor | None]:
     if isinstance(model, RewardNetwork):
         if tokenizer is None:
             raise ValueError("model is already built: pass its tokenizer too")
-        return model, tokenizer
-    spec = _as_score_model(model)
-    return spec.load(), tokenizer or spec.load_tokenizer()
+        network = model
+    else:
+        spec = _as_score_model(model)
+        network = spec.load()
+        tokenizer = tokenizer or spec.load_tokenizer()
+        processor = processor or spec.load_processor()
+    return network, tokenizer, MediaProcessor.for_model(processor, network.config)
 
 
 def _as_score_model(model: object) -> ScoreModel:

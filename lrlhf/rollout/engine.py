@@ -112,6 +112,10 @@ def assemble_rollout(
         response_mask=attention_mask & (positions >= torch.tensor(starts, device=device)[:, None]),
         sampling_logprobs=pad_sequence(logprobs, batch_first=True),
         kept_mass=pad_sequence(masses, batch_first=True, padding_value=1.0) if masses else None,
+        media=None
+        if prompts.media is None
+        # the same object for all responses: a model looks at it once
+        else tuple(prompts.media[index // num_generations] for index in range(len(rows))),
         group_ids=torch.arange(len(rows), device=device) // num_generations,
         truncated=torch.tensor([response.truncated for response in responses], device=device),
         weight_version=None

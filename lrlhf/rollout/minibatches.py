@@ -82,4 +82,4 @@ def trim(batch: Batch) -> Batch:
         per_token = tensor.dim() > 1 and tensor.shape[1] == width
         return tensor[:, :longest] if per_token else tensor
 
-    return batch.map(cut)
+    return batch.map(cut)  # media have columns of their own

@@ -20,7 +20,7 @@ from lrlhf.types import Rollout, StoredRollout
 FORMAT = "lrlhf-rollout-1"
 
 _NAME = re.compile(r"step_(\d+)\.rank_(\d+)\.safetensors")
-_TENSORS = tuple(field.name for field in fields(Rollout))
+_TENSORS = tuple(field.name for field in fields(Rollout) if field.name != "media")
 _OPTIONAL = ("kept_mass", "weight_version")
 _PER_TOKEN = ("attention_mask", "response_mask", "sampling_logprobs", "kept_mass")
 _PER_ROW = ("group_ids", "truncated", "scores", "weight_version")

@@ -472,6 +472,18 @@ def test_ratings_that_are_no_list_of_numbers_are_a_bad_row(tmp_path: Path) -> No
     assert all("'models[Pika]'" in problem.detail for problem in found)
 
 
+def test_a_rated_row_needs_the_id_that_names_its_videos(tmp_path: Path) -> None:
+    row = {"prompt": "a kite", "models": {"Pika": [3], "Gen2": [5]}}
+    source = MediaPairs("genai_bench_video", write_json(tmp_path / "rows.json", [row]))
+    (problem,) = problems(source)
+    assert problem.reason == "missing column"
+    assert "'id'" in problem.detail
+    (pair,) = pairs(
+        MediaPairs("genai_bench_video", write_json(tmp_path / "ok.json", [{**row, "id": 4}]))
+    )
+    assert winner(pair, "video") == str(tmp_path / "Gen2" / "4.mp4")
+
+
 def test_a_broken_file_of_ratings_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "genai_video.json").write_text('{"0": ', encoding="utf-8")
     with pytest.raises(BadDataError, match=r"genai_video\.json: cannot be read as \.json"):
