@@ -6,7 +6,7 @@ belongs to ``input_ids[b, t]`` given what precedes it. Masks are bool and True m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -123,6 +123,13 @@ class SequenceBatch(TensorBatch):
     def lengths(self) -> Int[Tensor, " B"]:
         """Tokens of each row, padding excluded."""
         return self.attention_mask.sum(dim=1)
+
+
+def joined_media(batches: Sequence[SequenceBatch]) -> tuple[Media | None, ...] | None:
+    """Return the media of the rows of several batches, one after the other."""
+    if all(batch.media is None for batch in batches):
+        return None
+    return tuple(entry for batch in batches for entry in batch.media or (None,) * len(batch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

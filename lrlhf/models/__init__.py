@@ -12,8 +12,11 @@ from lrlhf.models.logprobs import (
 )
 from lrlhf.models.media_inputs import (
     backbone_inputs,
+    forget_offsets,
     looking_once,
+    numbers_media,
     placeholder_ids,
+    repeat_offsets,
     ruled_out_ids,
 )
 from lrlhf.models.output_head import check_output_head, plain_model
@@ -46,6 +49,7 @@ __all__ = [
     "check_has_experts",
     "check_output_head",
     "eos_token_ids",
+    "forget_offsets",
     "frozen_reference",
     "load_config",
     "load_processor",
@@ -54,8 +58,10 @@ __all__ = [
     "merged_state_dict",
     "merged_weights",
     "new_value_head",
+    "numbers_media",
     "placeholder_ids",
     "plain_model",
+    "repeat_offsets",
     "resolve_source",
     "ruled_out_ids",
     "save_model",

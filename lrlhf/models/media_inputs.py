@@ -25,6 +25,8 @@ _NESTED_FAMILIES = ("idefics2", "idefics3", "smolvlm")
 _POSITION_KEYS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 """What M-RoPE computes positions from, beside the encoders."""
 
+_OFFSETS = "rope_deltas"
+
 Streams = tuple[Tensor, ...]
 """Features of one row's media of one kind, `[tokens, H]` each: the input to the language model, and
 what some families add to its first layers."""
@@ -113,6 +115,30 @@ def backbone_inputs(
             kind: found for kind, found in features.items() if found is not None
         },
     }
+
+
+def numbers_media(model: PreTrainedModel, media: Sequence[Media | None] | None) -> bool:
+    """Whether the model numbers positions in its own way because of what is shown (M-RoPE)."""
+    shown = any(entry is not None for entry in media or ())
+    return shown and _OFFSETS in vars(_body(model))
+
+
+def forget_offsets(model: PreTrainedModel) -> None:
+    """Forget how far positions were moved by the images of an earlier prompt (M-RoPE).
+
+    The model keeps it between calls, and would add it to prompts without images too.
+    """
+    body = _body(model)
+    if _OFFSETS in vars(body):
+        setattr(body, _OFFSETS, None)
+
+
+def repeat_offsets(model: PreTrainedModel, copies: int) -> None:
+    """Keep for every copy of a prompt how far its images moved the positions (M-RoPE)."""
+    body = _body(model)
+    offsets = vars(body).get(_OFFSETS)
+    if offsets is not None:
+        setattr(body, _OFFSETS, offsets.repeat_interleave(copies, dim=0))
 
 
 @contextlib.contextmanager

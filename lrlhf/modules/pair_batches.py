@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lrlhf.types import Media, PreferenceBatch, SequenceBatch
+from lrlhf.types import PreferenceBatch, SequenceBatch, joined_media
 
 
 class PairScores(NamedTuple):
@@ -33,15 +33,8 @@ def concatenate(first: SequenceBatch, second: SequenceBatch, *, pad_id: int) -> 
         input_ids=stacked("input_ids", pad_id),
         attention_mask=stacked("attention_mask", value=False),
         response_mask=stacked("response_mask", value=False),
-        media=_joined_media(first, second),
+        media=joined_media([first, second]),
     )
-
-
-def _joined_media(first: SequenceBatch, second: SequenceBatch) -> tuple[Media | None, ...] | None:
-    if first.media is None and second.media is None:
-        return None
-    nothing = [(None,) * len(batch) for batch in (first, second)]
-    return (*(first.media or nothing[0]), *(second.media or nothing[1]))
 
 
 def score_records(

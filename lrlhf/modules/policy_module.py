@@ -156,7 +156,9 @@ class PolicyModule(PolicyRollout):
         self.rewards = rewards
         self.engine: RolloutEngine = engine or TransformersEngine()
         self._check_engine()
-        self._collector = Collector(self.engine, rewards, self.tokenizer)
+        self._collector = Collector(
+            self.engine, rewards, self.tokenizer, shows_media=self.processor is not None
+        )
         self._ahead = self._look_ahead() if rollout_ahead else None
         self._eval_names = ["eval/score", *(f"eval/{name}" for name in rewards.names)]
         self._eval_names += ["eval/response_length", "eval/truncated_fraction"]

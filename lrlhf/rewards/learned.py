@@ -11,7 +11,8 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.models import RewardNetwork, load_tokenizer
+from lrlhf.media import MediaError, MediaProcessor
+from lrlhf.models import RewardNetwork, load_processor, load_tokenizer
 from lrlhf.models.loading import DType
 from lrlhf.rewards.function import (
     Completion,
@@ -19,16 +20,25 @@ from lrlhf.rewards.function import (
     RewardError,
     RewardFunction,
     completion_text,
+    content_text,
     did_you_mean,
 )
-from lrlhf.types import Prompt, SequenceBatch
+from lrlhf.types import Media, Message, Prompt, SequenceBatch
 
 _NO_LIMIT = 10**9  # tokenizers without a limit name one of 30 digits
+
+
+class _Row(NamedTuple):
+    """One response with its prompt, as the reward model reads it."""
+
+    input_ids: Sequence[int]
+    media: Media | None = None
 
 
 class _Loaded(NamedTuple):
     network: RewardNetwork
     tokenizer: PreTrainedTokenizerBase
+    processor: MediaProcessor | None
     head: int
     max_tokens: int | None
     device: torch.device
@@ -40,8 +50,9 @@ class LearnedReward(RewardFunction):
     The model reads text, through its own tokenizer and chat template, so that it may be of another
     family than the policy. Plain text is ended with the end-of-sequence token, as it was when the
     model was trained by ``RewardModel``. The model is frozen, and loaded at the first use.
-    Responses that are too long for it get no score, and ``rewards/learned/too_long`` counts them;
-    nothing is cut.
+    A vision-language reward model is shown the prompts' images and videos, through its own
+    processor; a text model reads the text parts of such prompts. Responses that are too long for
+    it get no score, and ``rewards/learned/too_long`` counts them; nothing is cut.
 
     Args:
         source: Folder written by ``RewardModel``, or any sequence classifier with one label: a
@@ -104,24 +115,33 @@ class LearnedReward(RewardFunction):
         prompts: Sequence[Prompt],
         completions: Sequence[Completion],
         log_metric: LogMetric,
+        images: Sequence[Sequence[Any]] | None = None,
+        videos: Sequence[Sequence[Any]] | None = None,
         **columns: Any,
     ) -> list[float | None]:
         self.prepare()
         loaded = self._loaded
         assert loaded is not None
+        nothing: list[Sequence[Any]] = [()] * len(prompts)
         rows = [
-            self._token_ids(loaded.tokenizer, prompt, completion)
-            for prompt, completion in zip(prompts, completions, strict=True)
+            self._row(loaded, *given)
+            for given in zip(
+                prompts, completions, images or nothing, videos or nothing, strict=True
+            )
         ]
         limit = loaded.max_tokens
-        long = [limit is not None and len(ids) > limit for ids in rows]
+        long = [row is None or (limit is not None and len(row.input_ids) > limit) for row in rows]
         log_metric("learned/too_long", sum(long) / max(1, len(rows)))
-        short = [row for row, ids in enumerate(rows) if ids and not long[row]]
-        short.sort(key=lambda row: len(rows[row]))
+        scored = {
+            index: row
+            for index, row in enumerate(rows)
+            if row is not None and row.input_ids and not long[index]
+        }
+        short = sorted(scored, key=lambda index: len(scored[index].input_ids))
         scores: list[float | None] = [None] * len(rows)
         for start in range(0, len(short), self._batch_size):
             chosen = short[start : start + self._batch_size]
-            found = _score(loaded, [rows[row] for row in chosen])
+            found = _score(loaded, [scored[row] for row in chosen])
             for row, score in zip(chosen, found, strict=True):
                 scores[row] = score
         return scores
@@ -138,22 +158,41 @@ class LearnedReward(RewardFunction):
         tokenizer = load_tokenizer(
             self._tokenizer or self._source, trust_remote_code=self._trust_remote_code
         )
+        processor = load_processor(self._source, trust_remote_code=self._trust_remote_code)
         return _Loaded(
             network=network,
             tokenizer=tokenizer,
+            processor=MediaProcessor.for_model(processor, network.config),
             head=_head_index(network.head_names, self._head, self._source),
             max_tokens=min(_limits(self._max_tokens, network, tokenizer), default=None),
             device=device,
         )
 
-    def _token_ids(
-        self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Completion
-    ) -> list[int]:
+    def _row(
+        self,
+        loaded: _Loaded,
+        prompt: Prompt,
+        completion: Completion,
+        images: Sequence[Any],
+        videos: Sequence[Any],
+    ) -> _Row | None:
+        """Encode a response with its prompt; None: it is too long for the model."""
+        tokenizer = loaded.tokenizer
         if isinstance(prompt, str):
             ids = _encode(tokenizer, prompt + completion_text(completion), specials=True)
             end = tokenizer.eos_token_id
-            return ids if end is None or ids[-1:] == [end] else [*ids, end]
-        return _encode(tokenizer, self._render(tokenizer, prompt, completion), specials=False)
+            return _Row(ids if end is None or ids[-1:] == [end] else [*ids, end])
+        if loaded.processor is None:
+            prompt = tuple(_as_text(turn) for turn in prompt)
+        text = self._render(tokenizer, prompt, completion)
+        if loaded.processor is None or not (images or videos):
+            return _Row(_encode(tokenizer, text, specials=False))
+        try:
+            return _Row(*loaded.processor.encode(text, images, videos))
+        except MediaError as error:
+            if error.reason == "too long":
+                return None
+            raise RewardError(f"the reward model {self._source!r}: {error}") from error
 
     def _render(
         self,
@@ -185,6 +224,12 @@ class LearnedReward(RewardFunction):
         return str(text)
 
 
+def _as_text(turn: Message) -> Message:
+    """Leave of content that comes in parts what a text model reads."""
+    content = turn.get("content")
+    return {**turn, "content": content_text(content)} if isinstance(content, list) else turn
+
+
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, specials: bool) -> list[int]:
     ids: list[int] = tokenizer(text, add_special_tokens=specials, verbose=False)["input_ids"]
     bos = tokenizer.bos_token_id
@@ -193,7 +238,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, specials: bool) ->
 
 
 @torch.inference_mode()
-def _score(loaded: _Loaded, rows: Sequence[Sequence[int]]) -> list[float]:
+def _score(loaded: _Loaded, rows: Sequence[_Row]) -> list[float]:
     # threads do not inherit the process's current GPU
     current = (
         torch.cuda.device(loaded.device)
@@ -205,12 +250,17 @@ def _score(loaded: _Loaded, rows: Sequence[Sequence[int]]) -> list[float]:
     return scores[:, loaded.head].float().tolist()
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> SequenceBatch:
+def _padded(rows: Sequence[_Row]) -> SequenceBatch:
     """Pad at the right; the id does not matter, as the mask says what counts."""
-    lengths = torch.tensor([len(ids) for ids in rows])
-    input_ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in rows], True)
+    lengths = torch.tensor([len(row.input_ids) for row in rows])
+    input_ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row.input_ids) for row in rows], True)
     mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
-    return SequenceBatch(input_ids=input_ids, attention_mask=mask, response_mask=mask)
+    return SequenceBatch(
+        input_ids=input_ids,
+        attention_mask=mask,
+        response_mask=mask,
+        media=tuple(row.media for row in rows),
+    )
 
 
 def _head_index(heads: Sequence[str], head: str | None, source: str) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lrlhf.rollout.background import in_background
-from lrlhf.rollout.engine import prompt_token_ids
+from lrlhf.rollout.engine import prompt_token_ids, repeated_media
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.synced_engine import EngineFailure, SyncedEngine
 from lrlhf.types import PromptBatch, Rollout
@@ -92,6 +92,8 @@ class RolloutAhead:
         if rollout is not None and not _answers(rollout, prompts, num_generations):
             logger.warning("the responses drawn ahead answer other prompts; drawing them again")
             rollout = None
+        if rollout is not None:
+            rollout = replace(rollout, media=repeated_media(prompts.media, num_generations))
         return None if any_rank(rollout is None) else rollout
 
     def wait(self) -> None:
@@ -110,7 +112,9 @@ class RolloutAhead:
         if self._pending is None or self._pending.rollout.exception() is not None:
             return None
         rollout = self._pending.rollout.result()
-        tensors = {field.name: getattr(rollout, field.name) for field in fields(rollout)}
+        # what it shows comes with the prompts again
+        names = [field.name for field in fields(rollout) if field.name != "media"]
+        tensors = {name: getattr(rollout, name) for name in names}
         return {"step": self._pending.step, "rollout": tensors}
 
     def load_state_dict(self, state: dict[str, Any] | None, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -30,11 +30,18 @@ class Collector:
         engine: Draws the responses; already attached to the policy.
         rewards: Scores them.
         tokenizer: Turns them into text for the rewards and for people.
+        shows_media: Give the rewards columns ``images`` and ``videos``, lists for each response.
     """
 
     def __init__(
-        self, engine: RolloutEngine, rewards: Rewards, tokenizer: PreTrainedTokenizerBase
+        self,
+        engine: RolloutEngine,
+        rewards: Rewards,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        shows_media: bool = False,
     ) -> None:
+        self._shows_media = shows_media
         self._engine = engine
         self._rewards = rewards
         self._tokenizer = tokenizer
@@ -79,13 +86,14 @@ class Collector:
         with phase("reward"):
             ids = response_ids(rollout)
             texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+            columns = self._columns(prompts)
             rewards = self._rewards.score(
                 prompts=[prompts.prompts[row // num_generations] for row in rows],
                 completions=completions_for_rewards(
                     prompts, texts, num_generations=num_generations
                 ),
                 completion_ids=ids,
-                columns=[prompts.columns[row // num_generations] for row in rows],
+                columns=[columns[row // num_generations] for row in rows],
             )
         records = rollout_records(
             prompts, rollout, texts, rewards, tokenizer=self._tokenizer, step=step
@@ -93,3 +101,16 @@ class Collector:
         for record in records:
             record["temperature"] = sampling.temperature
         return Collected(rollout, rewards, records)
+
+    def _columns(self, prompts: PromptBatch) -> list[Mapping[str, Any]]:
+        """Return each prompt's columns, with what it shows."""
+        if not self._shows_media:
+            return list(prompts.columns)
+        media = prompts.media or (None,) * len(prompts)
+        shown = [
+            {"images": [], "videos": []}
+            if entry is None
+            else {"images": list(entry.images), "videos": list(entry.videos)}
+            for entry in media
+        ]
+        return [{**own, **more} for own, more in zip(prompts.columns, shown, strict=True)]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lrlhf.rewards import RewardResult
 from lrlhf.rollout.collector import Collected
-from lrlhf.types import PromptBatch, Rollout
+from lrlhf.types import PromptBatch, Rollout, joined_media
 
 
 class Filtered(NamedTuple):
@@ -115,8 +115,10 @@ def select_collected(collected: Collected, rows: Tensor) -> Collected:
 
 def _merge_rollouts(rollouts: Sequence[Rollout]) -> Rollout:
     width = max(rollout.input_ids.shape[1] for rollout in rollouts)
-    merged: dict[str, Tensor | None] = {}
+    merged: dict[str, Any] = {"media": joined_media(rollouts)}
     for field in fields(Rollout):
+        if field.name in merged:
+            continue
         columns = [getattr(rollout, field.name) for rollout in rollouts]
         if columns[0] is None:
             merged[field.name] = None
@@ -130,7 +132,7 @@ def _merge_rollouts(rollouts: Sequence[Rollout]) -> Rollout:
         offsets.append(rollout.group_ids + total)
         total += int(rollout.group_ids.max()) + 1
     merged["group_ids"] = torch.cat(offsets)
-    return Rollout(**merged)  # type: ignore[arg-type]
+    return Rollout(**merged)
 
 
 def _merge_rewards(results: Sequence[RewardResult]) -> RewardResult:

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.types import PromptBatch, Rollout
+from lrlhf.types import Media, PromptBatch, Rollout
 
 
 class RolloutEngine(Protocol):
@@ -112,16 +112,20 @@ def assemble_rollout(
         response_mask=attention_mask & (positions >= torch.tensor(starts, device=device)[:, None]),
         sampling_logprobs=pad_sequence(logprobs, batch_first=True),
         kept_mass=pad_sequence(masses, batch_first=True, padding_value=1.0) if masses else None,
-        media=None
-        if prompts.media is None
-        # the same object for all responses: a model looks at it once
-        else tuple(prompts.media[index // num_generations] for index in range(len(rows))),
+        media=repeated_media(prompts.media, num_generations),
         group_ids=torch.arange(len(rows), device=device) // num_generations,
         truncated=torch.tensor([response.truncated for response in responses], device=device),
         weight_version=None
         if weight_version is None
         else torch.full((len(rows),), weight_version, device=device),
     )
+
+
+def repeated_media(
+    media: tuple[Media | None, ...] | None, copies: int
+) -> tuple[Media | None, ...] | None:
+    """Return what each response's prompt shows: one object for all of a prompt's responses."""
+    return media and tuple(entry for entry in media for _ in range(copies))
 
 
 def prompt_token_ids(prompts: PromptBatch) -> list[Tensor]:

@@ -78,12 +78,18 @@ def rollout_records(
                 if rollout.weight_version is None
                 else int(rollout.weight_version[row]),
                 "columns": plain_json(prompts.columns[group]),
+                **_media_names(prompts, group),
                 "extras": {
                     name: plain_json(values[row]) for name, values in rewards.extras.items()
                 },
             }
         )
     return records
+
+
+def _media_names(prompts: PromptBatch, row: int) -> dict[str, list[str]]:
+    media = None if prompts.media is None else prompts.media[row]
+    return {} if media is None else {"media": list(media.names)}
 
 
 def plain_json(value: Any) -> Any:

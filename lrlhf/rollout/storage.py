@@ -15,12 +15,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from lrlhf.types import Rollout, StoredRollout
+from lrlhf.types import Media, Rollout, StoredRollout
 
 FORMAT = "lrlhf-rollout-1"
 
 _NAME = re.compile(r"step_(\d+)\.rank_(\d+)\.safetensors")
 _TENSORS = tuple(field.name for field in fields(Rollout) if field.name != "media")
+_MEDIA = "media."
 _OPTIONAL = ("kept_mass", "weight_version")
 _PER_TOKEN = ("attention_mask", "response_mask", "sampling_logprobs", "kept_mass")
 _PER_ROW = ("group_ids", "truncated", "scores", "weight_version")
@@ -80,6 +81,7 @@ def save_rollout(
         for name, tensor in given.items()
         if tensor is not None
     }
+    tensors |= _media_tensors(rollout)
     # a tensor of bytes and no metadata: readers refuse headers above 100 MB
     tensors["records"] = torch.frombuffer(_encode(records), dtype=torch.uint8)
     data = save(tensors, metadata={"format": FORMAT})
@@ -99,9 +101,10 @@ def load_rollout(path: Path) -> StoredRollout:
         names, file = names_and_file
         tensors = {name: file.get_tensor(name) for name in names}
     records = _decode(tensors.pop("records"), path)
+    media = _media_of(tensors, path)
     _check_shapes(tensors, len(records), path)
     scores = tensors.pop("scores")
-    return StoredRollout(rollout=Rollout(**tensors), scores=scores, records=records)
+    return StoredRollout(rollout=Rollout(**tensors, media=media), scores=scores, records=records)
 
 
 def load_group_ids(path: Path) -> Tensor:
@@ -132,6 +135,55 @@ def _opened(path: Path) -> Iterator[tuple[list[str], Any]]:
         ) from error
 
 
+def _media_tensors(rollout: Rollout) -> dict[str, Tensor]:
+    """Return what rows show as tensors, each once; images themselves are not kept."""
+    if rollout.media is None:
+        return {}
+    different = list({id(entry): entry for entry in rollout.media if entry is not None}.values())
+    places = {id(entry): index for index, entry in enumerate(different)}
+    rows = [-1 if entry is None else places[id(entry)] for entry in rollout.media]
+    described = [
+        {"tokens": dict(entry.tokens), "names": entry.names, "prompt_ids": entry.prompt_ids}
+        for entry in different
+    ]
+    tensors = {
+        f"{_MEDIA}{index}.{key}": tensor.detach().to("cpu", copy=True).contiguous()
+        for index, entry in enumerate(different)
+        for key, tensor in entry.tensors.items()
+    }
+    about = torch.frombuffer(bytearray(json.dumps(described).encode()), dtype=torch.uint8)
+    return {**tensors, f"{_MEDIA}rows": torch.tensor(rows), f"{_MEDIA}about": about}
+
+
+def _media_of(tensors: dict[str, Tensor], path: Path) -> tuple[Media | None, ...] | None:
+    """Take what `_media_tensors` made out of the tensors of a file."""
+    parts = {name: tensors.pop(name) for name in [*tensors] if name.startswith(_MEDIA)}
+    if not parts:
+        return None
+    try:
+        described = json.loads(bytes(parts.pop(f"{_MEDIA}about").numpy()))
+        rows: list[int] = parts.pop(f"{_MEDIA}rows").tolist()
+        different = [
+            Media(
+                tensors={
+                    name.removeprefix(f"{_MEDIA}{index}."): tensor
+                    for name, tensor in parts.items()
+                    if name.startswith(f"{_MEDIA}{index}.")
+                },
+                tokens=about["tokens"],
+                names=tuple(about["names"]),
+                prompt_ids=tuple(about["prompt_ids"]),
+            )
+            for index, about in enumerate(described)
+        ]
+        media = tuple(None if row < 0 else different[row] for row in rows)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise _damaged(path, f"what its rows show cannot be read ({error!r})") from error
+    if len(media) != len(tensors["input_ids"]):
+        raise _damaged(path, f"it says what {len(media)} rows show")
+    return media
+
+
 def _check_names(names: Sequence[str], metadata: Mapping[str, str], path: Path) -> None:
     found = metadata.get("format")
     if found != FORMAT:
@@ -140,7 +192,8 @@ def _check_names(names: Sequence[str], metadata: Mapping[str, str], path: Path) 
             "that RolloutLog(save_tensors=True) wrote can be read"
         )
     required = {*_TENSORS, "scores", "records"} - {*_OPTIONAL}
-    missing, unknown = sorted(required - {*names}), sorted({*names} - required - {*_OPTIONAL})
+    own = {name for name in names if not name.startswith(_MEDIA)}
+    missing, unknown = sorted(required - own), sorted(own - required - {*_OPTIONAL})
     if missing or unknown:
         raise ValueError(
             f"{path} is no whole rollout: tensors {missing} are missing and {unknown} are unknown; "

@@ -25,10 +25,23 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lrlhf.models import eos_token_ids
-from lrlhf.rollout.engine import Response, assemble_rollout, check_seeds, pad_token_id
+from lrlhf.models import (
+    backbone_inputs,
+    eos_token_ids,
+    forget_offsets,
+    numbers_media,
+    repeat_offsets,
+    ruled_out_ids,
+)
+from lrlhf.rollout.engine import (
+    Response,
+    assemble_rollout,
+    check_seeds,
+    pad_token_id,
+    repeated_media,
+)
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.types import PromptBatch, Rollout
+from lrlhf.types import Media, PromptBatch, Rollout
 
 
 class TransformersEngine:
@@ -106,9 +119,9 @@ class TransformersEngine:
         width = int(prompts.attention_mask.sum(dim=1).max())
         input_ids = prompts.input_ids[:, -width:]
         mask = prompts.attention_mask[:, -width:].long()
-        drawer = _Drawer(sampling, seeds, prompt_width=width)
+        drawer = _Drawer(sampling, seeds, prompt_width=width, ruled_out=ruled_out_ids(model.config))
         ending = _Ending(eos, sampling.stop, self._tokenizer, prompt_width=width)
-        cache = self._prefill(model, input_ids, mask, num_generations)
+        cache = self._prefill(model, input_ids, mask, prompts.media, num_generations)
         with _own_generation_config(model):
             sequences = model.generate(  # type: ignore[operator]
                 input_ids=input_ids.repeat_interleave(num_generations, dim=0),
@@ -121,29 +134,49 @@ class TransformersEngine:
         return drawer.responses(sequences[:, width:], ending.ends)
 
     def _prefill(
-        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor, num_generations: int
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor,
+        media: tuple[Media | None, ...] | None,
+        num_generations: int,
     ) -> DynamicCache | None:
-        """Keys and values of all prompt tokens but the last, copied for every response."""
-        if not self.share_prompts or num_generations == 1 or input_ids.shape[1] < 2:
+        """Keys and values of all prompt tokens but the last, copied for every response.
+
+        What is shown is looked at here, so that the steps that follow are about text alone.
+        """
+        forget_offsets(model)
+        copies = num_generations if self.share_prompts else 1
+        if input_ids.shape[1] < 2 or (copies == 1 and media is None):
             return None
+        if not self.share_prompts:
+            input_ids = input_ids.repeat_interleave(num_generations, dim=0)
+            mask = mask.repeat_interleave(num_generations, dim=0)
+            media = repeated_media(media, num_generations)
+        inputs = backbone_inputs(model, input_ids[:, :-1], mask[:, :-1].bool(), media)
+        if not numbers_media(model, media):
+            inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, :-1]
         cache = DynamicCache(config=model.config)
-        model(
-            input_ids=input_ids[:, :-1],
-            attention_mask=mask[:, :-1],
-            position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0)[:, :-1],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        cache.batch_repeat_interleave(num_generations)
+        model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        if copies > 1:
+            cache.batch_repeat_interleave(copies)
+        repeat_offsets(model, copies)
         return cache
 
 
 class _Drawer(LogitsProcessor):
     """Draws each row's token from its own random stream and remembers its log-probability."""
 
-    def __init__(self, sampling: Sampling, seeds: Sequence[int], *, prompt_width: int) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        *,
+        prompt_width: int,
+        ruled_out: Sequence[int] = (),
+    ) -> None:
         self._sampling = sampling
+        self._ruled_out = torch.tensor(ruled_out, dtype=torch.long)
         self._prompt_width = prompt_width
         steps = sampling.max_new_tokens
         self._uniform = torch.from_numpy(
@@ -156,6 +189,7 @@ class _Drawer(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         step = input_ids.shape[1] - self._prompt_width
         greedy = self._sampling.temperature == 0
+        scores = scores.index_fill(1, self._ruled_out.to(scores.device), -torch.inf)
         full = (
             scores.float() if greedy else scores.float() / self._sampling.temperature
         ).log_softmax(-1)
