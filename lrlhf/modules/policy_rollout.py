@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.media import MediaProcessor
 from lrlhf.modules.iteration import Iteration
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.policy_experience import PolicyExperience
@@ -46,6 +47,7 @@ class PolicyRollout(PolicyExperience):
     """The part of `PolicyModule` that has responses drawn and scored."""
 
     tokenizer: PreTrainedTokenizerBase
+    processor: MediaProcessor | None
     rewards: Rewards
     eval_sampling: Sampling
     rollout_ahead: int
@@ -140,7 +142,7 @@ class PolicyRollout(PolicyExperience):
     def _prepare_engine(self) -> None:
         if not self._ready:
             # not before it is needed: stored rollouts are trained on without engine and rewards
-            self.engine.attach(self.policy, self.tokenizer)
+            self.engine.attach(self.policy, self.tokenizer, self.processor)
             self.rewards.prepare()
             self._ready = True
         if self._ahead is not None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.media import MediaProcessor
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import Media, PromptBatch, Rollout
 
@@ -21,8 +22,19 @@ class RolloutEngine(Protocol):
     exact: bool
     """Whether its log-probabilities are the policy's own, up to rounding."""
 
-    def attach(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Get to know the policy before the first call of ``generate``."""
+    def attach(
+        self,
+        policy: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: MediaProcessor | None = None,
+    ) -> None:
+        """Get to know the policy before the first call of ``generate``.
+
+        Args:
+            policy: The model.
+            tokenizer: Its tokenizer.
+            processor: What it sees images and videos with; None: it reads text only.
+        """
         ...
 
     def generate(

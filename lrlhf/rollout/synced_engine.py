@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.media import MediaProcessor
 from lrlhf.models import sequence_logprobs
 from lrlhf.rollout.engine import (
     Response,
@@ -25,7 +26,7 @@ from lrlhf.rollout.engine import (
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.transformers_engine import evaluating
 from lrlhf.rollout.weights import PolicyWeights, WeightSyncError, compare_fingerprints
-from lrlhf.types import PromptBatch, Rollout
+from lrlhf.types import Media, PromptBatch, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,14 @@ class Request:
     """One response that is asked for."""
 
     prompt_ids: list[int]
+    """As the policy reads them, every placeholder of an image counted out."""
     seed: int
+    media: Media | None = None
+
+    @property
+    def short_ids(self) -> list[int]:
+        """The prompt with one placeholder per image or video."""
+        return self.prompt_ids if self.media is None else list(self.media.prompt_ids)
 
 
 class SyncReport(NamedTuple):
@@ -88,6 +96,7 @@ class SyncedEngine(ABC):
         self.restarts = 0
         self._policy: nn.Module | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._processor: MediaProcessor | None = None
         self._weights: PolicyWeights | None = None
         self._running = False
 
@@ -132,13 +141,18 @@ class SyncedEngine(ABC):
 
     # ------------------------------------------------------------------ contract
 
-    def attach(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    def attach(
+        self,
+        policy: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: MediaProcessor | None = None,
+    ) -> None:
         """Get to know the policy; it starts with the first push."""
         if policy is not self._policy:
             # what runs has the architecture of the other one
             self.close()
             self._weights = PolicyWeights(policy)
-        self._policy, self._tokenizer = policy, tokenizer
+        self._policy, self._tokenizer, self._processor = policy, tokenizer, processor
 
     def close(self) -> None:
         """End the engine; the next push starts it again."""
@@ -201,7 +215,11 @@ class SyncedEngine(ABC):
         check_seeds(seeds, prompts, num_generations)
         contexts = [ids.tolist() for ids in prompt_token_ids(prompts)]
         requests = [
-            Request(prompt_ids=contexts[row // num_generations], seed=seed)
+            Request(
+                prompt_ids=contexts[row // num_generations],
+                seed=seed,
+                media=None if prompts.media is None else prompts.media[row // num_generations],
+            )
             for row, seed in enumerate(seeds)
         ]
 

@@ -25,6 +25,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from lrlhf.media import MediaProcessor
 from lrlhf.models import (
     backbone_inputs,
     eos_token_ids,
@@ -68,7 +69,12 @@ class TransformersEngine:
         self._policy: nn.Module | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
-    def attach(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    def attach(
+        self,
+        policy: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: MediaProcessor | None = None,
+    ) -> None:
         self._policy = policy
         self._tokenizer = tokenizer
 

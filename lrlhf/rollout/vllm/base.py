@@ -150,7 +150,7 @@ class VLLMBase(SyncedEngine):
     def _model_folder(self) -> Path:
         if self._folder is None:
             assert self._weights is not None
-            self._folder = write_model_folder(self._weights, self._known_tokenizer)
+            self._folder = write_model_folder(self._weights, self._known_tokenizer, self._processor)
         return self._folder
 
     def _remove_folder(self) -> None:

@@ -20,6 +20,7 @@ from lrlhf.rollout.vllm.base import VLLMBase, read_response
 from lrlhf.rollout.vllm.support import (
     import_vllm,
     is_cpu,
+    media_argument,
     sampling_arguments,
     seed_argument,
 )
@@ -118,14 +119,20 @@ class VLLMEngine(VLLMBase):
             vllm.SamplingParams(**shared, seed=seed_argument(request, sampling))
             for request in requests
         ]
-        prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
+        prompts = [
+            {"prompt_token_ids": request.short_ids, **media_argument(request.media)}
+            for request in requests
+        ]
         # responses have seeds of their own, but vLLM takes numbers from the global stream besides
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with self._failing("generation"), torch.random.fork_rng(devices), torch.inference_mode():
             answers = self._llm.generate(prompts, parameters, use_tqdm=False)
         for request, answer in zip(requests, answers, strict=True):
             if list(answer.prompt_token_ids) != request.prompt_ids:
-                raise EngineFailure("vLLM answered another prompt than the one it was given")
+                raise EngineFailure(
+                    "vLLM answered another prompt than the one it was given: "
+                    f"{len(answer.prompt_token_ids)} tokens instead of {len(request.prompt_ids)}"
+                )
         outputs = [answer.outputs[0] for answer in answers]
         return [
             read_response(

@@ -266,6 +266,11 @@ class VLLMServerEngine(VLLMBase):
             self._connected.post(path, timeout=self.sync_timeout)
 
     def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
+        if any(request.media is not None for request in requests):
+            raise ValueError(
+                "VLLMServerEngine takes no images or videos: its server would tokenise the text "
+                "again. Take lrlhf.rollout.VLLMEngine, or TransformersEngine"
+            )
         shared = sampling_arguments(sampling, self._known_policy, self._known_tokenizer)
         shared |= {"return_token_ids": True, "model": str(self._model_name())}
         bodies = [

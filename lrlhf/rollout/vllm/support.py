@@ -14,10 +14,12 @@ import torch
 from packaging.version import Version
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.models import eos_token_ids, skeleton_of
+from lrlhf.media import MediaProcessor, Video
+from lrlhf.models import eos_token_ids, ruled_out_ids, skeleton_of
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.synced_engine import Request
 from lrlhf.rollout.weights import PolicyWeights
+from lrlhf.types import Media
 
 EXTENSION = "lrlhf.vllm_worker.extension.WeightReceiver"
 _ADVICE = (
@@ -85,13 +87,19 @@ def is_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def write_model_folder(weights: PolicyWeights, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """Write what vLLM builds the architecture from: config and tokenizer, no weights."""
+def write_model_folder(
+    weights: PolicyWeights,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: MediaProcessor | None,
+) -> Path:
+    """Write what vLLM builds the architecture from: config, tokenizer, processor, no weights."""
     folder = Path(tempfile.mkdtemp(prefix="lrlhf-vllm-"))
     skeleton = skeleton_of(weights.model)
     skeleton.config.architectures = [type(weights.model).__name__]
     skeleton.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if processor is not None:
+        processor.save(folder)
     return folder
 
 
@@ -110,12 +118,41 @@ def sampling_arguments(
         "ignore_eos": True,
         "logprobs": 0,
     }
+    ruled_out = ruled_out_ids(policy.config)
+    if ruled_out:
+        # the most that vLLM lets one take off a logit: e^-100 is 0 beside any float32 probability
+        arguments["logit_bias"] = dict.fromkeys(ruled_out, -100.0)
     if sampling.top_k > 0:
         arguments["top_k"] = sampling.top_k
     if sampling.stop:
         # a stop string may be a special token, such as the end of a chat turn
         arguments |= {"stop": list(sampling.stop), "skip_special_tokens": False}
     return arguments
+
+
+def media_argument(media: Media | None) -> dict[str, Any]:
+    """Return the fields of a prompt that show something: what the policy's processor was given."""
+    if media is None:
+        return {}
+    shown: dict[str, Any] = {}
+    if media.images:
+        shown["image"] = list(media.images)
+    if media.videos:
+        shown["video"] = [(video.frames, _described(video)) for video in media.videos]
+    return {"multi_modal_data": shown}
+
+
+def _described(video: Video) -> dict[str, Any]:
+    frames = len(video.frames)
+    return {
+        "total_num_frames": frames,
+        "fps": video.fps,
+        "duration": frames / video.fps,
+        "frames_indices": list(range(frames)),
+        "video_backend": "lrlhf",
+        # they were taken from the film already
+        "do_sample_frames": False,
+    }
 
 
 def seed_argument(request: Request, sampling: Sampling) -> int | None:
