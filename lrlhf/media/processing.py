@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import PreTrainedConfig, ProcessorMixin
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.video_utils import VideoMetadata
 
 from lrlhf.media.decode import (
@@ -192,6 +193,29 @@ class MediaProcessor:
             names=names,
         )
         return Encoded(ids.tolist(), media)
+
+    def specimen(self, tokenizer: PreTrainedTokenizerBase, *, size: int) -> Encoded:
+        """Encode a text with one image of random pixels, the same every time.
+
+        Args:
+            tokenizer: Of the model.
+            size: Pixels of each side.
+        """
+        pixels = np.random.Generator(np.random.Philox(0)).integers(0, 256, (size, size, 3))
+        image = Image.fromarray(pixels.astype(np.uint8))
+        content = [{"type": "image"}, {"type": "text", "text": "1 2 3"}]
+        if tokenizer.chat_template is None:
+            text = f"{self.markers['image']} 1 2 3"
+        else:
+            messages = [{"role": "user", "content": content}]
+            rendered = tokenizer.apply_chat_template(
+                messages,  # type: ignore[arg-type]  # contents may come in parts
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+            text = str(rendered)
+        short: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.encode(text, [image], [], prompt_ids=short)
 
     def _video_arguments(self, videos: Sequence[Video]) -> dict[str, Any]:
         frames: Any = [torch.from_numpy(video.frames).permute(0, 3, 1, 2) for video in videos]

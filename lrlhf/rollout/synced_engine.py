@@ -35,6 +35,7 @@ ResultT = TypeVar("ResultT")
 _PROBES = 4
 _PROBE_PROMPT = 80
 _PROBE_RESPONSE = 8
+_PROBE_IMAGE = 64
 
 
 class EngineFailure(RuntimeError):  # noqa: N818  the name says what happened to the engine
@@ -242,7 +243,7 @@ class SyncedEngine(ABC):
         """Compare log-probabilities of a few drawn tokens with those of the policy.
 
         The prompts are the same every time and fill several blocks of the prefix cache, so states
-        that older weights left there show up too.
+        that older weights left there show up too. A vision-language policy is shown an image also.
 
         Returns:
             Mean and largest absolute difference; float32 on both sides gives about 1e-6.
@@ -336,11 +337,21 @@ class SyncedEngine(ABC):
         special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
         ordinary = [token for token in range(len(self._tokenizer)) if token not in special]
         length = max(1, min(_PROBE_PROMPT, self.max_model_len - _PROBE_RESPONSE))
-        chosen = np.random.Generator(np.random.Philox(0)).choice(ordinary, (_PROBES, length))
-        ids = torch.from_numpy(chosen).to(self._device)
+        numbers = np.random.Generator(np.random.Philox(0))
+        rows: list[list[int]] = numbers.choice(ordinary, (_PROBES, length)).tolist()
+        media: list[Media | None] = [None] * _PROBES
+        if self._processor is not None:
+            seen = self._processor.specimen(self._tokenizer, size=_PROBE_IMAGE)
+            if len(seen.input_ids) + _PROBE_RESPONSE <= self.max_model_len:
+                rows.append(seen.input_ids)
+                media.append(seen.media)
+        width = max(map(len, rows))
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+        mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
         return PromptBatch(
             input_ids=ids,
-            attention_mask=torch.ones_like(ids, dtype=torch.bool),
-            prompts=("",) * _PROBES,
-            columns=({},) * _PROBES,
-        )
+            attention_mask=mask,
+            prompts=("",) * len(rows),
+            columns=({},) * len(rows),
+            media=tuple(media),
+        ).to(self._device)

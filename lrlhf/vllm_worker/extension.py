@@ -64,9 +64,32 @@ class WeightReceiver:
                 yield name, tensor
 
         self.reload_weights(weights_iterator=noted())
+        model = self.model_runner.get_model()
+        _restore_normalization(model, self.vllm_config)
         if self.device.type == "cpu":
-            _repack(self.model_runner.get_model())
+            _repack(model)
         return seen
+
+
+def _restore_normalization(model: nn.Module, vllm_config: Any) -> None:
+    """Give the model back the mean and deviation by which it normalises pixels.
+
+    They come from the processor, and a start without weights overwrites them with random numbers,
+    as it does with all that a checkpoint would bring (vLLM 0.32).
+    """
+    name = "vllm.model_executor.layers.fusion.mm_input_norm"
+    try:
+        source = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        return  # an older version, whose processor normalises
+    for module in model.modules():
+        if isinstance(module, source.FusedMMInputNorm):
+            with importlib.import_module("vllm.config").set_current_vllm_config(vllm_config):
+                fresh = source.build_mm_input_norm(vllm_config.model_config)
+            for buffer, value in fresh.named_buffers():
+                module.get_buffer(buffer).copy_(value)
 
 
 def _repack(model: nn.Module) -> None:
