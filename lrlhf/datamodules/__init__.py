@@ -4,6 +4,7 @@ from lrlhf.datamodules.bad_rows import BadDataError, BadRow
 from lrlhf.datamodules.collate import PreferenceCollator, PromptCollator
 from lrlhf.datamodules.loader import EvalLoader, TrainLoader
 from lrlhf.datamodules.media_pairs import MediaPairs
+from lrlhf.datamodules.pictures import Digits, DistortedPhotos
 from lrlhf.datamodules.preferences import PreferenceDataModule
 from lrlhf.datamodules.prompts import PromptDataModule
 from lrlhf.datamodules.ratings import RatedFile, RatedPairs, RatedText, pairs_from_ratings
@@ -15,6 +16,8 @@ from lrlhf.datamodules.vader import VaderRatings
 __all__ = [
     "BadDataError",
     "BadRow",
+    "Digits",
+    "DistortedPhotos",
     "EvalLoader",
     "FileSource",
     "HubSource",

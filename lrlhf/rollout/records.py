@@ -53,10 +53,7 @@ def rollout_records(
         step: The iteration that the rollout belongs to.
     """
     num_generations = len(rollout) // len(prompts)
-    prompt_texts = [
-        tokenizer.decode(ids[mask])
-        for ids, mask in zip(prompts.input_ids, prompts.attention_mask, strict=True)
-    ]
+    prompt_texts = [tokenizer.decode(ids) for ids in _readable_ids(prompts)]
     records = []
     for row, token_ids in enumerate(response_ids(rollout)):
         group = row // num_generations
@@ -85,6 +82,15 @@ def rollout_records(
             }
         )
     return records
+
+
+def _readable_ids(prompts: PromptBatch) -> list[list[int]]:
+    """Return each prompt's tokens, with one placeholder per image or video."""
+    media = prompts.media or (None,) * len(prompts)
+    return [
+        ids[mask].tolist() if entry is None else list(entry.prompt_ids)
+        for ids, mask, entry in zip(prompts.input_ids, prompts.attention_mask, media, strict=True)
+    ]
 
 
 def _media_names(prompts: PromptBatch, row: int) -> dict[str, list[str]]:

@@ -1,0 +1,457 @@
+"""A model is given images and videos so that each is looked at once and nothing else changes.
+
+What is expected comes from the processor and the forward pass of ``transformers`` itself, one row
+at a time and without padding.
+"""
+
+import contextlib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from transformers import PreTrainedModel
+
+from lrlhf.models import looking_once, placeholder_ids, ruled_out_ids, sequence_logprobs
+from lrlhf.models.media_inputs import media_modules, vision_encoder
+from lrlhf.rollout import micro_batch_rows, micro_batches
+from tests.conftest import build_language_model, build_tokenizer
+from tests.vlms import (
+    FAMILIES,
+    QWEN_FAMILIES,
+    VIDEO_FAMILIES,
+    Row,
+    Vlm,
+    batch_of,
+    build_vlm,
+    never_said,
+    plain_logprobs,
+    row,
+    rows_of,
+    sharing_media,
+)
+
+NESTED = ("smolvlm", "idefics3")
+
+
+@pytest.fixture(params=FAMILIES)
+def vlm(request: pytest.FixtureRequest) -> Vlm:
+    return build_vlm(request.param)
+
+
+@torch.no_grad()
+def expected(vlm: Vlm, rows: list[Row]) -> list[Tensor]:
+    return [plain_logprobs(vlm.model, vlm, entry) for entry in rows]
+
+
+@torch.no_grad()
+def assert_plain(vlm: Vlm, rows: list[Row], *, left: bool = False) -> None:
+    batch = batch_of(rows, left=left)
+    logprobs = sequence_logprobs(vlm.model, batch)
+    assert not logprobs[~batch.response_mask].any()
+    for index, plain in enumerate(expected(vlm, rows)):
+        found = logprobs[index, batch.response_mask[index]]
+        assert_close(found, plain, rtol=0, atol=1e-5)
+
+
+class Looks:
+    """How often the encoder was called, and how many images it saw."""
+
+    def __init__(self, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        self.images = 0
+        body = model.base_model
+        encoder = body.get_image_features
+
+        @functools.wraps(encoder)
+        def counting(**arguments: Any) -> Any:
+            self.calls += 1
+            pixels, grids = arguments["pixel_values"], arguments.get("image_grid_thw")
+            if grids is not None:
+                self.images += len(grids)
+            else:
+                self.images += pixels.shape[1 if model.config.model_type in NESTED else 0]
+            return encoder(**arguments)
+
+        monkeypatch.setattr(body, "get_image_features", counting)
+
+
+def test_placeholders_are_known_by_their_kind(vlm: Vlm) -> None:
+    family, token = vlm.model.config.model_type, vlm.tokenizer.convert_tokens_to_ids
+    images = {"gemma3": "<image_soft_token>"} | dict.fromkeys(QWEN_FAMILIES, "<|image_pad|>")
+    known = {"image": token(images.get(family, "<image>"))}
+    videos = {"llava_onevision": "<video>"} | dict.fromkeys(QWEN_FAMILIES, "<|video_pad|>")
+    if family in videos:
+        known["video"] = token(videos[family])
+    assert placeholder_ids(vlm.model.config) == known
+    assert list(ruled_out_ids(vlm.model.config)) == never_said(vlm)
+
+
+@torch.no_grad()
+def test_what_is_shown_changes_the_log_probabilities(vlm: Vlm) -> None:
+    first, second = row(vlm, [0]), row(vlm, [4])
+    assert first.input_ids == second.input_ids
+    logprobs = sequence_logprobs(vlm.model, batch_of([first, second]))
+    assert (logprobs[0] - logprobs[1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_log_probabilities_are_those_of_the_plain_forward_pass(vlm: Vlm, left: bool) -> None:
+    assert_plain(vlm, rows_of(vlm), left=left)
+
+
+def test_neither_order_nor_batch_mates_matter(vlm: Vlm) -> None:
+    rows = rows_of(vlm)
+    assert_plain(vlm, rows[::-1])
+    assert_plain(vlm, [rows[2], rows[0], rows[1]], left=True)
+    for entry in rows:
+        assert_plain(vlm, [entry])
+
+
+def test_neither_do_rows_that_share_what_is_shown(vlm: Vlm) -> None:
+    rows = sharing_media(rows_of(vlm))
+    order = torch.randperm(len(rows)).tolist()
+    assert_plain(vlm, [rows[index] for index in order])
+
+
+@torch.no_grad()
+def test_micro_batches_change_nothing(vlm: Vlm) -> None:
+    rows = sharing_media(rows_of(vlm))
+    batch = batch_of(rows)
+    limit = 2 * int(batch.lengths.max())
+    groups = micro_batch_rows(batch.lengths, max_tokens=limit)
+    parts = micro_batches(batch, max_tokens=limit)
+    assert len(parts) == len(groups) >= 2
+    plain = expected(vlm, rows)
+    with looking_once():
+        for part, group in zip(parts, groups, strict=True):
+            found = sequence_logprobs(vlm.model, part)[part.response_mask]
+            assert_close(found, torch.cat([plain[index] for index in group]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+def test_clips_of_several_lengths_stand_in_one_batch(family: str) -> None:
+    vlm = build_vlm(family)
+    rows = [row(vlm, videos=[0]), row(vlm, videos=[1], question="why?"), row(vlm, [0])]
+    rows.append(row(vlm, videos=[2, 4], answer="both"))
+    assert len(rows[0].input_ids) != len(rows[1].input_ids)
+    for left in (False, True):
+        assert_plain(vlm, rows, left=left)
+
+
+@pytest.mark.parametrize("family", [*QWEN_FAMILIES, "llava_onevision"])
+def test_a_row_shows_images_beside_a_clip(family: str) -> None:
+    vlm = build_vlm(family)
+    assert_plain(vlm, [row(vlm, [1, 0], [1]), row(vlm), row(vlm, [2]), row(vlm, videos=[0])])
+
+
+def gradients(model: PreTrainedModel) -> dict[str, Tensor | None]:
+    found = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def assert_same_gradients(vlm: Vlm, rows: list[Row]) -> None:
+    model = vlm.model
+    for entry in rows:
+        plain_logprobs(model, vlm, entry).sum().backward()
+    plain = gradients(model)
+    sequence_logprobs(model, batch_of(rows)).sum().backward()
+    found = gradients(model)
+    seen = {id(weight) for weight in vision_encoder(model).parameters()}
+    inside = [name for name, weight in model.named_parameters() if id(weight) in seen]
+    moved = [name for name in inside if plain[name] is not None and plain[name].abs().max() > 1e-3]
+    assert len(moved) > len(inside) / 2
+    for name, gradient in plain.items():
+        if gradient is None:
+            assert found[name] is None or not found[name].any(), name
+        else:
+            assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_gradients_are_those_of_the_plain_forward_pass(vlm: Vlm) -> None:
+    # in float64, so that the tolerance is not that of sums of large numbers
+    vlm.model.double()
+    assert_same_gradients(vlm, rows_of(vlm))
+
+
+def test_shared_media_are_encoded_once_and_get_the_gradient_of_every_row(
+    vlm: Vlm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vlm.model.double()
+    rows = sharing_media(rows_of(vlm)[:3])
+    assert_same_gradients(vlm, rows)
+    looks = Looks(vlm.model, monkeypatch)
+    sequence_logprobs(vlm.model, batch_of(rows)).sum().backward()
+    assert (looks.calls, looks.images) == (1, 4)  # one picture, and three in the other row
+
+
+@torch.no_grad()
+def test_what_was_seen_is_remembered_only_inside_the_block(
+    vlm: Vlm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of(vlm)
+    batch, looks = batch_of(rows), Looks(vlm.model, monkeypatch)
+    with looking_once():
+        first = sequence_logprobs(vlm.model, batch)
+        assert (looks.calls, looks.images) == (1, 4)
+        assert_close(sequence_logprobs(vlm.model, batch), first, rtol=0, atol=0)
+        # of a part of the rows, and beside one that is new
+        entry = row(vlm, [3])
+        sequence_logprobs(vlm.model, batch_of([rows[2], entry, rows[1]]))
+        assert (looks.calls, looks.images) == (2, 5)
+    found = sequence_logprobs(vlm.model, batch)
+    assert (looks.calls, looks.images) == (3, 9)
+    assert_close(found, first, rtol=0, atol=0)
+    with looking_once():
+        sequence_logprobs(vlm.model, batch)
+    assert looks.calls == 4
+
+
+def test_two_models_do_not_remember_for_each_other() -> None:
+    policy, other = build_vlm("llava"), build_vlm("llava")
+    with torch.no_grad():
+        for weight in vision_encoder(other.model).parameters():
+            weight.mul_(1.5)
+    rows = rows_of(policy)
+    with looking_once():
+        assert_plain(policy, rows)
+        assert_plain(other, rows)
+        assert_plain(policy, rows)
+
+
+def test_an_encoder_that_learns_is_called_in_every_pass(
+    vlm: Vlm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, looks = batch_of(rows_of(vlm)), Looks(vlm.model, monkeypatch)
+    with looking_once():
+        for calls in (1, 2):
+            sequence_logprobs(vlm.model, batch).sum().backward()
+            assert looks.calls == calls
+
+
+def test_what_was_seen_without_gradients_is_looked_at_again_with_them(vlm: Vlm) -> None:
+    batch = batch_of(rows_of(vlm))
+    sequence_logprobs(vlm.model, batch).sum().backward()
+    alone = gradients(vlm.model)
+    with looking_once():
+        with torch.no_grad():
+            sequence_logprobs(vlm.model, batch)
+        sequence_logprobs(vlm.model, batch).sum().backward()
+    for name, gradient in gradients(vlm.model).items():
+        assert (gradient is None) == (alone[name] is None), name
+        if gradient is not None:
+            assert_close(gradient, alone[name], msg=name)
+
+
+def test_a_frozen_encoder_is_called_once_for_several_updates(
+    vlm: Vlm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in media_modules(vlm.model):
+        part.requires_grad_(False)
+    batch, looks = batch_of(rows_of(vlm)), Looks(vlm.model, monkeypatch)
+    sequence_logprobs(vlm.model, batch).sum().backward()
+    alone = gradients(vlm.model)
+    with looking_once():
+        for _ in range(2):
+            sequence_logprobs(vlm.model, batch).sum().backward()
+            for name, gradient in gradients(vlm.model).items():
+                assert_close(gradient, alone[name], msg=name)
+    assert looks.calls == 2
+
+
+def test_behind_a_frozen_encoder_a_connector_learns_in_every_pass(
+    vlm: Vlm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = vision_encoder(vlm.model).requires_grad_(False)
+    inside = {id(weight) for weight in encoder.parameters()}
+    connector = [
+        weight
+        for part in media_modules(vlm.model)
+        for weight in part.parameters()
+        if id(weight) not in inside
+    ]
+    # the encoder of Qwen's families holds what joins its patches
+    assert bool(connector) == (vlm.model.config.model_type not in QWEN_FAMILIES)
+    batch, looks = batch_of(rows_of(vlm)), Looks(vlm.model, monkeypatch)
+    with looking_once():
+        for _ in range(2):
+            sequence_logprobs(vlm.model, batch).sum().backward()
+            assert all(weight.grad is not None and weight.grad.any() for weight in connector)
+            vlm.model.zero_grad()
+    assert looks.calls == (2 if connector else 1)
+
+
+def without_encoder_outputs(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Give a model the forward pass of an older one; returns a list that its calls are noted in."""
+    body, calls = model.base_model, []
+    forward = body.forward
+    signature = inspect.signature(forward)
+    known = [p for name, p in signature.parameters.items() if name != "mm_encoder_outputs"]
+    assert len(known) == len(signature.parameters) - 1
+
+    def older(*args: Any, **arguments: Any) -> Any:
+        assert "mm_encoder_outputs" not in arguments
+        calls.append("pixel_values" if "pixel_values" in arguments else "text")
+        return forward(*args, **arguments)
+
+    older.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
+    monkeypatch.setattr(body, "forward", older)
+    return calls
+
+
+def test_a_model_that_takes_no_encoder_outputs_takes_pixels(
+    vlm: Vlm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of(vlm)
+    plain = expected(vlm, rows)
+    calls = without_encoder_outputs(vlm.model, monkeypatch)
+    for left in (False, True):
+        batch = batch_of(rows, left=left)
+        with torch.no_grad():
+            logprobs = sequence_logprobs(vlm.model, batch)
+        assert_close(logprobs[batch.response_mask], torch.cat(plain), rtol=0, atol=1e-5)
+    with torch.no_grad():
+        sequence_logprobs(vlm.model, batch_of(rows[:1]))
+    assert calls == ["pixel_values", "pixel_values", "text"]
+
+
+@contextlib.contextmanager
+def positions_seen(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Note the position ids that reach the language model: time, height, width."""
+    seen: list[Tensor] = []
+
+    def note(_module: nn.Module, _args: Any, arguments: dict[str, Any]) -> None:
+        seen.append(arguments["position_ids"][-3:])
+
+    text_model: nn.Module = model.base_model.language_model
+    handle = text_model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def own_positions(vlm: Vlm, entry: Row) -> Tensor:
+    """`[3, length]` of :meth:`get_rope_index`, of this row alone."""
+    index: Callable[..., tuple[Tensor, Tensor]] = vlm.model.base_model.get_rope_index
+    wanted = inspect.signature(index).parameters
+    positions, _ = index(**{key: value for key, value in entry.plain.items() if key in wanted})
+    return positions[-3:, 0]
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("family", QWEN_FAMILIES)
+def test_positions_are_those_that_the_family_gives_a_row_alone(family: str, left: bool) -> None:
+    vlm = build_vlm(family)
+    rows = [*rows_of(vlm), row(vlm, [1, 0], [1])]
+    with positions_seen(vlm.model) as seen, torch.no_grad():
+        sequence_logprobs(vlm.model, batch_of(rows, left=left))
+    (positions,) = seen
+    for index, entry in enumerate(rows):
+        own = own_positions(vlm, entry)
+        assert torch.equal(positions[:, index, : len(entry.input_ids)], own)
+
+
+@pytest.mark.parametrize("family", QWEN_FAMILIES)
+def test_positions_go_over_an_images_rows_and_columns_and_then_on(family: str) -> None:
+    vlm = build_vlm(family)
+    entry = row(vlm, [2, 0])
+    image = vlm.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    grids = entry.plain["image_grid_thw"].tolist()
+    assert grids[0] != grids[1]
+    # a text token advances all three by one; an image of h x w patches takes h/2 rows and w/2
+    # columns from where it stands, and what follows comes after the larger of the two
+    columns: list[tuple[int, int, int]] = []
+    start, place = 0, 0
+    while place < len(entry.input_ids):
+        if entry.input_ids[place] != image:
+            columns.append((start, start, start))
+            start, place = start + 1, place + 1
+            continue
+        _, height, width = grids.pop(0)
+        rows, across = height // 2, width // 2
+        columns += [(start, start + i, start + j) for i in range(rows) for j in range(across)]
+        start, place = start + max(rows, across), place + rows * across
+    with positions_seen(vlm.model) as seen, torch.no_grad():
+        sequence_logprobs(vlm.model, batch_of([entry], extra=0))
+    assert seen[0][:, 0].T.tolist() == [list(column) for column in columns]
+
+
+@pytest.mark.parametrize("family", QWEN_FAMILIES)
+def test_a_text_is_not_moved_by_the_images_of_an_earlier_batch(family: str) -> None:
+    vlm = build_vlm(family)
+    rows = rows_of(vlm)
+    texts = [rows[0], row(vlm, question="and this?"), row(vlm, question="no?")]
+    fresh = expected(build_vlm(family), texts)
+    with torch.no_grad():
+        vlm.model(**rows[2].plain)  # the plain forward pass leaves its offset behind
+        sequence_logprobs(vlm.model, batch_of(rows))
+        with positions_seen(vlm.model) as seen:
+            batch = batch_of(texts)
+            logprobs = sequence_logprobs(vlm.model, replace(batch, media=None))
+    assert_close(logprobs[batch.response_mask], torch.cat(fresh), rtol=0, atol=1e-5)
+    for positions in seen:
+        longest = max(len(entry.input_ids) for entry in texts)
+        assert positions[:, 0].tolist()[0][: len(texts[0].input_ids)] == list(
+            range(len(texts[0].input_ids))
+        )
+        assert positions.shape[-1] >= longest
+
+
+def test_a_text_model_takes_no_media() -> None:
+    model = build_language_model(build_tokenizer())
+    vlm = build_vlm("llava")
+    batch = batch_of([row(vlm, [0])])
+    with pytest.raises(ValueError, match="LlamaForCausalLM is a text model: it takes no images"):
+        sequence_logprobs(model, replace(batch, input_ids=batch.input_ids.clamp(max=200)))
+    assert media_modules(model) == []
+    assert ruled_out_ids(model.config) == ()
+    with pytest.raises(ValueError, match="is a text model: it has no vision encoder"):
+        vision_encoder(model)
+    # rows that show nothing are rows of text
+    logprobs = sequence_logprobs(
+        model, replace(batch, input_ids=batch.input_ids.clamp(max=200), media=(None,))
+    )
+    assert logprobs[batch.response_mask].isfinite().all()
+
+
+def test_features_that_do_not_fit_the_text_are_refused_with_both_numbers(vlm: Vlm) -> None:
+    rows = rows_of(vlm)[:3]
+    made = {entry.media.tokens["image"] for entry in rows[1:] if entry.media}
+    wrong = []
+    for entry in rows:
+        media = entry.media and replace(
+            entry.media, tokens={"image": entry.media.tokens["image"] + 5}
+        )
+        wrong.append(replace(entry, media=media))
+    total = sum(made)
+    assert len(made) == 2  # of the two rows with pictures
+    expected_words = rf"makes {total} features of the images of 2 row.*have {total + 10} "
+    with pytest.raises(ValueError, match=expected_words):
+        sequence_logprobs(vlm.model, batch_of(wrong))
+
+
+def test_the_media_of_another_row_are_refused_with_both_numbers(vlm: Vlm) -> None:
+    rows = rows_of(vlm)
+    one, three = rows[1], rows[2]
+    assert one.media is not None
+    assert three.media is not None
+    numbers = sorted([one.media.tokens["image"], three.media.tokens["image"]])
+    with pytest.raises(ValueError) as raised:  # noqa: PT011  # what it says is looked at below
+        sequence_logprobs(vlm.model, batch_of([replace(one, media=three.media)]))
+    said = [int(number) for number in re.findall(r"\d+", str(raised.value))]
+    assert set(numbers) <= set(said), str(raised.value)
+
+
+def test_a_model_without_videos_refuses_a_row_that_has_one() -> None:
+    vlm, other = build_vlm("llava"), build_vlm("llava_onevision")
+    shown = row(other, videos=[0])
+    with pytest.raises(ValueError):  # noqa: PT011  # of the model: what it says is its own
+        sequence_logprobs(vlm.model, batch_of([shown]))
