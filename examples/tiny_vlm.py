@@ -1,10 +1,10 @@
 """Builds a vision-language model of 0.26 million random parameters, to try things out on a CPU.
 
     python examples/tiny_vlm.py runs/tiny_vlm
-    python examples/tiny_vlm.py runs/tiny_vlm_digits --digits 80
+    python examples/tiny_vlm.py runs/tiny_vlm_digits --digits 240
 
-The second line also teaches it, by 80 steps of supervised learning, to answer the question about
-handwritten digits about every second time: reinforcement learning needs a start from which it is
+The second line also teaches it, by 240 steps of supervised learning, to answer the question about
+handwritten digits about every third time: reinforcement learning needs a start from which it is
 sometimes right. It is a Qwen2-VL in all but size, so that everything that works with it works with
 the real one: the configs `configs/*_vl.yaml` are for that.
 """

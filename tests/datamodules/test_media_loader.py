@@ -1,0 +1,360 @@
+"""Pictures that are missing or broken, found before training and in the middle of it."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from PIL import Image
+
+from lrlhf.datamodules import BadDataError, PreferenceDataModule, PromptDataModule
+from lrlhf.datamodules.bad_rows import BadRow
+from lrlhf.datamodules.loader import Fetching, ReadRows, UnusableRows
+from lrlhf.media import MediaOptions
+from lrlhf.types import PromptBatch
+from tests.datamodules.conftest import Remembers, WriteRows
+from tests.vlms import save_vlm
+
+LOADER = "lrlhf.datamodules.loader"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("qwen2_vl")
+    save_vlm("qwen2_vl", path)
+    return str(path)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Callable[[int], Path]:
+    """Picture ``n`` is of the grey level ``10 n``."""
+    return lambda number: tmp_path / f"{number}.png"
+
+
+def draw(path: Path) -> None:
+    random = np.random.Generator(np.random.Philox(0))
+    pixels = random.integers(0, 3, (28, 28, 3), dtype=np.uint8) + 10 * int(path.stem)
+    Image.fromarray(pixels.astype(np.uint8)).save(path)
+
+
+def rows(pictures: Callable[[int], Path], count: int) -> list[dict[str, Any]]:
+    for number in range(count):
+        draw(pictures(number))
+    return [
+        {
+            "prompt": [{"role": "user", "content": [{"type": "image"}]}],
+            "image": f"{number}.png",
+            "number": number,
+        }
+        for number in range(count)
+    ]
+
+
+def cut(path: Path) -> None:
+    """The head stays as it is."""
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def load(path: str, folder: str, **options: Any) -> PromptDataModule:
+    data = PromptDataModule(path, tokenizer=folder, **{"batch_size": 2, **options})
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def shown(batch: PromptBatch) -> list[int]:
+    """The row numbers of a batch, each by its own picture."""
+    assert batch.media is not None
+    found = []
+    for columns, media in zip(batch.columns, batch.media, strict=True):
+        assert media is not None
+        number = int(np.asarray(media.images[0])[0, 0, 0]) // 10
+        assert columns["number"] == number
+        found.append(number)
+    return found
+
+
+def numbers(data: PromptDataModule) -> list[int]:
+    return [number for batch in data.train_dataloader() for number in shown(batch)]
+
+
+@pytest.mark.parametrize("check", ["auto", "all", "files"])
+def test_bad_pictures_are_counted_before_training_with_their_names(
+    write_rows: WriteRows, folder: str, pictures: Callable[[int], Path], check: Any
+) -> None:
+    path = write_rows(rows(pictures, 8))
+    pictures(1).unlink()
+    pictures(3).write_text("<html>")
+    cut(pictures(4))
+    Image.new("RGB", (300, 1)).save(pictures(6))  # Qwen takes none over 200 times as long as wide
+    media = MediaOptions(check=check)
+    with pytest.raises(BadDataError) as caught:
+        load(path, folder, media=media, max_bad_fraction=0.2)
+    message = str(caught.value)
+    bad = ["missing file", "broken image", "broken image", "refused by the processor"]
+    names = ["1.png", "3.png", "4.png", "6.png"]
+    known = 2 if check == "files" else 4
+    assert f"{known} of 8 rows of the train data cannot be used" in message
+    assert f"{known * 12.5:.2f}%, more than max_bad_fraction=0.2" in message
+    lines = message.splitlines()
+    counts = {"missing file": 1, "broken image": known // 2, "refused by the processor": 1}
+    for reason in bad[:known]:
+        assert f"{counts[reason]:7d}  {reason}" in lines
+    for place, name in zip((2, 4, 5, 7), names, strict=True):
+        assert any(f"rows.jsonl:{place}: " in line and name in line for line in lines) is (
+            name in names[:known]
+        )
+
+
+def test_few_bad_pictures_are_told_once_and_left_out(
+    write_rows: WriteRows,
+    folder: str,
+    pictures: Callable[[int], Path],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = write_rows(rows(pictures, 8))
+    cut(pictures(3))
+    with caplog.at_level(logging.WARNING, "lrlhf"):
+        data = load(path, folder, max_bad_fraction=0.2, batch_size=1)
+        assert sorted(numbers(data)) == [0, 1, 2, 4, 5, 6, 7]
+    (record,) = caplog.records
+    assert "1 of 8 rows of the train data cannot be used" in record.getMessage()
+    assert "3.png" in record.getMessage()
+
+
+def test_auto_reads_only_so_many_rows_before_training(
+    write_rows: WriteRows,
+    folder: str,
+    pictures: Callable[[int], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = write_rows(rows(pictures, 4))
+    cut(pictures(3))
+    with pytest.raises(BadDataError, match=r"3\.png"):
+        load(path, folder)
+    monkeypatch.setattr("lrlhf.datamodules.media_rows._ALL_ROWS", 3)
+    load(path, folder)
+    with pytest.raises(BadDataError, match=r"3\.png"):
+        load(path, folder, media=MediaOptions(check="all"))
+
+
+def test_a_folder_full_of_nothing_stops_the_run(
+    write_rows: WriteRows, folder: str, pictures: Callable[[int], Path]
+) -> None:
+    path = write_rows(rows(pictures, 3))
+    for number in range(3):
+        pictures(number).unlink()
+    with pytest.raises(BadDataError, match="no usable rows") as caught:
+        load(path, folder, max_bad_fraction=1.0)
+    assert "media.root" in str(caught.value)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [(Path.unlink, "missing file"), (cut, "broken image")],
+    ids=["deleted", "cut"],
+)
+def test_a_picture_that_breaks_later_is_replaced_by_the_next_one(
+    write_rows: WriteRows,
+    folder: str,
+    pictures: Callable[[int], Path],
+    caplog: pytest.LogCaptureFixture,
+    workers: int,
+    harm: Callable[[Path], None],
+    reason: str,
+) -> None:
+    data = load(write_rows(rows(pictures, 6)), folder, num_workers=workers)
+    harm(pictures(2))
+    harm(pictures(3))
+    with caplog.at_level(logging.WARNING, LOADER):
+        # row 4 stands in for 2 and for 3
+        assert sorted(numbers(data)) == [0, 1, 4, 4, 4, 5]
+    told = [record.getMessage() for record in caplog.records]
+    # in place of 2 both were tried, in place of 3 only 3: three times; told when the count doubles
+    assert len(told) == 2
+    assert "(1 time(s) so far)" in told[0]
+    assert "(2 time(s) so far)" in told[1]
+    assert all(reason in line and (".png" in line) for line in told)
+    assert {"2.png", "3.png"} & {word.rstrip(":").rpartition("/")[2] for word in told[0].split()}
+
+
+def test_after_the_last_row_comes_the_first(
+    write_rows: WriteRows, folder: str, pictures: Callable[[int], Path]
+) -> None:
+    data = load(write_rows(rows(pictures, 4)), folder)
+    pictures(3).unlink()
+    assert sorted(numbers(data)) == [0, 0, 1, 2]
+
+
+def test_text_stands_in_for_a_picture(
+    write_rows: WriteRows, folder: str, pictures: Callable[[int], Path]
+) -> None:
+    listed = [*rows(pictures, 1), {"prompt": "hi", "number": 7}]
+    data = load(write_rows(listed), folder)
+    pictures(0).unlink()
+    (batch,) = data.train_dataloader()
+    assert [columns["number"] for columns in batch.columns] == [7, 7]
+    assert batch.media is None
+
+
+def test_where_every_picture_is_gone_the_run_stops_and_names_them(
+    write_rows: WriteRows, folder: str, pictures: Callable[[int], Path]
+) -> None:
+    data = load(write_rows(rows(pictures, 3)), folder)
+    for number in range(3):
+        pictures(number).unlink()
+    with pytest.raises(BadDataError, match="3 rows in a row cannot be used") as caught:
+        numbers(data)
+    message = str(caught.value)
+    assert all(f"missing file: there is no file {pictures(n)}" in message for n in range(3))
+
+
+def test_the_validation_rows_are_replaced_too(
+    write_rows: WriteRows,
+    folder: str,
+    pictures: Callable[[int], Path],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = write_rows(rows(pictures, 4))
+    data = load(path, folder, val=path)
+    pictures(1).unlink()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, LOADER):
+        seen = [number for batch in data.val_dataloader() for number in shown(batch)]
+    assert seen == [0, 2, 2, 3]
+    (record,) = caplog.records
+    assert "missing file" in record.getMessage()
+    assert "1.png" in record.getMessage()
+
+
+def test_the_upcoming_batch_is_read_the_same_way(
+    write_rows: WriteRows, folder: str, pictures: Callable[[int], Path]
+) -> None:
+    loader = load(write_rows(rows(pictures, 4)), folder, batch_size=4).train_dataloader()
+    pictures(0).unlink()
+    ahead = loader.upcoming()  # type: ignore[union-attr]
+    (batch,) = loader
+    assert shown(ahead) == shown(batch)
+    assert sorted(shown(batch)) == [1, 1, 2, 3]
+
+
+def trainer(save_to: Path | None = None) -> L.Trainer:
+    saving = ModelCheckpoint(
+        save_to,
+        filename="{step}",
+        every_n_train_steps=1,
+        save_top_k=-1,
+        save_on_train_epoch_end=False,
+    )
+    return L.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        enable_checkpointing=save_to is not None,
+        callbacks=[saving] if save_to else [],
+        max_epochs=3,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_resumed_run_puts_the_same_row_in_the_place_of_a_broken_one(
+    tmp_path: Path, write_rows: WriteRows, folder: str, pictures: Callable[[int], Path]
+) -> None:
+    path = write_rows(rows(pictures, 8))
+    # only heads are looked at, so that both runs begin with the same rows
+    cut(pictures(2))
+    cut(pictures(5))
+
+    def data() -> PromptDataModule:
+        media = MediaOptions(check="files")
+        return PromptDataModule(path, tokenizer=folder, batch_size=2, media=media)
+
+    whole = Remembers()
+    trainer(tmp_path / "checkpoints").fit(whole, datamodule=data())
+    assert len(whole.seen) == 3 * 4
+    for epoch in range(3):
+        seen = sum(whole.seen[4 * epoch : 4 * epoch + 4], [])
+        assert sorted(seen) == [0, 1, 3, 3, 4, 6, 6, 7]
+    for stop in (3, 6):
+        resumed = Remembers()
+        trainer().fit(
+            resumed,
+            datamodule=data(),
+            ckpt_path=str(tmp_path / "checkpoints" / f"step={stop}.ckpt"),
+            weights_only=True,
+        )
+        assert resumed.seen == whole.seen[stop:]
+
+
+def test_a_pair_is_replaced_as_a_whole(
+    write_rows: WriteRows, folder: str, pictures: Callable[[int], Path]
+) -> None:
+    for number in range(6):
+        draw(pictures(number))
+    pairs = [
+        {"image_0": f"{n}.png", "image_1": f"{n + 1}.png", "preference": "A", "number": n}
+        for n in (0, 2, 4)
+    ]
+    data = PreferenceDataModule(write_rows(pairs), tokenizer=folder, batch_size=3)
+    data.setup("fit")
+    pictures(3).unlink()
+    (batch,) = data.train_dataloader()
+    assert sorted(info["number"] for info in batch.info) == [0, 4, 4]
+    for row, info in enumerate(batch.info):
+        for index, side in enumerate((batch.candidate0, batch.candidate1)):
+            assert side.media is not None
+            media = side.media[row]
+            assert media is not None
+            level = int(np.asarray(media.images[0])[0, 0, 0]) // 10
+            assert level == info["number"] + index
+
+
+def refuse(row: str) -> str:
+    """Read a row of plain Python values as a data module reads pictures."""
+    if row.startswith("bad"):
+        raise BadRow("broken image", row)
+    return row.upper()
+
+
+def test_no_more_than_a_hundred_rows_are_tried_for_one() -> None:
+    readable = ReadRows([*(["bad"] * 100), "good"], refuse)
+    with pytest.raises(BadDataError, match="100 rows in a row"):
+        readable[0]
+    row, problems = readable[1]
+    assert row == "GOOD"
+    assert problems == [("broken image", "bad")] * 99
+
+
+def test_without_a_reader_rows_are_as_they_are() -> None:
+    readable = ReadRows(["bad", "good"], None)
+    assert len(readable) == 2
+    assert readable[0].row == "bad"
+    assert readable[0].problems == []
+
+
+def test_every_reason_is_counted_and_told_when_its_count_doubles(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    unusable = UnusableRows()
+    fetching = Fetching("".join, read=refuse, unusable=unusable)
+    with caplog.at_level(logging.WARNING, LOADER):
+        made = list(fetching.batches(["bad0", "a", "b"], [[0, 1], [2, 0]]))
+        made.append(fetching.batch(["bad0", "a", "b"], [0, 0]))
+        unusable.tell([("missing file", "c.png")])
+    assert made == ["AA", "BA", "AA"]
+    assert unusable.counts == {"broken image": 4, "missing file": 1}
+    told = [record.getMessage() for record in caplog.records]
+    # the first, second and fourth of one reason, and the first of the other
+    assert len(told) == 4
+    assert [line.rpartition("(")[2][0] for line in told] == ["1", "2", "4", "1"]
+    assert "broken image: bad0" in told[0]
+    assert "missing file: c.png" in told[3]

@@ -1,0 +1,231 @@
+"""The engine draws answers to images and videos from the policy, and from nothing else.
+
+What is expected comes from the plain forward pass over prompt and answer, one row at a time.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lrlhf.models import sequence_logprobs
+from lrlhf.rollout import Sampling, TransformersEngine
+from lrlhf.types import Rollout, SequenceBatch
+from tests.conftest import build_language_model, build_tokenizer
+from tests.vlms import (
+    FAMILIES,
+    QWEN_FAMILIES,
+    Row,
+    Vlm,
+    build_vlm,
+    never_said,
+    plain_logprobs,
+    prompts_of,
+    row,
+    rows_of,
+)
+
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=5)
+
+
+@pytest.fixture(params=FAMILIES)
+def vlm(request: pytest.FixtureRequest) -> Vlm:
+    return build_vlm(request.param)
+
+
+def prompt_rows(vlm: Vlm) -> list[Row]:
+    """0, 1 and 3 images, and a clip where there are any, before an answer."""
+    shown = [row(vlm, answer=""), row(vlm, [0], question="and?", answer="")]
+    shown.append(row(vlm, [1, 2, 3], answer=""))
+    return [*shown, row(vlm, videos=[0], answer="")] if len(rows_of(vlm)) == 4 else shown
+
+
+def generate(
+    vlm: Vlm,
+    rows: list[Row],
+    sampling: Sampling = SAMPLING,
+    *,
+    num_generations: int = 1,
+    **options: Any,
+) -> Rollout:
+    engine = TransformersEngine(**options)
+    engine.attach(vlm.model, vlm.tokenizer, vlm.processor)
+    seeds = list(range(len(rows) * num_generations))
+    return engine.generate(
+        prompts_of(rows), sampling, num_generations=num_generations, seeds=seeds
+    )
+
+
+def responses(rollout: Rollout) -> list[list[int]]:
+    rows = zip(rollout.input_ids, rollout.response_mask, strict=True)
+    return [ids[mask].tolist() for ids, mask in rows]
+
+
+def answered(prompt: Row, response: list[int]) -> Row:
+    """The row that a response makes of its prompt."""
+    plain = dict(prompt.plain)
+    for name, filler in (("attention_mask", 1), ("mm_token_type_ids", 0), ("token_type_ids", 0)):
+        if name in plain:
+            more = torch.full((1, len(response)), filler)
+            plain[name] = torch.cat([plain[name], more], dim=1)
+    plain["input_ids"] = torch.cat([plain["input_ids"], torch.tensor([response])], dim=1)
+    ids = (*prompt.input_ids, *response)
+    return replace(prompt, input_ids=ids, response=len(response), plain=plain)
+
+
+@torch.no_grad()
+def plain_of(vlm: Vlm, prompt: Row, response: list[int]) -> Tensor:
+    return plain_logprobs(vlm.model, vlm, answered(prompt, response))
+
+
+@pytest.mark.parametrize("num_generations", [1, 3])
+def test_log_probabilities_of_drawn_tokens_are_those_of_training_and_of_the_plain_model(
+    vlm: Vlm, num_generations: int
+) -> None:
+    rows = prompt_rows(vlm)
+    rollout = generate(vlm, rows, num_generations=num_generations)
+    assert len(rollout) == num_generations * len(rows)
+    with torch.no_grad():
+        trained = sequence_logprobs(vlm.model, rollout)
+    torch.testing.assert_close(rollout.sampling_logprobs, trained, rtol=0, atol=1e-5)
+    for index, response in enumerate(responses(rollout)):
+        plain = plain_of(vlm, rows[index // num_generations], response)
+        drawn = rollout.sampling_logprobs[index, rollout.response_mask[index]]
+        torch.testing.assert_close(drawn, plain, rtol=0, atol=1e-5)
+
+
+def test_greedy_answers_are_those_of_repeated_argmax(vlm: Vlm) -> None:
+    rows = prompt_rows(vlm)
+    rollout = generate(vlm, rows, Sampling(temperature=0.0, max_new_tokens=4))
+    banned = torch.tensor(never_said(vlm))
+    for prompt, response in zip(rows, responses(rollout), strict=True):
+        with torch.no_grad():
+            logits = vlm.model(**answered(prompt, response).plain).logits[0]
+        best = logits.index_fill(-1, banned, -torch.inf).argmax(-1)
+        assert best[-len(response) - 1 : -1].tolist() == response
+
+
+def test_neither_sharing_prompts_nor_the_batch_size_changes_a_token(vlm: Vlm) -> None:
+    rows = prompt_rows(vlm)
+    drawn = responses(generate(vlm, rows, num_generations=3))
+    assert len({tuple(response) for response in drawn}) > len(rows)
+    assert responses(generate(vlm, rows, num_generations=3, share_prompts=False)) == drawn
+    for size in (3, 6):
+        assert responses(generate(vlm, rows, num_generations=3, max_batch_size=size)) == drawn
+
+
+def test_answers_to_a_prompt_alone_are_those_beside_others(vlm: Vlm) -> None:
+    rows = prompt_rows(vlm)
+    together = responses(generate(vlm, rows))
+    assert responses(generate(vlm, rows[:1])) == together[:1]
+    # seeds go by place
+    turned = responses(generate(vlm, [rows[1], *rows[1:]]))
+    assert turned[1:] == together[1:]
+
+
+def test_responses_hold_the_media_object_of_their_prompt(vlm: Vlm) -> None:
+    rows = prompt_rows(vlm)
+    rollout = generate(vlm, rows, num_generations=3)
+    assert rollout.media is not None
+    for index, entry in enumerate(rollout.media):
+        assert entry is rows[index // 3].media
+    assert rollout.group_ids.tolist() == [index // 3 for index in range(len(rollout))]
+
+
+def test_prompts_are_kept_as_they_are_and_answers_follow_them(vlm: Vlm) -> None:
+    rows = prompt_rows(vlm)
+    rollout = generate(vlm, rows)
+    for index, (prompt, response) in enumerate(zip(rows, responses(rollout), strict=True)):
+        ids = rollout.input_ids[index, rollout.attention_mask[index]].tolist()
+        assert ids == [*prompt.input_ids, *response]
+
+
+@pytest.mark.parametrize("num_generations", [1, 2])
+@pytest.mark.parametrize("family", QWEN_FAMILIES)
+def test_a_text_is_not_moved_by_the_images_of_an_earlier_prompt(
+    family: str, num_generations: int
+) -> None:
+    vlm, fresh = build_vlm(family), build_vlm(family)
+    texts = [row(vlm, question="one or two?", answer=""), row(vlm, question="why?", answer="")]
+    alone = generate(fresh, texts, num_generations=num_generations)
+    shown = [row(vlm, [2], answer=""), row(vlm, [1, 2, 3], answer="")]
+    generate(vlm, shown, num_generations=num_generations)
+    after = generate(vlm, texts, num_generations=num_generations)
+    assert responses(after) == responses(alone)
+    for index, response in enumerate(responses(after)):
+        plain = plain_of(fresh, texts[index // num_generations], response)
+        drawn = after.sampling_logprobs[index, after.response_mask[index]]
+        torch.testing.assert_close(drawn, plain, rtol=0, atol=1e-5)
+
+
+def always_saying(model: nn.Module, ids: list[int]) -> None:
+    """Make the output head give these tokens nearly all of the probability."""
+
+    def raised(_module: nn.Module, _inputs: Any, logits: Tensor) -> Tensor:
+        more = torch.zeros(logits.shape[-1])
+        more[ids] = 50.0
+        return logits + more
+
+    model.get_output_embeddings().register_forward_hook(raised)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_policy_that_wants_to_never_says_a_placeholder(vlm: Vlm, temperature: float) -> None:
+    banned = never_said(vlm)
+    rows = prompt_rows(vlm)
+    always_saying(vlm.model, banned)
+    logits = vlm.model(**rows[0].plain).logits[0, -1]
+    assert int(logits.argmax()) in banned
+    rollout = generate(vlm, rows, replace(SAMPLING, temperature=temperature), num_generations=2)
+    said = {token for response in responses(rollout) for token in response}
+    assert said
+    assert not said & set(banned)
+    with torch.no_grad():
+        trained = sequence_logprobs(vlm.model, rollout)
+    torch.testing.assert_close(rollout.sampling_logprobs, trained, rtol=0, atol=1e-4)
+    assert (trained[rollout.response_mask] > -20).all()  # 50 nats would be the placeholders'
+
+
+@torch.no_grad()
+def test_the_other_tokens_have_all_of_the_probability(vlm: Vlm) -> None:
+    banned = never_said(vlm)
+    always_saying(vlm.model, banned)
+    prompt = row(vlm, [0], answer="")
+    others = [token for token in range(len(vlm.tokenizer)) if token not in banned]
+    ids = torch.tensor([[*prompt.input_ids, token] for token in others])
+    response = torch.zeros_like(ids, dtype=torch.bool)
+    response[:, -1] = True
+    batch = SequenceBatch(
+        input_ids=ids,
+        attention_mask=torch.ones_like(response),
+        response_mask=response,
+        media=(prompt.media,) * len(others),
+    )
+    total = sequence_logprobs(vlm.model, batch)[:, -1].double().exp().sum()
+    assert total == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_text_model_may_say_every_token() -> None:
+    tokenizer = build_tokenizer()
+    model = build_language_model(tokenizer)
+    always_saying(model, [7])
+    vlm = build_vlm("llava")
+    prompts = replace(prompts_of([row(vlm, answer="")]), media=None)
+    engine = TransformersEngine()
+    engine.attach(model, tokenizer)
+    prompts = replace(prompts, input_ids=prompts.input_ids.clamp(max=200))
+    rollout = engine.generate(prompts, SAMPLING, num_generations=1, seeds=[0])
+    assert responses(rollout) == [[7] * 5]
+    torch.testing.assert_close(rollout.sampling_logprobs.abs().max(), torch.tensor(0.0))
+
+
+def test_a_text_model_answers_no_pictures() -> None:
+    tokenizer = build_tokenizer()
+    prompts = prompts_of([row(build_vlm("llava"), [0], answer="")])
+    engine = TransformersEngine()
+    engine.attach(build_language_model(tokenizer), tokenizer)
+    prompts = replace(prompts, input_ids=prompts.input_ids.clamp(max=200))
+    with pytest.raises(ValueError, match="is a text model: it takes no images"):
+        engine.generate(prompts, SAMPLING, num_generations=1, seeds=[0])

@@ -1,0 +1,135 @@
+"""vLLM shown the policy's images: what it samples has the policy's own probabilities."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lrlhf.media import MediaProcessor
+from lrlhf.models import load_processor, ruled_out_ids, sequence_logprobs
+from lrlhf.rollout import Sampling, VLLMEngine, VLLMServerEngine
+from lrlhf.types import PromptBatch, Rollout
+from tests.vllm.models import disturb
+from tests.vlms import Row, Vlm, build_vlm, prompts_of, row, save_vlm
+
+FAMILIES = ("qwen2_vl", "qwen3_vl", "idefics3")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def shown(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[VLLMEngine, Vlm]]:
+    vlm = as_loaded(request.param, tmp_path_factory.mktemp("vlm"))
+    engine = VLLMEngine(max_model_len=512, kv_cache_gib=0.1)
+    engine.attach(vlm.model, vlm.tokenizer, vlm.processor)
+    engine.push(0)
+    yield engine, vlm
+    engine.close()
+
+
+def as_loaded(family: str, folder: Path) -> Vlm:
+    """With the processor that ``AutoProcessor`` picks, as vLLM does: others scale differently."""
+    save_vlm(family, folder)
+    vlm = build_vlm(family)
+    processor = load_processor(str(folder))
+    assert processor is not None
+    return vlm._replace(processor=MediaProcessor.of(processor, vlm.model.config))
+
+
+def asked(vlm: Vlm, images: Sequence[int] = (), videos: Sequence[int] = ()) -> Row:
+    """A prompt, with its tokens as vLLM wants them: one placeholder per image or video."""
+    parts = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}]
+    text = vlm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    short = vlm.tokenizer(text, add_special_tokens=False)["input_ids"]
+    prompt = row(vlm, images, videos, question="what?", answer="")
+    if prompt.media is None:
+        return prompt
+    return replace(prompt, media=replace(prompt.media, prompt_ids=tuple(short)))
+
+
+def mixed_prompts(vlm: Vlm) -> PromptBatch:
+    return prompts_of([asked(vlm), asked(vlm, [0]), asked(vlm, [1, 2, 3])])
+
+
+@torch.no_grad()
+def gap(vlm: Vlm, rollout: Rollout, temperature: float) -> float:
+    own = sequence_logprobs(vlm.model, rollout, temperature=temperature)
+    return float((own - rollout.sampling_logprobs).abs()[rollout.response_mask].max())
+
+
+def test_log_probabilities_with_images_agree_after_every_push(
+    shown: tuple[VLLMEngine, Vlm],
+) -> None:
+    engine, vlm = shown
+    prompts = mixed_prompts(vlm)
+    sampling = Sampling(max_new_tokens=8, temperature=0.8)
+    for version in range(1, 4):
+        disturb(vlm.model, seed=version, scale=0.02)
+        engine.push(version)
+        rollout = engine.generate(prompts, sampling, num_generations=3, seeds=list(range(9)))
+        assert gap(vlm, rollout, 0.8) < 1e-4
+    assert rollout.media is not None
+    assert prompts.media is not None
+    for position, entry in enumerate(rollout.media):
+        assert entry is prompts.media[position // 3]
+
+
+def test_the_probe_sees_encoders_weights_that_did_not_arrive(
+    shown: tuple[VLLMEngine, Vlm],
+) -> None:
+    engine, vlm = shown
+    engine.push(10)
+    assert engine.probe().max < 1e-4
+    encoder = vlm.model.base_model.get_encoder("image")
+    disturb(encoder, seed=7, scale=0.2)
+    assert engine.probe().max > 1e-3
+    engine.push(11)
+    assert engine.probe().max < 1e-4
+
+
+def test_no_placeholder_is_ever_drawn(shown: tuple[VLLMEngine, Vlm]) -> None:
+    engine, vlm = shown
+    ruled_out = torch.tensor(ruled_out_ids(vlm.model.config))
+    # hot enough for all tokens to be about equally likely, as they are for a random model
+    rollout = engine.generate(
+        mixed_prompts(vlm),
+        Sampling(max_new_tokens=32, temperature=2.0),
+        num_generations=16,
+        seeds=list(range(48)),
+    )
+    drawn = rollout.input_ids[rollout.response_mask]
+    assert len(drawn) > 500
+    assert not torch.isin(drawn, ruled_out).any()
+    assert gap(vlm, rollout, 2.0) < 1e-4
+
+
+def test_videos_are_refused_unless_a_mismatch_is_accepted() -> None:
+    vlm = build_vlm("qwen2_vl")
+    engine = VLLMEngine(max_model_len=512, kv_cache_gib=0.1)
+    engine.attach(vlm.model, vlm.tokenizer, vlm.processor)
+    engine.push(0)
+    prompts = prompts_of([asked(vlm, videos=[0])])
+    with pytest.raises(ValueError, match=r"inexact_video"):
+        engine.generate(prompts, Sampling(max_new_tokens=4), num_generations=1, seeds=[0])
+    engine.inexact_video = True
+    rollout = engine.generate(prompts, Sampling(max_new_tokens=4), num_generations=1, seeds=[0])
+    assert rollout.response_mask.sum() > 0
+    engine.close()
+
+
+def test_a_server_refuses_images() -> None:
+    vlm = build_vlm("qwen2_vl")
+    engine = VLLMServerEngine(max_model_len=512)
+    engine.attach(vlm.model, vlm.tokenizer, vlm.processor)
+    engine.version = 0
+    engine._described = {"max_model_len": 512}
+    with pytest.raises(ValueError, match=r"takes no images"):
+        engine.generate(
+            prompts_of([asked(vlm, [0])]),
+            Sampling(max_new_tokens=4),
+            num_generations=1,
+            seeds=[0],
+        )
