@@ -133,7 +133,7 @@ def _qwen(family: str) -> _Parts:
         tie_word_embeddings=True,
     )
     pixels = {"shortest_edge": (2 * patch) ** 2, "longest_edge": (6 * patch) ** 2}
-    images = transformers.Qwen2VLImageProcessorPil(patch_size=patch, merge_size=2, size=pixels)
+    images = transformers.Qwen2VLImageProcessor(patch_size=patch, merge_size=2, size=pixels)
     prefix = "Qwen3VL" if family == "qwen3_vl" else "Qwen2VL"
     videos = getattr(transformers, f"{prefix}VideoProcessor")(
         patch_size=patch,
@@ -170,7 +170,7 @@ def _idefics(family: str) -> _Parts:
     )
     edge = {"longest_edge": 32}
     prefix = "SmolVLM" if family == "smolvlm" else "Idefics3"
-    images = getattr(transformers, f"{prefix}ImageProcessorPil")(
+    images = getattr(transformers, f"{prefix}ImageProcessor")(
         size=edge, max_image_size=edge, do_image_splitting=False
     )
     options: dict[str, Any] = {}
@@ -203,7 +203,7 @@ def _llava_onevision(family: str) -> _Parts:
     )
     size = {"height": 32, "width": 32}
     processor = transformers.LlavaOnevisionProcessor(
-        image_processor=transformers.LlavaOnevisionImageProcessorPil(
+        image_processor=transformers.LlavaOnevisionImageProcessor(
             size=size, image_grid_pinpoints=pinpoints
         ),
         tokenizer=tokenizer,
@@ -226,7 +226,7 @@ def _llava(family: str) -> _Parts:
         tie_word_embeddings=True,
     )
     processor = transformers.LlavaProcessor(
-        image_processor=transformers.CLIPImageProcessorPil(
+        image_processor=transformers.CLIPImageProcessor(
             size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
         ),
         tokenizer=tokenizer,
@@ -255,7 +255,7 @@ def _gemma3(family: str) -> _Parts:
         **{f"{key}_index": value for key, value in ids.items()},
     )
     processor = transformers.Gemma3Processor(
-        image_processor=transformers.Gemma3ImageProcessorPil(size={"height": 32, "width": 32}),
+        image_processor=transformers.Gemma3ImageProcessor(size={"height": 32, "width": 32}),
         tokenizer=tokenizer,
         image_seq_length=4,
         chat_template=_template(tokenizer, "<start_of_image>"),

@@ -239,7 +239,9 @@ def test_frames_are_held_to_max_pixels_as_well(tmp_path: Path) -> None:
     # 256 pixels to 64: half of each side
     assert read_video(wide, options).frames.shape == (2, 4, 16, 3)
     assert read_video(film(4), options).frames.shape[1:] == (8, 8, 3)
-    path = written(tmp_path, encoded(wide[0], "GIF", save_all=True, append_images=wide[1:]), "a.gif")
+    path = written(
+        tmp_path, encoded(wide[0], "GIF", save_all=True, append_images=wide[1:]), "a.gif"
+    )
     assert read_video(path, options).frames.shape[1:] == (4, 16, 3)
 
 
@@ -278,7 +280,8 @@ def test_a_folder_is_no_image(tmp_path: Path) -> None:
         pytest.param(None, "wrong type", id="nothing"),
         pytest.param({"bytes": None, "path": None}, "wrong type", id="empty mapping"),
         pytest.param({}, "wrong type", id="no keys"),
-        pytest.param("x" * 300, "broken image", id="a text that is no path"),
+        # DEFECT: told as a broken image
+        pytest.param("x" * 300, "missing file", id="a text that is no path"),
     ],
 )
 def test_what_is_no_image_is_refused_before_its_pixels_are_read(value: Any, expected: str) -> None:
@@ -417,7 +420,9 @@ def test_a_video_that_was_read_already_stays_what_it_is() -> None:
 
 
 # DEFECT: Pillow tells the speed of a WebP only after its first frame was loaded: 10 fps is assumed
-@pytest.mark.parametrize(("format", "name"), [("GIF", "a.gif"), ("WEBP", "a.webp"), ("PNG", "a.png")])
+@pytest.mark.parametrize(
+    ("format", "name"), [("GIF", "a.gif"), ("WEBP", "a.webp"), ("PNG", "a.png")]
+)
 def test_an_animation_is_read_with_its_own_speed(tmp_path: Path, format: str, name: str) -> None:
     extra = {"lossless": True} if format == "WEBP" else {}
     levels = [0, 40, 80, 120, 160, 200, 220, 240]
@@ -430,10 +435,10 @@ def test_an_animation_is_read_with_its_own_speed(tmp_path: Path, format: str, na
 
 
 # DEFECT: bytes go to PyAV, which cannot read an animated WebP
-@pytest.mark.parametrize(("format", "name"), [("GIF", "a.gif"), ("WEBP", "a.webp"), ("PNG", "a.png")])
-def test_an_animation_as_bytes_gives_the_same_frames(
-    tmp_path: Path, format: str, name: str
-) -> None:
+@pytest.mark.parametrize(
+    ("format", "name"), [("GIF", "a.gif"), ("WEBP", "a.webp"), ("PNG", "a.png")]
+)
+def test_an_animation_as_bytes_gives_the_same_frames(format: str, name: str) -> None:
     extra = {"lossless": True} if format == "WEBP" else {}
     levels = [0, 40, 80, 120, 160, 200, 220, 240]
     content = animation(*levels, duration=250, format=format, **extra)

@@ -1,0 +1,300 @@
+"""Vision-language models come from a folder as policy, reward model and critic, and go back."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+from torch.testing import assert_close
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from lrlhf.media import MediaProcessor
+from lrlhf.models import (
+    CausalLM,
+    LoRA,
+    RewardNetwork,
+    ScoreModel,
+    ValueModel,
+    load_processor,
+    save_model,
+    sequence_logprobs,
+)
+from tests.vlms import (
+    FAMILIES,
+    QWEN_FAMILIES,
+    Row,
+    Vlm,
+    batch_of,
+    build_vlm,
+    plain_logprobs,
+    row,
+    rows_of,
+    save_vlm,
+)
+
+Folder = Callable[[str], str]
+
+ENCODERS = {
+    **dict.fromkeys(QWEN_FAMILIES, "visual"),
+    **dict.fromkeys(("llava", "llava_onevision", "gemma3"), "vision_tower"),
+    **dict.fromkeys(("smolvlm", "idefics3"), "vision_model"),
+}
+"""What each family calls its encoder, below its body."""
+BLOCKS = {
+    **dict.fromkeys(QWEN_FAMILIES, "visual.blocks.0"),
+    **dict.fromkeys(("llava", "llava_onevision", "gemma3"), "vision_tower.encoder.layers.0"),
+    **dict.fromkeys(("smolvlm", "idefics3"), "vision_model.encoder.layers.0"),
+}
+"""And the first block of it."""
+LANGUAGE = {**dict.fromkeys(FAMILIES, "language_model")}
+LANGUAGE |= dict.fromkeys(("smolvlm", "idefics3"), "text_model")
+"""What reads the text."""
+CONNECTORS = {
+    **dict.fromkeys(("llava", "llava_onevision", "gemma3"), "multi_modal_projector"),
+    **dict.fromkeys(("smolvlm", "idefics3"), "connector"),
+}
+"""What fits its features to the language model, where that is a part of its own."""
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    saved: dict[str, str] = {}
+
+    def folder(family: str) -> str:
+        if family not in saved:
+            saved[family] = str(tmp_path_factory.mktemp(family))
+            save_vlm(family, saved[family])
+        return saved[family]
+
+    return folder
+
+
+def frozen_names(model: nn.Module) -> set[str]:
+    """Names of the body's parameters that do not learn."""
+    return {name for name, w in model.base_model.named_parameters() if not w.requires_grad}
+
+
+def test_a_folder_becomes_the_model_its_tokenizer_and_its_processor(
+    family: str, folder_of: Folder
+) -> None:
+    spec, vlm = CausalLM(source=folder_of(family)), build_vlm(family)
+    model, processor = spec.load(), spec.load_processor()
+    assert type(model) is type(vlm.model)
+    assert type(processor) is type(vlm.processor.processor)
+    assert processor is not None
+    assert spec.load_tokenizer().get_vocab() == vlm.tokenizer.get_vocab()
+    paired = MediaProcessor.for_model(processor, model.config)
+    assert paired is not None
+    loaded = Vlm(model, processor.tokenizer, paired)
+    rows, again = rows_of(vlm), rows_of(loaded)
+    for mine, theirs in zip(rows, again, strict=True):
+        assert mine.input_ids == theirs.input_ids
+    batch = batch_of(again)
+    with torch.no_grad():
+        found = sequence_logprobs(model, batch)[batch.response_mask]
+        plain = torch.cat([plain_logprobs(vlm.model, vlm, entry) for entry in rows])
+    assert_close(found, plain, rtol=0, atol=1e-5)
+
+
+def test_a_text_model_has_no_processor_and_takes_none(model_folder: str, folder_of: Folder) -> None:
+    spec = CausalLM(source=model_folder)
+    assert spec.load_processor() is None
+    processor = load_processor(folder_of("llava"))
+    with pytest.raises(ValueError, match="LlavaProcessor was passed for a text model"):
+        MediaProcessor.for_model(processor, spec.load().config)
+    with pytest.raises(ValueError, match="is a text model: it has no vision encoder"):
+        CausalLM(source=model_folder, freeze_vision=True).load()
+
+
+def test_freeze_reads_the_names_of_the_familys_own_modules(family: str, folder_of: Folder) -> None:
+    block, layer = BLOCKS[family], f"{LANGUAGE[family]}.layers.1"
+    model = CausalLM(source=folder_of(family), freeze=[block, layer]).load()
+    frozen = frozen_names(model)
+    prefixes = (f"{block}.", f"{layer}.")
+    assert frozen == {n for n, _ in model.base_model.named_parameters() if n.startswith(prefixes)}
+    assert all(any(name.startswith(prefix) for name in frozen) for prefix in prefixes)
+
+
+def test_freezing_a_name_that_is_not_there_tells_what_comes_near(
+    family: str, folder_of: Folder
+) -> None:
+    encoder = ENCODERS[family]
+    wrong = encoder[:-1] + "x"
+    with pytest.raises(ValueError, match=rf"'{wrong}' matches no module.*Near matches: {encoder}"):
+        CausalLM(source=folder_of(family), freeze=[wrong]).load()
+
+
+@pytest.mark.parametrize("spec", [CausalLM, ScoreModel, ValueModel])
+def test_freeze_vision_freezes_exactly_the_encoder(
+    family: str, folder_of: Folder, spec: Any
+) -> None:
+    model = spec(source=folder_of(family), freeze_vision=True).load()
+    bodies = {CausalLM: lambda: model.base_model, ValueModel: lambda: model.backbone}
+    body = bodies.get(spec, lambda: model.scorer.backbone)()
+    names = {name for name, _ in body.named_parameters()}
+    encoder = {name for name in names if name.startswith(f"{ENCODERS[family]}.")}
+    assert len(encoder) > 10
+    # DEFECT (ScoreModel of llava_onevision): image_newline is taken for unused, and frozen
+    assert {name for name, w in body.named_parameters() if not w.requires_grad} == encoder
+    if family in CONNECTORS:
+        assert any(name.startswith(f"{CONNECTORS[family]}.") for name in names - encoder)
+
+
+def adapted(model: nn.Module) -> set[str]:
+    assert isinstance(model, PeftModel)
+    names = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    assert names
+    assert all("lora_" in name for name in names)
+    return names
+
+
+def test_adapters_stay_out_of_a_frozen_encoder_and_go_everywhere_else(
+    family: str, folder_of: Folder
+) -> None:
+    everywhere = adapted(CausalLM(source=folder_of(family), lora=LoRA(r=2)).load())
+    outside = adapted(CausalLM(source=folder_of(family), lora=LoRA(r=2), freeze_vision=True).load())
+    inside = {name for name in everywhere if f".{ENCODERS[family]}." in name}
+    assert inside
+    assert outside == everywhere - inside
+    assert any(f".{LANGUAGE[family]}." in name for name in outside)
+
+
+def scored_rows(vlm: Vlm) -> list[Row]:
+    return [*rows_of(vlm), row(vlm, [4], answer="one!")]
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean", "attention"])
+def test_scores_depend_on_nothing_but_the_row(family: str, folder_of: Folder, pooling: Any) -> None:
+    network = ScoreModel(source=folder_of(family), pooling=pooling).load()
+    with torch.no_grad():
+        for weight in network.scorer.heads.parameters():
+            weight.normal_(std=0.2)  # attention starts as the mean
+        rows = scored_rows(build_vlm(family))
+        alone = torch.cat([network(batch_of([entry], extra=0)) for entry in rows])
+        order = torch.randperm(len(rows)).tolist()
+        for left in (False, True):
+            scores = network(batch_of(rows, left=left))
+            assert_close(scores, alone, rtol=0, atol=1e-5)
+            turned = network(batch_of([rows[index] for index in order], left=left))
+            assert_close(turned, alone[order], rtol=0, atol=1e-5)
+    # the second and the last row show different pictures under the same text
+    assert rows[1].input_ids == rows[-1].input_ids
+    assert (alone[1] - alone[-1]).abs() > 1e-3
+
+
+def test_scores_are_those_of_the_hidden_states_of_the_plain_forward_pass(
+    family: str, folder_of: Folder
+) -> None:
+    vlm = build_vlm(family)
+    rows = scored_rows(vlm)
+    for pooling in ("last", "mean"):
+        network = ScoreModel(source=folder_of(family), pooling=pooling).load()
+        (weight,) = network.scorer.heads.parameters()
+        scores = network(batch_of(rows)).detach()
+        for entry, score in zip(rows, scores, strict=True):
+            with torch.no_grad():
+                hidden = vlm.model.base_model(**entry.plain).last_hidden_state[0]
+            # placeholders count among the tokens of the mean
+            pooled = hidden[-1] if pooling == "last" else hidden.mean(dim=0)
+            assert_close(score, weight.detach() @ pooled, rtol=0, atol=1e-5)
+
+
+def test_a_reward_model_trains_all_that_looks_at_images(family: str, folder_of: Folder) -> None:
+    network = ScoreModel(source=folder_of(family)).load()
+    body = network.scorer.backbone
+    # DEFECT (llava_onevision): image_newline is taken for unused, and frozen
+    assert [name for name, weight in body.named_parameters() if not weight.requires_grad] == []
+    network(batch_of(rows_of(build_vlm(family)))).sum().backward()
+    encoder = body.get_submodule(ENCODERS[family])
+    moved = [w.grad is not None and bool(w.grad.any()) for w in encoder.parameters()]
+    assert sum(moved) > len(moved) / 2
+    if family in CONNECTORS:
+        connector = body.get_submodule(CONNECTORS[family])
+        assert all(w.grad is not None and w.grad.any() for w in connector.parameters())
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(r=2)])
+def test_a_saved_reward_model_gives_the_same_scores(
+    family: str, folder_of: Folder, tmp_path: Path, lora: LoRA | None
+) -> None:
+    vlm = build_vlm(family)
+    network = ScoreModel(source=folder_of(family), heads=["a", "b"], lora=lora).load()
+    for name, weight in network.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.2)
+    batch = batch_of(rows_of(vlm))
+    scores = network(batch).detach()
+    network.save_pretrained(tmp_path, vlm.tokenizer)
+    vlm.processor.save(tmp_path)
+    again = RewardNetwork.from_pretrained(tmp_path)
+    assert again.head_names == ("a", "b")
+    assert_close(again(batch), scores, rtol=0, atol=0 if lora is None else 1e-4)
+    assert not any(weight.requires_grad for weight in again.parameters())
+    assert type(load_processor(str(tmp_path))) is type(vlm.processor.processor)
+
+
+def test_one_head_on_the_last_token_is_saved_with_all_that_looks_at_images(
+    family: str, folder_of: Folder, tmp_path: Path
+) -> None:
+    vlm = build_vlm(family)
+    network = ScoreModel(source=folder_of(family)).load()
+    batch = batch_of(rows_of(vlm), left=True)
+    network.save_pretrained(tmp_path, vlm.tokenizer)
+    again = RewardNetwork.from_pretrained(tmp_path)
+    assert_close(again(batch), network(batch).detach(), rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_values_are_those_of_the_states_of_the_plain_forward_pass(
+    family: str, folder_of: Folder
+) -> None:
+    vlm = build_vlm(family)
+    network = ValueModel(source=folder_of(family)).load()
+    for weight in network.head.parameters():
+        weight.normal_(std=0.2)
+    rows = rows_of(vlm)
+    for left in (False, True):
+        batch = batch_of(rows, left=left)
+        values = network(batch)
+        assert not values[~batch.response_mask].any()
+        for index, entry in enumerate(rows):
+            hidden = vlm.model.base_model(**entry.plain).last_hidden_state[0]
+            # of the state before each token of the answer
+            expected = network.head(hidden[-entry.response - 1 : -1])
+            found = values[index, batch.response_mask[index]]
+            assert_close(found, expected.view(-1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(r=2)])
+@torch.no_grad()
+def test_an_exported_policy_is_an_ordinary_model_with_its_processor(
+    family: str, folder_of: Folder, tmp_path: Path, lora: LoRA | None
+) -> None:
+    vlm = build_vlm(family)
+    model = CausalLM(source=folder_of(family), lora=lora).load()
+    for name, weight in model.named_parameters():
+        if "lora_B" in name or (lora is None and weight.dim() == 2):
+            weight.add_(0.05 * torch.randn_like(weight))
+    save_model(model, tmp_path)
+    vlm.processor.save(tmp_path)
+    plain, info = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    processor: Any = AutoProcessor.from_pretrained(tmp_path)
+    exported = Vlm(plain, processor.tokenizer, MediaProcessor.of(processor, plain.config))
+    tolerance = 1e-5 if lora is None else 1e-4
+    for mine, theirs in zip(rows_of(vlm), rows_of(exported), strict=True):
+        logits = model(**mine.plain).logits
+        assert_close(plain(**theirs.plain).logits, logits, rtol=0, atol=tolerance)
+        assert (logits - vlm.model(**mine.plain).logits).abs().max() > 1e-2
+    names = {re.sub(r"\.\d+\.", ".", name) for name, _ in plain.named_parameters()}
+    assert not any("lora" in name or "base_layer" in name for name in names)
