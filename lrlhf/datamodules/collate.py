@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from lrlhf.datamodules.media_rows import MediaReader, Unread
-from lrlhf.datamodules.tokenizing import Tokens
+from lrlhf.datamodules.tokenizing import Tokens, common_prefix
 from lrlhf.types import Media, PreferenceBatch, Prompt, PromptBatch, SequenceBatch
 
 
@@ -27,6 +28,11 @@ class PromptRow:
     def all_unread(self) -> tuple[Unread, ...]:
         """Its media, if there are any."""
         return () if self.unread is None else (self.unread,)
+
+    @property
+    def plain_ids(self) -> tuple[Tokens, ...]:
+        """Its tokens, if it shows nothing."""
+        return (self.input_ids,) if self.unread is None else ()
 
     def with_media(self, reader: MediaReader) -> PromptRow:
         """Read the images and videos, or raise `BadRow`."""
@@ -51,12 +57,22 @@ class Candidate:
         """Its media, if there are any."""
         return () if self.unread is None else (self.unread,)
 
+    @property
+    def plain_ids(self) -> tuple[Tokens, ...]:
+        """Its tokens, if it shows nothing."""
+        return (self.input_ids,) if self.unread is None else ()
+
     def with_media(self, reader: MediaReader) -> Candidate:
         """Read the images and videos, or raise `BadRow`."""
         if self.unread is None:
             return self
         input_ids, media = reader(self.unread, self.input_ids)
-        start = self.start + len(input_ids) - len(self.input_ids) if self.start else 0
+        if self.unread.prompt is not None:
+            start = common_prefix(reader(self.unread.prompt, self.input_ids)[0], input_ids)
+        elif np.array_equal(input_ids[: self.start], self.input_ids[: self.start]):
+            start = self.start  # nothing is shown before it
+        else:
+            start = self.start + len(input_ids) - len(self.input_ids)
         return replace(self, input_ids=input_ids, start=start, media=media)
 
 
@@ -77,9 +93,17 @@ class PairRow:
         """The media of both."""
         return (*self.candidate0.all_unread, *self.candidate1.all_unread)
 
+    @property
+    def plain_ids(self) -> tuple[Tokens, ...]:
+        """The tokens of each that shows nothing."""
+        return (*self.candidate0.plain_ids, *self.candidate1.plain_ids)
+
     def with_media(self, reader: MediaReader) -> PairRow:
         """Read the images and videos of both, or raise `BadRow`."""
         first, second = (one.with_media(reader) for one in (self.candidate0, self.candidate1))
+        if first.unread and second.unread and first.unread.refs.key == second.unread.refs.key:
+            # the same object, so that the model looks once
+            second = replace(second, media=first.media)
         return replace(self, candidate0=first, candidate1=second)
 
 

@@ -32,6 +32,11 @@ class Readable(Protocol):
         """Its media, text by text."""
         ...
 
+    @property
+    def plain_ids(self) -> tuple[Tokens, ...]:
+        """Tokens of its texts that show nothing."""
+        ...
+
     def with_media(self, reader: MediaReader) -> Self:
         """Return the row with its media read, or raise `BadRow`."""
         ...
@@ -55,6 +60,8 @@ class Unread:
 
     text: Text
     refs: MediaRefs
+    prompt: Unread | None = None
+    """What comes before the answer, where the answer shows something itself."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,8 @@ class MediaPlaces:
             return value
         base = Path(self.root).expanduser() if self.root is not None else folder
         path = Path(value).expanduser()
-        return str(path if base is None or path.is_absolute() else base / path)
+        # absolute: parts are anchored again when columns fill them
+        return str(path if base is None or path.is_absolute() else base.absolute() / path)
 
 
 @dataclass(frozen=True)
@@ -187,9 +195,18 @@ class MediaReader:
             self.options.check == "auto" and with_media <= _ALL_ROWS
         )
 
+        marks = list(self.processor.placeholders.values())
+
         def look(row: ReadableT | BadRow) -> ReadableT | BadRow:
             if isinstance(row, BadRow):
                 return row
+            if any(np.isin(ids, marks).any() for ids in row.plain_ids):
+                # the forward pass of a batch in which another row shows something would fail at it
+                return BadRow(
+                    "placeholder count",
+                    "the text has the model's mark of an image or video, and shows none",
+                    remedy="leave the mark out of the text",
+                )
             try:
                 for unread in row.all_unread:
                     if whole:
@@ -203,7 +220,7 @@ class MediaReader:
             return row
 
         if not with_media:
-            return list(rows)
+            return [look(row) for row in rows]
         with ThreadPoolExecutor(_THREADS) as pool:
             return list(pool.map(look, rows))
 

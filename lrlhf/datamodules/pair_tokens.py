@@ -47,12 +47,16 @@ def tokenize_pairs(
             shared = common_prefix(*ids)
             # where one side is the beginning of the other, its last token stands for its answer
             starts = tuple(min(shared, len(side) - 1) for side in ids)
-        rows.append(_row(draft, ids, starts, max_tokens))
+        rows.append(_row(draft, ids, starts, max_tokens, str(tokenizer.eos_token or "")))
     return rows
 
 
 def _row(
-    draft: PairDraft, ids: tuple[Tokens, Tokens], starts: Sequence[int], max_tokens: int | None
+    draft: PairDraft,
+    ids: tuple[Tokens, Tokens],
+    starts: Sequence[int],
+    max_tokens: int | None,
+    end: str,
 ) -> PairRow | BadRow:
     for name, side, start in zip(("first", "second"), ids, starts, strict=True):
         if start >= len(side):
@@ -65,8 +69,8 @@ def _row(
                 remedy="raise max_tokens",
             )
     return PairRow(
-        candidate0=Candidate(ids[0], starts[0], _unread(draft.pair, 0)),
-        candidate1=Candidate(ids[1], starts[1], _unread(draft.pair, 1)),
+        candidate0=Candidate(ids[0], starts[0], _unread(draft.pair, 0, end)),
+        candidate1=Candidate(ids[1], starts[1], _unread(draft.pair, 1, end)),
         labels=draft.labels,
         margin=draft.margin,
         keys=tuple(_digest(key) for key in draft.keys),
@@ -74,10 +78,16 @@ def _row(
     )
 
 
-def _unread(pair: TextPair | TokenPair, side: int) -> Unread | None:
+def _unread(pair: TextPair | TokenPair, side: int, end: str) -> Unread | None:
+    """Keep what a candidate shows, and its text as `_with_end` ends it."""
     if not isinstance(pair, TextPair) or not pair.refs[side]:
         return None
-    return Unread(pair.candidates[side], pair.refs[side])
+    text = pair.candidates[side]
+    if not text.complete:
+        text = text._replace(text=text.text.removesuffix(end) + end)
+    alone = not pair.prompt.text or len(pair.refs[side]) == len(pair.prompt_refs)
+    prompt = None if alone else Unread(pair.prompt, pair.prompt_refs)
+    return Unread(text, pair.refs[side], prompt)
 
 
 def _with_end(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> list[Tokens]:

@@ -254,7 +254,7 @@ def _photo(name: str) -> Image.Image:
     if name in ("china", "flower"):
         samples = _package("sklearn.datasets").load_sample_images().images
         return Image.fromarray(samples[("china", "flower").index(name)])
-    load: Callable[[], Any] = vars(_package("skimage.data"))[name]
+    load: Callable[[], Any] = getattr(_package("skimage.data"), name)
     loaded = load()
     pixels = loaded[0] if isinstance(loaded, tuple) else loaded
     photo = Image.fromarray(pixels).convert("RGB")

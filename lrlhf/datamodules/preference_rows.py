@@ -43,6 +43,8 @@ class TextPair:
     """Each with the prompt before it, as the model reads them."""
     refs: tuple[MediaRefs, MediaRefs] = (MediaRefs(), MediaRefs())
     """What each shows, in its prompt and in itself."""
+    prompt_refs: MediaRefs = field(default_factory=MediaRefs)
+    """What the prompt of text answers shows."""
 
 
 @dataclass(frozen=True)
@@ -171,10 +173,11 @@ class PreferenceParser:
         if _equal(pair) and any(abs(label) == 1 for label in labels):
             raise BadRow("identical candidates", f"columns {names[0]!r} and {names[1]!r} are equal")
         used = {self.prompt_column, *names, "tools", "chat_template_kwargs", self.margin_column}
-        if isinstance(pair, TextPair) and pair.refs[0]:
+        shows = isinstance(pair, TextPair) and any(pair.refs)
+        if shows:
             used |= {*media_columns()}
         info = {key: plain(value) for key, value in row.items() if key not in used}
-        if isinstance(pair, TextPair) and pair.refs[0]:
+        if isinstance(pair, TextPair) and shows:
             info |= {"media0": list(pair.refs[0].names), "media1": list(pair.refs[1].names)}
         return PairDraft(pair, keys, labels, read_margin(row, self.margin_column), info)
 
@@ -216,7 +219,7 @@ class PreferenceParser:
             return self._chat(row, folder, prompt, *turns)
         pair = (Text(prompt + answers[0], False), Text(prompt + answers[1], False))
         refs = self.media.of_columns(row, folder)
-        return TextPair(Text(prompt, False), pair, (refs, refs)), prompt
+        return TextPair(Text(prompt, False), pair, (refs, refs), refs), prompt
 
     def _chat(
         self,
@@ -243,7 +246,7 @@ class PreferenceParser:
             answer, more = self.media.of_messages(rest, MediaRefs(), folder)
             texts.append(Text(self.chat.render((*turns, *answer), row, prompt=False), True))
             refs.append(shown + more)
-        pair = TextPair(Text(before, True), (texts[0], texts[1]), (refs[0], refs[1]))
+        pair = TextPair(Text(before, True), (texts[0], texts[1]), (refs[0], refs[1]), shown)
         return pair, before
 
     def _turns(self, row: Row, column: str) -> tuple[Message, ...]:

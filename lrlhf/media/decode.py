@@ -161,7 +161,7 @@ def read_video(value: Any, options: MediaOptions) -> Video:
         return Video(_frames(images, name), options.fps)
     if not isinstance(value, Path | bytes):
         raise MediaError("wrong type", f"a video is a path, bytes or frames, not {_kind(value)}")
-    if isinstance(value, Path) and value.suffix.lower() in _STILLS:
+    if _is_animation(value):
         return _animation(value, name, options)
     return _film(value, name, options)
 
@@ -196,9 +196,16 @@ def _content(value: Any, name: str) -> Any:
                 remedy="download the files first, and give their paths",
             )
         value = Path(value.removeprefix("file://")).expanduser()
-    if isinstance(value, Path) and not value.is_file():
-        raise MediaError("missing file", f"there is no file {value}", remedy="set media.root")
+    if isinstance(value, Path) and not _is_file(value):
+        raise MediaError("missing file", f"there is no file {name}", remedy="set media.root")
     return value
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, or a folder that may not be read
+        return False
 
 
 def _data_uri(value: str, name: str) -> bytes:
@@ -257,8 +264,10 @@ def _scaled(image: Image.Image, max_pixels: int | None) -> Image.Image:
     if max_pixels is None or width * height <= max_pixels:
         return image
     factor = math.sqrt(max_pixels / (width * height))
-    size = max(1, math.floor(width * factor)), max(1, math.floor(height * factor))
-    return image.resize(size, Image.Resampling.BICUBIC)
+    # where one side would be less than a pixel, the other one has all that there may be
+    sides = (max(1, math.floor(side * factor)) for side in image.size)
+    width, height = (min(side, max_pixels) for side in sides)
+    return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def _evenly(count: int, most: int) -> list[int]:
@@ -281,12 +290,19 @@ def _frames(images: Sequence[Image.Image], name: str) -> NDArray[np.uint8]:
     return np.stack([np.asarray(image) for image in images])
 
 
-def _animation(path: Path, name: str, options: MediaOptions) -> Video:
+def _is_animation(content: Path | bytes) -> bool:
+    if isinstance(content, Path):
+        return content.suffix.lower() in _STILLS
+    return content.startswith((b"GIF8", b"\x89PNG")) or content[8:12] == b"WEBP"
+
+
+def _animation(content: Path | bytes, name: str, options: MediaOptions) -> Video:
     try:
-        with Image.open(path) as opened:
-            milliseconds = float(opened.info.get("duration") or 1000 / _GIF_FPS)
+        with Image.open(_handle(content)) as opened:
             frames = [frame.copy() for frame in ImageSequence.Iterator(opened)]
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
+            # of a WebP it is known only now
+            milliseconds = float(opened.info.get("duration") or 1000 / _GIF_FPS)
+    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
         raise MediaError("broken video", f"{name}: {error}") from error
     fps = 1000 / milliseconds
     chosen = _evenly(len(frames), _taken(len(frames), fps, options)) if frames else []
@@ -299,7 +315,9 @@ def _film(content: Path | bytes, name: str, options: MediaOptions) -> Video:
     # a stream may not tell how many frames it has: they are counted first
     try:
         count, fps = _measure(av, content)
-        chosen = set(_evenly(count, _taken(count, fps, options))) if count else set()
+        if not count:
+            raise MediaError("video without frames", f"{name} has none")
+        chosen = set(_evenly(count, _taken(count, fps, options)))
         images = []
         with av.open(_handle(content)) as container:
             for index, frame in enumerate(container.decode(video=0)):
@@ -307,6 +325,8 @@ def _film(content: Path | bytes, name: str, options: MediaOptions) -> Video:
                     images.append(_scaled(frame.to_image().convert("RGB"), options.max_pixels))
                 if len(images) == len(chosen):
                     break
+    except MediaError:
+        raise
     except (av.error.FFmpegError, OSError, ValueError, IndexError) as error:
         raise MediaError("broken video", f"{name}: {error}") from error
     return Video(_frames(images, name), fps * len(images) / max(1, count))

@@ -52,13 +52,16 @@ def _feed(digest: hashlib.blake2b, value: Any) -> None:
     if isinstance(value, Mapping):
         inner = value.get("bytes")
         _feed(digest, value.get("path") if inner is None else inner)
-    elif isinstance(value, list | tuple):
+        return
+    if isinstance(value, list | tuple):
         for entry in value:
             _feed(digest, entry)
     elif isinstance(value, bytes | bytearray):
         digest.update(value)
     elif isinstance(value, Image.Image | np.ndarray | Tensor):
-        digest.update(np.ascontiguousarray(value).tobytes())
+        pixels = np.ascontiguousarray(value)
+        digest.update(f"{pixels.shape}{pixels.dtype}".encode())
+        digest.update(pixels.tobytes())
     else:
         digest.update(str(value).encode("utf-8", "surrogatepass"))
     digest.update(b"|")

@@ -80,8 +80,8 @@ class PretrainedSpec:
     """Modules that do not learn, as shell patterns over the names of the model's body:
     ``embed_tokens``, ``layers.[0-5]``, ``*``. Not with ``lora``."""
     freeze_vision: bool = False
-    """The encoder of images and videos does not learn, nor get adapters, whatever its name; what
-    fits its features to the language model does."""
+    """The encoder of images and videos does not learn, nor get adapters, whatever its name. What
+    fits its features to the language model learns, unless it is part of the encoder (Qwen)."""
 
     def __post_init__(self) -> None:
         if self.freeze and self.lora is not None:

@@ -41,7 +41,7 @@ class _Seen(NamedTuple):
     """The encoder's output that they are from."""
 
 
-_memory: ContextVar[dict[tuple[int, str, int], _Seen] | None] = ContextVar(
+_memory: ContextVar[dict[tuple[int, str, bool, int], _Seen] | None] = ContextVar(
     "media_features", default=None
 )
 
@@ -92,6 +92,8 @@ def backbone_inputs(
                 f"{type(model).__name__} is a text model: it takes no images or videos"
             )
         return inputs
+    if shown:
+        _check_counts(model, input_ids, media or (), ids)
     body = _body(model)
     arguments = inspect.signature(body.forward).parameters
     kinds = _kind_numbers(input_ids, ids)
@@ -115,6 +117,27 @@ def backbone_inputs(
             kind: found for kind, found in features.items() if found is not None
         },
     }
+
+
+def _check_counts(
+    model: PreTrainedModel,
+    input_ids: Int[Tensor, "B T"],
+    media: Sequence[Media | None],
+    ids: Mapping[str, int],
+) -> None:
+    """Compare placeholders with media, row by row; a model compares their sums at most."""
+    kinds = {kind for entry in media if entry is not None for kind in entry.tokens}
+    unseen = sorted(kinds - ids.keys())
+    if unseen:
+        raise ValueError(f"{type(model).__name__} sees no {unseen[0]}s; leave them out of the data")
+    for kind, token in ids.items():
+        found = (input_ids == token).sum(dim=1).tolist()
+        given = [0 if entry is None else entry.tokens.get(kind, 0) for entry in media]
+        if found != given:
+            raise ValueError(
+                f"the rows have {found} {kind} placeholders, and what they show is for {given}: "
+                "texts and media do not belong together"
+            )
 
 
 def numbers_media(model: PreTrainedModel, media: Sequence[Media | None] | None) -> bool:
@@ -206,8 +229,12 @@ def _features(body: PreTrainedModel, kind: str, shown: Sequence[Media]) -> Any:
         return None
     memory = _memory.get()
     known = {} if memory is None else memory
+    # what was seen without gradients is no start for a pass that needs them
+    learning = torch.is_grad_enabled()
     found: dict[int, Streams] = {
-        id(entry): known[key][1] for entry in shown if (key := (id(body), kind, id(entry))) in known
+        id(entry): known[key].streams
+        for entry in shown
+        if (key := (id(body), kind, learning, id(entry))) in known
     }
     fresh = list({id(entry): entry for entry in shown if id(entry) not in found}.values())
     template: Any = None
@@ -218,9 +245,9 @@ def _features(body: PreTrainedModel, kind: str, shown: Sequence[Media]) -> Any:
             found[id(entry)] = parts
             if memory is not None and not any(part.requires_grad for part in parts):
                 # the entry is kept as well: its id must not be given to another
-                memory[id(body), kind, id(entry)] = _Seen(entry, parts, template)
+                memory[id(body), kind, learning, id(entry)] = _Seen(entry, parts, template)
     if template is None:
-        template = known[id(body), kind, id(shown[0])].template
+        template = known[id(body), kind, learning, id(shown[0])].template
     return _filled(template, [found[id(entry)] for entry in shown])
 
 
@@ -292,7 +319,11 @@ def _filled(template: Any, rows: Sequence[Streams]) -> Any:
     pooled, *deep = (torch.cat(parts) for parts in zip(*rows, strict=True))
     shape = template.pooler_output
     whole = isinstance(shape, Tensor)
+    if whole:
+        # videos of different lengths do not stack; only the order of their features counts then
+        even = len(pooled) % shape.shape[-2] == 0
+        pooled = pooled.view(-1, *shape.shape[1:]) if even else pooled[None]
     return type(template)(
-        pooler_output=pooled.view(-1, *shape.shape[1:]) if whole else (pooled,),
+        pooler_output=pooled if whole else (pooled,),
         **({"deepstack_features": [(layer,) for layer in deep]} if deep else {}),
     )

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from lrlhf.models.loading import CausalLM
 from lrlhf.models.logprobs import sequence_logprobs
+from lrlhf.models.media_inputs import looking_once
 from lrlhf.types import SequenceBatch
 
 
@@ -129,7 +130,8 @@ class _WithoutAdapters(ReferencePolicy):
     def logprobs(
         self, batch: SequenceBatch, *, temperature: float = 1.0, chunk_size: int = 1024
     ) -> Float[Tensor, "B T"]:
-        with adapters_disabled(self._policy), evaluating(self._policy):
+        # what is seen with the policy's adapters is not what the reference sees
+        with looking_once(), adapters_disabled(self._policy), evaluating(self._policy):
             return sequence_logprobs(
                 self._policy, batch, temperature=temperature, chunk_size=chunk_size
             )

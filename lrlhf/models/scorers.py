@@ -165,14 +165,17 @@ class HeadedBackbone(Scorer):
         known |= {id(weight) for weight in plain.get_input_embeddings().parameters()}
         # the probe is text: what looks at images is not reached, and used all the same
         known |= {id(weight) for part in media_modules(plain) for weight in part.parameters()}
+        if media_modules(plain):
+            # such as the mark of a line's end between the patches of LLaVA-OneVision
+            known |= {id(weight) for weight in plain.base_model.parameters(recurse=False)}
         doubtful = [w for w in plain.parameters() if w.requires_grad and id(w) not in known]
         if not blocks or not doubtful:
             return
         tokens = torch.zeros((1, 2), dtype=torch.long, device=plain.device)
         with torch.enable_grad():
-            hidden = self.hidden_states(tokens, torch.ones_like(tokens, dtype=torch.bool))
+            hidden = self.hidden_states(tokens, torch.ones_like(tokens, dtype=torch.bool)).sum()
         gradients = (
-            torch.autograd.grad(hidden.sum(), doubtful, allow_unused=True)
+            torch.autograd.grad(hidden, doubtful, allow_unused=True)
             if hidden.requires_grad
             else [None] * len(doubtful)
         )

@@ -103,7 +103,8 @@ class PolicyUpdate(L.LightningModule):
         for _ in range(self.update.num_iterations):
             parts = minibatches(experience, size=local_size)
             for part, text in zip(parts, texts, strict=True):
-                # frozen encoders see each image once per step; trained ones once per micro-batch
+                # features that nothing is trained for are computed once per step, the others once
+                # per micro-batch
                 with looking_once():
                     self._optimizer_steps(part, text, metrics, collectives)
         schedulers = self.lr_schedulers()

@@ -140,7 +140,6 @@ def test_answers_to_a_question_about_a_picture(
     assert not {"image", "images", "prompt"} & info.keys()
 
 
-# DEFECT: the end of the text gets lost when its picture is read, and the answer starts too early
 def test_answers_of_a_plain_text_begin_behind_the_picture(
     write_rows: WriteRows, folder: str
 ) -> None:
@@ -181,7 +180,6 @@ def test_chosen_and_rejected_conversations_share_their_picture(
     assert levels(batch) == ([2], [2])
 
 
-# DEFECT: the start of an answer moves with the pictures in the answer itself
 def test_an_answer_may_show_a_picture_itself(write_rows: WriteRows, folder: str) -> None:
     def answer(name: str) -> list[dict[str, Any]]:
         parts = [{"type": "text", "text": "so: "}, {"type": "image", "path": name}]
@@ -387,7 +385,6 @@ def test_pairs_that_lack_something_are_told(
         load(write_rows([{"prompt": "a cat", **row}]), folder)
 
 
-# DEFECT: only rows with media are counted; the forward pass stops at the other ones
 def test_a_placeholder_in_the_text_of_a_pair_without_media_is_a_bad_row(
     write_rows: WriteRows, folder: str
 ) -> None:

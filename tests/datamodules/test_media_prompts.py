@@ -194,7 +194,6 @@ def test_rows_that_share_a_picture_share_it_after_a_move(
 def test_relative_paths_start_from_the_data_file_wherever_it_is(
     tmp_path: Path, write_rows: WriteRows, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # DEFECT: the relative folder of the data file is put in front of a column's path twice
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     grey(tmp_path / "data", 1)
@@ -323,7 +322,6 @@ def test_rewards_get_columns_without_the_paths_that_were_read(
     )
 
 
-# DEFECT: rows that name no media are not counted, and the marker in their text reaches the model
 # as a placeholder with nothing behind it, which stops the forward pass
 @pytest.mark.parametrize("as_messages", [True, False])
 def test_a_placeholder_in_the_text_of_a_row_without_media_is_a_bad_row(
@@ -335,7 +333,6 @@ def test_a_placeholder_in_the_text_of_a_row_without_media_is_a_bad_row(
         load(write_rows(rows), folder)
 
 
-# DEFECT: as above
 def test_a_placeholder_in_a_pretraining_text_without_media_is_a_bad_row(
     write_rows: WriteRows, folder: str
 ) -> None:
@@ -380,7 +377,6 @@ def test_pretraining_texts_show_pictures(
     assert read(shown, 1 - row) == "plain words"
 
 
-# DEFECT: where the picture is not before the first trained token, that token moves with it
 def test_all_but_the_first_token_of_a_text_with_a_picture_is_trained_on(
     tmp_path: Path, write_rows: WriteRows, folder: str
 ) -> None:

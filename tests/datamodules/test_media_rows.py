@@ -17,7 +17,7 @@ from lrlhf.datamodules.media_rows import (
     media_columns,
     text_parts,
 )
-from lrlhf.datamodules.tokenizing import Text
+from lrlhf.datamodules.tokenizing import Text, Tokens
 from lrlhf.media import MediaOptions, MediaRefs
 from tests.vlms import build_vlm
 
@@ -270,7 +270,6 @@ def test_the_root_comes_before_the_folder_of_the_data_file() -> None:
     assert places.of_columns(row, FOLDER).images == ("/pictures/a.png", "/b.png")
 
 
-# DEFECT: a relative folder is put in front twice, so `train: data/rows.jsonl` finds no file
 def test_what_was_anchored_once_stays_where_it_is() -> None:
     # columns are anchored, and again with the parts that they fill
     places = MediaPlaces(build_vlm("qwen2_vl").processor)
@@ -318,6 +317,7 @@ class Shows:
 
     def __init__(self, *images: str, text: str = "<|image_pad|>") -> None:
         self.all_unread = (Unread(Text(text, True), MediaRefs(images)),) if images else ()
+        self.plain_ids: tuple[Tokens, ...] = ()
         self.read = 0
 
     def with_media(self, reader: MediaReader) -> "Shows":

@@ -222,7 +222,6 @@ def test_an_image_above_max_pixels_keeps_its_shape() -> None:
     assert read_image(image, MediaOptions(max_pixels=800)).size == (40, 20)
 
 
-# DEFECT: a side that would become less than a pixel is raised to 1, and the other one stays
 @pytest.mark.parametrize("size", [(33, 7), (101, 100), (3, 999), (7, 7)])
 @pytest.mark.parametrize("most", [1, 48, 500])
 def test_max_pixels_is_never_exceeded(size: tuple[int, int], most: int) -> None:
@@ -280,7 +279,6 @@ def test_a_folder_is_no_image(tmp_path: Path) -> None:
         pytest.param(None, "wrong type", id="nothing"),
         pytest.param({"bytes": None, "path": None}, "wrong type", id="empty mapping"),
         pytest.param({}, "wrong type", id="no keys"),
-        # DEFECT: told as a broken image
         pytest.param("x" * 300, "missing file", id="a text that is no path"),
     ],
 )
@@ -325,7 +323,6 @@ def test_a_decompression_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     assert reason(lambda: read_image(content, OPTIONS)) == "broken image"
 
 
-# DEFECT: Pillow's DecompressionBombError comes through
 def test_an_animation_is_also_a_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, animation(0, 50), "a.gif")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 3)  # frames have 8 pixels
@@ -419,7 +416,6 @@ def test_a_video_that_was_read_already_stays_what_it_is() -> None:
     assert read_video(video, MediaOptions(max_frames=1)) is video
 
 
-# DEFECT: Pillow tells the speed of a WebP only after its first frame was loaded: 10 fps is assumed
 @pytest.mark.parametrize(
     ("format", "name"), [("GIF", "a.gif"), ("WEBP", "a.webp"), ("PNG", "a.png")]
 )
@@ -434,7 +430,6 @@ def test_an_animation_is_read_with_its_own_speed(tmp_path: Path, format: str, na
     assert shades(read_video(path, MediaOptions(max_frames=2))) == [80, 220]  # middles 2 and 6
 
 
-# DEFECT: bytes go to PyAV, which cannot read an animated WebP
 @pytest.mark.parametrize(
     ("format", "name"), [("GIF", "a.gif"), ("WEBP", "a.webp"), ("PNG", "a.png")]
 )
@@ -475,7 +470,6 @@ def header_only() -> bytes:
 @pytest.mark.parametrize(
     ("content", "name", "expected"),
     [
-        # DEFECT: told as "broken video … tuple index out of range"
         pytest.param(sound, "song.mp3", "video without frames", id="sound"),
         pytest.param(header_only, "none.avi", "video without frames", id="no frame"),
         pytest.param(lambda: b"", "empty.mp4", "broken video", id="empty file"),
@@ -508,7 +502,6 @@ def test_a_file_that_shows_nothing_is_refused_by_name(
         pytest.param([*stills(1), "gone.png"], "missing file", id="lost frame"),
         pytest.param("https://example.org/a.mp4", "remote file", id="address"),
         pytest.param("data:video/mp4;base64,####", "broken image", id="bad base64"),
-        # DEFECT: the operating system's "file name too long" comes through, also in check_video
         pytest.param("x" * 300, "missing file", id="a text that is no path"),
     ],
 )

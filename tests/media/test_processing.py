@@ -284,7 +284,6 @@ def test_the_specimen_is_the_same_every_time_and_shows_one_image(qwen: MediaProc
     assert len(first.input_ids) == len(first.media.prompt_ids) + 3
 
 
-# DEFECT: what stands in a mapping gets another key than the same path or bytes alone
 def test_refs_are_equal_where_the_same_files_or_bytes_are_named() -> None:
     pixels = np.zeros((2, 2, 3), np.uint8)
     keys = [

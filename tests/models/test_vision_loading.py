@@ -143,7 +143,6 @@ def test_freeze_vision_freezes_exactly_the_encoder(
     names = {name for name, _ in body.named_parameters()}
     encoder = {name for name in names if name.startswith(f"{ENCODERS[family]}.")}
     assert len(encoder) > 10
-    # DEFECT (ScoreModel of llava_onevision): image_newline is taken for unused, and frozen
     assert {name for name, w in body.named_parameters() if not w.requires_grad} == encoder
     if family in CONNECTORS:
         assert any(name.startswith(f"{CONNECTORS[family]}.") for name in names - encoder)
@@ -211,7 +210,6 @@ def test_scores_are_those_of_the_hidden_states_of_the_plain_forward_pass(
 def test_a_reward_model_trains_all_that_looks_at_images(family: str, folder_of: Folder) -> None:
     network = ScoreModel(source=folder_of(family)).load()
     body = network.scorer.backbone
-    # DEFECT (llava_onevision): image_newline is taken for unused, and frozen
     assert [name for name, weight in body.named_parameters() if not weight.requires_grad] == []
     network(batch_of(rows_of(build_vlm(family)))).sum().backward()
     encoder = body.get_submodule(ENCODERS[family])

@@ -53,9 +53,7 @@ def generate(
     engine = TransformersEngine(**options)
     engine.attach(vlm.model, vlm.tokenizer, vlm.processor)
     seeds = list(range(len(rows) * num_generations))
-    return engine.generate(
-        prompts_of(rows), sampling, num_generations=num_generations, seeds=seeds
-    )
+    return engine.generate(prompts_of(rows), sampling, num_generations=num_generations, seeds=seeds)
 
 
 def responses(rollout: Rollout) -> list[list[int]]:
