@@ -6,6 +6,7 @@ from lrlhf.callbacks.eval_jsonl import EvalJSONL
 from lrlhf.callbacks.files import atomic_folder, atomic_write, output_folder
 from lrlhf.callbacks.hf_export import HFExport
 from lrlhf.callbacks.kl_control import KLControl
+from lrlhf.callbacks.pair_page import PairPage
 from lrlhf.callbacks.progress import PhaseProgress
 from lrlhf.callbacks.rollout_log import RolloutLog
 from lrlhf.callbacks.run_report import RunReport
@@ -17,6 +18,7 @@ __all__ = [
     "EvalJSONL",
     "HFExport",
     "KLControl",
+    "PairPage",
     "PhaseProgress",
     "RLCheckpoint",
     "RolloutLog",

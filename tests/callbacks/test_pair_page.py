@@ -1,0 +1,103 @@
+"""The page of pairs that a reward model judged."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from lrlhf.callbacks import PairPage
+from lrlhf.callbacks.pair_page import _lines
+from lrlhf.types import Media, PreferenceBatch, SequenceBatch
+
+
+def flat(level: int) -> Media:
+    pixels = np.full((24, 24, 3), level, np.uint8)
+    return Media(tensors={}, tokens={"image": 1}, images=(Image.fromarray(pixels),))
+
+
+def sequences(media: Sequence[Media | None] | None, rows: int) -> SequenceBatch:
+    ids = torch.zeros(rows, 2, dtype=torch.long)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    shown = None if media is None else tuple(media)
+    return SequenceBatch(input_ids=ids, attention_mask=mask, response_mask=mask, media=shown)
+
+
+def batch(*levels: tuple[int, int] | None) -> PreferenceBatch:
+    sides = [[None if pair is None else flat(pair[side]) for pair in levels] for side in (0, 1)]
+    return PreferenceBatch(
+        candidate0=sequences(sides[0], len(levels)),
+        candidate1=sequences(sides[1], len(levels)),
+        labels=torch.tensor([[1.0]] * len(levels)),
+        info=({},) * len(levels),
+    )
+
+
+class Judge(L.LightningModule):
+    def validation_step(self, given: PreferenceBatch, batch_idx: int) -> dict[str, object]:
+        record = {"info": {}, "scores0": {"good": 1.0}, "scores1": {"good": 0.25}}
+        return {"records": [record] * len(given)}
+
+
+def validate(page: PairPage, folder: Path, *batches: PreferenceBatch) -> None:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[page],
+    )
+    loader = DataLoader(list(batches), batch_size=None)  # type: ignore[arg-type]
+    trainer.validate(Judge(), dataloaders=loader, verbose=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*batch_size")
+def test_a_page_holds_the_first_pairs_of_the_validation_set(tmp_path: Path) -> None:
+    page = PairPage(pairs=3)
+    validate(
+        page,
+        tmp_path,
+        batch((10, 240), None, (30, 220)),
+    )
+    assert [path.name for path in page.paths] == ["eval_pairs_0.png"]
+    drawn = np.asarray(Image.open(page.paths[0]).convert("L"))
+    for level in (10, 240, 30, 220):
+        # each picture is a large area of its one grey level
+        assert (drawn == level).sum() > 5000
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*batch_size")
+def test_pairs_of_texts_make_no_page(tmp_path: Path) -> None:
+    page = PairPage()
+    texts = batch(None, None)
+    validate(page, tmp_path, texts)
+    assert page.paths == []
+    assert list(tmp_path.glob("*.png")) == []
+
+
+def test_scores_are_green_where_people_agree_and_red_where_not() -> None:
+    record = {
+        "scores0": {"a": 2.0, "b": 2.0, "c": 2.0, "d": 2.0, "e": 2.0},
+        "scores1": {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 2.0},
+    }
+    lines = _lines(record, [1.0, -1.0, 0.0, float("nan"), 1.0])
+    assert [text.split(":")[0] for text, _ in lines] == ["a", "b", "c", "d", "e"]
+    right, wrong, tie, missing, undecided = (colour for _, colour in lines)
+    assert len({right, wrong, tie}) == 3
+    assert missing == tie
+    assert undecided == wrong
+    assert lines[0][0] == "a: left   2.00 | 1.00"
+    assert lines[1][0] == "b: right   2.00 | 1.00"
+    assert lines[2][0] == "c: equal   2.00 | 1.00"
+    assert lines[3][0] == "d: not labelled   2.00 | 1.00"
+
+
+def test_a_page_needs_pairs() -> None:
+    with pytest.raises(ValueError, match="pairs is 0"):
+        PairPage(pairs=0)
