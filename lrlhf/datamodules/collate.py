@@ -14,15 +14,11 @@ from lrlhf.datamodules.tokenizing import Tokens, common_prefix
 from lrlhf.types import Media, PreferenceBatch, Prompt, PromptBatch, SequenceBatch
 
 
-@dataclass(frozen=True)
-class PromptRow:
-    """One tokenised prompt."""
+class _OneText:
+    """A row with one text, which may show something."""
 
-    prompt: Prompt
     input_ids: Tokens
-    columns: Mapping[str, Any]
-    unread: Unread | None = None
-    media: Media | None = None
+    unread: Unread | None
 
     @property
     def all_unread(self) -> tuple[Unread, ...]:
@@ -33,6 +29,17 @@ class PromptRow:
     def plain_ids(self) -> tuple[Tokens, ...]:
         """Its tokens, if it shows nothing."""
         return (self.input_ids,) if self.unread is None else ()
+
+
+@dataclass(frozen=True)
+class PromptRow(_OneText):
+    """One tokenised prompt."""
+
+    prompt: Prompt
+    input_ids: Tokens
+    columns: Mapping[str, Any]
+    unread: Unread | None = None
+    media: Media | None = None
 
     def with_media(self, reader: MediaReader) -> PromptRow:
         """Read the images and videos, or raise `BadRow`."""
@@ -43,7 +50,7 @@ class PromptRow:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Candidate(_OneText):
     """One tokenised answer with its prompt before it."""
 
     input_ids: Tokens
@@ -51,16 +58,6 @@ class Candidate:
     """Where the answer begins: behind images and videos, or at 0, where all of it counts."""
     unread: Unread | None = None
     media: Media | None = None
-
-    @property
-    def all_unread(self) -> tuple[Unread, ...]:
-        """Its media, if there are any."""
-        return () if self.unread is None else (self.unread,)
-
-    @property
-    def plain_ids(self) -> tuple[Tokens, ...]:
-        """Its tokens, if it shows nothing."""
-        return (self.input_ids,) if self.unread is None else ()
 
     def with_media(self, reader: MediaReader) -> Candidate:
         """Read the images and videos, or raise `BadRow`."""

@@ -48,7 +48,7 @@ _memory: ContextVar[dict[tuple[int, str, bool, int], _Seen] | None] = ContextVar
 
 def placeholder_ids(config: PreTrainedConfig) -> dict[str, int]:
     """Return the token id that each kind of media is put in for; empty for a text model."""
-    values = config.to_dict()
+    values = vars(config)  # not to_dict(), which copies all of it: this runs in every pass
     found = {kind: _token_id(values, kind) for kind in KINDS}
     return {kind: token for kind, token in found.items() if token is not None}
 
@@ -58,7 +58,7 @@ def ruled_out_ids(config: PreTrainedConfig) -> tuple[int, ...]:
 
     A placeholder without an image behind it makes the next forward pass fail.
     """
-    values = config.to_dict()
+    values = vars(config)
     found = {_token_id(values, name) for name in (*KINDS, *_MARKERS)}
     return tuple(sorted(token for token in found if token is not None))
 
