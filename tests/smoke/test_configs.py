@@ -1,6 +1,7 @@
 """Every YAML under configs/ parses as it is, and trains one step with a tiny model."""
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from lrlhf.cli import run
 pytestmark = pytest.mark.usefixtures("_own_log")
 
 ROOT = Path(__file__).parents[2]
+ALL = sorted((ROOT / "configs").rglob("*.yaml"))
 # tests/vllm runs those that start vLLM
-CONFIGS = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if "vllm" not in path.name]
+CONFIGS = [path for path in ALL if "vllm" not in path.name and "_vl" not in path.name]
+# each with an overlay of the same name in configs/cpu
+VISION = [path for path in ALL if path.name.endswith("_vl.yaml") and path.parent.name == "configs"]
 BASE = ROOT / "configs" / "quickstart.yaml"
 
 # how to shrink each module and its data; another module says here how it is made small
@@ -79,18 +83,41 @@ def _small_data(config: dict[str, Any], folder: Path) -> list[str]:
     raise AssertionError(f"say here how to make {source!r} small")
 
 
+def _with_overlay(path: Path) -> list[str]:
+    return [f"--config={path}", f"--config={path.parent / 'cpu' / path.name}"]
+
+
+@pytest.fixture(scope="module")
+def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the headers tell to build first, the supervised start in small."""
+    folder = tmp_path_factory.mktemp("vlm")
+    script = runpy.run_path(str(ROOT / "examples" / "tiny_vlm.py"))
+    script["build"](folder)
+    script["begin"](folder, steps=2)
+    return folder
+
+
 def test_there_are_configs() -> None:
     assert BASE in CONFIGS
+    assert [path.name for path in VISION] == ["ppo_vl.yaml", "reward_vl.yaml", "rloo_vl.yaml"]
+    overlays = {path.name for path in ALL if path.parent.name == "cpu"}
+    assert overlays == {path.name for path in VISION}
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=_name)
+@pytest.mark.parametrize("path", ALL, ids=_name)
 def test_a_config_says_at_its_top_what_it_is_for(path: Path) -> None:
     assert path.read_text().startswith("# ")
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=_name)
-def test_a_config_parses_as_it_is(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = run(["fit", *_with_base(path), "--print_config"])
+@pytest.mark.parametrize(
+    "files",
+    [
+        *(pytest.param(_with_base(path), id=_name(path)) for path in (*CONFIGS, *VISION)),
+        *(pytest.param(_with_overlay(path), id=f"{_name(path)} and cpu") for path in VISION),
+    ],
+)
+def test_a_config_parses_as_it_is(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status = run(["fit", *files, "--print_config"])
 
     shown = capsys.readouterr()
     assert shown.err == ""
@@ -117,6 +144,34 @@ def test_a_config_trains_a_step(
         tiny.append(f"--model.critic.model={reward_folder}")
 
     status = run(["fit", *_with_base(path), *tiny, *_small_data(config, tmp_path), *TRIAL])
+
+    assert "error:" not in capsys.readouterr().err
+    assert "`max_steps=1` reached" in caplog.text
+    assert status == 0
+
+
+@pytest.mark.parametrize("path", VISION, ids=_name)
+def test_a_config_for_images_trains_a_step_on_a_cpu(
+    path: Path,
+    tiny_vlm: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class_name = _class(yaml.safe_load(path.read_text()), "model")
+    flags = {
+        "RewardModel": [
+            f"--model.model.source={tiny_vlm}",
+            "--data.train.init_args.pairs=40",
+            "--data.val.init_args.pairs=8",
+            "--data.num_workers=0",
+        ],
+        "RLOO": [f"--model.policy.source={tiny_vlm}"],
+        "PPO": [f"--model.policy.source={tiny_vlm}", f"--model.critic.model={tiny_vlm}"],
+    }[class_name]
+    if class_name != "RewardModel":
+        flags += ["--data.train.init_args.size=40", "--data.val.init_args.size=8"]
+
+    status = run(["fit", *_with_overlay(path), *flags, *TRIAL])
 
     assert "error:" not in capsys.readouterr().err
     assert "`max_steps=1` reached" in caplog.text
