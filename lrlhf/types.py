@@ -101,7 +101,9 @@ def _map_media(
     for entry in media:
         if entry is not None and id(entry) not in mapped:
             tensors = {name: function(tensor) for name, tensor in entry.tensors.items()}
-            mapped[id(entry)] = replace(entry, tensors=tensors)
+            same = all(tensors[name] is tensor for name, tensor in entry.tensors.items())
+            # what is on the device already stays the object that features are remembered by
+            mapped[id(entry)] = entry if same else replace(entry, tensors=tensors)
     return tuple(None if entry is None else mapped[id(entry)] for entry in media)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import lightning as L
@@ -115,7 +115,7 @@ class Loaders(Generic[RowT, BatchT]):
         return EvalLoader(
             self._sides.validation.values,
             size,
-            fetching=self._fetching,
+            fetching=replace(self._fetching, drop=True),
             ranks=data_ranks(self._trainer),
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lrlhf.datamodules.bad_rows import BadRow
 from lrlhf.datamodules.media_rows import MediaReader, Unread
 from lrlhf.datamodules.tokenizing import Tokens, common_prefix
 from lrlhf.types import Media, PreferenceBatch, Prompt, PromptBatch, SequenceBatch
@@ -46,6 +47,13 @@ class PromptRow(_OneText):
         if self.unread is None:
             return self
         input_ids, media = reader(self.unread, self.input_ids)
+        if input_ids[-1] in reader.processor.placeholders.values():
+            # its last token is computed again for every response, without what it stands for
+            raise BadRow(
+                "ends with an image",
+                f"{', '.join(media.names)}: nothing comes after it",
+                remedy="put some text after the last image or video of a prompt",
+            )
         return replace(self, input_ids=input_ids, media=media)
 
 

@@ -109,6 +109,9 @@ class Fetching(Generic[RowT, BatchT]):
     pin_memory: bool = False
     read: Callable[[RowT], RowT] | None = None
     unusable: UnusableRows = field(default_factory=UnusableRows)
+    drop: bool = False
+    """Leave unusable rows out, where each row is to come once; a batch that would be empty gets one
+    other row."""
 
     def batches(self, rows: Sequence[RowT], batches: Sequence[Sequence[int]]) -> Iterator[BatchT]:
         """Go through batches of the given row indices."""
@@ -135,6 +138,8 @@ class Fetching(Generic[RowT, BatchT]):
 
     def _collate(self, read: Sequence[ReadRow[RowT]]) -> Fetched[BatchT]:
         problems = [problem for row in read for problem in row.problems]
+        if self.drop:
+            read = [row for row in read if not row.problems] or read[:1]
         return Fetched(self.collate([row.row for row in read]), problems)
 
 

@@ -84,9 +84,14 @@ class MediaPlaces:
         for kind in KINDS:
             several = row.get(f"{kind}s{suffix}")
             one = row.get(f"{kind}{suffix}")
-            if several is not None and not isinstance(several, list | tuple):
-                several = [several]
-            found[kind] = [*([] if one is None else [one]), *(several or ())]
+            if kind == "image" and isinstance(one, list | tuple):
+                found[kind] += one
+            elif not _is_nothing(one):
+                found[kind].append(one)
+            if isinstance(several, list | tuple):
+                found[kind] += several
+            elif not _is_nothing(several):
+                found[kind].append(several)
         return self._refs(found, folder)
 
     def of_messages(
@@ -208,11 +213,11 @@ class MediaReader:
                     remedy="leave the mark out of the text",
                 )
             try:
+                if whole:
+                    row.with_media(self)
+                    return row
                 for unread in row.all_unread:
-                    if whole:
-                        self(unread, np.empty(0, np.int32))
-                    else:
-                        self.processor.check(unread.text.text, unread.refs)
+                    self.processor.check(unread.text.text, unread.refs)
             except MediaError as error:
                 return as_bad_row(error)
             except BadRow as problem:
@@ -263,6 +268,11 @@ class RowReading:
 def as_bad_row(error: MediaError) -> BadRow:
     """Count unusable media among the bad rows."""
     return BadRow(error.reason, error.detail, remedy=error.remedy)
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether a table's cell is empty; an array has no truth of its own."""
+    return value is None or (isinstance(value, str) and not value)
 
 
 def _media_parts(message: Message) -> list[Mapping[str, Any]]:

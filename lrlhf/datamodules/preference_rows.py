@@ -121,13 +121,16 @@ class PreferenceParser:
         """
         for names, suffixes in _SHOWN_CANDIDATES.items():
             columns = {column for suffix in suffixes for column in media_columns(suffix)}
-            if not columns & row.keys() or self.media.processor is None:
+            own = [self.media.of_columns(row, folder, suffix) for suffix in suffixes]
+            if not any(own):
                 continue
             shared = self.media.of_columns(row, folder)
-            own = [self.media.of_columns(row, folder, suffix) for suffix in suffixes]
-            for suffix, refs in zip(suffixes, own, strict=True):
-                if not refs:
-                    raise BadRow("missing media", f"columns *{suffix} name no image and no video")
+            for name, suffix, refs in zip(names, suffixes, own, strict=True):
+                if not refs and row.get(name) is None:
+                    raise BadRow(
+                        "missing media",
+                        f"columns *{suffix} name no image and no video, and there is no {name!r}",
+                    )
             sides = [
                 self._shown_side(row, name, shared + refs, folder)
                 for name, refs in zip(names, own, strict=True)

@@ -24,6 +24,16 @@ _REMOTE = ("http://", "https://", "s3://", "gs://", "hf://")
 _STILLS = (".gif", ".webp", ".apng", ".png")
 """Files that Pillow reads frame by frame."""
 _GIF_FPS = 10.0
+_DAMAGED = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    EOFError,
+    RuntimeError,
+    Image.DecompressionBombError,
+)
+"""How Pillow's readers fail at damaged files."""
 
 
 class MediaError(ValueError):
@@ -105,15 +115,7 @@ def read_image(value: Any, options: MediaOptions) -> Image.Image:
             image = _rgb(opened if upright is None else upright)
     except MediaError:
         raise
-    # a damaged file makes Pillow's readers fail in any of these ways
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        TypeError,
-        EOFError,
-        Image.DecompressionBombError,
-    ) as error:
+    except _DAMAGED as error:
         raise MediaError("broken image", f"{name}: {error}") from error
     return _scaled(image, options.max_pixels)
 
@@ -128,7 +130,9 @@ def check_image(value: Any) -> None:
     try:
         with _opened_image(value, name) as opened:
             _check_size(opened.size, name)
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except MediaError:
+        raise
+    except _DAMAGED as error:
         raise MediaError("broken image", f"{name}: {error}") from error
 
 
@@ -302,7 +306,7 @@ def _animation(content: Path | bytes, name: str, options: MediaOptions) -> Video
             frames = [frame.copy() for frame in ImageSequence.Iterator(opened)]
             # of a WebP it is known only now
             milliseconds = float(opened.info.get("duration") or 1000 / _GIF_FPS)
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+    except _DAMAGED as error:
         raise MediaError("broken video", f"{name}: {error}") from error
     fps = 1000 / milliseconds
     chosen = _evenly(len(frames), _taken(len(frames), fps, options)) if frames else []

@@ -7,9 +7,13 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
+from transformers import PreTrainedModel
 
+from lrlhf.media import MediaProcessor
+from lrlhf.models import media_modules
 from lrlhf.modules.settings import Advantage, Update
 from lrlhf.rollout import Sampling
+from lrlhf.strategies import waits_for_every_parameter
 
 
 def refuse_pure_low_precision(trainer: L.Trainer, model: nn.Module) -> None:
@@ -39,6 +43,26 @@ def refuse_pure_low_precision(trainer: L.Trainer, model: nn.Module) -> None:
                 "would be rounded away; load the model with dtype: float32 and compute in 16 bits "
                 "with trainer.precision: bf16-mixed, or train a LoRA adapter"
             )
+
+
+def refuse_idle_encoder(
+    trainer: L.Trainer, model: PreTrainedModel, processor: MediaProcessor | None
+) -> None:
+    """Refuse a strategy that hangs when only some ranks show images to an encoder that learns.
+
+    Raises:
+        ValueError: Gradients of the encoder are waited for on ranks whose rows show nothing.
+    """
+    if processor is None or not waits_for_every_parameter(trainer):
+        return
+    parts = media_modules(model)
+    if any(weight.requires_grad for part in parts for weight in part.parameters()):
+        raise ValueError(
+            "the vision encoder is trained, and this strategy waits for its gradients also where a "
+            "process has rows without images: use trainer.strategy: "
+            "ddp_find_unused_parameters_true, or freeze it (freeze_vision: true, and freeze for "
+            "what fits it to the language model)"
+        )
 
 
 def uses_loss_scaler(trainer: L.Trainer) -> bool:

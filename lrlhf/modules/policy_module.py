@@ -23,7 +23,11 @@ from lrlhf.models import (
     save_model,
 )
 from lrlhf.modules.batch_plan import BatchPlan, plan_batches
-from lrlhf.modules.checks import check_group_policy_options, refuse_pure_low_precision
+from lrlhf.modules.checks import (
+    check_group_policy_options,
+    refuse_idle_encoder,
+    refuse_pure_low_precision,
+)
 from lrlhf.modules.importance import ImportanceSampling, check_importance_sampling
 from lrlhf.modules.iteration import Iteration
 from lrlhf.modules.metric_sums import MetricSums
@@ -201,6 +205,7 @@ class PolicyModule(PolicyRollout):
         if stage == "fit":
             for model in self.trainable_models().values():
                 refuse_pure_low_precision(self.trainer, model)
+            refuse_idle_encoder(self.trainer, plain_model(self.policy), self.processor)
             count_iterations_as_steps(self.trainer)
             self._planned = False
         self._ready = False

@@ -18,7 +18,11 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lrlhf.media import MediaProcessor
 from lrlhf.models import LoRA, RewardNetwork, ScoreModel
-from lrlhf.modules.checks import refuse_pure_low_precision, uses_loss_scaler
+from lrlhf.modules.checks import (
+    refuse_idle_encoder,
+    refuse_pure_low_precision,
+    uses_loss_scaler,
+)
 from lrlhf.modules.gradient_window import GradientWindow
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.pair_batches import PairScores, concatenate, score_records
@@ -145,6 +149,7 @@ class RewardModel(L.LightningModule):
 
     def on_fit_start(self) -> None:
         refuse_pure_low_precision(self.trainer, self.network)
+        refuse_idle_encoder(self.trainer, self.network.scorer.plain, self.processor)
         self.network.train()  # from_pretrained leaves eval mode, and Lightning keeps it
 
     def on_train_batch_start(self, batch: PreferenceBatch, batch_idx: int) -> None:

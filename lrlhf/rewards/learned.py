@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.media import MediaError, MediaProcessor
-from lrlhf.models import RewardNetwork, load_processor, load_tokenizer
+from lrlhf.models import RewardNetwork, load_processor, load_tokenizer, ruled_out_ids
 from lrlhf.models.loading import DType
 from lrlhf.rewards.function import (
     Completion,
@@ -39,6 +40,8 @@ class _Loaded(NamedTuple):
     network: RewardNetwork
     tokenizer: PreTrainedTokenizerBase
     processor: MediaProcessor | None
+    marks: tuple[str, ...]
+    """What stands for images and videos in the model's texts; a response must not say it."""
     head: int
     max_tokens: int | None
     device: torch.device
@@ -163,6 +166,7 @@ class LearnedReward(RewardFunction):
             network=network,
             tokenizer=tokenizer,
             processor=MediaProcessor.for_model(processor, network.config),
+            marks=tuple(tokenizer.convert_ids_to_tokens(list(ruled_out_ids(network.config)))),
             head=_head_index(network.head_names, self._head, self._source),
             max_tokens=min(_limits(self._max_tokens, network, tokenizer), default=None),
             device=device,
@@ -178,17 +182,22 @@ class LearnedReward(RewardFunction):
     ) -> _Row | None:
         """Encode a response with its prompt; None: it is too long for the model."""
         tokenizer = loaded.tokenizer
+        completion = _without_marks(completion, loaded.marks)
+        chat = not isinstance(prompt, str)
         if isinstance(prompt, str):
-            ids = _encode(tokenizer, prompt + completion_text(completion), specials=True)
-            end = tokenizer.eos_token_id
-            return _Row(ids if end is None or ids[-1:] == [end] else [*ids, end])
-        if loaded.processor is None:
-            prompt = tuple(_as_text(turn) for turn in prompt)
-        text = self._render(tokenizer, prompt, completion)
+            text = prompt + completion_text(completion)
+        else:
+            turns = prompt if loaded.processor else tuple(_as_text(turn) for turn in prompt)
+            text = self._render(tokenizer, turns, completion)
         if loaded.processor is None or not (images or videos):
-            return _Row(_encode(tokenizer, text, specials=False))
+            ids = _encode(tokenizer, text, specials=not chat)
+            end = tokenizer.eos_token_id
+            return _Row(ids if chat or end is None or ids[-1:] == [end] else [*ids, end])
+        if not chat:
+            end_text = str(tokenizer.eos_token or "")
+            text = text.removesuffix(end_text) + end_text
         try:
-            return _Row(*loaded.processor.encode(text, images, videos))
+            return _Row(*loaded.processor.encode(text, images, videos, complete=chat))
         except MediaError as error:
             if error.reason == "too long":
                 return None
@@ -222,6 +231,20 @@ class LearnedReward(RewardFunction):
                 "chat_template"
             ) from error
         return str(text)
+
+
+def _without_marks(completion: Completion, marks: Sequence[str]) -> Completion:
+    """Remove what the reward model would read as an image: a policy can spell it by letters."""
+    if not marks:
+        return completion
+    if isinstance(completion, str):
+        return re.sub("|".join(map(re.escape, marks)), "", completion)
+    return [
+        {**turn, "content": _without_marks(turn["content"], marks)}
+        if isinstance(turn.get("content"), str)
+        else turn
+        for turn in completion
+    ]
 
 
 def _as_text(turn: Message) -> Message:

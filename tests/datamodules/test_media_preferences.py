@@ -488,3 +488,22 @@ def test_candidates_keep_their_pictures_after_shuffling(
             assert media_of(batch.candidate1, row).tokens["image"] == 6 - number
             assert read(batch.candidate0, row=row) == turn("user", images(number))
     assert sorted(seen) == [1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("empty", [None, "", []])
+def test_columns_of_other_rows_are_empty_in_a_pair_of_texts(
+    write_rows: WriteRows, folder: str, empty: Any
+) -> None:
+    row = {"prompt": "q", "chosen": "good", "rejected": "bad"}
+    row |= {"image_chosen": empty, "image_rejected": empty, "images": empty}
+    batch = only(write_rows([row]), folder)
+    assert batch.candidate0.media is None
+    assert batch.candidate1.media is None
+
+
+def test_a_picture_is_compared_with_a_text(write_rows: WriteRows, folder: str) -> None:
+    row = {"prompt": "q", "image_0": "2.png", "candidate1": "no picture", "reward": "A"}
+    batch = only(write_rows([row]), folder)
+    assert batch.candidate0.media is not None
+    assert batch.candidate1.media is None
+    assert "no picture" in texts(batch)[1]

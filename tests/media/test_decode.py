@@ -1,6 +1,7 @@
 """Expected pixels are written by hand: files are made of few colours that survive their format."""
 
 import base64
+import contextlib
 import io
 from collections.abc import Callable
 from fractions import Fraction
@@ -540,3 +541,16 @@ def test_the_root_must_be_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"media\.root 'nowhere' is no folder"):
         MediaOptions(root="nowhere")
     assert MediaOptions(root=str(tmp_path)).root == str(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["AVIF", "PPM"])
+def test_a_damaged_file_is_told_whatever_its_reader_raises(kind: str, tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    Image.effect_noise((32, 32), 90).convert("RGB").save(stream, format=kind)
+    whole = stream.getvalue()
+    path = tmp_path / f"a.{kind.lower()}"
+    for cut in (*range(4, 40, 3), len(whole) // 2):
+        path.write_bytes(whole[:cut] + bytes(len(whole) - cut)[: len(whole) // 3])
+        for look in (lambda: read_image(str(path), MediaOptions()), lambda: check_image(str(path))):
+            with contextlib.suppress(MediaError):
+                look()

@@ -1,5 +1,6 @@
 """Policies, critics and reward models that are shown images, trained for a step or two."""
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from lrlhf.callbacks import RLCheckpoint, RolloutLog
-from lrlhf.datamodules import PreferenceDataModule, PromptDataModule, ReplayDataModule
+from lrlhf.datamodules import BadDataError, PreferenceDataModule, PromptDataModule, ReplayDataModule
 from lrlhf.models import HeadConfig, RewardNetwork, ValueHead, ValueNetwork
 from lrlhf.models.scorers import HeadedBackbone
 from lrlhf.modules import (
@@ -27,6 +28,7 @@ from lrlhf.modules import (
     RewardModel,
     Update,
 )
+from lrlhf.modules.checks import refuse_idle_encoder
 from lrlhf.rewards import LearnedReward, Rewards
 from lrlhf.rewards.function import completion_text
 from lrlhf.rollout import Sampling
@@ -315,6 +317,102 @@ def test_a_trained_reward_model_scores_responses_to_images(
             hidden = scorer.plain(**inputs).last_hidden_state
             expected = hidden.mean(dim=1) @ scorer.heads["bright"].projection.weight.T
         assert record["score"] == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_an_encoder_that_does_not_learn_sees_each_image_once_per_step(
+    questions: Path, tmp_path: Path
+) -> None:
+    vlm = build_vlm("qwen2_vl")
+    # with Qwen what fits the features to the language model is part of the encoder
+    vlm.model.base_model.get_encoder("image").requires_grad_(False)
+    seen: list[int] = []
+    look = vlm.model.base_model.get_image_features
+
+    def counted(pixel_values: Tensor, image_grid_thw: Tensor, **options: Any) -> Any:
+        seen.append(len(image_grid_thw))
+        return look(pixel_values, image_grid_thw, **options)
+
+    vlm.model.base_model.get_image_features = counted
+    module = policy(
+        vlm, update=Update(micro_batch_tokens=1), reference=Reference(kl_coef=0), num_generations=4
+    )
+    data = PromptDataModule(train=str(questions), batch_size=8)
+    fit(module, questions, tmp_path, steps=1, data=data)
+    # rows 0 to 7 have 0, 1, 2, 0, 1, 2, 0, 1 images: seven, once to generate and once to update
+    assert sum(seen) == 14
+
+
+def test_a_prompt_that_ends_with_its_image_is_left_out_before_training(
+    questions: Path, tmp_path: Path
+) -> None:
+    row = {"prompt": "look <|vision_start|><|image_pad|>", "images": ["1_0.png"]}
+    with questions.open("a") as handle:
+        handle.write("\n" + json.dumps(row))
+    data = PromptDataModule(train=str(questions), batch_size=8)
+    with pytest.raises(BadDataError, match=r"ends with an image.*\n.*1_0.png"):
+        fit(policy(build_vlm("qwen2_vl")), questions, tmp_path, steps=1, data=data)
+
+
+@pytest.fixture
+def shown_reward(tmp_path: Path) -> LearnedReward:
+    vlm = build_vlm("qwen2_vl")
+    network = RewardNetwork(HeadedBackbone(vlm.model.base_model, HeadConfig(pooling="mean")))
+    network.save_pretrained(tmp_path / "scorer", vlm.tokenizer)
+    vlm.processor.save(tmp_path / "scorer")
+    return LearnedReward(str(tmp_path / "scorer"))
+
+
+def scores(reward: LearnedReward, prompt: Any, completion: Any, *images: Image.Image) -> float:
+    found = reward(
+        prompts=[prompt],
+        completions=[completion],
+        completion_ids=[[1]],
+        log_metric=lambda *_: None,
+        log_extra=lambda *_: None,
+        images=[list(images)],
+    )
+    assert found[0] is not None
+    return found[0]
+
+
+def test_a_learned_reward_sees_the_image_of_a_plain_prompt(shown_reward: LearnedReward) -> None:
+    prompt = "look <|vision_start|><|image_pad|><|vision_end|> what?"
+    dark, bright = (Image.new("RGB", (56, 56), (level,) * 3) for level in (20, 230))
+    assert scores(shown_reward, prompt, "seven", dark) != scores(
+        shown_reward, prompt, "seven", bright
+    )
+
+
+@pytest.mark.parametrize("mark", ["<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>"])
+@pytest.mark.parametrize("images", [0, 1])
+def test_a_response_that_spells_the_mark_of_an_image_is_scored_without_it(
+    mark: str, images: int, shown_reward: LearnedReward
+) -> None:
+    content = [*[{"type": "image"}] * images, {"type": "text", "text": "what?"}]
+    prompt = [{"role": "user", "content": content}]
+    pictures = [Image.new("RGB", (56, 56), "red")] * images
+
+    def answer(text: str) -> list[dict[str, str]]:
+        return [{"role": "assistant", "content": text}]
+
+    plain = scores(shown_reward, prompt, answer("se ven"), *pictures)
+    assert scores(shown_reward, prompt, answer(f"se{mark} ven"), *pictures) == plain
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_strategy_that_would_wait_for_an_encoder_is_refused(frozen: bool) -> None:
+    vlm = build_vlm("qwen2_vl")
+    if frozen:
+        vlm.model.base_model.get_encoder("image").requires_grad_(False)
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy="ddp", logger=False)
+    expectation = (
+        contextlib.nullcontext()
+        if frozen
+        else pytest.raises(ValueError, match="ddp_find_unused_parameters_true")
+    )
+    with expectation:
+        refuse_idle_encoder(trainer, vlm.model, vlm.processor)
+    refuse_idle_encoder(trainer, vlm.model, None)
 
 
 def test_a_processor_beside_a_text_policy_is_refused(language_model, tokenizer) -> None:
