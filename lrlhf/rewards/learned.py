@@ -13,7 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.media import MediaError, MediaProcessor
-from lrlhf.models import RewardNetwork, load_processor, load_tokenizer, ruled_out_ids
+from lrlhf.models import (
+    RewardNetwork,
+    load_processor,
+    load_tokenizer,
+    looking_once,
+    ruled_out_ids,
+)
 from lrlhf.models.loading import DType
 from lrlhf.rewards.function import (
     Completion,
@@ -132,6 +138,7 @@ class LearnedReward(RewardFunction):
                 prompts, completions, images or nothing, videos or nothing, strict=True
             )
         ]
+        rows = _sharing(rows, images or nothing, videos or nothing)
         limit = loaded.max_tokens
         long = [row is None or (limit is not None and len(row.input_ids) > limit) for row in rows]
         log_metric("learned/too_long", sum(long) / max(1, len(rows)))
@@ -142,11 +149,12 @@ class LearnedReward(RewardFunction):
         }
         short = sorted(scored, key=lambda index: len(scored[index].input_ids))
         scores: list[float | None] = [None] * len(rows)
-        for start in range(0, len(short), self._batch_size):
-            chosen = short[start : start + self._batch_size]
-            found = _score(loaded, [scored[row] for row in chosen])
-            for row, score in zip(chosen, found, strict=True):
-                scores[row] = score
+        with looking_once():
+            for start in range(0, len(short), self._batch_size):
+                chosen = short[start : start + self._batch_size]
+                found = _score(loaded, [scored[row] for row in chosen])
+                for row, score in zip(chosen, found, strict=True):
+                    scores[row] = score
         return scores
 
     def _load(self) -> _Loaded:
@@ -231,6 +239,22 @@ class LearnedReward(RewardFunction):
                 "chat_template"
             ) from error
         return str(text)
+
+
+def _sharing(
+    rows: Sequence[_Row | None],
+    images: Sequence[Sequence[Any]],
+    videos: Sequence[Sequence[Any]],
+) -> list[_Row | None]:
+    """Give rows that show the same objects the same `Media`, so that the model looks once."""
+    known: dict[tuple[int, ...], Media] = {}
+    shared: list[_Row | None] = []
+    for row, *shown in zip(rows, images, videos, strict=True):
+        if row is not None and row.media is not None:
+            key = tuple(id(entry) for kind in shown for entry in kind)
+            row = row._replace(media=known.setdefault(key, row.media))
+        shared.append(row)
+    return shared
 
 
 def _without_marks(completion: Completion, marks: Sequence[str]) -> Completion:

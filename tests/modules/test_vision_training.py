@@ -399,6 +399,39 @@ def test_a_response_that_spells_the_mark_of_an_image_is_scored_without_it(
     assert scores(shown_reward, prompt, answer(f"se{mark} ven"), *pictures) == plain
 
 
+def test_a_learned_reward_looks_once_at_an_image_however_many_responses_it_has(
+    shown_reward: LearnedReward,
+) -> None:
+    pictures = [Image.new("RGB", (56, 56), colour) for colour in ("red", "blue")]
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    answers = ["one", "seven", "a longer answer", "no"]
+
+    def asked(images: Sequence[Image.Image]) -> dict[str, Any]:
+        return {
+            "prompts": [prompt] * len(images),
+            "completions": [[{"role": "assistant", "content": text}] for text in answers * 2],
+            "completion_ids": [[1]] * len(images),
+            "log_metric": lambda *_: None,
+            "log_extra": lambda *_: None,
+            "images": [[image] for image in images],
+        }
+
+    apart = shown_reward(**asked([picture.copy() for picture in pictures for _ in answers]))
+    scorer = shown_reward._loaded.network.scorer  # type: ignore[union-attr]
+    assert isinstance(scorer, HeadedBackbone)
+    seen: list[int] = []
+    look = scorer.plain.get_image_features
+
+    def counted(pixel_values: Tensor, image_grid_thw: Tensor, **options: Any) -> Any:
+        seen.append(len(image_grid_thw))
+        return look(pixel_values, image_grid_thw, **options)
+
+    scorer.plain.get_image_features = counted
+    together = shown_reward(**asked([picture for picture in pictures for _ in answers]))
+    assert sum(seen) == 2
+    assert together == pytest.approx(apart, abs=1e-5)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_strategy_that_would_wait_for_an_encoder_is_refused(frozen: bool) -> None:
     vlm = build_vlm("qwen2_vl")
