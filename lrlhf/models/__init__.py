@@ -3,7 +3,7 @@
 from lrlhf.models.experts import check_has_experts
 from lrlhf.models.export import merged_state_dict, merged_weights, save_model, skeleton_of
 from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead
-from lrlhf.models.loading import CausalLM, LoRA, PretrainedSpec, load_config
+from lrlhf.models.loading import CausalLM, LoRA, PretrainedSpec
 from lrlhf.models.logprobs import (
     SequenceOutputs,
     sequence_logprobs,
@@ -25,7 +25,7 @@ from lrlhf.models.reference import ReferencePolicy, frozen_reference
 from lrlhf.models.reward import RewardNetwork
 from lrlhf.models.score_model import ScoreModel
 from lrlhf.models.scorers import HeadedBackbone, StockClassifier
-from lrlhf.models.sources import SourceError, cache_dir, resolve_source
+from lrlhf.models.sources import SourceError, cache_dir, load_config, resolve_source
 from lrlhf.models.tokenization import eos_token_ids, load_processor, load_tokenizer
 from lrlhf.models.value import ValueModel, ValueNetwork, new_value_head
 

@@ -28,7 +28,7 @@ from transformers import (
 from lrlhf.models.freezing import freeze_modules
 from lrlhf.models.media_inputs import vision_encoder
 from lrlhf.models.output_head import check_output_head
-from lrlhf.models.sources import explained, resolve_source
+from lrlhf.models.sources import explained, load_config, resolve_source
 from lrlhf.models.tokenization import load_processor, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -130,18 +130,6 @@ class CausalLM(PretrainedSpec):
         )
         seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         return AutoModelForImageTextToText if seeing else AutoModelForCausalLM
-
-
-def load_config(
-    source: str, *, revision: str | None = None, trust_remote_code: bool = False
-) -> PreTrainedConfig:
-    """Load the config of ``source``; arguments as of :func:`lrlhf.models.load_tokenizer`."""
-    location = resolve_source(source)
-    with explained(source):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            location, revision=revision, trust_remote_code=trust_remote_code
-        )
-    return config
 
 
 def load_pretrained(

@@ -264,7 +264,8 @@ def _encode(body: PreTrainedModel, kind: str, media: Sequence[Media]) -> Any:
     encoder = getattr(body, f"get_{kind}_features", None)
     if encoder is None:
         raise ValueError(f"{type(body).__name__} sees no {kind}s; leave them out of the data")
-    keys = [key for key in inspect.signature(encoder).parameters if key in _keys_of(media)]
+    there = _keys_of(media)
+    keys = [key for key in inspect.signature(encoder).parameters if key in there]
     return encoder(**_joined(media, keys, body.config.model_type), return_dict=True)
 
 

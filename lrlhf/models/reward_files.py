@@ -30,10 +30,10 @@ from transformers import (
 from lrlhf.models.export import merged_state_dict, save_model, skeleton_of
 from lrlhf.models.freezing import freeze_modules
 from lrlhf.models.heads import HeadConfig
-from lrlhf.models.loading import PretrainedSpec, finish_for_training, load_config, load_pretrained
+from lrlhf.models.loading import PretrainedSpec, finish_for_training, load_pretrained
 from lrlhf.models.output_head import plain_model
 from lrlhf.models.scorers import HeadedBackbone, Scorer, StockClassifier
-from lrlhf.models.sources import explained, resolve_source
+from lrlhf.models.sources import explained, load_config, resolve_source
 
 HEAD_CONFIG = "reward_head.json"
 HEAD_WEIGHTS = "reward_head.safetensors"

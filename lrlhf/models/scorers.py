@@ -164,8 +164,9 @@ class HeadedBackbone(Scorer):
         known = {id(weight) for weight in used.parameters()}
         known |= {id(weight) for weight in plain.get_input_embeddings().parameters()}
         # the probe is text: what looks at images is not reached, and used all the same
-        known |= {id(weight) for part in media_modules(plain) for weight in part.parameters()}
-        if media_modules(plain):
+        seeing = media_modules(plain)
+        known |= {id(weight) for part in seeing for weight in part.parameters()}
+        if seeing:
             # such as the mark of a line's end between the patches of LLaVA-OneVision
             known |= {id(weight) for weight in plain.base_model.parameters(recurse=False)}
         doubtful = [w for w in plain.parameters() if w.requires_grad and id(w) not in known]

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from transformers import AutoConfig, PreTrainedConfig
+
 from lrlhf.models.gguf import converted_folder
 
 PACKAGE_PREFIX = "package:"
@@ -75,6 +77,18 @@ def explained(source: str) -> Iterator[None]:
             f"'package:<module>', or download it first with `hf download {source}`. "
             f"The cause: {error}"
         ) from error
+
+
+def load_config(
+    source: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedConfig:
+    """Load the config of ``source``; arguments as of :func:`lrlhf.models.load_tokenizer`."""
+    location = resolve_source(source)
+    with explained(source):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            location, revision=revision, trust_remote_code=trust_remote_code
+        )
+    return config
 
 
 def _path_in_package(source: str) -> Path:

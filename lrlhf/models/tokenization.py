@@ -6,7 +6,6 @@ import importlib.util
 import logging
 
 from transformers import (
-    AutoConfig,
     AutoProcessor,
     AutoTokenizer,
     PreTrainedModel,
@@ -15,7 +14,7 @@ from transformers import (
 )
 
 from lrlhf.models.media_inputs import placeholder_ids
-from lrlhf.models.sources import explained, resolve_source
+from lrlhf.models.sources import explained, load_config, resolve_source
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +61,11 @@ def load_processor(
     """
     location = resolve_source(source)
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if not placeholder_ids(
+        load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    ):
+        return None
     with explained(source):
-        if not placeholder_ids(AutoConfig.from_pretrained(location, **options)):
-            return None
         try:
             processor = AutoProcessor.from_pretrained(location, **options)  # type: ignore[no-untyped-call]
         except (ImportError, ValueError, AttributeError) as error:

@@ -195,7 +195,8 @@ class _Drawer(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         step = input_ids.shape[1] - self._prompt_width
         greedy = self._sampling.temperature == 0
-        scores = scores.index_fill(1, self._ruled_out.to(scores.device), -torch.inf)
+        if len(self._ruled_out):  # of a text model there are none, and this copies all scores
+            scores = scores.index_fill(1, self._ruled_out.to(scores.device), -torch.inf)
         full = (
             scores.float() if greedy else scores.float() / self._sampling.temperature
         ).log_softmax(-1)
