@@ -13,7 +13,7 @@ from lrlhf.datamodules.bad_rows import BadDataError, BadRow, missing_column, nea
 from lrlhf.datamodules.files import read_rows_of_file
 from lrlhf.datamodules.media_formats import Pair
 from lrlhf.datamodules.rows import number_of, text_of, wrong_type
-from lrlhf.datamodules.sources import Row, Source, resolve_source
+from lrlhf.datamodules.sources import Row, Source, nearest_path, resolve_source
 
 _OPPOSITE = {"A": "B", "B": "A", "C": "C"}
 
@@ -123,7 +123,7 @@ class _FileAndRow(NamedTuple):
 def _rows_of_files(path: Path) -> Iterator[_FileAndRow]:
     """Read the rows of a file, of the files of a folder, or of those that fit a pattern."""
     if not path.exists() and not any(character in str(path) for character in "*?["):
-        raise BadDataError(f"there is no file or folder {str(path)!r}{_nearest_sibling(path)}")
+        raise BadDataError(f"there is no file or folder {str(path)!r}{nearest_path(path)}")
     for source in resolve_source(str(path)):
         yield from _rows_of_file(Path(source.name))
 
@@ -240,13 +240,6 @@ def _parsed(file: Path) -> object:
 
 def _empty(file: Path) -> BadDataError:
     return BadDataError(f"{file}: there are no rows in it")
-
-
-def _nearest_sibling(path: Path) -> str:
-    siblings: Iterable[Path] = path.parent.iterdir() if path.parent.is_dir() else ()
-    return nearest(path.name, (sibling.name for sibling in siblings)) or (
-        f" in {str(path.parent.absolute())!r}"
-    )
 
 
 class MediaFormat(NamedTuple):

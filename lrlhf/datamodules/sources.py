@@ -136,7 +136,7 @@ class HubSource(Source):
         try:
             return datasets.load_dataset(self._id, self._config, split=self._split)
         except (OSError, ValueError) as error:
-            near = _nearest_path(Path(self._dataset))
+            near = nearest_path(Path(self._dataset))
             raise BadDataError(
                 f"cannot load {self._dataset!r}: there is no such file or folder here{near}, and "
                 f"as a hub data set (id {self._id!r}, config {self._config!r}, split "
@@ -181,7 +181,7 @@ def resolve_source(source: str | Source) -> tuple[Source, ...]:
         pattern = str(path.relative_to(path.anchor)) if path.is_absolute() else str(path)
         return _files(source, sorted(anchor.glob(pattern)), f"the pattern {source!r}")
     if is_data_file(path) or source.startswith(("/", "./", "../", "~")) or not source:
-        raise BadDataError(f"there is no file or folder {source!r}{_nearest_path(path)}")
+        raise BadDataError(f"there is no file or folder {source!r}{nearest_path(path)}")
     return (HubSource(source),)
 
 
@@ -189,13 +189,14 @@ def _files(source: str, paths: Sequence[Path], what: str) -> tuple[Source, ...]:
     files = [path for path in paths if path.is_file() and is_data_file(path)]
     if not files:
         raise BadDataError(
-            f"{what} holds no data file{_nearest_path(Path(source))}; readable are "
+            f"{what} holds no data file{nearest_path(Path(source))}; readable are "
             f"{', '.join(sorted(FORMATS))}, each optionally with .gz"
         )
     return tuple(FileSource(str(path)) for path in files)
 
 
-def _nearest_path(path: Path) -> str:
+def nearest_path(path: Path) -> str:
+    """Say which entry beside a missing path has the nearest name, or where it was looked for."""
     folder = path.parent
     if not folder.is_dir():
         return f" (nor is there a folder {str(folder)!r})"
