@@ -13,10 +13,12 @@ from importlib.metadata import version
 
 COMMANDS = {
     "fit": "train a reward model or a policy",
-    "plan": "print batch sizes and steps of fit, without training",
+    "plan": "print batch sizes, steps and memory of fit, without training",
     "validate": "run the validation set once",
     "test": "run the test set once",
     "predict": "run the prediction set once",
+    "export": "write a checkpoint's model as a folder that transformers loads",
+    "convert": "turn a checkpoint's folder into one file, or the other way round",
 }
 
 _HELP = """\

@@ -1,6 +1,6 @@
 """Optional companions of a run: what it writes, shows, averages, steers and saves."""
 
-from lrlhf.callbacks.checkpoint import AtomicCheckpointIO, RLCheckpoint
+from lrlhf.callbacks.checkpoint import RLCheckpoint
 from lrlhf.callbacks.ema import EMA
 from lrlhf.callbacks.eval_jsonl import EvalJSONL
 from lrlhf.callbacks.files import atomic_folder, atomic_write, output_folder
@@ -11,6 +11,7 @@ from lrlhf.callbacks.progress import PhaseProgress
 from lrlhf.callbacks.rollout_log import RolloutLog
 from lrlhf.callbacks.run_report import RunReport
 from lrlhf.callbacks.vllm_weight_sync import VLLMWeightSync
+from lrlhf.strategies import AtomicCheckpointIO
 
 __all__ = [
     "EMA",

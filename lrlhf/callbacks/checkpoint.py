@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from datetime import timedelta
@@ -10,16 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
-import torch
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lrlhf.callbacks.files import atomic_write
+from lrlhf.callbacks.retention import RetainingCheckpoint
+from lrlhf.strategies.signals import SavesOnTermination
 
 
-class RLCheckpoint(ModelCheckpoint):
+class RLCheckpoint(RetainingCheckpoint, SavesOnTermination):
     """Saves checkpoints by step, by time or by a validation metric, under manual optimization too.
 
     Lightning's `ModelCheckpoint` ignores time intervals there, warns at every save, and may file
@@ -41,6 +39,13 @@ class RLCheckpoint(ModelCheckpoint):
         save_weights_only: Leave out what only a resumed run needs.
         auto_insert_metric_name: Write ``step=`` and the like before the values in the name.
         verbose: Say which checkpoints are saved.
+        max_total_size_gb: How much room the checkpoints in the folder may take, in GB of 10⁹ bytes.
+            When they take more, those of this callback are removed, the worst ones first, or the
+            oldest ones where nothing ranks them; never ``last.ckpt``, the newest one, the best one
+            and the one that the run continued from. None: no limit.
+
+    Raises:
+        ValueError: An option is out of range, or the disk has no room for a checkpoint.
     """
 
     def __init__(  # noqa: PLR0913  the constructor is the config schema
@@ -56,8 +61,10 @@ class RLCheckpoint(ModelCheckpoint):
         save_weights_only: bool = False,
         auto_insert_metric_name: bool = True,
         verbose: bool = False,
+        max_total_size_gb: float | None = None,
     ) -> None:
         super().__init__(
+            max_total_size_gb=max_total_size_gb,
             dirpath=dirpath,
             filename=filename,
             monitor=monitor,
@@ -124,6 +131,16 @@ class RLCheckpoint(ModelCheckpoint):
         # the steps since the last trigger
         self._keep_last(trainer)
 
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        # any other one may come in the middle of a step; of several ranks `Termination` takes care
+        if isinstance(exception, SIGTERMException) and trainer.world_size == 1:
+            self._keep_last(trainer)
+
+    def save_on_termination(self, trainer: L.Trainer) -> None:
+        self._keep_last(trainer)
+
     def _keep_last(self, trainer: L.Trainer) -> None:
         """Save ``last.ckpt`` unless this step has been saved."""
         if self.save_last and not self._should_skip_saving_checkpoint(trainer):
@@ -150,24 +167,3 @@ class RLCheckpoint(ModelCheckpoint):
             return True
         logged = trainer.fit_loop.epoch_loop.val_loop._results.values()
         return any(result.meta.name == self.monitor for result in logged)
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its target, brings it to the disk, then renames it.
-
-    Lightning's own builds the file in memory first and in the system's temporary folder, from
-    where a move to another disk is no single step: a kill leaves half a checkpoint. Paths with a
-    protocol (``s3://…``) go the way Lightning has for them.
-    """
-
-    def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        path: str | Path,
-        storage_options: Any | None = None,
-    ) -> None:
-        if storage_options is not None or "://" in os.fspath(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        with atomic_write(Path(path)) as handle:
-            torch.save(checkpoint, handle)

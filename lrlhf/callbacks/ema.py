@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from lrlhf.models.sharding import of_parts, own_part, part_of, settle, whole_shape
 from lrlhf.modules.contracts import Exportable
 
 
@@ -19,7 +19,8 @@ class EMA(L.Callback):
 
         shadow <- decay * shadow + (1 - decay) * weight
 
-    It covers what receives gradients, so of a LoRA policy only the adapter. The averaged weights
+    It covers what receives gradients, so of a LoRA policy only the adapter. Of weights that are
+    split over ranks each rank averages its own parts. The averaged weights
     stand in for the trained ones during validation and, with ``HFExport(use_ema=True)``, in
     exports; checkpoints hold both. `VLLMWeightSync` passes the stand-in on to an engine that has a
     copy of the weights.
@@ -32,8 +33,8 @@ class EMA(L.Callback):
         device: Where the average is kept; None: beside the weights. ``cpu`` saves GPU memory.
 
     Raises:
-        ValueError: If an option is out of range, the module has no ``trainable_models``, its
-            weights are split over ranks, or a checkpoint was made with other weights.
+        ValueError: If an option is out of range, the module has no ``trainable_models``, or a
+            checkpoint was made with other weights.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class EMA(L.Callback):
         self.validate = validate
         self.device = device
         self._shadows: dict[str, Tensor] = {}
+        self._stored: Mapping[str, Tensor] = {}
+        self._weights: dict[str, nn.Parameter] = {}
         self._step = 0
         self._replaced: dict[str, Tensor] = {}
 
     @property
     def shadows(self) -> dict[str, Tensor]:
-        """The averages by role and name, such as ``policy.model.norm.weight``."""
+        """This rank's parts of the averages by role and name: ``policy.model.norm.weight``."""
         return self._shadows
 
     @property
@@ -68,13 +71,15 @@ class EMA(L.Callback):
         return bool(self._replaced)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._shadows:
-            self._pairs(
-                pl_module
-            )  # a checkpoint of another model fails now, not at the next update
-            return
-        weights = trainable_weights(pl_module)
-        self._shadows = {name: self._shadow_of(weight) for name, weight in weights.items()}
+        if not self._known:
+            weights = trainable_weights(pl_module)
+            self._shadows = {name: self._shadow_of(weight) for name, weight in weights.items()}
+        # a checkpoint of another model fails now, not at the next update
+        self._pairs(pl_module)
+
+    @property
+    def _known(self) -> bool:
+        return bool(self._shadows or self._stored)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         # a batch that only accumulated gradients has changed nothing
@@ -87,7 +92,7 @@ class EMA(L.Callback):
             self._update(pl_module, decay=self.decay)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.validate and self._shadows:
+        if self.validate and self._known:
             self._put_in(pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -117,16 +122,22 @@ class EMA(L.Callback):
                 "a checkpoint was asked for while the averaged weights stand in for the trained "
                 "ones; save after validation has ended"
             )
-        return {"shadows": dict(self._shadows), "step": self._step}
+        world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        shadows = {
+            name: of_parts(self._weights[name], shadow, holder=index % world)
+            for index, (name, shadow) in enumerate(self._shadows.items())
+        }
+        return {"shadows": shadows or dict(self._stored), "step": self._step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._shadows = {name: shadow.clone() for name, shadow in state_dict["shadows"].items()}
+        # whole tensors: which parts of them are this rank's shows when the model is there
+        self._stored, self._shadows = state_dict["shadows"], {}
         self._step = state_dict["step"]
 
     @torch.no_grad()
     def _update(self, module: L.LightningModule, *, decay: float) -> None:
         for weight, shadow in self._pairs(module):
-            shadow.lerp_(weight.detach().to(shadow.device, torch.float32), 1 - decay)
+            shadow.lerp_(own_part(weight).to(shadow.device, torch.float32), 1 - decay)
 
     @torch.no_grad()
     def _put_in(self, module: L.LightningModule) -> None:
@@ -134,42 +145,50 @@ class EMA(L.Callback):
         # validation runs in inference mode, whose tensors could not be used in training again
         with torch.inference_mode(False):
             self._replaced = {
-                name: weight.detach().clone() for name, weight in trainable_weights(module).items()
+                name: own_part(weight).clone() for name, weight in trainable_weights(module).items()
             }
         for weight, shadow in pairs:
-            weight.copy_(shadow)
+            own_part(weight).copy_(shadow)
 
     @torch.no_grad()
     def _put_back(self, module: L.LightningModule) -> None:
         if not self._replaced:
             return
         for name, weight in trainable_weights(module).items():
-            weight.copy_(self._replaced[name])
+            own_part(weight).copy_(self._replaced[name])
         self._replaced = {}
 
     def _pairs(self, module: L.LightningModule) -> list[tuple[nn.Parameter, Tensor]]:
-        weights = trainable_weights(module)
-        for name in sorted(weights.keys() ^ self._shadows.keys()):
-            where = "the checkpoint" if name in self._shadows else "the model"
+        self._weights = trainable_weights(module)
+        if self._stored:
+            with torch.inference_mode(False):
+                self._take_parts()
+        return [(weight, self._shadows[name]) for name, weight in self._weights.items()]
+
+    def _take_parts(self) -> None:
+        """Keep this rank's parts of the averages that a checkpoint held."""
+        stored, self._stored = self._stored, {}
+        for name in sorted(self._weights.keys() ^ stored.keys()):
+            where = "the checkpoint" if name in stored else "the model"
             raise ValueError(
                 f"EMA: only {where} has {name!r}; resume with the model (and LoRA settings) that "
                 "the run was started with"
             )
-        with torch.inference_mode(False):
-            self._shadows = {name: self._checked(name, weight) for name, weight in weights.items()}
-        return [(weight, self._shadows[name]) for name, weight in weights.items()]
-
-    def _checked(self, name: str, weight: nn.Parameter) -> Tensor:
-        shadow = self._shadows[name]
-        if shadow.shape != weight.shape:
-            raise ValueError(
-                f"EMA: {name!r} has shape {tuple(shadow.shape)} in the checkpoint and "
-                f"{tuple(weight.shape)} in the model; resume with the model of that run"
-            )
-        return shadow.to(self.device or weight.device)  # a checkpoint is read to the CPU
+        for name, weight in self._weights.items():
+            shadow = stored[name]
+            if shadow.shape != whole_shape(weight):
+                raise ValueError(
+                    f"EMA: {name!r} has shape {tuple(shadow.shape)} in the checkpoint and "
+                    f"{tuple(whole_shape(weight))} in the model; resume with the model of that run"
+                )
+            part = part_of(weight, shadow)
+            self._shadows[name] = part.to(self._place(weight), torch.float32, copy=True)
 
     def _shadow_of(self, weight: nn.Parameter) -> Tensor:
-        return weight.detach().to(self.device or weight.device, torch.float32, copy=True)
+        return own_part(weight).to(self._place(weight), torch.float32, copy=True)
+
+    def _place(self, weight: nn.Parameter) -> torch.device | str:
+        return self.device or weight.device
 
 
 def trainable_weights(module: L.LightningModule) -> dict[str, nn.Parameter]:
@@ -182,15 +201,11 @@ def trainable_weights(module: L.LightningModule) -> dict[str, nn.Parameter]:
     weights: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for role, model in module.trainable_models().items():
+        settle(model)
         for name, weight in model.named_parameters():
             # a policy and a critic may share a backbone
             if not weight.requires_grad or id(weight) in seen:
                 continue
-            if isinstance(weight, DTensor) or weight.numel() == 0:
-                raise ValueError(
-                    f"EMA averages whole weights, but {role}.{name} is split over ranks; use ddp "
-                    "or one device, or remove EMA from trainer.callbacks"
-                )
             seen.add(id(weight))
             weights[f"{role}.{name}"] = weight
     return weights

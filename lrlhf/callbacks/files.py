@@ -1,15 +1,14 @@
-"""Where callbacks write, and how a file or folder appears there: whole or not at all."""
+"""Where callbacks write."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import lightning as L
+
+from lrlhf.strategies.atomic import atomic_folder, atomic_write
+
+__all__ = ["atomic_folder", "atomic_write", "output_folder"]
 
 
 def output_folder(trainer: L.Trainer, dirpath: str | Path | None) -> Path:
@@ -32,76 +31,3 @@ def _run_folder(trainer: L.Trainer) -> Path:
 
 def _is_trial(trainer: L.Trainer) -> bool:
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # set outside its class
-
-
-@contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that takes the place of ``path`` when the block ends well.
-
-    The data go to a hidden file in the same folder, reach the disk, then take the name in one
-    step: whoever reads ``path`` sees the old content or the new one, also after a crash. If the
-    block raises, ``path`` is as it was.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # one name per target: what a killed process left behind is overwritten by the next attempt
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as handle:
-            yield handle
-            handle.flush()
-            os.fsync(handle.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
-
-
-@contextlib.contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """Hand out an empty folder that takes the place of ``path`` when the block ends well.
-
-    A folder cannot replace another in one step, so an old one is moved aside first and removed
-    last; after a crash between the two, the next call moves it back.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
-    _recover(path, old)
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir()
-    try:
-        yield fresh
-        _sync_tree(fresh)
-        if path.exists():
-            path.rename(old)
-        fresh.rename(path)
-    finally:
-        _recover(path, old)
-        shutil.rmtree(fresh, ignore_errors=True)
-    _sync_folder(path.parent)
-
-
-def _recover(path: Path, old: Path) -> None:
-    """Leave ``path`` in place and no ``old``, whichever of the two a crash left."""
-    if not old.exists():
-        return
-    if path.exists():
-        shutil.rmtree(old)
-    else:
-        old.rename(path)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as handle:
-                os.fsync(handle.fileno())
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    # a rename is only on the disk once the folder that lists the name is
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -80,14 +80,16 @@ class HFExport(L.Callback):
 
     def _export(self, trainer: L.Trainer, module: L.LightningModule, name: str) -> None:
         assert isinstance(module, Exportable)
-        if trainer.is_global_zero:
-            folder = self._folder(trainer)
-            ema = self._ema(trainer)
-            weights = ema.averaged(module) if ema is not None else contextlib.nullcontext()
-            with atomic_folder(folder / name) as fresh, weights:
-                module.export_pretrained(fresh)
-            self.last_export = folder / name
-            self._forget_old(folder)
+        ema = self._ema(trainer)
+        with ema.averaged(module) if ema is not None else contextlib.nullcontext():
+            if trainer.is_global_zero:
+                folder = self._folder(trainer)
+                with atomic_folder(folder / name) as fresh:
+                    module.export_pretrained(fresh)
+                self.last_export = folder / name
+                self._forget_old(folder)
+            else:
+                module.export_pretrained(None)
         trainer.strategy.barrier("hf_export")
 
     def _folder(self, trainer: L.Trainer) -> Path:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -20,12 +21,15 @@ import lrlhf.rewards
 import lrlhf.rollout  # noqa: F401  classes that are imported can be named by their short names
 from lrlhf.cli.complaints import read_complaint
 from lrlhf.cli.config_files import ConfigFile, read_config_files
+from lrlhf.cli.convert import convert
 from lrlhf.cli.errors import ConfigError, ValidationError, hint
+from lrlhf.cli.export import export_checkpoint
 from lrlhf.cli.locations import locate, locate_refusal
 from lrlhf.cli.nulls import forbidden_nulls
 from lrlhf.cli.output import configure_output
 from lrlhf.cli.parser import Parser
 from lrlhf.cli.plan import describe_run
+from lrlhf.strategies.signals import answering_sigterm
 
 _CHECKPOINT_WORDS = {"last", "best", "hpc"}
 
@@ -80,6 +84,10 @@ class Application(LightningCLI):
         except Exception as error:
             raise _RefusedError from error
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        with answering_sigterm(self.trainer.strategy.launcher):
+            super()._run_subcommand(subcommand)
+
 
 class Planner(Application):
     """Reads the config of ``fit`` and prints what it would do; builds and writes nothing.
@@ -89,8 +97,14 @@ class Planner(Application):
     """
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.usage = "lrlhf plan [the options of lrlhf fit]"
-        parser.description = "Print the batch sizes and steps of fit, without training."
+        parser.usage = "lrlhf plan [--gpus N] [--gpu-memory GIB] [the options of lrlhf fit]"
+        parser.description = (
+            "Print the batch sizes, the steps and the memory of fit, without training."
+        )
+        parser.add_argument("--gpus", type=int | None, help="processes, whatever the trainer has")
+        parser.add_argument(
+            "--gpu-memory", type=float | None, help="GiB of each GPU; marks what does not fit"
+        )
 
     def instantiate_classes(self) -> None:
         """Build nothing: the constructors would load weights."""
@@ -101,6 +115,40 @@ class Planner(Application):
         except ValueError as error:
             raise _RefusedError from error
         sys.stdout.write(f"{text}\n")
+
+
+class Exporter(Application):
+    """Builds the model of a ``fit`` config, fills it from a checkpoint and writes it out.
+
+    Args:
+        arguments: Those of ``fit``, the command included.
+    """
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.usage = (
+            "lrlhf export --ckpt_path PATH --output DIR [--use_ema true] [the options of lrlhf fit]"
+        )
+        parser.description = "Write the model of a checkpoint as a folder that transformers loads."
+        parser.add_argument("--output", type=str | None, help="the folder, which must not exist")
+        parser.add_argument("--use_ema", type=bool, default=False, help="export averaged weights")
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Build one that starts no processes: nothing runs."""
+        del kwargs
+        return L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        options = self.config[subcommand]
+        for name in ("ckpt_path", "output"):
+            if options[name] is None:
+                raise ConfigError(f"{name}: lrlhf export needs --{name}")
+        export_checkpoint(
+            self.model,
+            Path(options["ckpt_path"]),
+            Path(options["output"]),
+            use_ema=options["use_ema"],
+        )
+        sys.stdout.write(f"wrote {options['output']}\n")
 
 
 def run(arguments: Sequence[str], *, debug: bool = False) -> int:
@@ -142,10 +190,16 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
     return 0
 
 
-def _application(arguments: Sequence[str]) -> tuple[type[Application], Sequence[str]]:
-    """The application of a command, and the arguments that it reads."""
-    if arguments[0] == "plan":
-        return Planner, ["fit", *arguments[1:]]
+def _application(
+    arguments: Sequence[str],
+) -> tuple[Callable[[Sequence[str]], object], Sequence[str]]:
+    """What runs a command, and the arguments that it reads."""
+    command, *options = arguments
+    if command == "convert":
+        return convert, options
+    readers = {"plan": Planner, "export": Exporter}
+    if command in readers:
+        return readers[command], ["fit", *options]
     return Application, arguments
 
 

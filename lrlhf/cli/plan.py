@@ -8,13 +8,16 @@ from typing import Any
 
 from jsonargparse import Namespace
 
+from lrlhf.cli.memory import Device, policy_memory, reward_model_memory
+from lrlhf.cli.memory_phases import options_of
 from lrlhf.cli.trainer_sizes import processes, training_steps
 from lrlhf.modules import RewardModel
-from lrlhf.modules.batch_plan import Quantity, plan_batches, table_of
+from lrlhf.modules.batch_plan import BatchPlan, Quantity, plan_batches, table_of
+from lrlhf.modules.policy_module import PolicyModule
 
 
 def describe_run(config: Namespace) -> str:
-    """Say in numbers what a run would do, from its config alone.
+    """Say in numbers what a run would do, and what memory it needs, from its config alone.
 
     Modules that draw ``num_generations`` responses per prompt and have a group of options
     ``update`` get a batch plan, whatever their class; reward models get the size of their steps.
@@ -28,25 +31,31 @@ def describe_run(config: Namespace) -> str:
     sections = config.as_dict()
     model, trainer = sections["model"], sections["trainer"]
     data = sections.get("data") or {"class_path": "no data module"}
-    options, size = _options(model), _options(data).get("batch_size")
+    options, size = options_of(model), options_of(data).get("batch_size")
+    ranks = _ranks(sections)
     title = f"{model['class_path']} on {data['class_path']}"
     if not isinstance(size, int):
         reason = f"{data['class_path']} has no option batch_size"
     elif _is_reward_model(model["class_path"]):
-        return f"{title}\n\n{_pair_tables(size, trainer)}"
+        tables = _pair_tables(size, trainer, ranks)
+        return f"{title}\n\n{tables}\n\n{reward_model_memory(sections, _device(sections))}"
     elif "num_generations" in options and "update" in options:
-        return f"{title}\n\n{_group_policy_tables(size, options, trainer)}"
+        plan, tables = _group_policy_tables(size, options, trainer, ranks)
+        title = f"{title}\n\n{tables}"
+        if not _is_policy_module(model["class_path"]):
+            return title
+        return f"{title}\n\n{policy_memory(sections, plan, _device(sections))}"
     else:
         reason = f"it is unknown how {model['class_path']} uses a batch"
-    known = [processes(trainer), training_steps(trainer, "training steps")]
+    known = [ranks, training_steps(trainer, "training steps")]
     return f"{title}\n\n{table_of('the run', known)}\n\nno batch plan: {reason}"
 
 
 def _group_policy_tables(
-    batch_size: int, options: Mapping[str, Any], trainer: Mapping[str, Any]
-) -> str:
-    update, dynamic = _options(options["update"]), _options(options.get("dynamic_sampling"))
-    ranks, iterations = processes(trainer), training_steps(trainer, "iterations")
+    batch_size: int, options: Mapping[str, Any], trainer: Mapping[str, Any], ranks: Quantity
+) -> tuple[BatchPlan, str]:
+    update, dynamic = options_of(options["update"]), options_of(options.get("dynamic_sampling"))
+    iterations = training_steps(trainer, "iterations")
     assert ranks.number is not None
     plan = plan_batches(
         prompts_per_rank=batch_size,
@@ -59,10 +68,10 @@ def _group_policy_tables(
     number = iterations.number
     steps = None if number is None else number * plan.steps_per_iteration
     total = Quantity("optimizer steps", steps, "iterations × optimizer steps of one")
-    return f"{table_of('the run', [ranks, iterations, total])}\n\n{plan.table()}"
+    return plan, f"{table_of('the run', [ranks, iterations, total])}\n\n{plan.table()}"
 
 
-def _pair_tables(batch_size: int, trainer: Mapping[str, Any]) -> str:
+def _pair_tables(batch_size: int, trainer: Mapping[str, Any], ranks: Quantity) -> str:
     accumulated = trainer["accumulate_grad_batches"]
     for name, value in (
         ("data.batch_size", batch_size),
@@ -70,7 +79,6 @@ def _pair_tables(batch_size: int, trainer: Mapping[str, Any]) -> str:
     ):
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be 1 or more")
-    ranks = processes(trainer)
     assert ranks.number is not None
     steps = training_steps(trainer, "optimizer steps", batches_per_step=accumulated)
     step = [
@@ -85,15 +93,28 @@ def _pair_tables(batch_size: int, trainer: Mapping[str, Any]) -> str:
     return f"{table_of('the run', [ranks, steps])}\n\n{table_of('one optimizer step', step)}"
 
 
-def _options(entry: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Options of a class or a dataclass, however the config spells it."""
-    if entry is None:
-        return {}
-    if "class_path" in entry:
-        return entry.get("init_args") or {}
-    return entry
+def _ranks(sections: Mapping[str, Any]) -> Quantity:
+    given = sections.get("gpus")
+    if given is None:
+        return processes(sections["trainer"])
+    if given < 1:
+        raise ValueError(f"--gpus is {given}; it must be 1 or more")
+    return Quantity("processes", given, "--gpus")
+
+
+def _device(sections: Mapping[str, Any]) -> Device:
+    ranks, gib = _ranks(sections).number, sections.get("gpu_memory")
+    assert ranks is not None
+    if gib is not None and gib <= 0:
+        raise ValueError(f"--gpu-memory is {gib}; it must be above 0")
+    return Device(ranks, None if gib is None else round(gib * 2**30))
 
 
 def _is_reward_model(class_path: str) -> bool:
     cls = import_by_path(class_path)
     return isinstance(cls, type) and issubclass(cls, RewardModel)
+
+
+def _is_policy_module(class_path: str) -> bool:
+    cls = import_by_path(class_path)
+    return isinstance(cls, type) and issubclass(cls, PolicyModule)

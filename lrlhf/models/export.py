@@ -17,28 +17,35 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.models.output_head import plain_model
+from lrlhf.models.sharding import has_split_weights, settle, whole, whole_weights
 
 
 def save_model(
     model: PreTrainedModel | PeftModel,
-    folder: str | Path,
+    folder: str | Path | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """Write a model into a folder that ``from_pretrained`` loads without this library or PEFT.
 
-    Adapters are merged and quantised weights restored in what is written; the model in memory
-    stays as it is, to the bit.
+    Adapters are merged, quantised weights restored and split ones put together in what is written;
+    the model in memory stays as it is, to the bit.
 
     Args:
-        model: With or without LoRA adapters.
-        folder: Created where it does not exist.
+        model: With or without LoRA adapters. If its weights are split, all ranks must call this.
+        folder: Created where it does not exist. None: on the ranks that only bring their parts.
         tokenizer: Written beside the model.
     """
     plain = plain_model(model)
-    if isinstance(model, PeftModel) or any(map(_is_quantised, plain.modules())):
-        skeleton_of(plain).save_pretrained(folder, state_dict=merged_state_dict(plain))
-    else:
+    differs = isinstance(model, PeftModel) or any(map(_is_quantised, plain.modules()))
+    weights = None
+    if differs or has_split_weights(plain):
+        weights = merged_state_dict(plain, keep=folder is not None)
+    if folder is None:
+        return
+    if weights is None:
         plain.save_pretrained(folder)
+    else:
+        skeleton_of(plain).save_pretrained(folder, state_dict=weights)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
@@ -56,18 +63,33 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
+def merged_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
     """Return a model's weights under their original names, its active LoRA adapters added in.
 
-    Quantised weights are restored. Tensors that neither concerns are shared, not copied.
+    Quantised weights are restored, and split ones put together in main memory. Tensors that none
+    of this concerns are shared, not copied.
 
     Args:
-        model: A model that PEFT has put LoRA layers into, or any other.
+        model: A model that PEFT has put LoRA layers into, or any other. If its weights are split,
+            all ranks must call this.
+        keep: Off, this rank only brings its parts, and gets nothing.
 
     Raises:
         ValueError: It has adapters of another kind than LoRA.
     """
-    return dict(merged_weights(model))
+    if not has_split_weights(model):
+        return dict(merged_weights(model)) if keep else {}
+    weights = {}
+    for name, weight in merged_weights(model, tied_once=True):
+        if keep:
+            weights[name] = weight.cpu()
+    # further names of a tensor share its memory, by which it is known to be tied
+    first: dict[int, str] = {}
+    for name, weight in model.state_dict(keep_vars=True).items():
+        known = weights.get(first.setdefault(id(weight), name))
+        if known is not None:
+            weights.setdefault(name, known)
+    return weights
 
 
 def merged_weights(model: nn.Module, *, tied_once: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -77,6 +99,7 @@ def merged_weights(model: nn.Module, *, tied_once: bool = False) -> Iterator[tup
         model: See there.
         tied_once: Leave out further names of a tensor that came before.
     """
+    settle(model)
     changed: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside_another = any(name.startswith(f"{outer}.") for outer in changed)
@@ -88,9 +111,9 @@ def merged_weights(model: nn.Module, *, tied_once: bool = False) -> Iterator[tup
         if key.startswith(prefixes) or (tied_once and id(tensor) in seen):
             continue
         seen.add(id(tensor))
-        yield key, tensor.detach()
+        yield key, whole(tensor).detach()
     for name, module in changed.items():
-        with torch.no_grad():
+        with torch.no_grad(), whole_weights(module):
             parts = _as_saved(module)
         yield from ((f"{name}.{key}", tensor) for key, tensor in parts.items())
 

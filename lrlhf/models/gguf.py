@@ -33,11 +33,7 @@ def converted_folder(file: Path, parent: Path) -> Path:
     Raises:
         ValueError: The file is no GGUF file, or does not fill every weight of its model.
     """
-    _check_magic(file)
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256")
-    digest.update(_LAYOUT)
-    folder = parent / f"{file.stem}-{digest.hexdigest()[:12]}"
+    folder = folder_of(file, parent)
     if folder.is_dir():
         return folder
     parent.mkdir(parents=True, exist_ok=True)
@@ -45,6 +41,19 @@ def converted_folder(file: Path, parent: Path) -> Path:
         if not folder.is_dir():  # another process may have made it while this one waited
             _convert_atomically(file, folder)
     return folder
+
+
+def folder_of(file: Path, parent: Path) -> Path:
+    """Return where `converted_folder` puts a GGUF file, whether or not it is there.
+
+    Raises:
+        ValueError: The file is no GGUF file.
+    """
+    _check_magic(file)
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256")
+    digest.update(_LAYOUT)
+    return parent / f"{file.stem}-{digest.hexdigest()[:12]}"
 
 
 def _check_magic(file: Path) -> None:

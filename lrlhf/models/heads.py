@@ -75,7 +75,8 @@ class RewardHead(nn.Module):
             pooled = mean_pool(hidden.to(dtype), attention_mask)
         else:
             pooled = last_pool(hidden, attention_mask).to(dtype)
-        score: Tensor = self.projection(pooled).squeeze(-1)
+        # a copy: FSDP2 warns of modules that return views
+        score: Tensor = self.projection(pooled).squeeze(-1).clone()
         return score if self.scale is None else score * self.scale()
 
 
@@ -88,7 +89,7 @@ class ValueHead(nn.Module):
         self.projection = _projection(size, kind, generator)
         nn.init.zeros_(self.output.weight)
         # unlike a reward, a value is compared with a number: a constant does not cancel out
-        self.bias = nn.Parameter(torch.zeros(()))
+        self.bias = nn.Parameter(torch.zeros(1))  # an axis, so that it can be split
 
     @property
     def output(self) -> nn.Linear:
@@ -159,9 +160,9 @@ class BoundedScale(nn.Module):
     def __init__(self, maximum: float) -> None:
         super().__init__()
         self.bound = math.log(maximum)
-        self.log_scale = nn.Parameter(torch.zeros(()))
+        self.log_scale = nn.Parameter(torch.zeros(1))  # an axis, so that it can be split
 
-    def forward(self) -> Float[Tensor, ""]:
+    def forward(self) -> Float[Tensor, " 1"]:
         """Return the factor."""
         return torch.exp(self.bound * torch.tanh(self.log_scale / self.bound))
 

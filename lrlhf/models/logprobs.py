@@ -15,6 +15,7 @@ from lrlhf.functional.logprobs import LogprobsAndEntropy, token_logprobs
 from lrlhf.models.experts import load_balancing_loss
 from lrlhf.models.media_inputs import backbone_inputs
 from lrlhf.models.output_head import output_head, plain_model
+from lrlhf.models.sharding import within
 from lrlhf.types import SequenceBatch
 
 
@@ -78,15 +79,19 @@ def sequence_outputs(
         ValueError: ``router_loss`` of a model that has no experts.
     """
     plain = plain_model(model)
-    body = _run(plain, batch, router_logits=router_loss)
-    result = token_logprobs(
-        body.predicting,
-        output_head(plain),
-        body.rows.input_ids[body.asked],
-        temperature=temperature,
-        chunk_size=chunk_size,
-        return_entropy=entropy,
-    )
+
+    def forward() -> tuple[_Body, Tensor | LogprobsAndEntropy]:
+        body = _run(plain, batch, router_logits=router_loss)
+        return body, token_logprobs(
+            body.predicting,
+            output_head(plain),
+            body.rows.input_ids[body.asked],
+            temperature=temperature,
+            chunk_size=chunk_size,
+            return_entropy=entropy,
+        )
+
+    body, result = within(model, forward)
     entropies = body.spread(result.entropy) if isinstance(result, LogprobsAndEntropy) else None
     logprobs = result.logprobs if isinstance(result, LogprobsAndEntropy) else result
     return SequenceOutputs(
@@ -130,7 +135,8 @@ def sequence_values(
         token t. 0 outside ``response_mask`` and on a row's first token.
     """
     with torch.set_grad_enabled(train_backbone and torch.is_grad_enabled()):
-        body = _run(plain_model(backbone), batch, router_logits=False)
+        plain = plain_model(backbone)
+        body = within(backbone, lambda: _run(plain, batch, router_logits=False))
     return body.spread(head(body.predicting))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Self
 
 import torch
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from lrlhf.models.loading import CausalLM
 from lrlhf.models.logprobs import sequence_logprobs
 from lrlhf.models.media_inputs import looking_once
+from lrlhf.models.sharding import load_state, own_part, settle, state_of, whole_shape
 from lrlhf.types import SequenceBatch
 
 
@@ -51,6 +52,14 @@ class ReferencePolicy(ABC):
         """Restore what ``state_dict`` returned; an empty state changes nothing."""
 
     @abstractmethod
+    def split(self, shard: Callable[[nn.Module], None]) -> None:
+        """Split a model of its own over the ranks.
+
+        Args:
+            shard: Splits a model in place.
+        """
+
+    @abstractmethod
     def to(self, device: torch.device | str) -> Self:
         """Move to ``device``."""
 
@@ -81,6 +90,7 @@ class _FrozenModel(ReferencePolicy):
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         self.model = model.eval().requires_grad_(False)
         self._moved = False
+        self._split = False
 
     @torch.no_grad()
     def logprobs(
@@ -92,11 +102,15 @@ class _FrozenModel(ReferencePolicy):
     def mix(self, policy: PreTrainedModel | PeftModel, alpha: float) -> None:
         if not 0.0 <= alpha <= 1.0:
             raise ValueError(f"The share of the policy in the reference is {alpha}, not in [0, 1].")
+        settle(policy)
+        settle(self.model)
         theirs = dict(policy.named_parameters())
         ours = dict(self.model.named_parameters())
         different = sorted(theirs.keys() ^ ours.keys())
         different += [
-            name for name in ours.keys() & theirs if ours[name].shape != theirs[name].shape
+            name
+            for name in ours.keys() & theirs
+            if whole_shape(ours[name]) != whole_shape(theirs[name])
         ]
         if different:
             raise ValueError(
@@ -104,19 +118,25 @@ class _FrozenModel(ReferencePolicy):
                 f"differ: {', '.join(different[:5])}."
             )
         for name, weight in ours.items():
-            weight.lerp_(theirs[name].to(weight), alpha)
+            part = own_part(weight)
+            part.lerp_(own_part(theirs[name]).to(part), alpha)
         self._moved = True
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.model.state_dict() if self._moved else {}
+        return state_of(self.model) if self._moved else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if state:
-            self.model.load_state_dict(state)
+            load_state(self.model, state)
             self._moved = True
 
+    def split(self, shard: Callable[[nn.Module], None]) -> None:
+        shard(self.model)
+        self._split = True
+
     def to(self, device: torch.device | str) -> Self:
-        self.model.to(device)
+        if not self._split:
+            self.model.to(device)
         return self
 
 
@@ -151,6 +171,9 @@ class _WithoutAdapters(ReferencePolicy):
                 "The checkpoint holds a reference that followed a policy trained without lora; "
                 "resume it without lora."
             )
+
+    def split(self, shard: Callable[[nn.Module], None]) -> None:
+        """Leave it to the policy, which it is a part of."""
 
     def to(self, device: torch.device | str) -> Self:
         return self

@@ -55,7 +55,9 @@ class RewardNetwork(nn.Module):
         scores: Tensor = self.scorer(rows.input_ids, rows.attention_mask, batch.media)
         return scores.float()
 
-    def save_pretrained(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    def save_pretrained(
+        self, folder: str | Path | None, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         """Write a folder that :meth:`from_pretrained` loads with exactly the same scores.
 
         Adapters are merged. One linear head on the last token of a decoder is written so that
@@ -64,10 +66,10 @@ class RewardNetwork(nn.Module):
         its own format.
 
         Args:
-            folder: Created where it does not exist.
+            folder: Created where it does not exist; None: see `save_model`.
             tokenizer: Written beside the weights.
         """
-        save_scorer(self.scorer, Path(folder), tokenizer)
+        save_scorer(self.scorer, None if folder is None else Path(folder), tokenizer)
 
     @classmethod
     def from_pretrained(

@@ -40,12 +40,12 @@ HEAD_WEIGHTS = "reward_head.safetensors"
 _SCORE = "projection.weight"
 
 
-def save_scorer(scorer: Scorer, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def save_scorer(scorer: Scorer, folder: Path | None, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write a scorer and its tokenizer, adapters merged.
 
     Args:
         scorer: Either kind.
-        folder: Created where it does not exist.
+        folder: Created where it does not exist; None: see `save_model`.
         tokenizer: Its padding token goes into the plain classifier's config, which needs it.
     """
     if isinstance(scorer, StockClassifier):
@@ -155,24 +155,29 @@ def _load_classifier(spec: PretrainedSpec, *, trainable: bool, freeze: Sequence[
     return scorer
 
 
-def _save_headed(scorer: HeadedBackbone, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def _save_headed(
+    scorer: HeadedBackbone, folder: Path | None, tokenizer: PreTrainedTokenizerBase
+) -> None:
     plain = plain_model(scorer.backbone)
     classifier = _plain_classifier(scorer)
+    heads = merged_state_dict(scorer.heads)
     if classifier is None:
         save_model(scorer.backbone, folder, tokenizer)
     else:
-        weights = {
-            f"{classifier.base_model_prefix}.{name}": weight
-            for name, weight in merged_state_dict(plain).items()
-        }
-        weights["score.weight"] = scorer.heads.state_dict()[f"{scorer.head_names[0]}.{_SCORE}"]
+        body = merged_state_dict(plain, keep=folder is not None)
+    if folder is None:
+        return
+    if classifier is not None:
+        prefix = classifier.base_model_prefix
+        weights = {f"{prefix}.{name}": weight for name, weight in body.items()}
+        weights["score.weight"] = heads[f"{scorer.head_names[0]}.{_SCORE}"]
         classifier.config.pad_token_id = tokenizer.pad_token_id
         classifier.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
     (folder / HEAD_CONFIG).write_text(
         json.dumps(dataclasses.asdict(scorer.config), indent=2) + "\n", encoding="utf-8"
     )
-    heads = {name: weight.contiguous() for name, weight in scorer.heads.state_dict().items()}
+    heads = {name: weight.contiguous() for name, weight in heads.items()}
     save_file(heads, folder / HEAD_WEIGHTS, metadata={"format": "pt"})
 
 

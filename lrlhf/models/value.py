@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.models.export import save_model
+from lrlhf.models.export import merged_state_dict, save_model
 from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead
 from lrlhf.models.loading import PretrainedSpec
 from lrlhf.models.logprobs import sequence_values
@@ -47,16 +47,19 @@ class ValueNetwork(nn.Module):
         return sequence_values(self.backbone, self.head, batch)
 
     def save_pretrained(
-        self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None
+        self, folder: str | Path | None, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> None:
         """Write a folder that `ValueModel` loads; adapters are merged.
 
         Args:
-            folder: Created where it does not exist.
+            folder: Created where it does not exist; None: see `save_model`.
             tokenizer: Written beside the weights.
         """
         save_model(self.backbone, folder, tokenizer)
-        weights = {name: value.contiguous() for name, value in self.head.state_dict().items()}
+        head = merged_state_dict(self.head)
+        if folder is None:
+            return
+        weights = {name: value.contiguous() for name, value in head.items()}
         save_file(weights, Path(folder) / _HEAD_WEIGHTS, metadata={"format": "pt"})
 
 

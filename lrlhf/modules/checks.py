@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning as L
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -13,7 +13,7 @@ from lrlhf.media import MediaProcessor
 from lrlhf.models import media_modules
 from lrlhf.modules.settings import Advantage, Update
 from lrlhf.rollout import Sampling
-from lrlhf.strategies import waits_for_every_parameter
+from lrlhf.strategies import minds_idle_parts
 
 
 def refuse_pure_low_precision(trainer: L.Trainer, model: nn.Module) -> None:
@@ -30,6 +30,8 @@ def refuse_pure_low_precision(trainer: L.Trainer, model: nn.Module) -> None:
         ValueError: The only copy of a trained weight has 16 bits.
     """
     plain = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
+    # DeepSpeed moves a copy in 32 bits
+    plain = plain and not isinstance(trainer.strategy, DeepSpeedStrategy)
     if plain and trainer.precision in ("bf16-true", "16-true"):
         raise ValueError(
             f"trainer.precision is {trainer.precision}: updates at usual learning rates "
@@ -53,15 +55,15 @@ def refuse_idle_encoder(
     Raises:
         ValueError: Gradients of the encoder are waited for on ranks whose rows show nothing.
     """
-    if processor is None or not waits_for_every_parameter(trainer):
+    if processor is None or not minds_idle_parts(trainer):
         return
     parts = media_modules(model)
     if any(weight.requires_grad for part in parts for weight in part.parameters()):
         raise ValueError(
             "the vision encoder is trained, and this strategy waits for its gradients also where a "
             "process has rows without images: use trainer.strategy: "
-            "ddp_find_unused_parameters_true, or freeze it (freeze_vision: true, and freeze for "
-            "what fits it to the language model)"
+            "ddp_find_unused_parameters_true or fsdp2, or freeze it (freeze_vision: true, and "
+            "freeze for what fits it to the language model)"
         )
 
 

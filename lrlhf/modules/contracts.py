@@ -19,8 +19,11 @@ class Exportable(Protocol):
         """Models that receive gradients, by role: policy, critic or reward."""
         ...
 
-    def export_pretrained(self, folder: Path) -> None:
-        """Write weights, config and tokenizer into ``folder``."""
+    def export_pretrained(self, folder: Path | None) -> None:
+        """Write weights, config and tokenizer into ``folder``.
+
+        All ranks call it, as weights may be split over them; those that write nothing with None.
+        """
         ...
 
 

@@ -133,7 +133,12 @@ class PolicyExperience(PolicyUpdate):
     ) -> list[Tensor | None]:
         """Apply a function of rows to groups of them; its results are `[B, T]` each, or None."""
         whole: list[Tensor | None] = []
-        for rows in micro_batch_rows(rollout.lengths, max_tokens=self.update.micro_batch_tokens):
+        groups = micro_batch_rows(
+            rollout.lengths,
+            max_tokens=self.update.micro_batch_tokens,
+            at_least=self._passes(rollout, Collectives(self.trainer)),
+        )
+        for rows in groups:
             parts = function(trim(rollout.select(rows)))
             if not whole:
                 blank = rollout.sampling_logprobs

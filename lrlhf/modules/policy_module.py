@@ -51,10 +51,13 @@ from lrlhf.rollout import (
 )
 from lrlhf.strategies import (
     Collectives,
-    PlainUpdater,
+    SplitsModels,
+    Updater,
     count_iterations_as_steps,
     run_seed,
     seed_everything_for,
+    use_atomic_checkpoints,
+    watch_over,
 )
 from lrlhf.types import Experience, PromptBatch, StoredRollout
 
@@ -169,7 +172,7 @@ class PolicyModule(PolicyRollout):
         self._eval_means = nn.ModuleList(
             MeanMetric(nan_strategy="ignore") for _ in self._eval_names
         )
-        self._updater = PlainUpdater(self)
+        self._updater = Updater(self)
         self._iteration = Iteration(self)
         self._planned = False
         self._ready = False
@@ -193,22 +196,31 @@ class PolicyModule(PolicyRollout):
     def trainable_models(self) -> dict[str, nn.Module]:
         return {"policy": self.policy}
 
-    def export_pretrained(self, folder: Path) -> None:
+    def export_pretrained(self, folder: Path | None) -> None:
         """Write the policy, adapters merged, and its tokenizer, as ``transformers`` loads them."""
         save_model(self.policy, folder, self.tokenizer)
-        if self.processor is not None:
+        if self.processor is not None and folder is not None:
             self.processor.save(folder)
 
     # ------------------------------------------------------------------ set-up
 
     def setup(self, stage: str) -> None:
+        use_atomic_checkpoints(self.trainer)
         if stage == "fit":
             for model in self.trainable_models().values():
                 refuse_pure_low_precision(self.trainer, model)
             refuse_idle_encoder(self.trainer, plain_model(self.policy), self.processor)
             count_iterations_as_steps(self.trainer)
+            watch_over(self.trainer)
             self._planned = False
         self._ready = False
+
+    def on_fit_start(self) -> None:
+        strategy = self.trainer.strategy
+        if self.frozen is None or self.reference.offload:
+            return
+        if isinstance(strategy, SplitsModels):
+            self.frozen.split(strategy.shard_frozen)
 
     def teardown(self, stage: str) -> None:
         if self._ahead is not None:
@@ -243,6 +255,8 @@ class PolicyModule(PolicyRollout):
             self.engine.sleep()
         with self._iteration.phase("logprob"), looking_once():
             experience = self._experience(collected, filler, metrics, replayed=replayed)
+        if self.frozen is not None and self.reference.offload:
+            self.frozen.to("cpu")
         self._iteration.tell_rollout(experience, collected.records)
         measure_kl(experience, metrics)
         if experience.old_logprobs is not None and not replayed:

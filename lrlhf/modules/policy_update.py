@@ -34,8 +34,15 @@ from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.policy_objective import Denominators, denominators, policy_loss
 from lrlhf.modules.rollout_metrics import measure_update
 from lrlhf.modules.settings import Reference, Update
-from lrlhf.rollout import RolloutEngine, Sampling, micro_batches, minibatches, trim
-from lrlhf.strategies import Collectives, PlainUpdater
+from lrlhf.rollout import (
+    RolloutEngine,
+    Sampling,
+    micro_batch_rows,
+    micro_batches,
+    minibatches,
+    trim,
+)
+from lrlhf.strategies import Collectives, Updater
 from lrlhf.types import Experience, SequenceBatch
 
 
@@ -56,7 +63,7 @@ class PolicyUpdate(L.LightningModule):
     engine: RolloutEngine
     kl_coef: float
     skipped_steps: int
-    _updater: PlainUpdater
+    _updater: Updater
 
     def trainable_models(self) -> dict[str, nn.Module]:
         """Models that receive gradients, by role."""
@@ -176,13 +183,29 @@ class PolicyUpdate(L.LightningModule):
             collectives: The ranks.
             text_loss: A further share that no response belongs to.
         """
-        cuts = micro_batches(part, max_tokens=self.update.micro_batch_tokens)
+        cuts = micro_batches(
+            part,
+            max_tokens=self.update.micro_batch_tokens,
+            at_least=self._passes(part, collectives),
+        )
         share = 1 / len(cuts) / collectives.world_size
-        for index, micro in enumerate(cuts):
-            last = text_loss is None and index == len(cuts) - 1
-            self._backward(loss_of(micro.to(self.device), share), collectives, last=last)
         if text_loss is not None:
-            self._backward(text_loss(), collectives, last=True)
+            # not as the last: ranks add up the gradients of what the last pass goes through
+            self._backward(text_loss(), collectives, last=False)
+        for index, micro in enumerate(cuts):
+            last = index == len(cuts) - 1
+            self._backward(loss_of(micro.to(self.device), share), collectives, last=last)
+
+    def _passes(self, part: SequenceBatch, collectives: Collectives) -> int:
+        """Count the forward passes that some rows take on the rank that needs most.
+
+        Where weights are split, all ranks take part in gathering them, pass by pass.
+        """
+        limit = self.update.micro_batch_tokens
+        if collectives.world_size == 1 or limit is None:
+            return 1
+        own = len(micro_batch_rows(part.lengths, max_tokens=limit))
+        return int(collectives.max(torch.tensor(float(own), device=self.device)))
 
     def _backward(self, loss: Tensor, collectives: Collectives, *, last: bool) -> None:
         # ranks' gradients are averaged, while the denominators already span all ranks

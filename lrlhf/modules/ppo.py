@@ -113,11 +113,11 @@ class PPO(PolicyModule):
         critic = self.critic if self.critic is not None else self.value_head
         return models if critic is None else {**models, "critic": critic}
 
-    def export_pretrained(self, folder: Path) -> None:
+    def export_pretrained(self, folder: Path | None) -> None:
         """Write the policy as ``transformers`` loads it, and a critic of its own in ``critic``."""
         super().export_pretrained(folder)
         if self.critic is not None:
-            self.critic.save_pretrained(folder / "critic", self.tokenizer)
+            self.critic.save_pretrained(folder and folder / "critic", self.tokenizer)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

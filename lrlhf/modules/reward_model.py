@@ -12,7 +12,6 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
@@ -23,7 +22,7 @@ from lrlhf.modules.checks import (
     refuse_pure_low_precision,
     uses_loss_scaler,
 )
-from lrlhf.modules.gradient_window import GradientWindow
+from lrlhf.modules.gradient_window import ClosedWindow, GradientWindow
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.pair_batches import PairScores, concatenate, score_records
 from lrlhf.modules.pair_losses import PairObjective, resolve_losses
@@ -33,7 +32,13 @@ from lrlhf.modules.reward_metrics import (
     fit_tie_threshold,
     three_way_accuracy,
 )
-from lrlhf.strategies import Collectives, seed_everything_for
+from lrlhf.strategies import (
+    Collectives,
+    gradients_of,
+    seed_everything_for,
+    use_atomic_checkpoints,
+    watch_over,
+)
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
 _EVAL_ONLY = ("accuracy_low", "accuracy_high", "pairs")
@@ -130,10 +135,10 @@ class RewardModel(L.LightningModule):
         """Return what receives gradients, by role."""
         return {"reward": self.network}
 
-    def export_pretrained(self, folder: Path) -> None:
+    def export_pretrained(self, folder: Path | None) -> None:
         """Write the network and its tokenizer into ``folder``."""
         self.network.save_pretrained(folder, self.tokenizer)
-        if self.processor is not None:
+        if self.processor is not None and folder is not None:
             self.processor.save(folder)
 
     # ---- training
@@ -147,7 +152,11 @@ class RewardModel(L.LightningModule):
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
 
+    def setup(self, stage: str) -> None:
+        use_atomic_checkpoints(self.trainer)
+
     def on_fit_start(self) -> None:
+        watch_over(self.trainer)
         refuse_pure_low_precision(self.trainer, self.network)
         refuse_idle_encoder(self.trainer, self.network.scorer.plain, self.processor)
         self.network.train()  # from_pretrained leaves eval mode, and Lightning keeps it
@@ -184,31 +193,20 @@ class RewardModel(L.LightningModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         ranks = Collectives(self.trainer)
         window = self._window.close(self.trainer.accumulate_grad_batches, ranks)
-        if self.trainer.strategy.handles_gradient_accumulation:
-            # DeepSpeed keeps the gradients to itself: neither corrected nor left out from here
-            self._require_finite(window.finite)
-            norm = None
-        else:
-            norm = self._finish_gradients(optimizer, window.correction, window.finite, ranks)
-        self._log_training(norm)
+        self._log_training(self._finish_gradients(optimizer, window, ranks))
 
     def _finish_gradients(
-        self, optimizer: Optimizer, correction: float, losses_finite: bool, ranks: Collectives
+        self, optimizer: Optimizer, window: ClosedWindow, ranks: Collectives
     ) -> float:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if correction != 1.0:
-            for gradient in gradients:
-                gradient.mul_(correction)
-        norm = nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        gradients = gradients_of(self.trainer, optimizer)
+        if window.correction != 1.0:
+            gradients.scale(window.correction)
+        norm = gradients.norm()
         gradients_finite = not ranks.sum((~norm.isfinite()).float())
         # a loss scaler finds its scale by overflowing, and leaves those steps out itself
-        finite = losses_finite and (gradients_finite or uses_loss_scaler(self.trainer))
+        finite = window.finite and (gradients_finite or uses_loss_scaler(self.trainer))
         if not finite:
-            # without gradients an optimizer moves nothing: no weight, no moment, no decay
-            for parameter in parameters:
-                parameter.grad = None
+            gradients.drop()
             self._count_skipped_step()
         return float(norm)
 
@@ -220,14 +218,6 @@ class RewardModel(L.LightningModule):
                 f"max_skipped_steps is {self.max_skipped_steps} (last at step "
                 f"{self.trainer.global_step}): lower optimizer.lr, set trainer.gradient_clip_val, "
                 "or look at the last batches"
-            )
-
-    @staticmethod
-    def _require_finite(finite: bool) -> None:
-        if not finite:
-            raise TrainingDivergedError(
-                "the loss is not finite, and DeepSpeed cannot leave out a step because of it: "
-                "lower optimizer.lr, or train with another strategy"
             )
 
     @property
@@ -275,11 +265,8 @@ class RewardModel(L.LightningModule):
 
     # ---- logging
 
-    def _log_training(self, norm: float | None) -> None:
-        # whether there is a norm depends on the strategy alone, so ranks do not part here
-        values = {"train/skipped_steps": float(self.skipped_steps)}
-        if norm is not None:
-            values["train/grad_norm"] = norm
+    def _log_training(self, norm: float) -> None:
+        values = {"train/skipped_steps": float(self.skipped_steps), "train/grad_norm": norm}
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if (self.trainer.global_step + 1) % max(1, every) == 0:
             values |= self._training_values()

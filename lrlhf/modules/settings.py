@@ -31,6 +31,8 @@ class Reference:
             et al. 2024, https://arxiv.org/abs/2404.09656, eq. 2); None: never.
         mixup: Weight of the policy in that mix; 1 replaces the reference.
         model: Another model with the policy's tokenizer; None: the policy as it starts.
+        offload: Keep it in main memory between its passes. Strategies that split models over the
+            ranks leave it whole then.
     """
 
     kl_coef: float = 0.05
@@ -39,6 +41,7 @@ class Reference:
     sync_every: int | None = None
     mixup: float = 0.6
     model: CausalLM | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if self.kl_coef < 0:

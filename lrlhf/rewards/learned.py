@@ -75,6 +75,7 @@ class LearnedReward(RewardFunction):
         dtype: Of the model; ``auto`` is as stored.
         attn_implementation: As in ``from_pretrained`` of ``transformers``.
         trust_remote_code: Run Python code that comes with the model.
+        offload: Keep the model in main memory between two calls.
     """
 
     def __init__(  # noqa: PLR0913  the keys of a user's config
@@ -89,6 +90,7 @@ class LearnedReward(RewardFunction):
         dtype: DType = "auto",
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
+        offload: bool = False,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be 1 or more")
@@ -104,6 +106,7 @@ class LearnedReward(RewardFunction):
         self._dtype = dtype
         self._attn_implementation = attn_implementation
         self._trust_remote_code = trust_remote_code
+        self._offload = offload
         self._loaded: _Loaded | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -149,13 +152,25 @@ class LearnedReward(RewardFunction):
         }
         short = sorted(scored, key=lambda index: len(scored[index].input_ids))
         scores: list[float | None] = [None] * len(rows)
-        with looking_once():
+        with looking_once(), self._in_place(loaded):
             for start in range(0, len(short), self._batch_size):
                 chosen = short[start : start + self._batch_size]
                 found = _score(loaded, [scored[row] for row in chosen])
                 for row, score in zip(chosen, found, strict=True):
                     scores[row] = score
         return scores
+
+    @contextlib.contextmanager
+    def _in_place(self, loaded: _Loaded) -> Iterator[None]:
+        """Have the model on its device inside, and with ``offload`` not longer."""
+        if not self._offload:
+            yield
+            return
+        loaded.network.to(loaded.device)
+        try:
+            yield
+        finally:
+            loaded.network.to("cpu")
 
     def _load(self) -> _Loaded:
         network = RewardNetwork.from_pretrained(
@@ -165,7 +180,7 @@ class LearnedReward(RewardFunction):
             trust_remote_code=self._trust_remote_code,
         )
         device = _resolve_device(self._device)
-        network.to(device).eval().requires_grad_(False)
+        network.to("cpu" if self._offload else device).eval().requires_grad_(False)
         tokenizer = load_tokenizer(
             self._tokenizer or self._source, trust_remote_code=self._trust_remote_code
         )

@@ -33,28 +33,30 @@ def minibatches(batch: Batch, *, size: int | None, shuffle: bool = True) -> Iter
         yield batch.select(order[start : start + size])
 
 
-def micro_batches(batch: Batch, *, max_tokens: int | None) -> list[Batch]:
+def micro_batches(batch: Batch, *, max_tokens: int | None, at_least: int = 1) -> list[Batch]:
     """Cut a minibatch into forward passes of similar length, trimmed of common padding.
 
     Args:
         batch: The rows of one optimizer step.
         max_tokens: See `micro_batch_rows`.
+        at_least: See `micro_batch_rows`.
 
     Returns:
         At least one part; together they hold every row once.
     """
-    return [
-        trim(batch.select(rows)) for rows in micro_batch_rows(batch.lengths, max_tokens=max_tokens)
-    ]
+    groups = micro_batch_rows(batch.lengths, max_tokens=max_tokens, at_least=at_least)
+    return [trim(batch.select(rows)) for rows in groups]
 
 
-def micro_batch_rows(lengths: Tensor, *, max_tokens: int | None) -> list[Tensor]:
+def micro_batch_rows(lengths: Tensor, *, max_tokens: int | None, at_least: int = 1) -> list[Tensor]:
     """Group rows of similar length, longest first.
 
     Args:
         lengths: `[B]`, tokens of each row.
         max_tokens: Rows times longest row of one group, padding counted; a single row may be
             longer. None: one group.
+        at_least: Groups to make, where there are as many rows; ranks that gather weights together
+            need equally many.
 
     Returns:
         Row indices of each group.
@@ -68,6 +70,9 @@ def micro_batch_rows(lengths: Tensor, *, max_tokens: int | None) -> list[Tensor]
         rows = len(ordered) if max_tokens is None else max(1, max_tokens // max(ordered[start], 1))
         groups.append(order[start : start + rows])
         start += rows
+    while len(groups) < min(at_least, len(ordered)):
+        largest = max(range(len(groups)), key=lambda index: len(groups[index]))
+        groups[largest : largest + 1] = groups[largest].tensor_split(2)
     return groups
 
 

@@ -278,7 +278,11 @@ class SyncedEngine(ABC):
                 except BaseException:
                     self.close()
                     raise
-            arrived = self._send(self._weights.tensors(self.dtype))
+            tensors = self._weights.tensors(self.dtype)
+            try:
+                arrived = self._send(tensors)
+            finally:
+                self._bring_parts(tensors)
             self._reset_caches()
             expected = self._weights.fingerprints(self.dtype)
         for fingerprints in arrived:
@@ -313,9 +317,26 @@ class SyncedEngine(ABC):
             self.restarts += 1
             logger.warning("%s; starting the engine again", failure)
 
+    def _bring_parts(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Go through what is left, where other ranks need this one's parts of it."""
+        if self._takes_all_ranks:
+            for _ in tensors:
+                pass
+
+    @property
+    def _takes_all_ranks(self) -> bool:
+        return self._weights is not None and self._weights.are_split
+
     def _worst_of_ranks(self, trouble: int) -> int:
-        """Return the largest number of the ranks that share this engine."""
-        return trouble
+        """Return the largest number of the ranks that act together.
+
+        Those share this engine, or parts of the weights that a restarted one is given.
+        """
+        if not self._takes_all_ranks:
+            return trouble
+        worst = torch.tensor(trouble, device=self._device)
+        torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
+        return int(worst)
 
     @property
     def _device(self) -> torch.device:

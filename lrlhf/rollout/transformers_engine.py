@@ -34,6 +34,7 @@ from lrlhf.models import (
     repeat_offsets,
     ruled_out_ids,
 )
+from lrlhf.models.sharding import gathered
 from lrlhf.rollout.engine import (
     Response,
     assemble_rollout,
@@ -100,7 +101,11 @@ class TransformersEngine:
                     f"{num_generations}"
                 )
         responses: list[Response] = []
-        with evaluating(self._policy), _cached_autocast(prompts.input_ids.device):
+        with (
+            gathered(self._policy),
+            evaluating(self._policy),
+            _cached_autocast(prompts.input_ids.device),
+        ):
             for start in range(0, len(prompts), groups_at_once):
                 rows = torch.arange(start, min(start + groups_at_once, len(prompts)))
                 part = seeds[start * num_generations :][: len(rows) * num_generations]

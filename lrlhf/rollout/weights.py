@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lrlhf.models import merged_weights, plain_model
+from lrlhf.models.sharding import has_split_weights
 from lrlhf.vllm_worker.fingerprint import fingerprint
 
 
@@ -26,19 +26,20 @@ class PolicyWeights:
 
     Raises:
         TypeError: It is no transformers model.
-        ValueError: A weight is split over ranks; or its output layer is tied to the embedding and
-            one of them has an adapter of its own, which no engine that ties them could take.
+        ValueError: Its output layer is tied to the embedding and one of them has an adapter of its
+            own, which no engine that ties them could take.
     """
 
     def __init__(self, policy: nn.Module) -> None:
         if not isinstance(policy, PreTrainedModel | PeftModel):
             raise TypeError(f"the policy is no transformers model but {type(policy).__name__}")
         self.model = plain_model(policy)
-        self._check_whole()
         self._check_tied_head()
 
     def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Go through the weights under the names that ``from_pretrained`` knows.
+
+        If they are split over ranks, all ranks must go through all of them.
 
         Args:
             dtype: Cast floating-point weights to it; None: as they are.
@@ -51,14 +52,10 @@ class PolicyWeights:
         """Fingerprint of each weight, in the model's order."""
         return {name: str(fingerprint(tensor)) for name, tensor in self.tensors(dtype)}
 
-    def _check_whole(self) -> None:
-        for name, weight in self.model.named_parameters():
-            if isinstance(weight, DTensor) or weight.numel() == 0:
-                raise ValueError(
-                    f"the policy's weight {name} is split over ranks, and engines with a copy of "
-                    "the weights take whole ones so far: train with ddp or on one device, or take "
-                    "lrlhf.rollout.TransformersEngine"
-                )
+    @property
+    def are_split(self) -> bool:
+        """Whether reading them takes all ranks."""
+        return has_split_weights(self.model)
 
     def _check_tied_head(self) -> None:
         if not self.model.config.get_text_config().tie_word_embeddings:

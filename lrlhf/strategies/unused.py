@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import lightning as L
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+
+from lrlhf.strategies.contracts import SplitsModels
 
 
 def waits_for_every_parameter(trainer: L.Trainer) -> bool:
@@ -13,6 +15,15 @@ def waits_for_every_parameter(trainer: L.Trainer) -> bool:
     that are unused.
     """
     strategy = trainer.strategy
-    if not isinstance(strategy, DDPStrategy):
+    if not isinstance(strategy, DDPStrategy) or isinstance(strategy, SplitsModels):
         return False
     return not strategy._ddp_kwargs.get("find_unused_parameters", False)
+
+
+def minds_idle_parts(trainer: L.Trainer) -> bool:
+    """Tell whether a part of a model that takes part on some ranks only would stop the run.
+
+    DeepSpeed fills buckets with gradients as they come, on every rank its own.
+    """
+    several = trainer.world_size > 1 and isinstance(trainer.strategy, DeepSpeedStrategy)
+    return several or waits_for_every_parameter(trainer)

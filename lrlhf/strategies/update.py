@@ -1,38 +1,91 @@
-"""How a loss becomes an optimizer step: what differs between Lightning's strategies.
+"""How losses become optimizer steps, whichever of Lightning's strategies is at work.
 
-Modules know only `backward` and `step`; a sharded strategy brings its own version.
+Modules know only `Updater`. A strategy that keeps gradients where the parameters do not show them
+is one that `HoldsGradients`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 
-class Updater(Protocol):
-    """Backward and step of one optimizer at a time."""
+class Gradients(Protocol):
+    """The gradients of one optimizer's step, after they were reduced over the ranks."""
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Accumulate gradients; ranks synchronise with the ``last`` micro-batch of a step."""
+    def norm(self) -> Tensor:
+        """Compute their norm over all parameters and ranks, the same everywhere; a scalar."""
         ...
 
-    def step(self, optimizer: LightningOptimizer, *, max_grad_norm: float) -> float:
-        """Clip, step and clear; returns the gradient norm before clipping.
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiply them in place."""
+        ...
 
-        A gradient that is not finite moves nothing: the step is left out on every rank alike,
-        and the norm that is returned says so.
-        """
+    def drop(self) -> None:
+        """Forget them: the step that follows moves nothing, no weight, moment or decay."""
         ...
 
 
-class PlainUpdater:
-    """One process, or DistributedDataParallel."""
+@runtime_checkable
+class HoldsGradients(Protocol):
+    """A strategy whose gradients are not those of the parameters."""
+
+    def gradients_of(self, optimizer: Optimizer) -> Gradients:
+        """Return those that the optimizer's next step would take."""
+        ...
+
+
+class _OfParameters:
+    """Gradients that lie beside their parameters: whole, or split in the same way."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._parameters: list[nn.Parameter] = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+    def norm(self) -> Tensor:
+        norm = nn.utils.get_total_norm(self._tensors)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def scale(self, factor: float | Tensor) -> None:
+        with torch.no_grad():
+            for gradient in self._tensors:
+                gradient.mul_(factor)
+
+    def drop(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def gradients_of(trainer: L.Trainer, optimizer: Optimizer) -> Gradients:
+    """Return the gradients of an optimizer's next step, wherever the strategy keeps them."""
+    strategy = trainer.strategy
+    if isinstance(strategy, HoldsGradients):
+        return strategy.gradients_of(optimizer)
+    return _OfParameters(optimizer)
+
+
+class Updater:
+    """Backward and step of one optimizer at a time.
+
+    Args:
+        module: Its trainer's strategy does the work.
+    """
 
     def __init__(self, module: L.LightningModule) -> None:
         self._module = module
@@ -40,29 +93,29 @@ class PlainUpdater:
         self._norm = float("nan")
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Accumulate gradients; ranks synchronise with the ``last`` micro-batch of a step."""
         strategy = self._module.trainer.strategy
         quiet = isinstance(strategy, ParallelStrategy) and not last
         with strategy.block_backward_sync() if quiet else contextlib.nullcontext():  # type: ignore[attr-defined]
             self._module.manual_backward(loss)
 
     def step(self, optimizer: LightningOptimizer, *, max_grad_norm: float) -> float:
+        """Clip, step and clear; returns the gradient norm before clipping.
+
+        A gradient that is not finite moves nothing: the step is left out on every rank alike,
+        and the norm that is returned says so.
+        """
         self._max_grad_norm = max_grad_norm
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return self._norm
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Clip; to be called from ``on_before_optimizer_step``, where gradients are unscaled."""
-        parameters = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        gradients = gradients_of(self._module.trainer, optimizer)
+        norm = gradients.norm()
         self._norm = float(norm)
         if not torch.isfinite(norm):
-            for parameter in parameters:
-                parameter.grad = None
+            gradients.drop()
         elif self._max_grad_norm < float("inf"):
-            nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
+            gradients.scale(torch.clamp(self._max_grad_norm / (norm + 1e-6), max=1.0))

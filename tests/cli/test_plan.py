@@ -25,6 +25,9 @@ def _only_a_cpu_and_nothing_built(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cls, "__init__", functools.wraps(cls.__init__)(refuse))
     for spec in (CausalLM, ScoreModel):
         monkeypatch.setattr(spec, "load", refuse)
+    # memory has tests of its own, with models that take less time than those of the configs
+    for name in ("policy_memory", "reward_model_memory"):
+        monkeypatch.setattr(f"lrlhf.cli.plan.{name}", lambda *_: "no memory table: it is a test")
     monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: False))
     monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: False))
 

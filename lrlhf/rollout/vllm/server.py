@@ -232,6 +232,8 @@ class VLLMServerEngine(VLLMBase):
     # ------------------------------------------------------------------ weights and responses
 
     def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
+        if not self._group.leads:
+            self._bring_parts(tensors)
         return self._led(lambda: self._stream(tensors))
 
     def _stream(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:

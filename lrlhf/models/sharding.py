@@ -1,0 +1,276 @@
+"""Models whose weights are split over ranks: how they are run, and how whole weights are seen.
+
+FSDP2 turns a weight into a `DTensor`, ZeRO-3 into a flat piece. Both gather it with hooks on the
+modules that hold it. Of a model that is not split, everything here is the identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lrlhf.models import zero
+
+ResultT = TypeVar("ResultT")
+
+
+class CheckpointMismatchError(ValueError):
+    """A checkpoint holds the state of another model than the one at hand."""
+
+
+def within(model: nn.Module, compute: Callable[[], ResultT]) -> ResultT:
+    """Run a function as if it were the model's forward pass.
+
+    Log-probabilities are computed from parts of a model, its body and then, in chunks, its output
+    head. The hooks that gather split weights, prepare their gradients and free them again are on
+    the outermost module, and run only when that is called.
+
+    Args:
+        model: The outermost module, as it was handed to the strategy.
+        compute: Uses the model's parts; what it returns goes through the hooks.
+    """
+    outer = vars(model).get("forward")
+
+    def restore() -> None:
+        vars(model).pop("forward", None)
+        if outer is not None:
+            model.forward = outer
+
+    def forward() -> ResultT:
+        restore()  # the function may call the model, which may be its own body
+        return compute()
+
+    model.forward = forward
+    try:
+        result: ResultT = model()
+    finally:
+        restore()
+    return result
+
+
+def is_split(weight: Tensor) -> bool:
+    """Tell whether each rank holds only a part of a weight."""
+    return isinstance(weight, DTensor) or zero.is_partitioned(weight)
+
+
+def has_split_weights(model: nn.Module) -> bool:
+    """Tell whether each rank holds only a part of some of a model's weights."""
+    settle(model)
+    return any(is_split(weight) for weight in model.parameters())
+
+
+def settle(model: nn.Module) -> None:
+    """Free what was gathered, so that the model's parameters are the parts that are trained.
+
+    Between a forward pass without gradients and the next backward pass FSDP2 leaves some weights
+    whole; what is written into those would be lost.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    zero.settle(model)
+
+
+def whole(weight: Tensor) -> Tensor:
+    """Return a weight as it is on one device; all ranks must ask for it."""
+    if isinstance(weight, DTensor):
+        return weight.full_tensor()
+    if zero.is_partitioned(weight):
+        return zero.whole_parameter(weight)
+    return weight
+
+
+def whole_shape(weight: Tensor) -> torch.Size:
+    """Return the shape of a weight as it is on one device."""
+    return zero.shape_of(weight)
+
+
+def own_part(weight: Tensor) -> Tensor:
+    """Return this rank's part of a weight, to be read or written in place, without gradient."""
+    if isinstance(weight, DTensor):
+        local: Tensor = weight.detach().to_local()  # type: ignore[attr-defined]
+        return local
+    if zero.is_partitioned(weight):
+        return zero.local_partition(weight)
+    return weight.detach()
+
+
+def part_of(weight: Tensor, full: Tensor) -> Tensor:
+    """Cut out of a whole tensor what belongs to this rank, as ``weight`` is split.
+
+    Args:
+        weight: As the model has it.
+        full: Of the whole weight's shape, on the CPU or the weight's device.
+
+    Returns:
+        Of the shape of ``own_part(weight)``.
+    """
+    if isinstance(weight, DTensor):
+        local: Tensor = like(weight, full).to_local()
+        return local
+    if zero.is_partitioned(weight):
+        return zero.partition_of(weight, full)
+    return full
+
+
+def like(weight: DTensor, full: Tensor) -> DTensor:
+    """Split a tensor that every rank has as ``weight`` is split."""
+    on_device = full.to(weight.device)
+    return distribute_tensor(on_device, weight.device_mesh, weight.placements, src_data_rank=None)
+
+
+def of_parts(weight: Tensor, part: Tensor, *, holder: int) -> Tensor:
+    """Describe for a checkpoint a tensor that is split as ``weight`` is; all ranks must call it.
+
+    Args:
+        weight: As the model has it.
+        part: This rank's part of the tensor.
+        holder: Rank that keeps the tensor, if it has to be put together to be described.
+
+    Returns:
+        A `DTensor` where the weight is one; the part where it is the whole; else the whole tensor,
+        on ranks that do not hold it on the meta device.
+    """
+    if isinstance(weight, DTensor):
+        return DTensor.from_local(
+            part.to(weight.device),
+            weight.device_mesh,
+            weight.placements,
+            run_check=False,
+            shape=weight.shape,
+            stride=weight.stride(),
+        )
+    if zero.is_partitioned(weight):
+        tensor = zero.whole_of_partitions(weight, part)
+        return tensor if torch.distributed.get_rank() == holder else tensor.to("meta")
+    return part
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's state for a checkpoint, each tensor as `of_parts` describes it."""
+    settle(model)
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    state = model.state_dict(keep_vars=True)
+    return {
+        name: of_parts(value, own_part(value), holder=index % world)
+        for index, (name, value) in enumerate(state.items())
+    }
+
+
+@torch.no_grad()
+def load_state(model: nn.Module, stored: Mapping[str, Tensor], *, strict: bool = True) -> None:
+    """Copy stored weights into a model, each rank its own parts.
+
+    Args:
+        model: Whole or split.
+        stored: Whole tensors by name; each is asked for once.
+        strict: Refuse names that only one of the two has.
+
+    Raises:
+        CheckpointMismatchError: Names or shapes differ.
+    """
+    settle(model)
+    own = model.state_dict(keep_vars=True)
+    if strict:
+        check_same_names("the checkpoint", stored, own)
+    for name, target in own.items():
+        if name not in stored:
+            continue
+        value = stored[name]
+        if value.shape != whole_shape(target):
+            raise CheckpointMismatchError(
+                f"{name} has the shape {tuple(value.shape)} in the checkpoint and "
+                f"{tuple(whole_shape(target))} in the model; resume with the model of that run"
+            )
+        own_part(target).copy_(part_of(target, value))
+
+
+def check_same_names(what: str, stored: Collection[str], own: Collection[str]) -> None:
+    """Refuse names that are only in one of the two.
+
+    Raises:
+        CheckpointMismatchError: Names the first of them.
+    """
+    if different := sorted(set(stored) ^ set(own)):
+        where = what if different[0] in stored else "the model"
+        raise CheckpointMismatchError(
+            f"only {where} has {different[0]!r} ({len(different)} names differ); resume with the "
+            "model (and LoRA settings) that the run was started with"
+        )
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Hold all weights whole on this rank.
+
+    Inside, no forward pass waits for another rank, so each may run as many as it likes.
+
+    Args:
+        model: The outermost module. All ranks must enter and leave together.
+    """
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not modules:
+        with zero.gathered_for_generation(model):
+            yield
+        return
+    _wake(model)
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            # the root keeps its weights until the backward pass, which would gather them at once
+            module.set_reshard_after_forward(module is not model, recurse=False)
+            module.reshard()
+
+
+@contextlib.contextmanager
+def whole_weights(module: nn.Module) -> Iterator[None]:
+    """Put whole weights in the place of split ones, to be read; forward passes are no use here.
+
+    Args:
+        module: Usually a single layer: all of its weights exist whole at the same time.
+    """
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for owner in module.modules():
+        for name, weight in owner.named_parameters(recurse=False):
+            if is_split(weight):
+                replaced.append((owner, name, weight))
+    try:
+        for owner, name, weight in replaced:
+            owner._parameters[name] = nn.Parameter(whole(weight).detach(), requires_grad=False)
+        yield
+    finally:
+        for owner, name, weight in replaced:
+            owner._parameters[name] = weight
+
+
+def make_whole(model: nn.Module) -> None:
+    """Give a model ordinary weights on the CPU, once nothing runs it any more.
+
+    Args:
+        model: Split by FSDP2, settled; all ranks must call this.
+    """
+    known: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if isinstance(weight, DTensor):
+                if id(weight) not in known:
+                    data = weight.full_tensor().detach().cpu()
+                    known[id(weight)] = nn.Parameter(data, requires_grad=weight.requires_grad)
+                module._parameters[name] = known[id(weight)]
+
+
+def _wake(model: nn.Module) -> None:
+    """Have FSDP2 find its root, which is the first module that it sees called."""
+    if isinstance(model, FSDPModule):
+        with torch.no_grad():
+            within(model, lambda: None)

@@ -1,0 +1,100 @@
+"""How a file or folder appears under its name: whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that takes the place of ``path`` when the block ends well.
+
+    The data go to a hidden file in the same folder, reach the disk, then take the name in one
+    step: whoever reads ``path`` sees the old content or the new one, also after a crash. If the
+    block raises, ``path`` is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # one name per target: what a killed process left behind is overwritten by the next attempt
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Hand out an empty folder that takes the place of ``path`` when the block ends well.
+
+    A folder cannot replace another in one step, so an old one is moved aside first and removed
+    last; after a crash between the two, the next call moves it back.
+    """
+    recover_folder(path)
+    fresh = path.with_name(f".{path.name}.tmp")
+    open_folder(fresh)
+    try:
+        yield fresh
+        place_folder(fresh, path)
+    finally:
+        recover_folder(path)
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def open_folder(fresh: Path) -> None:
+    """Make an empty folder, in the place of what a crash may have left there."""
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+
+
+def place_folder(fresh: Path, path: Path) -> None:
+    """Give a finished folder its name, in the place of what had it."""
+    _sync_tree(fresh)
+    if path.is_dir():
+        path.rename(_aside(path))
+    elif path.exists():
+        path.unlink()
+    fresh.rename(path)
+    recover_folder(path)
+    _sync_folder(path.parent)
+
+
+def recover_folder(path: Path) -> None:
+    """Leave ``path`` in place, and nothing beside it, whatever a crash in `atomic_folder` left."""
+    old = _aside(path)
+    if not old.exists():
+        return
+    if path.exists():
+        shutil.rmtree(old)
+    else:
+        old.rename(path)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as handle:
+                os.fsync(handle.fileno())
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    # a rename is only on the disk once the folder that lists the name is
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

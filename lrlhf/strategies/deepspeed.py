@@ -1,0 +1,324 @@
+"""DeepSpeed with one engine per trained model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators.cpu import CPUAccelerator
+from lightning.pytorch.core.optimizer import (
+    LightningOptimizer,
+    _init_optimizers_and_lr_schedulers,
+)
+from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lrlhf.models import zero
+from lrlhf.models.sharding import CheckpointMismatchError
+from lrlhf.strategies.contracts import leave_inference_mode, refuse_quantised, trained_models
+from lrlhf.strategies.deepspeed_config import (
+    check_further_options,
+    engine_config,
+    frozen_config,
+    merged,
+)
+from lrlhf.strategies.deepspeed_engine import (
+    TrainedEngine,
+    check_ownership,
+    close_engine,
+    split_frozen,
+)
+from lrlhf.strategies.deepspeed_precision import EnginePrecision
+from lrlhf.strategies.deepspeed_states import (
+    load_module_state,
+    load_optimizer_state,
+    module_state,
+    optimizer_state,
+)
+from lrlhf.strategies.sharded_checkpoint import FolderCheckpoints
+from lrlhf.strategies.update import Gradients
+
+
+class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
+    """Splits optimizer states, gradients and weights over the ranks with DeepSpeed's ZeRO.
+
+    Every model that ``trainable_models()`` of the module names has an engine of its own: actor and
+    critic keep an optimizer, learning rate, schedule and clip each. Models are loaded whole, one
+    copy per process, and split then. It runs on CPUs as well. In YAML: ``trainer.strategy:
+    deepspeed_zero1``, ``deepspeed_zero2`` or ``deepspeed_zero3``, or this class with its options.
+
+    With ``trainer.precision: bf16-mixed`` weights and activations are bfloat16 altogether, while
+    the optimizer moves a copy in float32. Gradients are averaged, and with stages 2 and 3 added up,
+    in float32; stage 1 adds up those of a step's micro-batches in bfloat16.
+
+    Args:
+        stage: What is split: 1 the optimizer's states, 2 gradients too, 3 weights too.
+        offload_optimizer: Keep the optimizer's copy of the weights and its states in main memory,
+            and take the steps there.
+        offload_parameters: Keep the split weights in main memory too; only with stage 3.
+        config: Further options of DeepSpeed, as in its JSON file.
+        checkpoint: ``sharded``: a folder that all ranks write to at once; ``full``: one file,
+            which rank zero puts together. Either can be resumed on any number of processes and
+            under any strategy.
+        timeout: Seconds that a rank waits for the others.
+        process_group_backend: ``nccl``, ``gloo``, …; None: what the device wants.
+        start_method: ``popen``, or ``fork`` in notebooks, as in ``DDPStrategy``.
+        options: What Lightning passes to a strategy.
+
+    Raises:
+        ImportError: DeepSpeed is not installed.
+        ValueError: Options do not fit together.
+
+    Reference:
+        Rajbhandari et al. 2020, section 5, https://arxiv.org/abs/1910.02054
+    """
+
+    strategy_name = "deepspeed_zero"
+
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3] = 2,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        config: dict[str, Any] | None = None,
+        checkpoint: Literal["sharded", "full"] = "sharded",
+        timeout: float | timedelta = 1800.0,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **options: Any,
+    ) -> None:
+        zero.load_deepspeed()
+        if stage not in (1, 2, 3):
+            raise ValueError(f"strategy.stage is {stage}; it must be 1, 2 or 3")
+        if offload_parameters and stage != 3:
+            raise ValueError(
+                f"strategy.offload_parameters needs weights that are split, but strategy.stage is "
+                f"{stage}: set it to 3"
+            )
+        check_further_options(config or {})
+        span = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        super().__init__(
+            stage=stage, timeout=span, process_group_backend=process_group_backend, **options
+        )
+        self._start_method = start_method
+        self.stage = stage
+        self.offload_optimizer = offload_optimizer
+        self.offload_parameters = offload_parameters
+        self.further_options = config or {}
+        self.checkpoint = checkpoint
+        self._engines: list[TrainedEngine] = []
+        self._frozen: list[Any] = []
+
+    # ------------------------------------------------------------------ set-up
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.root_device.type != "cpu"
+
+    def setup_environment(self) -> None:
+        """Join the other processes; Lightning's own refuses CPUs here."""
+        self.precision_plugin = EnginePrecision(self.precision_plugin.precision)
+        if isinstance(self.accelerator, CPUAccelerator):
+            _prepare_cpu()
+        ParallelStrategy.setup_environment(self)
+        self.setup_distributed()
+
+    def setup_distributed(self) -> None:
+        if self._on_gpu:
+            super().setup_distributed()
+            return
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def setup(self, trainer: L.Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        leave_inference_mode(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._start_engines()
+        else:
+            self._place_whole()
+        self.setup_precision_plugin()
+        self.barrier()
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Build models whole: under DeepSpeed's own context transformers cannot."""
+        yield
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build models as they are without a strategy."""
+        del empty_init
+        yield
+
+    def _start_engines(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        models = trained_models(module)
+        optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+        check_ownership(module, models, optimizers)
+        for model in models.values() if self.stage == 3 else ():
+            refuse_quantised(model, "strategy.stage 3", "set strategy.stage: 2")
+        self._engines = [
+            TrainedEngine(model, optimizer, self.engine_config, self.root_device)
+            for model, optimizer in zip(models.values(), optimizers, strict=True)
+        ]
+        self.optimizers = [engine.zero for engine in self._engines]
+        _move_rest(module, set(models.values()), self.root_device)
+
+    def _place_whole(self) -> None:
+        """Evaluate without engines."""
+        self.model_to_device()
+        for model in trained_models(self.lightning_module).values():
+            self._compute_whole(model)
+
+    def _compute_whole(self, model: nn.Module) -> None:
+        """Put a model without engine onto the device, in the precision that engines have."""
+        model.to(self.root_device)
+        for weight in model.parameters() if self._bf16 else ():
+            if weight.is_floating_point():
+                weight.data = weight.data.bfloat16()
+
+    @property
+    def engine_config(self) -> dict[str, Any]:
+        """Options of DeepSpeed for an engine that trains."""
+        own = engine_config(
+            stage=self.stage,
+            offload_optimizer=self.offload_optimizer,
+            offload_parameters=self.offload_parameters,
+            bf16=self._bf16,
+            on_gpu=self._on_gpu,
+        )
+        return merged(own, self.further_options)
+
+    @property
+    def _bf16(self) -> bool:
+        return self.precision_plugin.precision in ("bf16-mixed", "bf16-true")
+
+    def shard_frozen(self, model: nn.Module) -> None:
+        """Split a model that gets no gradient; with stages 1 and 2 it stays whole.
+
+        Args:
+            model: Whole; it stays callable as the same object. Done twice it is done once.
+        """
+        if self.stage != 3:
+            self._compute_whole(model)
+        elif not any(engine.module is model for engine in self._frozen):
+            refuse_quantised(model, "strategy.stage 3", "set strategy.stage: 2")
+            self._frozen.append(split_frozen(model, frozen_config(self.engine_config)))
+
+    def teardown(self) -> None:
+        """Take DeepSpeed off the models and, where all ranks got this far, make them whole."""
+        module = self.lightning_module
+        failed = module is None or module.trainer.state.status == TrainerStatus.INTERRUPTED
+        engines = [*(engine.engine for engine in self._engines), *self._frozen]
+        for engine in engines:
+            if not failed:
+                zero.make_whole(engine.module)
+            close_engine(engine)
+        self._engines, self._frozen, self.optimizers = [], [], []
+        super().teardown()
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        return False
+
+    def run_backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of every trained model that a loss reaches, one or several."""
+        for engine in self._engines:
+            engine.begin_backward()
+        loss.backward()  # type: ignore[no-untyped-call]
+        for engine in self._engines:
+            engine.end_backward()
+
+    def gradients_of(self, optimizer: Optimizer) -> Gradients:
+        """Return the gradients of an optimizer's next step, within ``on_before_optimizer_step``."""
+        return self.engine_of(optimizer)
+
+    def engine_of(self, optimizer: Any) -> TrainedEngine:
+        """Return the engine that an optimizer, or Lightning's wrapper of it, belongs to."""
+        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return next(engine for engine in self._engines if engine.zero is plain)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        module = self.lightning_module
+        assert module is not None
+        if not self._engines:
+            return module.state_dict()
+        return module_state(module, self._engines, self.root_device)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        stored = checkpoint["state_dict"]
+        load_module_state(self.lightning_module, self._engines, stored, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return optimizer_state(self.engine_of(optimizer), self._names, self.root_device)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        stored = checkpoint["optimizer_states"]
+        if len(stored) != len(self._engines):
+            raise CheckpointMismatchError(
+                f"the checkpoint has {len(stored)} optimizers and the module {len(self._engines)}; "
+                "resume with the module of that run"
+            )
+        for engine, state in zip(self._engines, stored, strict=True):
+            load_optimizer_state(engine, self._names, state)
+
+    @property
+    def _names(self) -> dict[int, str]:
+        assert self.lightning_module is not None
+        return {id(weight): name for name, weight in self.lightning_module.named_parameters()}
+
+
+def _prepare_cpu() -> None:
+    """Keep DeepSpeed on the CPU, and from compiling its own communication for it.
+
+    Raises:
+        ValueError: DeepSpeed was imported before and has taken the GPU.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    deepspeed = zero.load_deepspeed()
+    taken = deepspeed.accelerator.get_accelerator().device_name()
+    if taken != "cpu":
+        raise ValueError(
+            f"trainer.accelerator is cpu, but DeepSpeed has taken {taken}: set DS_ACCELERATOR=cpu "
+            "in the environment"
+        )
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _move_rest(module: nn.Module, placed: set[nn.Module], device: torch.device) -> None:
+    """Move what lies outside of models that are on their devices already."""
+    for child in module.children():
+        if child in placed:
+            continue
+        if placed.isdisjoint(child.modules()):
+            child.to(device)
+        else:
+            _move_rest(child, placed, device)
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    for tensor in own:
+        tensor.data = tensor.data.to(device)

@@ -1,0 +1,253 @@
+"""One trained model under DeepSpeed: its backward passes, its gradients and its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lrlhf.models import zero
+
+
+class Place(NamedTuple):
+    """Where this rank keeps its share of a parameter's 32-bit weight and optimizer states."""
+
+    flat: Tensor
+    """All shares of a group of parameters in a row; the optimizer's state goes by it."""
+    offset: int
+    """Where the share begins in it."""
+    start: int
+    """Where the share begins in the flattened parameter."""
+    length: int
+    """Entries of the share; 0: other ranks have it all."""
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return the share within a tensor that is laid out like ``flat``."""
+        return flat.detach().narrow(0, self.offset, self.length)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Cut the share out of a tensor of the parameter's shape."""
+        return whole.reshape(-1)[self.start : self.start + self.length]
+
+
+class TrainedEngine:
+    """A DeepSpeed engine whose model is called directly, and whose steps are taken in two parts.
+
+    Between the parts, once the gradients of all micro-batches and ranks are averaged, they can be
+    measured, scaled and dropped: it is the `Gradients` of its optimizer's next step.
+
+    Args:
+        model: To be trained, whole.
+        optimizer: Of the model's parameters.
+        config: Of DeepSpeed, as from `engine_config`.
+        device: Where the model is to be.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, config: dict[str, Any], device: torch.device
+    ) -> None:
+        self.model = model
+        self.base = optimizer
+        self.device = device
+        self.groups: list[list[nn.Parameter]] = [
+            [weight for weight in group["params"] if weight.requires_grad]
+            for group in optimizer.param_groups
+        ]
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self.engine, self.zero, *_ = zero.load_deepspeed().initialize(
+            model=model,
+            optimizer=optimizer,
+            model_parameters=weights,
+            config=config,
+            dist_init_required=False,
+        )
+        self.stage = int(config["zero_optimization"]["stage"])
+        self.offloads = "offload_optimizer" in config["zero_optimization"]
+        self._dropped = False
+        self._group_of = {
+            id(weight): index for index, group in enumerate(self.groups) for weight in group
+        }
+        if self.stage == 3:
+            zero.remember(model, self.zero.parameter_offload)
+
+    def trains(self, weight: Tensor) -> bool:
+        """Tell whether the optimizer moves a weight."""
+        return id(weight) in self._group_of
+
+    # ------------------------------------------------------------------ backward
+
+    def begin_backward(self) -> None:
+        """Get ready for a backward pass that may reach the model.
+
+        It is what DeepSpeed does in the forward pass of its own wrapper, which nobody calls here.
+        Without it ZeRO-3 would let each micro-batch overwrite the gradients of the last.
+        """
+        self.zero.clear_backward_seen_flag()
+        self.engine._backward_prologue()
+
+    def end_backward(self) -> None:
+        """Leave a backward pass; one that reached the model has left by itself."""
+        if self.zero._hooks_fired_this_backward == 0:
+            self.zero.exit_backward()
+
+    # ------------------------------------------------------------------ gradients
+
+    def reduce(self) -> None:
+        """Finish the averaging of the gradients, before they are looked at."""
+        if self.stage == 3:
+            return  # done by every backward pass
+        if self.stage == 2:
+            self.zero.finalize_gradient_accumulation_boundary()
+            return
+        self.engine._running_engine_step = True  # the time at which ZeRO-1 averages
+        try:
+            self.zero.setup_buckets()
+            self.engine.allreduce_gradients()
+        finally:
+            self.engine._running_engine_step = False
+
+    def norm(self) -> Tensor:
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in self._gradients()]
+        total = torch.stack([norm.to(self.device) for norm in norms]).square().sum()
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(total)
+        return total.sqrt()
+
+    @torch.no_grad()
+    def scale(self, factor: float | Tensor) -> None:
+        for part in self._gradients():
+            part.mul_(factor.to(part.device) if isinstance(factor, Tensor) else factor)
+
+    def drop(self) -> None:
+        self._dropped = True
+
+    def _gradients(self) -> list[Tensor]:
+        """This rank's share of the averaged gradients; what is padding is 0."""
+        if self.stage == 3:
+            return [self.zero.grad_partitions_flat_buffer]
+        if self.offloads:
+            return [flat.grad for flat in self.zero.single_partition_of_fp32_groups]
+        return [part for group in self.zero.averaged_gradients.values() for part in group]
+
+    # ------------------------------------------------------------------ step
+
+    def step(self) -> None:
+        """Move the weights, unless the gradients were dropped, and forget the gradients."""
+        if not self._dropped:
+            if self.stage == 3:
+                self.zero.finalize_gradient_accumulation_boundary()
+            self.engine._take_model_step(None)
+        self._forget_gradients()
+        self._dropped = False
+
+    def _forget_gradients(self) -> None:
+        self.zero.zero_grad(set_to_none=True)
+        self.zero.set_gradient_accumulation_boundary(False)
+        if self.stage == 3:
+            self.zero.averaged_gradients = {}
+            # what no micro-batch of the next step reaches must not have the gradient of this one
+            self.zero.grad_partitions_flat_buffer.zero_()
+            self.zero._offload_boundary_param_ids = set()
+        else:
+            for index in range(len(self.groups)):
+                self.zero.averaged_gradients[index] = None
+                self.zero.all_grad_tensors[index] = None
+            self.zero.micro_step_id = -1
+            self.zero._offload_accumulated_param_ids = set()
+        if self.offloads:
+            self.zero.reset_cpu_buffers()
+            for flat in self._flats():
+                flat.grad.zero_()
+
+    # ------------------------------------------------------------------ layout
+
+    def place(self, weight: Tensor) -> Place:
+        """Find this rank's share of a trained weight."""
+        return self._place_of_piece(weight) if self.stage == 3 else self._place_of_row(weight)
+
+    def group_of(self, weight: Tensor) -> int:
+        """Return the index of a trained weight's group of parameters."""
+        return self._group_of[id(weight)]
+
+    def _flats(self) -> list[Any]:
+        if self.stage == 3:
+            return list(self.zero.fp32_partitioned_groups_flat)
+        return list(self.zero.single_partition_of_fp32_groups)
+
+    def _place_of_piece(self, weight: Any) -> Place:
+        """ZeRO-3 cuts every parameter into pieces of one length."""
+        index, offset, length = self.zero.grad_position[self.zero.get_param_id(weight)]
+        start = zero.start_of_partition(weight)
+        length = max(0, min(length, weight.ds_numel - start))
+        return Place(self.zero.fp32_partitioned_groups_flat[index], offset, start, length)
+
+    def _place_of_row(self, weight: Any) -> Place:
+        """ZeRO-1 and 2 put a group's parameters in a row and cut that."""
+        flat = self.zero.single_partition_of_fp32_groups[self.group_of(weight)]
+        share = weight._hp_mapping
+        if share is None:
+            return Place(flat, 0, 0, 0)
+        here, there = share.hp_fragment_address, share.lp_fragment_address
+        return Place(flat, here.start, there.start, here.numel)
+
+    # ------------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """Take DeepSpeed off the model."""
+        close_engine(self.engine)
+
+
+def split_frozen(model: nn.Module, config: dict[str, Any]) -> Any:
+    """Split the weights of a model that gets no gradient over the ranks; returns its engine."""
+    engine, *_ = zero.load_deepspeed().initialize(
+        model=model, config=config, dist_init_required=False
+    )
+    zero.remember(model, engine.optimizer)
+    return engine
+
+
+def close_engine(engine: Any) -> None:
+    """Remove an engine's hooks from its model and free its buffers."""
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    engine.destroy()
+    # models of ZeRO-3 stay at the bottom of this stack of running modules
+    running = zero.load_deepspeed().runtime.zero.parameter_offload.FWD_MODULE_STACK
+    if engine.module in running:
+        running.remove(engine.module)
+
+
+def check_ownership(
+    module: L.LightningModule, models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]
+) -> None:
+    """Check that every optimizer moves the weights of its own model, and of no other.
+
+    Raises:
+        ValueError: Names the weight.
+    """
+    if len(models) != len(optimizers):
+        raise ValueError(
+            f"{type(module).__name__} has {len(models)} trained models ({', '.join(models)}) and "
+            f"{len(optimizers)} optimizers; DeepSpeed needs one for each, in the same order"
+        )
+    names = {id(weight): name for name, weight in module.named_parameters()}
+    owners: dict[int, str] = {}
+    for (role, model), optimizer in zip(models.items(), optimizers, strict=True):
+        own = {id(weight) for weight in model.parameters()}
+        for weight in own:
+            if owners.setdefault(weight, role) != role:
+                raise ValueError(
+                    f"{names.get(weight)} belongs to {owners[weight]} and to {role}: DeepSpeed "
+                    "can train it as part of one model only"
+                )
+        moved = [weight for group in optimizer.param_groups for weight in group["params"]]
+        for weight in moved:
+            if id(weight) not in own:
+                raise ValueError(
+                    f"the optimizer of {role} moves {names.get(id(weight))}, which is no weight of "
+                    "that model: the i-th optimizer belongs to the i-th of trainable_models()"
+                )

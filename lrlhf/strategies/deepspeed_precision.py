@@ -1,0 +1,106 @@
+"""Backward passes and steps as Lightning asks for them, run by DeepSpeed's engines."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor, nn
+
+from lrlhf.strategies.deepspeed_engine import TrainedEngine
+
+
+@runtime_checkable
+class HasEngines(Protocol):
+    """A strategy with an engine per trained model."""
+
+    def run_backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of every trained model that a loss reaches."""
+        ...
+
+    def engine_of(self, optimizer: Any) -> TrainedEngine:
+        """Return the engine that an optimizer belongs to."""
+        ...
+
+
+class EnginePrecision(DeepSpeedPrecision):
+    """Backward and step through the strategy's engines; nothing else is converted here.
+
+    Lightning's own turns every number of a batch into bfloat16, scores and margins too.
+    """
+
+    def __init__(self, precision: Any) -> None:
+        if precision in ("16-mixed", "16-true"):
+            raise ValueError(
+                f"trainer.precision is {precision}: DeepSpeed's loss scale and steps that are left "
+                "out because of a gradient that is not finite do not go together; use bf16-mixed"
+            )
+        super().__init__(precision)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module  # the engines do it, and keep a copy in 32 bits
+
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+    def tensor_init_context(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def backward(  # type: ignore[override]
+        self,
+        tensor: Tensor,
+        model: L.LightningModule,
+        optimizer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        del optimizer, args, kwargs
+        _strategy_of(model).run_backward(tensor)
+
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Any,
+        model: L.LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        del kwargs
+        engine = _strategy_of(model).engine_of(optimizer)
+        result = closure()
+        if model.automatic_optimization and result is None:
+            raise ValueError(
+                "training_step returned None; DeepSpeed needs a loss from every process"
+            )
+        engine.reduce()
+        self._after_closure(model, optimizer)
+        engine.step()
+        return result
+
+    def _clip_gradients(
+        self,
+        model: Any,
+        optimizer: Any,
+        clip_val: float | None = None,
+        gradient_clip_algorithm: GradClipAlgorithmType | None = None,
+    ) -> None:
+        if not model.automatic_optimization or not clip_val:
+            return
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            raise ValueError(
+                "trainer.gradient_clip_algorithm is value, which DeepSpeed does not support; "
+                "use norm"
+            )
+        gradients = _strategy_of(model).engine_of(optimizer)
+        norm = gradients.norm()
+        gradients.scale(torch.clamp(clip_val / (norm + 1e-6), max=1.0))
+
+
+def _strategy_of(module: L.LightningModule) -> HasEngines:
+    strategy = module.trainer.strategy
+    assert isinstance(strategy, HasEngines)
+    return strategy

@@ -1,0 +1,279 @@
+"""Fully sharded data parallel training, with PyTorch's second implementation of it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from lrlhf.models import ValueHead, media_modules
+from lrlhf.models.heads import RewardHead
+from lrlhf.models.sharding import load_state, make_whole, settle
+from lrlhf.strategies.contracts import leave_inference_mode, refuse_quantised, trained_models
+from lrlhf.strategies.sharded_checkpoint import FolderCheckpoints
+from lrlhf.strategies.states import load_optimizer_state, optimizer_state
+
+DEFAULT_TIMEOUT = 1800.0
+
+
+class FSDP2(FolderCheckpoints, DDPStrategy):
+    """Splits weights, gradients and optimizer states of every trained model over the ranks.
+
+    Each block of a model is gathered for its forward and backward pass and freed again, as is
+    what lies around the blocks. Every model that ``trainable_models()`` of the module names is
+    split by itself, so actor and critic keep an optimizer each; frozen references are split too.
+    It runs on CPUs as well. In YAML: ``trainer.strategy: fsdp2``, or this class with its options.
+
+    With ``trainer.precision: bf16-mixed`` weights are gathered and multiplied in bfloat16, while
+    gradients are added up, and weights are kept, in float32.
+
+    Args:
+        reshard_after_forward: Free a block's weights after its forward pass; off, they stay until
+            its backward pass, which costs memory and saves a gather.
+        cpu_offload: Keep weights, gradients and optimizer states in main memory, and take the
+            optimizer steps there.
+        shard_group: Ranks that share one copy of a model, such as the GPUs of one node; the groups
+            hold the same and add up their gradients. None: all ranks share one.
+        checkpoint: ``sharded``: a folder that all ranks write to at once; ``full``: one file,
+            which rank zero puts together. Either can be resumed on any number of processes and
+            under any strategy.
+        timeout: Seconds that a rank waits for the others.
+        process_group_backend: ``nccl``, ``gloo``, …; None: what the device wants.
+        start_method: ``popen``, or ``fork`` in notebooks, as in ``DDPStrategy``.
+        options: What Lightning passes to a strategy.
+
+    Reference:
+        Rajbhandari et al. 2020, section 5, https://arxiv.org/abs/1910.02054 (stage 3);
+        Zhao et al. 2023, https://arxiv.org/abs/2304.11277
+    """
+
+    strategy_name = "fsdp2"
+
+    def __init__(
+        self,
+        reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
+        shard_group: int | None = None,
+        checkpoint: Literal["sharded", "full"] = "sharded",
+        timeout: float = DEFAULT_TIMEOUT,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            timeout=timedelta(seconds=timeout),
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+            **options,
+        )
+        if shard_group is not None and shard_group < 1:
+            raise ValueError(f"strategy.shard_group is {shard_group}; it must be 1 or more")
+        self.reshard_after_forward = reshard_after_forward
+        self.cpu_offload = cpu_offload
+        self.shard_group = shard_group
+        self.checkpoint = checkpoint
+        self._mesh: DeviceMesh | None = None
+
+    # ------------------------------------------------------------------ set-up
+
+    def _get_process_group_backend(self) -> str:
+        if self._process_group_backend is None and self.cpu_offload and self._on_gpu:
+            # the norm of gradients in main memory is added up there
+            return "cuda:nccl,cpu:gloo"
+        return super()._get_process_group_backend()
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.root_device.type != "cpu"
+
+    def setup(self, trainer: L.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self._refuse_loss_scaler()
+        leave_inference_mode(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        for model in trained_models(self.lightning_module).values():
+            self.shard(model)
+        if not self.cpu_offload:
+            self.model_to_device()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING and not self.cpu_offload:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def teardown(self) -> None:
+        """Give the rest back; what is split stays on its devices, until the process ends."""
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        if self._start_method != "popen" and sys.exc_info()[0] is None:
+            # what the process that started this one takes over as the trained model
+            make_whole(self._settled())
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    def _refuse_loss_scaler(self) -> None:
+        plugin = self.precision_plugin
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+            raise ValueError(
+                "trainer.precision 16-mixed scales losses, which fsdp2 does not support; use "
+                "bf16-mixed"
+            )
+
+    # ------------------------------------------------------------------ splitting
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All ranks, or the groups that hold a copy each, and the ranks in them."""
+        if self._mesh is None:
+            world, group = self.world_size, self.shard_group
+            device = self.root_device.type
+            if group is None or group == world:
+                self._mesh = init_device_mesh(device, (world,))
+            elif world % group:
+                raise ValueError(
+                    f"strategy.shard_group is {group}, which does not divide the {world} processes"
+                )
+            else:
+                names = ("copies", "parts")
+                self._mesh = init_device_mesh(device, (world // group, group), mesh_dim_names=names)
+        return self._mesh
+
+    def shard(self, model: nn.Module) -> None:
+        """Split a model over the ranks, in place; done twice it is done once."""
+        if isinstance(model, FSDPModule):
+            return
+        refuse_quantised(model, "fsdp2", "train with ddp")
+        self._share_from_rank_zero(model)
+        options: dict[str, Any] = {"mesh": self.mesh, "offload_policy": self._offload_policy()}
+        for head in _heads(model):
+            # in the precision of their own weights
+            fully_shard(head, reshard_after_forward=False, **options)
+        options["mp_policy"] = self._mixed_precision()
+        for block in blocks(model):
+            fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
+        # the outermost part is needed first in the backward pass: freed, it would be gathered at
+        # once again
+        root: FSDPModule
+        root = (
+            model
+            if isinstance(model, FSDPModule)
+            else fully_shard(model, reshard_after_forward=False, **options)
+        )
+        root.set_reduce_scatter_unused_params(True)
+
+    def shard_frozen(self, model: nn.Module) -> None:
+        """Split a model that gets no gradient."""
+        self.shard(model)
+
+    def _mixed_precision(self) -> MixedPrecisionPolicy:
+        if self.precision_plugin.precision != "bf16-mixed":
+            return MixedPrecisionPolicy()
+        # autocast decides what is computed in which precision; here only what is gathered in which
+        return MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+
+    def _offload_policy(self) -> OffloadPolicy:
+        if not self.cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self._on_gpu)
+
+    @torch.no_grad()
+    def _share_from_rank_zero(self, model: nn.Module) -> None:
+        """Make what was drawn at random, such as new heads, the same on all ranks."""
+        if self.world_size == 1:
+            return
+        for tensor in [*model.parameters(), *model.buffers()]:
+            there = tensor.to(self.root_device)
+            torch.distributed.broadcast(there, src=0)
+            tensor.copy_(there)
+
+    # ------------------------------------------------------------------ gradients
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Leave gradients unreduced inside, to be reduced with those of the pass that follows."""
+        roots = list(trained_models(self.lightning_module).values())
+        for root in roots:
+            root.set_requires_gradient_sync(False)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            for root in roots:
+                root.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        module = self._settled()
+        return module.state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        load_state(self._settled(), checkpoint["state_dict"], strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return optimizer_state(self._settled(), optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        module = self._settled()
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_optimizer_state(module, optimizer, state)
+
+    def _settled(self) -> L.LightningModule:
+        assert self.lightning_module is not None
+        settle(self.lightning_module)
+        return self.lightning_module
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated parts of a model that are gathered one at a time, outermost first.
+
+    Encoders of images stay with what lies around the blocks: on a rank whose rows show nothing
+    they do not run, and would not take part in the gathering.
+    """
+    names: set[str] = set()
+    kept_whole: set[nn.Module] = set()
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            names |= set(part._no_split_modules or ())
+            kept_whole |= {inner for seeing in media_modules(part) for inner in seeing.modules()}
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for part in model.modules():
+        if part in inside or part in kept_whole or type(part).__name__ not in names:
+            continue
+        found.append(part)
+        inside |= set(part.modules())
+    return found
+
+
+def _heads(model: nn.Module) -> list[nn.Module]:
+    return [part for part in model.modules() if isinstance(part, RewardHead | ValueHead)]

@@ -1,0 +1,95 @@
+"""States of optimizers in one form, whichever strategy holds them.
+
+Parameters go by their names in the module. A tensor is a `DTensor`
+where it is split, whole where every rank has it, and on the meta device where another rank has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lrlhf.models.sharding import CheckpointMismatchError, check_same_names, like
+
+
+def optimizer_state(module: L.LightningModule, optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state with its parameters under their names."""
+    plain = _plain(optimizer)
+    names: dict[Tensor, str] = {weight: name for name, weight in module.named_parameters()}
+    groups = [
+        {**group, "params": [names[parameter] for parameter in group["params"]]}
+        for group in plain.param_groups
+    ]
+    state = {names[parameter]: dict(values) for parameter, values in plain.state.items()}
+    return {"state": state, "param_groups": groups}
+
+
+def load_optimizer_state(
+    module: L.LightningModule, optimizer: Optimizer, stored: Mapping[str, Any]
+) -> None:
+    """Restore what `optimizer_state` returned, or Lightning's own form of it.
+
+    Args:
+        module: Its parameters are the optimizer's.
+        optimizer: As freshly built.
+        stored: Tensors whole, or numbers.
+
+    Raises:
+        CheckpointMismatchError: It is the state of other parameters.
+    """
+    plain = _plain(optimizer)
+    own = [parameter for group in plain.param_groups for parameter in group["params"]]
+    names: dict[Tensor, str] = {weight: name for name, weight in module.named_parameters()}
+    saved = stored_names(stored, [names[parameter] for parameter in own])
+    position = {saved[names[parameter]]: index for index, parameter in enumerate(own)}
+    state = {
+        position[key]: {
+            name: _split_like(own[position[key]], value) for name, value in values.items()
+        }
+        for key, values in stored["state"].items()
+    }
+    counter = iter(range(len(own)))
+    groups = [
+        {**old, "params": [next(counter) for _ in group["params"]]}
+        for old, group in zip(stored["param_groups"], plain.param_groups, strict=True)
+    ]
+    plain.load_state_dict({"state": state, "param_groups": groups})
+
+
+def stored_names(stored: Mapping[str, Any], own: list[str]) -> dict[str, Any]:
+    """Map each parameter's name to what stands for it in a stored state: its name, or a number.
+
+    Args:
+        stored: State of an optimizer.
+        own: Names of the optimizer's parameters, in its order.
+
+    Raises:
+        CheckpointMismatchError: The parameters are others.
+    """
+    keys = list(chain.from_iterable(group["params"] for group in stored["param_groups"]))
+    if len(keys) != len(own):
+        raise CheckpointMismatchError(
+            f"the checkpoint's optimizer has {len(keys)} parameters and this one {len(own)}; "
+            "resume with the model (and LoRA settings) that the run was started with"
+        )
+    if all(isinstance(key, str) for key in keys):
+        check_same_names("the checkpoint's optimizer", keys, own)
+        return {name: name for name in own}
+    return dict(zip(own, keys, strict=True))
+
+
+def _split_like(parameter: Tensor, value: Any) -> Any:
+    """Split a state that belongs to each entry of a parameter as the parameter is split."""
+    per_entry = isinstance(value, Tensor) and value.shape == parameter.shape
+    return like(parameter, value) if per_entry and isinstance(parameter, DTensor) else value
+
+
+def _plain(optimizer: Optimizer) -> Optimizer:
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

@@ -1,0 +1,285 @@
+"""`lrlhf plan` tells the memory of a run from the config of its model alone."""
+
+import datetime
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig
+
+from lrlhf.cli import run
+from lrlhf.cli.memory_phases import head_weights
+from lrlhf.cli.memory_ranks import (
+    FullySharded,
+    OptimizerNeeds,
+    Part,
+    Weights,
+    Whole,
+    Zero,
+    optimizer_needs,
+    sharing_of,
+)
+
+HIDDEN, INNER, LAYERS, VOCABULARY = 32, 64, 2, 512
+# per layer: queries and output 32x32, keys and values 32x16, three matrices 32x64, two norms of 32
+BLOCK = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
+# embeddings and output head, the last norm, and the 4 frequencies of the positions (head size 8)
+NUMBER = LAYERS * BLOCK + 2 * VOCABULARY * HIDDEN + HIDDEN
+MIB = 2**20
+
+
+@pytest.fixture
+def config_only(tmp_path: Path) -> str:
+    """A folder with a config and no weights: there is nothing that could be loaded."""
+    LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    ).save_pretrained(tmp_path / "model")
+    return "model"
+
+
+def _config(source: str, **options: Any) -> dict[str, Any]:
+    functions = {"functions": ["tests.cli.memory_probe.long_is_good"]}
+    return {
+        "model": {
+            "class_path": "lrlhf.modules.RLOO",
+            "init_args": {
+                "policy": {"source": source},
+                "rewards": {"class_path": "lrlhf.rewards.Rewards", "init_args": functions},
+                "num_generations": 4,
+                "sampling": {"max_new_tokens": 16},
+                **options,
+            },
+        },
+        "data": {
+            "class_path": "lrlhf.datamodules.PromptDataModule",
+            "init_args": {"train": "none.jsonl", "batch_size": 2, "max_prompt_tokens": 48},
+        },
+        "trainer": {"accelerator": "cpu", "max_steps": 1},
+    }
+
+
+def _planned(
+    capsys: pytest.CaptureFixture[str], config: dict[str, Any], *flags: str
+) -> tuple[dict[str, dict[str, str]], str]:
+    """Cells of the memory table by line and heading, and all that was printed."""
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    assert run(["plan", "--config", "config.yaml", *flags]) == 0
+    shown = capsys.readouterr().out
+    tables = [part for part in shown.split("\n\n") if part.startswith("| memory per process, MiB")]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in "".join(tables).splitlines()
+    ]
+    return {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}, shown
+
+
+def test_weights_gradients_and_states_are_counted_from_the_config(
+    config_only: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, _ = _planned(capsys, _config(config_only))
+
+    step = table["optimizer step of policy"]
+    # policy and reference in float32; AdamW keeps two numbers per weight, and on a CPU needs two
+    # copies of the largest one (the embeddings) for the duration of its step
+    assert float(step["parameters"]) == pytest.approx(2 * 4 * NUMBER / MIB, abs=0.011)
+    assert float(step["gradients"]) == pytest.approx(4 * NUMBER / MIB, abs=0.011)
+    states = 8 * NUMBER + 2 * 4 * VOCABULARY * HIDDEN
+    assert float(step["optimizer"]) == pytest.approx(states / MIB, abs=0.011)
+    # 8 responses of 64 tokens, 2 of them key and value, for 2 heads of size 8 in 2 layers: without
+    # the token that is being drawn
+    cache = 8 * 63 * 2 * 2 * 8 * LAYERS * 4
+    assert float(table["draw responses: last token"]["KV cache"]) == pytest.approx(
+        cache / MIB, abs=0.011
+    )
+
+
+def test_adapters_need_no_reference_and_little_gradient(
+    config_only: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = _config(config_only, policy={"source": config_only, "lora": {"r": 2}})
+
+    table, _ = _planned(capsys, config)
+
+    step = table["optimizer step of policy"]
+    # r x (inputs + outputs) of the 7 linear layers of each block
+    pairs = 2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64)
+    adapters = 2 * LAYERS * pairs
+    assert float(step["parameters"]) == pytest.approx(4 * (NUMBER + adapters) / MIB, abs=0.011)
+    assert float(step["gradients"]) == pytest.approx(4 * adapters / MIB, abs=0.011)
+
+
+def test_gpus_stand_for_processes_and_split_what_the_strategy_splits(
+    config_only: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = _config(config_only)
+    config["trainer"]["strategy"] = "fsdp2"
+
+    table, shown = _planned(capsys, config, "--gpus", "4")
+
+    assert "| processes       |      4 | --gpus" in shown
+    assert "| prompts                                  |      8 |" in shown  # 4 x 2
+    step = table["optimizer step of policy"]
+    assert float(step["parameters"]) == pytest.approx(2 * 4 * NUMBER / 4 / MIB, abs=0.011)
+
+
+def test_what_does_not_fit_is_marked_and_fits_with_what_is_proposed(
+    config_only: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # 512 responses of 64 tokens
+    flags = ["--gpu-memory", "0.05", "--data.batch_size", "128"]
+    table, shown = _planned(capsys, _config(config_only), *flags)
+    assert table["update policy"]["fits"] == "NO"
+    assert table["optimizer step of policy"]["fits"] == "yes"
+    assert "does not fit into 0.0 GiB, 90% of each GPU: " in shown
+    assert "policy.gradient_checkpointing: true" in shown
+    proposed = [int(tokens) for tokens in re.findall(r"micro_batch_tokens: (\d+) \(now", shown)]
+
+    table, _ = _planned(
+        capsys,
+        _config(config_only),
+        *flags,
+        f"--model.update.micro_batch_tokens={min(proposed)}",
+    )
+
+    assert table["update policy"]["fits"] == "yes"
+
+
+def test_a_model_that_cannot_be_had_leaves_the_batch_plan(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, shown = _planned(capsys, _config("./gone"))
+
+    assert "| prompts per process" in shown
+    assert shown.splitlines()[-1].startswith("no memory table: source './gone': no such file")
+
+
+def test_a_strategy_of_others_leaves_the_batch_plan(
+    config_only: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = _config(config_only)
+    config["trainer"]["strategy"] = "fsdp"
+
+    _, shown = _planned(capsys, config)
+
+    assert shown.splitlines()[-1] == (
+        "no memory table: it is unknown what 'fsdp' keeps on each process"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [("--gpus=0", "--gpus is 0; it must be 1 or more"), ("--gpu-memory=0", "must be above 0")],
+)
+def test_sizes_of_nothing_are_refused(
+    config_only: str, capsys: pytest.CaptureFixture[str], flag: str, message: str
+) -> None:
+    Path("config.yaml").write_text(yaml.safe_dump(_config(config_only)))
+
+    assert run(["plan", "--config", "config.yaml", flag]) == 2
+    assert message in capsys.readouterr().err
+
+
+# 1000 weights in float32: 800 in 4 blocks of 200, and 200 around them
+MODEL = Weights(Part(1000, 4000), Part(), Part(200, 800), Part(200, 800), Part(200, 800))
+ADAMW = OptimizerNeeds(states=2.0, step=1.0, step_largest=0.0)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "parameters", "gradients", "states"),
+    [
+        # the table of Rajbhandari et al. 2020, figure 1: 2, 2 and 12 bytes per weight, of which 4
+        # are the weights in full precision that stand here under parameters; 4 ranks; a bucket
+        # holds all gradients of so small a model
+        (Zero(ranks=4, low_precision=True, on_gpu=True, stage=1), 2000 + 1000, 2000, 2000),
+        (Zero(ranks=4, low_precision=True, on_gpu=True, stage=2), 3000, 500 + 2000, 2000),
+        (Zero(ranks=4, low_precision=True, on_gpu=True, stage=3), 500 + 1000, 2500, 2000),
+        (
+            Zero(ranks=4, low_precision=True, on_gpu=True, stage=2, offload_optimizer=True),
+            2000,
+            2500,
+            0,
+        ),
+        (FullySharded(ranks=4, low_precision=True, on_gpu=True, group=2), 2000, 6000, 4000),
+        (FullySharded(ranks=4, low_precision=True, on_gpu=True, group=4, offload=True), 0, 4000, 0),
+        (Whole(ranks=4, low_precision=True, on_gpu=True, buckets=True), 4000, 4000, 8000),
+    ],
+)
+def test_each_strategy_keeps_its_share(
+    sharing: Any, parameters: int, gradients: int, states: int
+) -> None:
+    assert sharing.parameters(MODEL) == parameters
+    assert sharing.gradients(MODEL, accumulates=True) == gradients
+    assert sharing.states(MODEL, ADAMW) == states
+
+
+def test_split_weights_are_gathered_block_by_block_or_whole_for_rollouts() -> None:
+    sharing = FullySharded(ranks=4, low_precision=True, on_gpu=True, group=4)
+
+    assert sharing.gathered(MODEL) == 2 * (200 + 2 * 200)  # in 16 bits: the rest and two blocks
+    assert sharing.gathered(MODEL, generates=True) == 2000
+
+
+def test_strategies_are_read_by_name_or_class() -> None:
+    def read(strategy: Any) -> Any:
+        options = {"strategy": strategy, "precision": "bf16-mixed"}
+        return sharing_of(options, 8, on_gpu=True)
+
+    by_class = {"class_path": "lrlhf.strategies.FSDP2", "init_args": {"shard_group": 2}}
+    assert read(by_class).group == 2
+    zero = {"class_path": "lrlhf.strategies.DeepSpeed", "init_args": {"stage": 3}}
+    assert (read(zero).stage, read(zero).splits) == (3, True)
+    assert read("deepspeed_zero1").stage == 1
+    assert read("ddp_find_unused_parameters_true").buckets
+    assert not read(
+        {"class_path": "DDPStrategy", "init_args": {"gradient_as_bucket_view": True}}
+    ).buckets
+    assert read("fsdp") is None
+
+
+def test_an_optimizer_is_asked_what_it_keeps() -> None:
+    assert optimizer_needs({}, on_gpu=True) == OptimizerNeeds(2.0, 1.0, 0.0)
+    assert optimizer_needs({"fused": True}, on_gpu=False) == OptimizerNeeds(2.0, 0.0, 0.0)
+    momentum = {
+        "optimizer_class": "torch.optim.SGD",
+        "optimizer_options": {"momentum": 0.9},
+    }
+    assert optimizer_needs(momentum, on_gpu=False).states == 1.0
+
+
+def test_ddp_holds_the_gradients_twice_as_measured() -> None:
+    model = nn.Linear(512, 512, bias=False)
+    weights = head_weights(model)
+    torch.distributed.init_process_group(
+        "gloo",
+        store=torch.distributed.HashStore(),  # type: ignore[attr-defined]
+        rank=0,
+        world_size=1,
+        timeout=datetime.timedelta(seconds=20),
+    )
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            wrapped = DistributedDataParallel(model)
+            wrapped(torch.ones(1, 512)).sum().backward()
+        changes = [
+            event.nbytes()
+            for event in recorded.profiler.kineto_results.events()
+            if event.name() == "[memory]"
+        ]
+    finally:
+        torch.distributed.destroy_process_group()
+
+    sharing = Whole(ranks=1, low_precision=False, on_gpu=False, buckets=True)
+    predicted = sharing.resident_gradients(weights) + sharing.gradients(weights, accumulates=False)
+    assert sum(changes) == pytest.approx(predicted, rel=0.15)

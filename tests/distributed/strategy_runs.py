@@ -1,0 +1,243 @@
+"""Runs of every module under every strategy, on models of 27,000 parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor
+
+from lrlhf.callbacks import EMA, HFExport, KLControl, RLCheckpoint, VLLMWeightSync
+from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
+from lrlhf.models import CausalLM, LoRA, ScoreModel, ValueModel
+from lrlhf.models.sharding import state_of
+from lrlhf.modules import (
+    PPO,
+    RLOO,
+    Advantage,
+    Critic,
+    OptimizerConfig,
+    PolicyModule,
+    Reference,
+    RewardModel,
+    Update,
+)
+from lrlhf.rewards import Rewards
+from lrlhf.rollout import Sampling, SyncedEngine
+from lrlhf.strategies import FSDP2, DeepSpeed
+from tests.conftest import build_language_model, build_tokenizer
+from tests.modules.policy_runs import letters
+from tests.rollout.copy_engine import CopyEngine
+
+STEPS = 4
+ROWS = 8
+"""Prompts, or pairs, of one step over all processes."""
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "ddp": lambda: DDPStrategy(find_unused_parameters=True, start_method="fork"),
+    "fsdp2": lambda: FSDP2(start_method="fork"),
+    "deepspeed_zero1": lambda: DeepSpeed(stage=1, start_method="fork"),
+    "deepspeed_zero2": lambda: DeepSpeed(stage=2, start_method="fork"),
+    "deepspeed_zero3": lambda: DeepSpeed(stage=3, start_method="fork"),
+}
+
+
+def adamw(lr: float) -> OptimizerConfig:
+    # a large eps: else gradients that are rounding noise would move weights as far as any other
+    return OptimizerConfig(lr=lr, eps=1e-3, weight_decay=0.1, schedule="linear")
+
+
+def reward(folder: Path) -> RewardModel:
+    L.seed_everything(3, verbose=False)
+    return RewardModel(ScoreModel(source=str(folder)), optimizer=adamw(5e-3), center_coef=0.01)
+
+
+def rloo(_folder: Path) -> RLOO:
+    tokenizer = build_tokenizer()
+    return RLOO(
+        build_language_model(tokenizer),
+        Rewards([letters]),
+        tokenizer=tokenizer,
+        num_generations=2,
+        sampling=Sampling(max_new_tokens=6),
+        reference=Reference(kl_coef=0.05, sync_every=3),
+        advantage=Advantage(normalize=True),
+        update=Update(micro_batch_tokens=40, num_iterations=2, max_grad_norm=0.05),
+        optimizer=adamw(5e-3),
+    )
+
+
+def ppo(folder: Path, *, own_critic: bool = False) -> PPO:
+    tokenizer = build_tokenizer()
+    return PPO(
+        build_language_model(tokenizer),
+        Rewards([letters]),
+        tokenizer=tokenizer,
+        num_generations=2,
+        sampling=Sampling(max_new_tokens=6, stop=["a", "e", "i", "o"]),
+        advantage=Advantage(estimator="gae", scale_rewards="mean_std"),
+        reference=Reference(kl_coef=0.05),
+        update=Update(
+            loss="token_clip", aggregate="token_mean", micro_batch_tokens=40, max_grad_norm=0.05
+        ),
+        optimizer=adamw(5e-3),
+        critic=Critic(
+            model=ValueModel(source=str(folder)) if own_critic else None,
+            optimizer=adamw(2e-2),
+            max_grad_norm=0.02,
+        ),
+    )
+
+
+def lora(folder: Path) -> RLOO:
+    tokenizer = build_tokenizer()
+    L.seed_everything(3, verbose=False)
+    return RLOO(
+        CausalLM(source=str(folder), lora=LoRA(r=2), gradient_checkpointing=True),
+        Rewards([letters]),
+        tokenizer=tokenizer,
+        num_generations=2,
+        sampling=Sampling(max_new_tokens=6),
+        reference=Reference(kl_coef=0.05),
+        update=Update(micro_batch_tokens=40),
+        optimizer=adamw(2e-2),
+    )
+
+
+def through_an_engine(_folder: Path) -> RLOO:
+    tokenizer = build_tokenizer()
+    return RLOO(
+        build_language_model(tokenizer),
+        Rewards([letters]),
+        tokenizer=tokenizer,
+        engine=CopyEngine(),
+        num_generations=2,
+        sampling=Sampling(max_new_tokens=6),
+        reference=Reference(kl_coef=0.05, offload=True),
+        update=Update(micro_batch_tokens=40),
+        optimizer=adamw(5e-3),
+    )
+
+
+MODULES: dict[str, Callable[[Path], L.LightningModule]] = {
+    "reward": reward,
+    "rloo": rloo,
+    "ppo": ppo,
+    "ppo with its own critic": lambda folder: ppo(folder, own_critic=True),
+    "rloo with lora": lora,
+    "rloo through an engine": through_an_engine,
+}
+
+
+class SaveAtEnd(L.Callback):
+    """Leaves what was trained in a file per rank, weights as they are on one device."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        weights = {
+            f"{role}.{name}": value
+            for role, model in pl_module.trainable_models().items()  # type: ignore[operator]
+            for name, value in state_of(model).items()
+        }
+        averages = next(c for c in trainer.callbacks if isinstance(c, EMA)).state_dict()  # type: ignore[attr-defined]
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        state: dict[str, Any] = {"step": trainer.global_step, "metrics": metrics}
+        if isinstance(pl_module, PolicyModule):
+            state |= {"kl_coef": pl_module.kl_coef, "moments": pl_module.moments.state_dict()}
+        shared = {"weights": _whole(weights), "averages": _whole(averages["shadows"])}
+        torch.save({**state, **shared}, self.folder / f"rank{trainer.global_rank}.pt")
+
+
+def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Put together what is split, in the order of the names on every rank."""
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "full_tensor"):
+            tensor = tensor.full_tensor()
+        if not tensor.is_meta:
+            whole[name] = tensor.detach().clone()
+    return whole
+
+
+def data_of(module: L.LightningModule, folder: Path, ranks: int) -> L.LightningDataModule:
+    """Write the rows beside the run; each step takes the same ones on any number of ranks."""
+    words = [first + second for first in "abcdefgh" for second in "ijkl"]
+    if isinstance(module, RewardModel):
+        rows = [
+            {"prompt": "say", "chosen": f"{word} {word}", "rejected": word * (1 + index % 3)}
+            for index, word in enumerate(words)
+        ]
+        build: Any = PreferenceDataModule
+    else:
+        rows = [{"prompt": f"say {word}"} for word in words]
+        build = PromptDataModule
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    data: L.LightningDataModule = build(train=str(path), batch_size=ROWS // ranks)
+    return data
+
+
+def run(
+    name: str,
+    model_folder: Path,
+    folder: Path,
+    *,
+    strategy: Strategy | None = None,
+    callbacks: Sequence[L.Callback] = (),
+    ckpt_path: Path | None = None,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Train a module of `MODULES`; returns what each rank ended with.
+
+    Args:
+        name: Of the module.
+        model_folder: The pretrained model.
+        folder: For everything that is written.
+        strategy: Of two processes; None: one process.
+        callbacks: Beside those that average, control the KL, save and export.
+        ckpt_path: Where to go on.
+        options: Of the trainer.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    module = MODULES[name](model_folder)
+    own: list[L.Callback] = [
+        EMA(decay=0.5),
+        RLCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_top_k=-1),
+        HFExport(folder / "export"),
+        SaveAtEnd(folder),
+    ]
+    if isinstance(module, PolicyModule):
+        own.append(KLControl(target=0.01, horizon=20))
+        if isinstance(module.engine, SyncedEngine):
+            own.append(VLLMWeightSync(probe_every=1))
+    ranks = 1 if strategy is None else 2
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy or "auto",
+        max_steps=STEPS,
+        max_epochs=-1,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[*own, *callbacks],
+        **options,
+    )
+    data = data_of(module, folder, ranks)
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    """The checkpoint that a run saved after a step."""
+    (found,) = folder.glob(f"checkpoints/step={step:06d}*.ckpt")
+    return found

@@ -1,0 +1,733 @@
+"""Engines of DeepSpeed in two processes do what plain PyTorch does in one.
+
+Every case runs in the same two processes, this file as a program:
+python -m tests.distributed.test_deepspeed FOLDER
+"""
+
+import copy
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lrlhf.models import zero
+from lrlhf.models.sharding import CheckpointMismatchError, within
+from lrlhf.modules.optimizers import parameter_groups
+from lrlhf.strategies.deepspeed import DeepSpeed
+from lrlhf.strategies.deepspeed_engine import check_ownership
+from lrlhf.strategies.deepspeed_precision import EnginePrecision
+from lrlhf.strategies.update import Updater
+from tests.conftest import build_language_model, build_tokenizer
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
+)
+
+ROOT = Path(__file__).parents[2]
+STAGES = (1, 2, 3)
+STEPS = 3
+ROWS, LENGTH = 4, 6
+LEARNING_RATES = {"actor": 1e-2, "critic": 5e-2}
+CLIPS = {"actor": 0.5, "critic": 0.05}
+EVERY_PIECE = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+
+
+def batches(ranks: int = 2) -> Tensor:
+    """[steps, ranks, rows, length]: token ids; for one rank the rows of both."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(4, 200, (STEPS + 1, 2, ROWS, LENGTH), generator=generator)
+    return ids if ranks == 2 else ids.flatten(1, 2)[:, None]
+
+
+class Networks(nn.Module):
+    """An actor, of which a part is frozen, and a critic that reads its hidden states."""
+
+    def __init__(self, backbone_coef: float = 0.0) -> None:
+        super().__init__()
+        self.actor = build_language_model(build_tokenizer())
+        for weight in self.actor.model.layers[0].mlp.parameters():
+            weight.requires_grad_(False)
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.critic = nn.Sequential(nn.Linear(32, 7), nn.Tanh(), nn.Linear(7, 1))
+        self.backbone_coef = backbone_coef
+
+    def outputs(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        def forward() -> tuple[Tensor, Tensor]:
+            hidden = self.actor.model(input_ids=ids).last_hidden_state
+            # as log-probabilities are computed: the head runs again in the backward pass
+            return hidden, checkpoint(self.actor.lm_head, hidden, use_reentrant=False)
+
+        return within(self.actor, forward)
+
+    def losses(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, logits = self.outputs(ids)
+        fixed = hidden.detach()
+        if self.backbone_coef:
+            fixed = fixed + self.backbone_coef * (hidden - fixed)
+        values = self.critic(fixed).squeeze(-1)
+        actor = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+        return actor, (values.float() - ids / 100).square().mean()
+
+    def roles(self) -> dict[str, nn.Module]:
+        return {"actor": self.actor, "critic": self.critic}
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [
+            torch.optim.AdamW(
+                parameter_groups(model.named_parameters(), weight_decay=0.1),
+                lr=LEARNING_RATES[role],
+                eps=1e-4,
+            )
+            for role, model in self.roles().items()
+        ]
+
+
+class ActorCritic(L.LightningModule):
+    """Two optimizers, two micro-batches per step, forward passes without gradients in between."""
+
+    def __init__(self, backbone_coef: float = 0.0, poisoned_step: int = -1) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.networks = Networks(backbone_coef)
+        self.poisoned_step = poisoned_step
+        self.updater = Updater(self)
+        self.inside: Callable[[int], None] = lambda step: None
+        self.norms: list[list[float]] = []
+        self.rates: list[list[float]] = []
+
+    def trainable_models(self) -> dict[str, nn.Module]:
+        return self.networks.roles()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = self.networks.optimizers()
+        decay = torch.optim.lr_scheduler.LambdaLR
+        return optimizers, [decay(one, lambda step: 1 / (1 + step)) for one in optimizers]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.inside(batch_idx)
+        parts = batch[self.global_rank].chunk(2)
+        for index, ids in enumerate(parts):
+            with torch.no_grad():
+                self.networks.outputs(ids)
+            actor, critic = (loss / len(parts) for loss in self.networks.losses(ids))
+            if batch_idx == self.poisoned_step and self.global_rank == 1:
+                actor = actor * float("inf")
+            apart = batch_idx == 2 and self.networks.backbone_coef == 0
+            for loss in (actor, critic) if apart else (actor + critic,):
+                self.updater.backward(loss, last=index == len(parts) - 1)
+        norms, rates = [], []
+        for optimizer, clip in zip(self.optimizers(), CLIPS.values(), strict=True):
+            rates.append(optimizer.param_groups[0]["lr"])
+            norms.append(self.updater.step(optimizer, max_grad_norm=clip))
+        self.norms.append(norms)
+        self.rates.append(rates)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for scheduler in self.lr_schedulers():
+                scheduler.step()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.networks.outputs(batch[self.global_rank])
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.updater.before_step(optimizer)
+
+
+class Regression(L.LightningModule):
+    """One model under automatic optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.reward = Reward()
+
+    def trainable_models(self) -> dict[str, nn.Module]:
+        return {"reward": self.reward}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return regression_loss(self.reward, batch[self.global_rank], batch_idx)
+
+
+class Reward(nn.Module):
+    """A part of it is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(LENGTH, 7), nn.Tanh())
+        self.head, self.seldom = nn.Linear(7, 1), nn.Linear(7, 1)
+
+    def forward(self, ids: Tensor, *, seldom: bool) -> Tensor:
+        hidden = self.body(ids / 100)
+        scores = self.head(hidden)
+        return (scores + self.seldom(hidden) if seldom else scores).squeeze(-1)
+
+
+def regression_loss(model: nn.Module, ids: Tensor, batch_idx: int) -> Tensor:
+    # in the first of two batches of the first of two steps
+    return (model(ids, seldom=batch_idx == 0) - ids[:, 0] / 50).square().mean()
+
+
+# ---------------------------------------------------------------------- one process, plain PyTorch
+
+
+def reference(
+    backbone_coef: float = 0.0, steps: int = STEPS
+) -> tuple[Networks, list[Any], list[Any]]:
+    networks = Networks(backbone_coef)
+    optimizers = networks.optimizers()
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step)) for one in optimizers
+    ]
+    norms = []
+    for batch in batches()[:steps]:
+        parts = [part for rows in batch for part in rows.chunk(2)]
+        for ids in parts:
+            actor, critic = networks.losses(ids)
+            ((actor + critic) / len(parts)).backward()
+        clipped = [
+            float(nn.utils.clip_grad_norm_(model.parameters(), CLIPS[role]))
+            for role, model in networks.roles().items()
+        ]
+        norms.append(clipped)
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    return networks, optimizers, norms
+
+
+def canonical(networks: Networks, optimizers: list[Any]) -> dict[str, Any]:
+    """The checkpoint of a module that holds these networks, whichever the strategy."""
+    names = {id(weight): f"networks.{name}" for name, weight in networks.named_parameters()}
+    stored = []
+    for optimizer in optimizers:
+        groups = [
+            {**group, "params": [names[id(weight)] for weight in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        state = {names[id(weight)]: dict(values) for weight, values in optimizer.state.items()}
+        stored.append({"state": state, "param_groups": groups})
+    weights = {f"networks.{name}": value for name, value in networks.state_dict().items()}
+    return copy.deepcopy({"state_dict": weights, "optimizer_states": stored})
+
+
+# ---------------------------------------------------------------------- the processes
+
+
+class Keep(L.Callback):
+    """Takes the state at the end, as a checkpoint would, and puts one in at the start."""
+
+    def __init__(self, start: dict[str, Any] | None = None) -> None:
+        self.start = start
+        self.state: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.start is not None:
+            trainer.strategy.load_model_state_dict(self.start, strict=True)
+            trainer.strategy.load_optimizer_state_dict(self.start)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.state = whole_state(trainer.strategy)
+
+
+def whole_state(strategy: DeepSpeed) -> dict[str, Any]:
+    own = {
+        "state_dict": strategy.lightning_module_state_dict(),
+        "optimizer_states": [strategy.optimizer_state(one) for one in strategy.optimizers],
+    }
+    everybodys: list[Any] = [own]
+    if strategy.world_size > 1:
+        everybodys = [None] * strategy.world_size
+        torch.distributed.all_gather_object(everybodys, own)
+    return merged(everybodys)
+
+
+def merged(parts: list[Any]) -> Any:
+    """Take every tensor from the one rank that has it."""
+    if isinstance(parts[0], dict):
+        assert all(part.keys() == parts[0].keys() for part in parts)
+        return {key: merged([part[key] for part in parts]) for key in parts[0]}
+    if isinstance(parts[0], list):
+        return [merged(list(each)) for each in zip(*parts, strict=True)]
+    if not isinstance(parts[0], Tensor):
+        return parts[0]
+    held = [part for part in parts if not part.is_meta]
+    assert len(held) == (1 if held[0].ndim else len(parts)), "held by several ranks, or by none"
+    assert {(part.shape, part.dtype) for part in parts} == {(held[0].shape, held[0].dtype)}
+    return held[0]
+
+
+def fit(
+    module: L.LightningModule,
+    data: Tensor,
+    *,
+    keep: Keep | None = None,
+    precision: Any = "32-true",
+    validate: bool = False,
+    strategy: dict[str, Any],
+    **options: Any,
+) -> L.Trainer:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=DeepSpeed(**strategy),
+        precision=precision,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=1 if validate else 0,
+        callbacks=[] if keep is None else [keep],
+        **options,
+    )
+    loader = DataLoader(data, batch_size=None)
+    trainer.fit(module, loader, loader if validate else None)
+    return trainer
+
+
+def train(stage: int) -> dict[str, Any]:
+    """The usual run, with generation and a frozen copy on the way."""
+    module, keep = ActorCritic(), Keep()
+    # nothing stays whole between passes, as in a large model
+    pieces = {"config": EVERY_PIECE} if stage == 3 else {}
+    frozen = copy.deepcopy(module.networks.actor).requires_grad_(False)
+    seen: dict[str, Any] = {}
+
+    def inside(step: int) -> None:
+        if step != 1:
+            return
+        ids = batches()[0, 0]
+        with zero.gathered_for_generation(module.networks.actor), torch.no_grad():
+            for _ in range(1 + 2 * module.global_rank):
+                seen["logits"] = module.networks.actor(input_ids=ids).logits
+        module.trainer.strategy.shard_frozen(frozen)
+        module.trainer.strategy.shard_frozen(frozen)
+        with torch.no_grad():
+            seen["frozen"] = frozen(input_ids=ids).logits
+        seen["split"] = zero.is_partitioned(frozen.lm_head.weight)
+
+    module.inside = inside
+    ranks = int(os.environ["WORLD_SIZE"])
+    fit(
+        module,
+        batches(ranks)[:STEPS],
+        keep=keep,
+        validate=True,
+        strategy={"stage": stage, **pieces},
+    )
+    after = {name: value.clone() for name, value in module.state_dict().items()}
+    norms, rates = list(module.norms), list(module.rates)
+    again = Keep()
+    fit(module, batches(ranks)[STEPS:], keep=again, strategy={"stage": stage})
+    return {
+        "norms": norms,
+        "rates": rates,
+        "state": keep.state,
+        "after": after,
+        "again": again.state,
+        **seen,
+    }
+
+
+def resume(stage: int, start: dict[str, Any]) -> dict[str, Any]:
+    keep = Keep(start)
+    ranks = int(os.environ["WORLD_SIZE"])
+    fit(ActorCritic(), batches(ranks)[STEPS:], keep=keep, strategy={"stage": stage})
+    return keep.state
+
+
+def poison(stage: int) -> dict[str, Any]:
+    """The second step's gradient of the actor is not finite."""
+    module, before, keep = ActorCritic(poisoned_step=1), {}, Keep()
+
+    def inside(step: int) -> None:
+        before[step] = whole_state(module.trainer.strategy)
+
+    module.inside = inside
+    fit(module, batches()[:STEPS], keep=keep, strategy={"stage": stage})
+    return {"before": before[1], "after": before[2], "norms": module.norms, "end": keep.state}
+
+
+def share(stage: int) -> dict[str, Any]:
+    """The critic's loss reaches the actor."""
+    module, keep = ActorCritic(backbone_coef=0.5), Keep()
+
+    def inside(_: int) -> None:
+        with torch.no_grad():  # which leaves pieces of it whole, or on their way
+            module.networks.outputs(batches()[0, 0])
+        for weight in module.parameters() if stage == 3 else ():
+            own, whole = zero.local_partition(weight), zero.whole_parameter(weight)
+            again = zero.whole_of_partitions(weight, zero.partition_of(weight, whole))
+            assert torch.equal(again, whole)
+            own.mul_(2.0)
+            assert torch.equal(zero.whole_parameter(weight), whole * 2)
+            own.mul_(0.5)
+
+    module.inside = inside
+    fit(module, batches()[:STEPS], keep=keep, strategy={"stage": stage})
+    return {"norms": module.norms, "state": keep.state}
+
+
+def low_precision(stage: int) -> dict[str, Any]:
+    module, keep = ActorCritic(), Keep()
+    fit(module, batches()[:STEPS], keep=keep, precision="bf16-mixed", strategy={"stage": stage})
+    kinds = {str(weight.dtype) for weight in module.networks.actor.parameters()}
+    return {"norms": module.norms, "state": keep.state, "kinds": kinds}
+
+
+def offloaded(stage: int) -> dict[str, Any]:
+    module, keep = ActorCritic(), Keep()
+    options = {"offload_optimizer": True, "offload_parameters": stage == 3}
+    fit(module, batches()[:STEPS], keep=keep, strategy={"stage": stage, **options})
+    return {"norms": module.norms, "state": keep.state}
+
+
+def automatic(stage: int) -> dict[str, Any]:
+    keep = Keep()
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    fit(Regression(), batches(), keep=keep, strategy={"stage": stage}, **options)
+    return keep.state
+
+
+def main(folder: Path) -> None:
+    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    networks, optimizers, _ = reference()
+    start = canonical(networks, optimizers)
+    results: dict[str, Any] = {}
+    for stage in STAGES:
+        results[f"resume{stage}"] = resume(stage, start)
+        if ranks == 2:
+            for case in (train, poison, share, low_precision, offloaded, automatic):
+                results[f"{case.__name__}{stage}"] = case(stage)
+    torch.save(results, folder / f"{ranks}-{rank}.pt")
+
+
+# ---------------------------------------------------------------------- the tests
+
+
+def launch(folder: Path, ranks: int) -> list[dict[str, Any]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "test",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.distributed.test_deepspeed",
+        str(folder),
+    ]
+    processes = []
+    for rank in range(ranks):
+        environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        log = (folder / f"{ranks}-{rank}.log").open("w")
+        processes.append(
+            subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        )
+        log.close()
+    try:
+        codes = [process.wait(timeout=500) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    logs = [(folder / f"{ranks}-{rank}.log").read_text() for rank in range(ranks)]
+    assert codes == [0] * ranks, "\n".join(log[-3000:] for log in logs)
+    return [torch.load(folder / f"{ranks}-{rank}.pt") for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return launch(tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return launch(tmp_path_factory.mktemp("one"), 1)
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[dict[str, Any], list[Any]]:
+    networks, optimizers, norms = reference()
+    return canonical(networks, optimizers), norms
+
+
+@pytest.fixture(scope="module")
+def plain_and_one_more() -> dict[str, Any]:
+    networks, optimizers, _ = reference(steps=STEPS + 1)
+    return canonical(networks, optimizers)
+
+
+def assert_same(actual: Any, expected: Any, **tolerance: float) -> None:
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same(actual[key], value, **tolerance)
+    elif isinstance(expected, list):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other, **tolerance)
+    elif isinstance(expected, Tensor):
+        assert not actual.is_meta
+        torch.testing.assert_close(actual, expected, **tolerance)
+    else:
+        assert actual == pytest.approx(expected)
+
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_processes_train_as_plain_torch(stage: int, both, plain) -> None:
+    expected, norms = plain
+    for rank in both:
+        run = rank[f"train{stage}"]
+        assert_same(torch.tensor(run["norms"]), torch.tensor(norms), rtol=1e-4, atol=0)
+        # both clips are at work, and the second is not the first
+        assert (torch.tensor(norms) > torch.tensor(list(CLIPS.values()))).all()
+        for n, rates in enumerate(run["rates"], start=1):
+            assert rates == pytest.approx([1e-2 / n, 5e-2 / n])
+        assert_same(run["state"]["state_dict"], expected["state_dict"], **CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_states_of_optimizers_go_by_name_and_are_whole(stage: int, both, plain) -> None:
+    expected, _ = plain
+    for rank in both:
+        for state, other in zip(
+            rank[f"train{stage}"]["state"]["optimizer_states"],
+            expected["optimizer_states"],
+            strict=True,
+        ):
+            assert_same(state["state"], other["state"], **CLOSE)
+            assert [group["params"] for group in state["param_groups"]] == [
+                group["params"] for group in other["param_groups"]
+            ]
+            assert [group["lr"] for group in state["param_groups"]] == pytest.approx(
+                [group["lr"] for group in other["param_groups"]]
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_continues_from_the_state_of_another_number_of_processes(
+    stage: int, ranks: int, both, alone, plain_and_one_more
+) -> None:
+    for rank in both if ranks == 2 else alone:
+        state = rank[f"resume{stage}"]
+        assert_same(state["state_dict"], plain_and_one_more["state_dict"], **CLOSE)
+        for own, other in zip(
+            state["optimizer_states"], plain_and_one_more["optimizer_states"], strict=True
+        ):
+            assert_same(own["state"], other["state"], **CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_models_are_whole_after_a_run_and_can_be_trained_again(stage: int, both) -> None:
+    for rank in both:
+        run = rank[f"train{stage}"]
+        assert_same(run["after"], run["state"]["state_dict"], rtol=0, atol=0)
+        assert run["again"]["state_dict"].keys() == run["after"].keys()
+        moved = "networks.actor.lm_head.weight"
+        assert not torch.equal(run["again"]["state_dict"][moved], run["after"][moved])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_generate_with_whole_weights_each_as_often_as_it_likes(stage: int, both) -> None:
+    networks, _, _ = reference(steps=1)
+    first = Networks().actor
+    with torch.no_grad():
+        expected = networks.actor(input_ids=batches()[0, 0]).logits
+        frozen = first(input_ids=batches()[0, 0]).logits
+    for rank in both:
+        run = rank[f"train{stage}"]
+        torch.testing.assert_close(run["logits"], expected, **CLOSE)
+        torch.testing.assert_close(run["frozen"], frozen, **CLOSE)
+        assert run["split"] == (stage == 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_is_not_finite_moves_nothing(stage: int, both) -> None:
+    for rank in both:
+        run = rank[f"poison{stage}"]
+        assert not torch.isfinite(torch.tensor(run["norms"][1][0]))
+        assert torch.isfinite(torch.tensor(run["norms"])[[0, 2]]).all()
+        before, after = run["before"], run["after"]
+        assert_same(
+            after["optimizer_states"][0]["state"],
+            before["optimizer_states"][0]["state"],
+            rtol=0,
+            atol=0,
+        )
+        for name, value in before["state_dict"].items():
+            assert torch.equal(after["state_dict"][name], value) == ("actor" in name), name
+        # and what comes after is not lost either
+        name = "networks.actor.lm_head.weight"
+        assert not torch.equal(run["end"]["state_dict"][name], after["state_dict"][name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_may_reach_two_models(stage: int, both) -> None:
+    networks, optimizers, norms = reference(backbone_coef=0.5)
+    assert norms[0] != reference()[2][0]
+    for rank in both:
+        run = rank[f"share{stage}"]
+        assert_same(torch.tensor(run["norms"]), torch.tensor(norms), rtol=1e-4, atol=0)
+        assert_same(
+            run["state"]["state_dict"], canonical(networks, optimizers)["state_dict"], **CLOSE
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_bfloat16_is_trained_with_a_copy_in_float32(stage: int, both, plain) -> None:
+    expected, norms = plain
+    for rank in both:
+        run = rank[f"low_precision{stage}"]
+        assert run["kinds"] == {"torch.bfloat16"}
+        assert_same(torch.tensor(run["norms"]), torch.tensor(norms), rtol=0.1, atol=0)
+        for name, value in expected["state_dict"].items():
+            frozen = "layers.0.mlp" in name
+            own = run["state"]["state_dict"][name]
+            assert own.dtype == (torch.bfloat16 if frozen else torch.float32)
+            torch.testing.assert_close(own.float(), value, rtol=0.05, atol=0.05)
+            # what moved has bits that bfloat16 has not
+            assert torch.equal(own, own.bfloat16().to(own.dtype)) == frozen, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_states_in_main_memory_change_nothing(stage: int, both, plain) -> None:
+    expected, norms = plain
+    for rank in both:
+        run = rank[f"offloaded{stage}"]
+        assert_same(torch.tensor(run["norms"]), torch.tensor(norms), rtol=1e-4, atol=0)
+        assert_same(run["state"]["state_dict"], expected["state_dict"], **CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_automatic_optimization_accumulates_and_clips(stage: int, both) -> None:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for first in range(0, STEPS + 1, 2):
+        for batch_idx in (first, first + 1):
+            for ids in batches()[batch_idx]:
+                (regression_loss(model.reward, ids, batch_idx) / 4).backward()
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank in both:
+        assert_same(rank[f"automatic{stage}"]["state_dict"], dict(model.state_dict()), **CLOSE)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": 4}, "must be 1, 2 or 3"),
+        ({"stage": 2, "offload_parameters": True}, "set it to 3"),
+        ({"config": {"gradient_clipping": 1.0}}, "update.max_grad_norm"),
+        ({"config": {"train_batch_size": 8}}, "data's batch_size"),
+        ({"config": {"gradient_accumulation_steps": 2}}, "trainer.accumulate_grad_batches"),
+        ({"config": {"optimizer": {"type": "Adam"}}}, "set the module's optimizer"),
+        ({"config": {"scheduler": {}}}, "schedule of the module's optimizer"),
+        ({"config": {"fp16": {"enabled": True}}}, "bf16-mixed"),
+        ({"config": {"zero_optimization": {"stage": 1}}}, "strategy.stage"),
+    ],
+)
+def test_options_that_are_set_elsewhere_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DeepSpeed(**options)
+
+
+def test_further_options_are_put_over_our_own() -> None:
+    strategy = DeepSpeed(stage=3, config={"zero_optimization": {"sub_group_size": 7}})
+    strategy.parallel_devices = [torch.device("cpu")]
+    strategy.precision_plugin = EnginePrecision("bf16-mixed")
+    config = strategy.engine_config
+    assert config["zero_optimization"] == {"stage": 3, "overlap_comm": False, "sub_group_size": 7}
+    assert config["bf16"] == {"enabled": True}
+    assert config["managed_gradient_accumulation"] is False
+
+
+def test_fp16_is_refused() -> None:
+    with pytest.raises(ValueError, match="bf16-mixed"):
+        EnginePrecision("16-mixed")
+
+
+def test_batches_keep_their_precision() -> None:
+    scores = torch.tensor([0.1])
+    assert EnginePrecision("bf16-mixed").convert_input(scores) is scores
+
+
+def test_each_optimizer_belongs_to_its_own_model() -> None:
+    module = ActorCritic()
+    models, (actor, critic) = module.networks.roles(), module.networks.optimizers()
+    check_ownership(module, models, [actor, critic])
+    with pytest.raises(ValueError, match=r"optimizer of actor moves networks\.critic\.0"):
+        check_ownership(module, models, [critic, actor])
+    with pytest.raises(ValueError, match=r"2 trained models .* 1 optimizers"):
+        check_ownership(module, models, [actor])
+    module.networks.critic.add_module("shared", module.networks.actor.lm_head)
+    with pytest.raises(ValueError, match="belongs to actor and to critic"):
+        check_ownership(module, models, [actor, critic])
+
+
+def test_a_state_of_other_weights_is_refused() -> None:
+    module = Regression()
+    strategy = DeepSpeed()
+    strategy._lightning_module = module
+    state = module.state_dict()
+    strategy.load_model_state_dict({"state_dict": state})
+    state["reward.head.bias"] = torch.zeros(2)
+    with pytest.raises(CheckpointMismatchError, match=r"reward\.head\.bias has the shape \(2,\)"):
+        strategy.load_model_state_dict({"state_dict": state})
+    del state["reward.head.bias"]
+    with pytest.raises(CheckpointMismatchError, match=r"reward\.head\.bias"):
+        strategy.load_model_state_dict({"state_dict": state})
+    strategy.load_model_state_dict({"state_dict": state}, strict=False)
+    with pytest.raises(CheckpointMismatchError, match="1 optimizers and the module 0"):
+        strategy.load_optimizer_state_dict({"optimizer_states": [{}]})
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]))

@@ -1,0 +1,245 @@
+"""A run that is asked to end saves and ends, on every rank, after the same step."""
+
+import inspect
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+
+from lrlhf.callbacks import AtomicCheckpointIO, RLCheckpoint
+from lrlhf.modules.iteration import Iteration
+from lrlhf.strategies.signals import Terminated, Termination, answering_sigterm
+from lrlhf.strategies.watch import watch_over
+from tests.callbacks.fakes import ToyPolicy, batches, trainer
+from tests.distributed.runs import ROOT, fit, members, pid_of, running, wait_for, write_config
+
+TERMINATED = "error: terminated; --ckpt_path last continues\n"
+
+
+@pytest.fixture(autouse=True)
+def _own_handlers() -> Iterator[None]:
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+class Told(ToyPolicy):
+    """Sends its own process a signal in the middle of a step or of a validation."""
+
+    def __init__(
+        self, *, step: int = -1, validation: int = -1, number: int = signal.SIGTERM
+    ) -> None:
+        super().__init__()
+        self.step, self.validation, self.number = step, validation, number
+        self.validated = 0
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        watch_over(self.trainer)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        if self.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+        super().training_step(batch, batch_idx)
+
+    def validation_step(
+        self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int = 0
+    ) -> dict[str, Any]:
+        self.validated += 1
+        if batch_idx == self.validation:
+            os.kill(os.getpid(), self.number)
+        return super().validation_step(batch, batch_idx, dataloader_idx)
+
+
+def run(tmp_path: Path, module: L.LightningModule, steps: int = 6, **options: Any) -> L.Trainer:
+    validation, ckpt_path = options.pop("validation", None), options.pop("ckpt_path", None)
+    settings = {"enable_checkpointing": True, "plugins": [AtomicCheckpointIO()], **options}
+    made = trainer(tmp_path, RLCheckpoint(tmp_path / "ck"), **settings)
+    made.fit(module, batches(steps), validation, ckpt_path=ckpt_path, weights_only=True)
+    return made
+
+
+def last(tmp_path: Path) -> float:
+    saved = torch.load(tmp_path / "ck" / "last.ckpt", weights_only=True)
+    return float(saved["state_dict"]["policy.trained"])
+
+
+def test_the_running_step_is_finished_and_saved(tmp_path: Path) -> None:
+    # told in step 3 of 6: the weight counts finished steps
+    with pytest.raises(Terminated) as raised:
+        run(tmp_path, Told(step=2))
+    assert raised.value.code == 143
+    assert last(tmp_path) == 3.0
+
+    module = Told()
+    run(tmp_path, module, ckpt_path=tmp_path / "ck" / "last.ckpt")
+    assert module.weight == 6.0
+
+
+def test_no_validation_comes_between_the_signal_and_the_end(tmp_path: Path) -> None:
+    module = Told(step=1)
+    with pytest.raises(Terminated):
+        run(tmp_path, module, val_check_interval=2, validation=batches(3))
+    assert module.validated == 0
+    assert last(tmp_path) == 2.0
+
+
+def test_a_validation_of_one_process_ends_early_and_the_run_goes_on_from_there(
+    tmp_path: Path,
+) -> None:
+    module = Told(validation=0)
+    with pytest.raises(SystemExit):
+        run(tmp_path, module, val_check_interval=2, validation=batches(3))
+    assert (module.validated, last(tmp_path)) == (1, 2.0)
+
+    again = Told()
+    run(
+        tmp_path,
+        again,
+        val_check_interval=2,
+        validation=batches(3),
+        ckpt_path=tmp_path / "ck" / "last.ckpt",
+    )
+    assert again.weight == 6.0
+
+
+class Accumulating(L.LightningModule):
+    """Steps once in three batches, and is told in the first batch of the second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen = 0
+
+    def setup(self, stage: str) -> None:
+        watch_over(self.trainer)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.seen += 1
+        if batch_idx == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return -self.weight.sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def test_accumulated_gradients_are_not_lost(tmp_path: Path) -> None:
+    module = Accumulating()
+    with pytest.raises(Terminated):
+        run(tmp_path, module, steps=12, accumulate_grad_batches=3)
+    saved = torch.load(tmp_path / "ck" / "last.ckpt", weights_only=True)
+    # three batches of gradient 1/3 each make a step of 1; the window that was open is finished
+    assert module.seen == 6
+    torch.testing.assert_close(saved["state_dict"]["weight"], torch.tensor([2.0]))
+
+
+def test_slurm_requeues_at_the_end_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = tmp_path / "called"
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f"#!/bin/sh\necho $@ > {called}\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
+    for name, value in {"JOB_ID": "4711", "NTASKS": "1", "PROCID": "0", "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURM_NODEID", "0")
+
+    # told in the middle of step 2; the run goes on until SLURM ends it
+    run(
+        tmp_path,
+        Told(step=1, number=signal.SIGUSR1),
+        plugins=[SLURMEnvironment()],
+    )
+
+    assert called.read_text() == "requeue 4711\n"
+    requeued = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
+    assert float(requeued["state_dict"]["policy.trained"]) == 2.0
+
+
+def test_a_signal_outside_training_ends_the_run_too() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated), answering_sigterm(None):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_trainer_gets_one_set_of_notes(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    assert Termination.of(made) is Termination.of(made)
+
+
+def test_lightning_still_has_what_the_handlers_replace() -> None:
+    """Fails when Lightning changes what `Termination` leans on."""
+    registered = inspect.getsource(_SignalConnector.register_signal_handlers)
+    assert "[self._sigterm_notifier_fn]" in registered
+    assert "append(self._slurm_sigusr_handler_fn)" in registered
+    assert "self.received_sigterm = True" in inspect.getsource(_SignalConnector)
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
+    order = inspect.getsource(L.Trainer._run)
+    setup, registering = "_call_setup_hook(self)", "register_signal_handlers()"
+    assert order.index(setup) < order.index(registering)
+
+
+# ---- real processes
+
+
+def ended(process: "subprocess.Popen[str]", seconds: float = 60) -> str:
+    output, _ = process.communicate(timeout=seconds)
+    return output
+
+
+def saved_at(folder: Path) -> tuple[int, float]:
+    saved = torch.load(folder / "ck" / "last.ckpt", weights_only=True)
+    return saved["global_step"], float(saved["state_dict"]["policy.weight"])
+
+
+POPEN = "ddp_find_unused_parameters_true"
+FORK = "ddp_fork_find_unused_parameters_true"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "to"),
+    [(POPEN, "group"), (POPEN, "rank 1"), (FORK, "launcher")],
+)
+def test_two_processes_save_and_end(tmp_path: Path, strategy: str, to: str) -> None:
+    config = write_config(tmp_path, strategy=strategy)
+    with running(fit(config), ROOT) as process:
+        wait_for(tmp_path, 0, 4, "update")
+        if to == "group":
+            os.killpg(process.pid, signal.SIGTERM)
+        else:
+            os.kill(process.pid if to == "launcher" else pid_of(tmp_path, 1), signal.SIGTERM)
+        output = ended(process)
+        assert (process.returncode, output[-len(TERMINATED) :]) == (143, TERMINATED), output
+        assert members(process.pid) == []
+    step, weight = saved_at(tmp_path)
+    # the end of the step that ran, or of the next one where the signal took its time
+    assert step in {4, 5, 6}
+    assert weight == step
+
+
+def test_phases_are_told_to_the_watch(tmp_path: Path) -> None:
+    module = ToyPolicy()
+    made = trainer(tmp_path)
+    made.strategy._lightning_module = module
+    module.trainer = made
+    watch_over(made)
+    iteration = Iteration(module)
+    (watch,) = [callback for callback in made.callbacks if type(callback).__name__ == "Watch"]
+    with iteration.phase("generate"):
+        assert watch.whereabouts == "in phase 'generate' of iteration 1"
+    assert watch.whereabouts == "in phase 'between phases' of iteration 1"
