@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lrlhf.callbacks.retention import RetainingCheckpoint
+from lrlhf.strategies.atomic import recover_folder
 from lrlhf.strategies.signals import SavesOnTermination
 
 
@@ -95,6 +96,12 @@ class RLCheckpoint(RetainingCheckpoint, SavesOnTermination):
                 f"{folder} holds checkpoints of an earlier run, and this one starts from the "
                 "beginning beside them; resume with --ckpt_path last, or choose another dirpath"
             )
+
+    def _find_last_checkpoints(self, trainer: L.Trainer) -> set[str]:
+        if self.dirpath is not None and "://" not in str(self.dirpath):
+            # a folder that a crash left between two renames; on every rank, as each looks for it
+            recover_folder(Path(self.dirpath) / f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}")
+        return super()._find_last_checkpoints(trainer)
 
     def on_train_batch_end(
         self,

@@ -111,10 +111,11 @@ class Planner(Application):
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
-            text = describe_run(self.config[subcommand])
+            for number, paragraph in enumerate(describe_run(self.config[subcommand])):
+                sys.stdout.write(f"\n{paragraph}\n" if number else f"{paragraph}\n")
+                sys.stdout.flush()
         except ValueError as error:
             raise _RefusedError from error
-        sys.stdout.write(f"{text}\n")
 
 
 class Exporter(Application):

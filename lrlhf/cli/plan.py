@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pydoc import locate as import_by_path
 from typing import Any
 
@@ -16,7 +16,7 @@ from lrlhf.modules.batch_plan import BatchPlan, Quantity, plan_batches, table_of
 from lrlhf.modules.policy_module import PolicyModule
 
 
-def describe_run(config: Namespace) -> str:
+def describe_run(config: Namespace) -> Iterator[str]:
     """Say in numbers what a run would do, and what memory it needs, from its config alone.
 
     Modules that draw ``num_generations`` responses per prompt and have a group of options
@@ -24,6 +24,9 @@ def describe_run(config: Namespace) -> str:
 
     Args:
         config: Parsed config of ``fit``.
+
+    Yields:
+        Paragraphs, as they are known: memory takes up to a minute to work out.
 
     Raises:
         ValueError: Its sizes do not fit together; names the option and the nearest sizes.
@@ -37,18 +40,19 @@ def describe_run(config: Namespace) -> str:
     if not isinstance(size, int):
         reason = f"{data['class_path']} has no option batch_size"
     elif _is_reward_model(model["class_path"]):
-        tables = _pair_tables(size, trainer, ranks)
-        return f"{title}\n\n{tables}\n\n{reward_model_memory(sections, _device(sections))}"
+        yield f"{title}\n\n{_pair_tables(size, trainer, ranks)}"
+        yield reward_model_memory(sections, _device(sections))
+        return
     elif "num_generations" in options and "update" in options:
         plan, tables = _group_policy_tables(size, options, trainer, ranks)
-        title = f"{title}\n\n{tables}"
-        if not _is_policy_module(model["class_path"]):
-            return title
-        return f"{title}\n\n{policy_memory(sections, plan, _device(sections))}"
+        yield f"{title}\n\n{tables}"
+        if _is_policy_module(model["class_path"]):
+            yield policy_memory(sections, plan, _device(sections))
+        return
     else:
         reason = f"it is unknown how {model['class_path']} uses a batch"
     known = [ranks, training_steps(trainer, "training steps")]
-    return f"{title}\n\n{table_of('the run', known)}\n\nno batch plan: {reason}"
+    yield f"{title}\n\n{table_of('the run', known)}\n\nno batch plan: {reason}"
 
 
 def _group_policy_tables(

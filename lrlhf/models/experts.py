@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lrlhf.models.output_head import plain_model
+from lrlhf.models.sharding import class_of
 
 
 def load_balancing_loss(
@@ -56,7 +57,7 @@ def check_has_experts(model: PreTrainedModel | PeftModel) -> None:
 
 
 def _family_loss(model: PreTrainedModel) -> Callable[..., Tensor] | None:
-    return vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
+    return vars(sys.modules[class_of(model).__module__]).get("load_balancing_loss_func")
 
 
 def _text_config(model: PreTrainedModel) -> dict[str, Any]:

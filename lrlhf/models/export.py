@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.models.output_head import plain_model
-from lrlhf.models.sharding import has_split_weights, settle, whole, whole_weights
+from lrlhf.models.sharding import class_of, has_split_weights, settle, whole, whole_weights
 
 
 def save_model(
@@ -56,7 +56,7 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
     if "quantization_config" in vars(config):
         del config.quantization_config
     with torch.device("meta"):
-        skeleton = type(model)(config)
+        skeleton = class_of(model)(config)
     if skeleton.can_generate():
         skeleton.generation_config = model.generation_config
     return cast(nn.Module, skeleton).to(model.dtype)  # type: ignore[return-value]

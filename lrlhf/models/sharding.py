@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lrlhf.models import zero
 
 ResultT = TypeVar("ResultT")
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 class CheckpointMismatchError(ValueError):
@@ -52,6 +53,12 @@ def within(model: nn.Module, compute: Callable[[], ResultT]) -> ResultT:
     finally:
         restore()
     return result
+
+
+def class_of(model: ModelT) -> type[ModelT]:
+    """Return a model's class; FSDP2 puts one of its own in front of it."""
+    classes = type(model).__mro__
+    return classes[2] if isinstance(model, FSDPModule) else type(model)
 
 
 def is_split(weight: Tensor) -> bool:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import lightning as L
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -13,7 +19,7 @@ from lrlhf.media import MediaProcessor
 from lrlhf.models import media_modules
 from lrlhf.modules.settings import Advantage, Update
 from lrlhf.rollout import Sampling
-from lrlhf.strategies import minds_idle_parts
+from lrlhf.strategies import SplitsModels, minds_idle_parts
 
 
 def refuse_pure_low_precision(trainer: L.Trainer, model: nn.Module) -> None:
@@ -45,6 +51,32 @@ def refuse_pure_low_precision(trainer: L.Trainer, model: nn.Module) -> None:
                 "would be rounded away; load the model with dtype: float32 and compute in 16 bits "
                 "with trainer.precision: bf16-mixed, or train a LoRA adapter"
             )
+
+
+def refuse_other_splitting(trainer: L.Trainer) -> None:
+    """Refuse Lightning's own ways to split a model, which do not know of several models.
+
+    Raises:
+        ValueError: One of them is configured; names the one to take instead.
+    """
+    strategy = trainer.strategy
+    if isinstance(strategy, SplitsModels):
+        return
+    if isinstance(strategy, FSDPStrategy):
+        raise ValueError(
+            "trainer.strategy fsdp is PyTorch's first FSDP, which cannot carry two models whose "
+            "losses are run backward one after the other; use fsdp2"
+        )
+    if isinstance(strategy, ModelParallelStrategy):
+        raise ValueError(
+            "trainer.strategy ModelParallelStrategy leaves it to the module to split its models, "
+            "and these modules do not; use fsdp2"
+        )
+    if isinstance(strategy, DeepSpeedStrategy):
+        raise ValueError(
+            f"trainer.strategy {strategy.strategy_name} is Lightning's DeepSpeed, which has one "
+            "engine for the whole module; use deepspeed_zero1, deepspeed_zero2 or deepspeed_zero3"
+        )
 
 
 def refuse_idle_encoder(

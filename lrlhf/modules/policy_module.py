@@ -26,6 +26,7 @@ from lrlhf.modules.batch_plan import BatchPlan, plan_batches
 from lrlhf.modules.checks import (
     check_group_policy_options,
     refuse_idle_encoder,
+    refuse_other_splitting,
     refuse_pure_low_precision,
 )
 from lrlhf.modules.importance import ImportanceSampling, check_importance_sampling
@@ -206,6 +207,7 @@ class PolicyModule(PolicyRollout):
 
     def setup(self, stage: str) -> None:
         use_atomic_checkpoints(self.trainer)
+        refuse_other_splitting(self.trainer)
         if stage == "fit":
             for model in self.trainable_models().values():
                 refuse_pure_low_precision(self.trainer, model)

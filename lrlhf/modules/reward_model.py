@@ -19,6 +19,7 @@ from lrlhf.media import MediaProcessor
 from lrlhf.models import LoRA, RewardNetwork, ScoreModel
 from lrlhf.modules.checks import (
     refuse_idle_encoder,
+    refuse_other_splitting,
     refuse_pure_low_precision,
     uses_loss_scaler,
 )
@@ -154,6 +155,7 @@ class RewardModel(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         use_atomic_checkpoints(self.trainer)
+        refuse_other_splitting(self.trainer)
 
     def on_fit_start(self) -> None:
         watch_over(self.trainer)

@@ -21,12 +21,13 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     # one name per target: what a killed process left behind is overwritten by the next attempt
     temporary = path.with_name(f".{path.name}.tmp")
+    remove(temporary)
     try:
         with temporary.open("wb") as handle:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
-        temporary.replace(path)
+        _take_name(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     _sync_folder(path.parent)
@@ -52,31 +53,50 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 def open_folder(fresh: Path) -> None:
     """Make an empty folder, in the place of what a crash may have left there."""
-    shutil.rmtree(fresh, ignore_errors=True)
+    remove(fresh)
     fresh.mkdir(parents=True)
 
 
 def place_folder(fresh: Path, path: Path) -> None:
     """Give a finished folder its name, in the place of what had it."""
     _sync_tree(fresh)
-    if path.is_dir():
-        path.rename(_aside(path))
-    elif path.exists():
-        path.unlink()
-    fresh.rename(path)
-    recover_folder(path)
+    _take_name(fresh, path)
     _sync_folder(path.parent)
 
 
 def recover_folder(path: Path) -> None:
-    """Leave ``path`` in place, and nothing beside it, whatever a crash in `atomic_folder` left."""
+    """Leave ``path`` in place, and nothing beside it, whatever a crash in `atomic_folder` left.
+
+    Several processes may do so at the same time.
+    """
     old = _aside(path)
-    if not old.exists():
-        return
     if path.exists():
-        shutil.rmtree(old)
-    else:
+        remove(old)
+        return
+    with contextlib.suppress(FileNotFoundError):
         old.rename(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _take_name(fresh: Path, path: Path) -> None:
+    """Rename what is finished to ``path``, whatever is there."""
+    if path.exists() and (fresh.is_dir() or path.is_dir()):
+        # only a file can replace another in one step
+        recover_folder(path)
+        path.rename(_aside(path))
+        try:
+            fresh.rename(path)
+        finally:
+            recover_folder(path)
+    else:
+        fresh.replace(path)
 
 
 def _aside(path: Path) -> Path:

@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lrlhf.strategies.atomic import atomic_write
-from lrlhf.strategies.sharded_checkpoint import is_folder_checkpoint, read_folder
+from lrlhf.strategies.sharded_checkpoint import read_folder
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -40,7 +40,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if "://" not in os.fspath(path) and is_folder_checkpoint(path):
+        if "://" not in os.fspath(path) and Path(path).is_dir():
             return read_folder(Path(path), lazy=False)
         return super().load_checkpoint(path, map_location, weights_only)
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
@@ -82,9 +83,16 @@ class _Taken:
     def take(self, value: Any, key: str) -> Any:
         """Return ``value`` with marks in the place of its tensors."""
         if isinstance(value, Tensor):
+            while key in self.tensors:  # {"a": {"b": …}, "a/b": …}, or {0: …, "0": …}
+                key += "'"
             self.tensors[key] = value.detach()
             return {_TENSOR: key}
         if isinstance(value, Mapping):
+            if _TENSOR in value:
+                raise ValueError(
+                    f"{key or 'the checkpoint'} has an entry {_TENSOR!r}, which stands for a "
+                    "tensor in a checkpoint's folder; rename it"
+                )
             return {name: self.take(part, f"{key}/{name}") for name, part in value.items()}
         if isinstance(value, list | tuple):
             parts = [self.take(part, f"{key}/{index}") for index, part in enumerate(value)]
@@ -101,6 +109,9 @@ def save_folder(checkpoint: Mapping[str, Any], folder: Path, strategy: Strategy 
             on the meta device where another rank has it.
         folder: Exists on all ranks.
         strategy: Of the run; None: there is one process and no run.
+
+    Raises:
+        ValueError: A tensor is on the meta device everywhere, or a name has another use.
     """
     taken = _Taken()
     rest = taken.take(dict(checkpoint), "")
@@ -110,16 +121,27 @@ def save_folder(checkpoint: Mapping[str, Any], folder: Path, strategy: Strategy 
         for key, tensor in taken.tensors.items()
         if isinstance(tensor, DTensor) or not tensor.is_meta
     }
+    on_ranks = _on_all_ranks(set(tensors)) if several else [set(tensors)]
     if strategy is not None and several:
         held = strategy.broadcast({key for key, t in tensors.items() if not isinstance(t, DTensor)})
         known = strategy.broadcast(set(taken.tensors))
         if not strategy.is_global_zero:
             # what rank zero has whole, it writes
             tensors = {k: t for k, t in tensors.items() if k in known and k not in held}
+    else:
+        known = set(taken.tensors)
+    if missing := sorted(known.difference(*on_ranks)):
+        raise ValueError(f"no rank holds {missing[0]} ({len(missing)} such tensors)")
     with _alone():
         save_distributed(tensors, storage_writer=FileSystemWriter(folder), no_dist=not several)
     if strategy is None or strategy.is_global_zero:
         torch.save(rest, folder / META_FILE)
+
+
+def _on_all_ranks(own: set[str]) -> list[set[str]]:
+    found: list[set[str]] = [set()] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, own)
+    return found
 
 
 def read_folder(folder: Path, *, lazy: bool) -> dict[str, Any]:
@@ -130,19 +152,21 @@ def read_folder(folder: Path, *, lazy: bool) -> dict[str, Any]:
         lazy: Leave dictionaries of tensors unread, as `StoredTensors`.
 
     Raises:
-        NotACheckpointError: Something else is there.
+        NotACheckpointError: Something else is there, or it is damaged.
     """
     if not is_folder_checkpoint(folder):
         raise NotACheckpointError(f"{folder} is no checkpoint: it has no {META_FILE}")
-    rest = torch.load(folder / META_FILE, map_location="cpu", weights_only=True)
-    if lazy:
-        restored = _put_back(rest, folder, None)
-    else:
+    with _explained(folder / META_FILE):
+        rest = torch.load(folder / META_FILE, map_location="cpu", weights_only=True)
+    if not isinstance(rest, dict):
+        raise NotACheckpointError(
+            f"{folder} is no checkpoint: its {META_FILE} holds something else"
+        )
+    tensors = None
+    if not lazy:
         reader = _Reader(folder)
-        keys = list(reader.read_metadata().state_dict_metadata)
-        restored = _put_back(rest, folder, _read(reader, keys))
-    assert isinstance(restored, dict)
-    return restored
+        tensors = _read(reader, list(reader.read_metadata().state_dict_metadata))
+    return {name: _put_back(part, folder, tensors) for name, part in rest.items()}
 
 
 def _put_back(value: Any, folder: Path, tensors: Mapping[str, Tensor] | None) -> Any:
@@ -150,6 +174,8 @@ def _put_back(value: Any, folder: Path, tensors: Mapping[str, Tensor] | None) ->
     if isinstance(value, dict):
         if _TENSOR in value:
             key = value[_TENSOR]
+            if tensors is not None and key not in tensors:
+                raise NotACheckpointError(f"{folder} is damaged: it does not have {key}")
             return StoredTensors(folder, {"": key})[""] if tensors is None else tensors[key]
         marks = {
             name: part[_TENSOR]
@@ -176,7 +202,8 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         del args, kwargs
         if self._list is None:
-            with (self._folder / ".metadata").open("rb") as stream:
+            path = self._folder / ".metadata"
+            with _explained(path), path.open("rb") as stream:
                 found = _ListUnpickler(stream).load()
             if not isinstance(found, Metadata):
                 raise NotACheckpointError(f"{self._folder}/.metadata is no list of tensors")
@@ -185,18 +212,31 @@ class _Reader(FileSystemReader):
         return self._list
 
 
+# what PyTorch's list of tensors is made of, which it pickles; no part of it runs anything
+_LISTED: dict[str, set[str]] = {
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size", *(name for name, kind in vars(torch).items() if type(kind) is torch.dtype)},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
+}
+
+
 class _ListUnpickler(pickle.Unpickler):
-    """PyTorch pickles the list; only what such a list is made of is let through."""
+    """Lets through only the names of which PyTorch's list consists."""
 
     def find_class(self, module: str, name: str) -> Any:
-        described = module in (
-            "torch.distributed.checkpoint.metadata",
-            "torch.distributed.checkpoint.filesystem",
-        )
-        plain = module == "torch" and (name == "Size" or isinstance(vars(torch)[name], torch.dtype))
-        layout = (module, name) == ("torch.serialization", "_get_layout")
-        path = module.split(".")[0] == "pathlib" and name.endswith("Path")
-        if described or plain or layout or path:
+        # exact names: "os.system" would be found in any module that imports os
+        if name in _LISTED.get(module.replace("pathlib._local", "pathlib"), ()):
             return super().find_class(module, name)
         raise NotACheckpointError(
             f"a checkpoint's list of tensors names {module}.{name}, which no such list contains: "
@@ -209,20 +249,35 @@ def _read(reader: _Reader, keys: list[str]) -> dict[str, Tensor]:
     listed = reader.read_metadata().state_dict_metadata
     targets: dict[str, Tensor] = {}
     for key in keys:
-        about = listed[key]
-        assert isinstance(about, TensorStorageMetadata)
+        about = listed.get(key)
+        if not isinstance(about, TensorStorageMetadata):
+            raise NotACheckpointError(f"{reader.path} is damaged: it does not have {key}")
         targets[key] = torch.empty(about.size, dtype=about.properties.dtype)
-    with _alone():
+    with _explained(Path(reader.path)), _alone():
         load_distributed(dict(targets), storage_reader=reader, no_dist=True)
     return targets
 
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Leave out PyTorch's remark on reading or writing without other processes."""
+    """Leave out what PyTorch wraps around: a remark on single processes, and all exceptions."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            # itself no Exception; what it wraps may be an interrupt
+            raise next(iter(error.failures.values()))[0] from error
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Say which checkpoint it is that cannot be read."""
+    try:
         yield
+    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
+        reason = (str(error) or "it is cut short").splitlines()[0]
+        raise NotACheckpointError(f"{path} cannot be read as a checkpoint: {reason}") from error
 
 
 class FolderCheckpoints(Strategy):
@@ -240,7 +295,7 @@ class FolderCheckpoints(Strategy):
         if storage_options is not None:
             raise TypeError("sharded checkpoints take no storage_options")
         path = Path(self.broadcast(filepath))
-        fresh = path.with_name(f".{path.name}.tmp")
+        fresh = path.with_name(f".{path.name}.parts")
         if self.is_global_zero:
             recover_folder(path)
             open_folder(fresh)
@@ -277,12 +332,10 @@ def read_checkpoint(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
     if not path.is_file():
         what = "a folder without meta.pt" if path.is_dir() else "not there"
         raise NotACheckpointError(f"{path} is no checkpoint: it is {what}")
-    try:
-        loaded: dict[str, Any] = torch.load(
-            path, map_location="cpu", weights_only=weights_only, mmap=True
-        )
-    except (RuntimeError, pickle.UnpicklingError) as error:
-        raise NotACheckpointError(f"{path} cannot be read as a checkpoint: {error}") from error
+    with _explained(path):
+        loaded = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
+    if not isinstance(loaded, dict) or "state_dict" not in loaded:
+        raise NotACheckpointError(f"{path} is no checkpoint: it has no state_dict")
     return loaded
 
 
@@ -314,8 +367,6 @@ def convert_checkpoint(source: Path, target: Path, to: Literal["sharded", "full"
 def write_file(folder: Path, path: Path) -> None:
     """Turn the checkpoint of a folder into one file, and remove the folder."""
     checkpoint = read_folder(folder, lazy=False)
-    if path.is_dir():
-        shutil.rmtree(path)
     with atomic_write(path) as handle:
         torch.save(checkpoint, handle)
     shutil.rmtree(folder)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,10 @@ STEPS = 4
 ROWS = 8
 """Prompts, or pairs, of one step over all processes."""
 
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    "ddp": lambda: DDPStrategy(find_unused_parameters=True, start_method="fork"),
-    "fsdp2": lambda: FSDP2(start_method="fork"),
-    "deepspeed_zero1": lambda: DeepSpeed(stage=1, start_method="fork"),
-    "deepspeed_zero2": lambda: DeepSpeed(stage=2, start_method="fork"),
-    "deepspeed_zero3": lambda: DeepSpeed(stage=3, start_method="fork"),
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
+    "ddp": partial(DDPStrategy, find_unused_parameters=True),
+    "fsdp2": FSDP2,
+    **{f"deepspeed_zero{stage}": partial(DeepSpeed, stage=stage) for stage in (1, 2, 3)},
 }
 
 
@@ -184,44 +183,44 @@ def data_of(module: L.LightningModule, folder: Path, ranks: int) -> L.LightningD
     return data
 
 
-def run(
-    name: str,
-    model_folder: Path,
+def run(name: str, model_folder: Path, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    """Train a module of `MODULES` on a pretrained model; see `train`."""
+    return train(MODULES[name](model_folder), folder, **options)
+
+
+def train(
+    module: L.LightningModule,
     folder: Path,
     *,
-    strategy: Strategy | None = None,
-    callbacks: Sequence[L.Callback] = (),
+    strategy: str | None = None,
+    start_method: str = "fork",
     ckpt_path: Path | None = None,
-    **options: Any,
 ) -> list[dict[str, Any]]:
-    """Train a module of `MODULES`; returns what each rank ended with.
+    """Train, average, control the KL, save and export; returns what each rank ended with.
 
     Args:
-        name: Of the module.
-        model_folder: The pretrained model.
+        module: RewardModel, RLOO or PPO.
         folder: For everything that is written.
-        strategy: Of two processes; None: one process.
-        callbacks: Beside those that average, control the KL, save and export.
+        strategy: One of `STRATEGIES`, of two processes; None: one process.
+        start_method: ``popen``: as a program's main module.
         ckpt_path: Where to go on.
-        options: Of the trainer.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    module = MODULES[name](model_folder)
-    own: list[L.Callback] = [
+    callbacks: list[L.Callback] = [
         EMA(decay=0.5),
         RLCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_top_k=-1),
         HFExport(folder / "export"),
         SaveAtEnd(folder),
     ]
     if isinstance(module, PolicyModule):
-        own.append(KLControl(target=0.01, horizon=20))
+        callbacks.append(KLControl(target=0.01, horizon=20))
         if isinstance(module.engine, SyncedEngine):
-            own.append(VLLMWeightSync(probe_every=1))
+            callbacks.append(VLLMWeightSync(probe_every=1))
     ranks = 1 if strategy is None else 2
     trainer = L.Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy=strategy or "auto",
+        strategy=STRATEGIES[strategy](start_method=start_method) if strategy else "auto",
         max_steps=STEPS,
         max_epochs=-1,
         default_root_dir=folder,
@@ -229,8 +228,7 @@ def run(
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[*own, *callbacks],
-        **options,
+        callbacks=callbacks,
     )
     data = data_of(module, folder, ranks)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)

@@ -1,33 +1,47 @@
-"""Two processes with vLLM train as one."""
+"""Two processes with vLLM train as one, also where no rank has the whole policy."""
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
 
 
-def trained(folder: Path, engine: str, ranks: int) -> list[tuple[dict[str, Tensor], dict]]:
-    command = [sys.executable, "-m", "tests.vllm.two_ranks", str(folder), engine, str(ranks)]
+def trained(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.vllm.two_ranks", str(folder), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [torch.load(folder / "run" / f"rank{rank}.pt") for rank in range(ranks)]
+    return [torch.load(path) for path in sorted((folder / "run").glob("rank*.pt"))]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    ((state, _),) = trained(tmp_path_factory.mktemp("alone"), "vllm", 1)
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    (state,) = trained(tmp_path_factory.mktemp("alone"), "vllm")
     return state
 
 
-@pytest.mark.parametrize("engine", ["vllm", "vllm_server"])
-def test_two_processes_train_as_one(engine: str, alone: dict[str, Tensor], tmp_path: Path) -> None:
-    for state, metrics in trained(tmp_path, engine, 2):
-        assert metrics["mismatch/max"] < 1e-4
-        assert metrics["sync/age"] == 0
-        for name, value in alone.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6, msg=name)
+@pytest.mark.parametrize(
+    ("engine", "strategy"),
+    [
+        ("vllm", "ddp"),
+        ("vllm_server", "ddp"),
+        ("vllm", "fsdp2"),
+        ("vllm_server", "deepspeed_zero3"),
+    ],
+)
+def test_two_processes_train_as_one(
+    engine: str, strategy: str, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    ranks = trained(tmp_path, engine, strategy)
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert rank["metrics"]["mismatch/max"] < 1e-4
+        assert rank["metrics"]["sync/age"] == 0
+    found = {name: value for rank in ranks for name, value in rank["weights"].items()}
+    assert found.keys() == alone["weights"].keys()
+    for name, value in alone["weights"].items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)

@@ -95,7 +95,7 @@ def write_model_folder(
     """Write what vLLM builds the architecture from: config, tokenizer, processor, no weights."""
     folder = Path(tempfile.mkdtemp(prefix="lrlhf-vllm-"))
     skeleton = skeleton_of(weights.model)
-    skeleton.config.architectures = [type(weights.model).__name__]
+    skeleton.config.architectures = [type(skeleton).__name__]
     skeleton.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if processor is not None:
