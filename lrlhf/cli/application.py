@@ -77,6 +77,7 @@ class Application(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         _check_checkpoint(self.config[self.subcommand].get("ckpt_path"))
+        _check_strategy(self.config[self.subcommand].trainer.strategy)
 
     def instantiate_classes(self) -> None:
         try:
@@ -213,6 +214,20 @@ def _check_checkpoint(path: str | None) -> None:
     raise ConfigError(
         f"ckpt_path: no file {path}{hint(Path(path).name, siblings, listed_as='there')}"
     )
+
+
+def _check_strategy(strategy: object) -> None:
+    """Refuse Lightning's ways to split a module before it looks for the GPUs that they need."""
+    if not isinstance(strategy, str):
+        return
+    ours = {"fsdp": "fsdp2", "deepspeed": "deepspeed_zero2"}
+    ours |= {f"deepspeed_stage_{stage}": f"deepspeed_zero{stage}" for stage in (1, 2, 3)}
+    name = strategy.removesuffix("_cpu_offload").removesuffix("_offload")
+    if name in ours:
+        raise ConfigError(
+            f"trainer.strategy: {strategy} splits a module as one model with one optimizer; take "
+            f"{ours[name]}, which splits each trained model by itself (docs/distributed.md)"
+        )
 
 
 def _explain(error: ValidationError, files: Sequence[ConfigFile], arguments: Sequence[str]) -> str:

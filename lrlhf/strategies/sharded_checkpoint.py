@@ -294,6 +294,11 @@ class FolderCheckpoints(Strategy):
         """Write a folder, or with ``checkpoint: full`` a file, that appears when it is whole."""
         if storage_options is not None:
             raise TypeError("sharded checkpoints take no storage_options")
+        if "://" in os.fspath(filepath):
+            raise ValueError(
+                f"the checkpoint {filepath} is to be written by all processes at once, which takes "
+                "a folder that they share; set dirpath of RLCheckpoint to one"
+            )
         path = Path(self.broadcast(filepath))
         fresh = path.with_name(f".{path.name}.parts")
         if self.is_global_zero:

@@ -239,6 +239,25 @@ def test_a_mistake_on_the_command_line_is_named_with_its_flag(
     assert status == 2
 
 
+@pytest.mark.parametrize(
+    ("strategy", "instead"),
+    [
+        ("fsdp", "fsdp2"),
+        ("fsdp_cpu_offload", "fsdp2"),
+        ("deepspeed", "deepspeed_zero2"),
+        ("deepspeed_stage_3_offload", "deepspeed_zero3"),
+    ],
+)
+def test_a_strategy_for_one_model_names_the_one_for_several(
+    config: Path, capsys: pytest.CaptureFixture[str], strategy: str, instead: str
+) -> None:
+    assert run(["fit", "--config", config.name, f"--trainer.strategy={strategy}"]) == 2
+
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: trainer.strategy: {strategy} splits a module as one model")
+    assert f"take {instead}," in error
+
+
 def test_the_overlay_is_blamed_for_its_own_mistake(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
