@@ -47,7 +47,7 @@ def export_checkpoint(
 
 
 def _averages(stored: Mapping[str, Any], checkpoint: Path) -> Mapping[str, Tensor]:
-    for key, state in stored["callbacks"].items():
+    for key, state in stored.get("callbacks", {}).items():
         if key.split("{")[0] == EMA.__qualname__:
             shadows: Mapping[str, Tensor] = state["shadows"]
             return shadows

@@ -55,6 +55,12 @@ def load_optimizer_state(
         }
         for key, values in stored["state"].items()
     }
+    if len(stored["param_groups"]) != len(plain.param_groups):
+        raise CheckpointMismatchError(
+            f"the checkpoint's optimizer has {len(stored['param_groups'])} groups of parameters "
+            f"and this one {len(plain.param_groups)}; resume with the optimizer settings that the "
+            "run was started with"
+        )
     counter = iter(range(len(own)))
     groups = [
         {**old, "params": [next(counter) for _ in group["params"]]}

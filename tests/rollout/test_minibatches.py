@@ -47,3 +47,39 @@ def test_minibatches_are_drawn_at_random_and_hold_every_row_once() -> None:
 def test_a_size_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="6 rows do not split into parts of 4"):
         list(minibatches(batch(), size=4))
+
+
+@pytest.mark.parametrize("budget", [None, 1, 9, 10, 18])
+@pytest.mark.parametrize("least", [1, 2, 3, 5, 6, 7, 100])
+def test_ranks_can_make_equally_many_groups(least: int, budget: int | None) -> None:
+    lengths = torch.tensor(LENGTHS)
+    usual = micro_batch_rows(lengths, max_tokens=budget)
+    groups = micro_batch_rows(lengths, max_tokens=budget, at_least=least)
+    # as many as asked for, where the budget does not make more and the rows suffice
+    assert len(groups) == max(len(usual), min(least, len(LENGTHS)))
+    assert all(len(group) > 0 for group in groups)
+    # every row once, still the longest first, and no group larger than it would have been
+    rows = [int(row) for group in groups for row in group]
+    assert rows == [int(row) for group in usual for row in group]
+    assert [LENGTHS[row] for row in rows] == sorted(LENGTHS, reverse=True)
+    assert max(map(len, groups)) <= max(map(len, usual))
+
+
+def test_the_largest_group_is_split_first() -> None:
+    # lengths 9 5 4 4 2 1 in one group: 3 + 3, then the first of the larger ones 2 + 1 + 3, …
+    for least, sizes in {2: [3, 3], 3: [2, 1, 3], 4: [2, 1, 2, 1], 5: [1, 1, 1, 2, 1]}.items():
+        groups = micro_batch_rows(torch.tensor(LENGTHS), max_tokens=None, at_least=least)
+        assert [len(group) for group in groups] == sizes
+
+
+def test_micro_batches_pass_on_how_many_are_wanted() -> None:
+    parts = micro_batches(batch(), max_tokens=None, at_least=4)
+    assert len(parts) == 4
+    rows = sorted(int(row) for part in parts for row in part.input_ids[:, 0])
+    assert rows == list(range(len(LENGTHS)))
+    # each trimmed to its own longest row: 9 5 | 4 | 4 2 | 1
+    assert [part.input_ids.shape[1] for part in parts] == [9, 4, 4, 1]
+
+
+def test_no_rows_make_no_groups() -> None:
+    assert micro_batch_rows(torch.tensor([], dtype=torch.long), max_tokens=8, at_least=3) == []

@@ -1,0 +1,241 @@
+"""Running parts of a model within its outermost hooks, and loading weights into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lrlhf.models.sharding import (
+    CheckpointMismatchError,
+    gathered,
+    has_split_weights,
+    load_state,
+    part_of,
+    state_of,
+    whole,
+    whole_shape,
+    whole_weights,
+    within,
+)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(2, 3)
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.body(x))
+        return output
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+X = torch.tensor([[1.0, -2.0]])
+
+
+def watched(model: nn.Module) -> list[str]:
+    """Names of the hooks of a model, as they run."""
+    events: list[str] = []
+    model.register_forward_pre_hook(lambda *_: events.append("before"))
+    model.register_forward_hook(lambda *_: events.append("after"))
+    return events
+
+
+def test_the_function_runs_between_the_hooks_of_the_model(model: Model) -> None:
+    events = watched(model)
+
+    def compute() -> tuple[str, int]:
+        events.append("inside")
+        return "result", 3
+
+    assert within(model, compute) == ("result", 3)
+    assert events == ["before", "inside", "after"]
+
+
+def test_what_the_function_returns_goes_through_the_hooks(model: Model) -> None:
+    model.register_forward_hook(lambda _module, _inputs, output: output + 1)
+    assert within(model, lambda: 1) == 2
+
+
+def test_the_function_may_call_the_model_and_run_within_it_again(model: Model) -> None:
+    expected = model(X)
+    assert torch.equal(within(model, lambda: model(X)), expected)
+    assert torch.equal(within(model, lambda: within(model, lambda: model(X))), expected)
+    nested = within(model, lambda: within(model.body, lambda: model.head(model.body(X))))
+    assert torch.equal(nested, expected)
+    assert "forward" not in vars(model)
+    assert "forward" not in vars(model.body)
+
+
+def test_gradients_pass_through(model: Model) -> None:
+    within(model, lambda: model.body(X).sum()).backward()
+    # d/dW of the sum over outputs is the input, in each row
+    assert model.body.weight.grad is not None
+    assert model.body.weight.grad.tolist() == [[1.0, -2.0]] * 3
+    assert model.head.weight.grad is None
+
+
+def fail() -> None:
+    raise ValueError("in the function")
+
+
+def refuse(*_: Any) -> None:
+    raise ValueError("in a hook")
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("where", ["function", "pre hook", "hook", "nested"])
+def test_an_exception_leaves_the_models_own_forward(model: Model, where: str, own: bool) -> None:
+    expected = model(X)
+    if own:  # as accelerate and PEFT set it
+        plain = model.forward
+        model.forward = lambda x: plain(x) * 2  # type: ignore[method-assign]
+        expected = expected * 2
+    before = vars(model).get("forward")
+    handle = None
+    if where == "pre hook":
+        handle = model.register_forward_pre_hook(refuse)
+    elif where == "hook":
+        handle = model.register_forward_hook(refuse)
+    compute: Callable[[], object] = {
+        "function": fail,
+        "nested": lambda: within(model, fail),
+    }.get(where, lambda: None)
+    with pytest.raises(ValueError, match="in "):
+        within(model, compute)
+    if handle is not None:
+        handle.remove()
+    assert vars(model).get("forward") is before
+    assert torch.equal(model(X), expected)
+
+
+def test_an_own_forward_is_what_the_function_finds(model: Model) -> None:
+    plain = model.forward
+    model.forward = lambda x: plain(x) * 2  # type: ignore[method-assign]
+    expected = model.head(model.body(X)) * 2
+    assert torch.equal(within(model, lambda: model(X)), expected)
+    assert torch.equal(model(X), expected)
+
+
+# ---------------------------------------------------------------------- not split
+
+
+def test_of_a_model_that_is_not_split_everything_is_the_identity(model: Model) -> None:
+    weight = model.body.weight
+    assert not has_split_weights(model)
+    assert whole(weight) is weight
+    assert whole_shape(weight) == (3, 2)
+    full = torch.ones(3, 2)
+    assert part_of(weight, full) is full
+    with gathered(model), whole_weights(model):
+        assert model.body.weight is weight
+    assert model.body.weight is weight
+    with pytest.raises(RuntimeError, match="inside"), whole_weights(model):
+        raise RuntimeError("inside")
+    assert model.body.weight is weight
+
+
+def test_the_state_of_a_model_is_its_state_dict(model: Model) -> None:
+    state = state_of(model)
+    assert list(state) == list(model.state_dict())
+    for name, value in model.state_dict().items():
+        assert torch.equal(state[name], value)
+        assert not state[name].requires_grad
+
+
+class Once(Mapping[str, Tensor]):
+    """Counts how often each tensor is read."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.read: list[str] = []
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.read.append(name)
+        return self.tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def test_stored_weights_are_read_once_and_copied(model: Model) -> None:
+    other = Model()
+    stored = Once({name: value.clone() for name, value in other.state_dict().items()})
+    weight = model.body.weight
+    load_state(model, stored)
+    assert sorted(stored.read) == sorted(other.state_dict())
+    assert model.body.weight is weight
+    assert weight.requires_grad
+    for name, value in other.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+    stored.tensors["body.weight"].zero_()
+    assert torch.equal(weight, other.body.weight)
+
+
+def test_stored_weights_take_the_precision_of_the_model(model: Model) -> None:
+    low = {name: value.to(torch.bfloat16) for name, value in Model().state_dict().items()}
+    load_state(model, low)
+    assert model.body.weight.dtype == torch.float32
+    assert torch.equal(model.body.weight, low["body.weight"].float())
+
+
+def test_names_that_only_one_side_has_are_refused_before_anything_is_written(model: Model) -> None:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    stored = {name: torch.zeros_like(value) for name, value in before.items()}
+    fewer = {name: value for name, value in stored.items() if name != "head.bias"}
+    with pytest.raises(CheckpointMismatchError, match=r"only the model has 'head\.bias' \(1 names"):
+        load_state(model, fewer)
+    with pytest.raises(CheckpointMismatchError, match=r"only the checkpoint has 'a' \(1 names"):
+        load_state(model, {**stored, "a": torch.ones(1)})
+    for name, value in before.items():
+        assert torch.equal(model.state_dict()[name], value)
+
+
+def test_where_it_is_not_strict_names_may_differ(model: Model) -> None:
+    head = model.head.bias.clone()
+    load_state(model, {"body.bias": torch.ones(3), "a": torch.ones(1)}, strict=False)
+    assert model.body.bias.tolist() == [1.0, 1.0, 1.0]
+    assert torch.equal(model.head.bias, head)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (3, 2, 1), (1, 2), (6,), ()])
+def test_other_shapes_are_refused_even_if_they_would_broadcast(
+    model: Model, shape: tuple[int, ...]
+) -> None:
+    stored = {**model.state_dict(), "body.weight": torch.ones(shape)}
+    with pytest.raises(CheckpointMismatchError, match=r"body\.weight has the shape") as caught:
+        load_state(model, stored)
+    assert str(shape) in str(caught.value)
+    assert "(3, 2) in the model" in str(caught.value)
+
+
+def test_buffers_and_tied_weights_are_loaded() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(2, 2, bias=False)
+            self.two = nn.Linear(2, 2, bias=False)
+            self.two.weight = self.one.weight
+            self.register_buffer("count", torch.tensor(0))
+
+    tied = Tied()
+    weight = torch.randn(2, 2)
+    load_state(tied, {"one.weight": weight, "two.weight": weight, "count": torch.tensor(7)})
+    assert tied.one.weight is tied.two.weight
+    assert torch.equal(tied.one.weight, weight)
+    assert tied.count.item() == 7  # type: ignore[operator]
