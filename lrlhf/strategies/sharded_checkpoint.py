@@ -79,13 +79,17 @@ class _Taken:
     """A checkpoint's tensors by key, taken out of it."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    _keys: dict[int, str] = field(default_factory=dict)
 
     def take(self, value: Any, key: str) -> Any:
         """Return ``value`` with marks in the place of its tensors."""
         if isinstance(value, Tensor):
+            if id(value) in self._keys:  # tied weights are one tensor with several names
+                return {_TENSOR: self._keys[id(value)]}
             while key in self.tensors:  # {"a": {"b": …}, "a/b": …}, or {0: …, "0": …}
                 key += "'"
             self.tensors[key] = value.detach()
+            self._keys[id(value)] = key
             return {_TENSOR: key}
         if isinstance(value, Mapping):
             if _TENSOR in value:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import yaml
@@ -83,8 +83,10 @@ def running(
     try:
         yield process
     finally:
-        for pid in members(process.pid):
-            os.kill(pid, signal.SIGKILL)
+        # torchrun gives its processes sessions of their own
+        for pid in {*members(process.pid), *descendants(process.pid)}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
@@ -92,7 +94,19 @@ def running(
 
 def members(session: int) -> list[int]:
     """Living processes of a session."""
-    found = []
+    return [pid for pid, (_, of) in living().items() if of == session]
+
+
+def descendants(pid: int) -> list[int]:
+    """Living processes that a process started, and those that these started."""
+    processes = living()
+    children = [child for child, (parent, _) in processes.items() if parent == pid]
+    return [*children, *(one for child in children for one in descendants(child))]
+
+
+def living() -> dict[int, tuple[int, int]]:
+    """Parent and session of every process."""
+    found: dict[int, tuple[int, int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -100,8 +114,8 @@ def members(session: int) -> list[int]:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
         except OSError:  # it has ended meanwhile
             continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(entry.name))
+        if fields[0] != "Z":
+            found[int(entry.name)] = (int(fields[1]), int(fields[3]))
     return found
 
 
