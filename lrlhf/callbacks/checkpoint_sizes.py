@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
 from lrlhf.models.zero import is_partitioned
+from lrlhf.strategies.atomic import recover_folder
 
 _logger = logging.getLogger(__name__)
 
@@ -149,6 +150,8 @@ def set_aside(path: Path) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what a killed process had set aside, or had not written to the end."""
+    for old in folder.rglob(".*.ckpt.old"):
+        recover_folder(old.with_name(old.name.removeprefix(".").removesuffix(".old")))
     for ending in (_REMOVED, "tmp", "parts"):
         for path in folder.rglob(f".*.ckpt.{ending}"):
             _remove(path)

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
 from lrlhf.models.sharding import of_parts, own_part, part_of, settle, whole_shape
@@ -71,6 +72,7 @@ class EMA(L.Callback):
         return bool(self._replaced)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        _refuse_rounded_weights(trainer, pl_module)
         if not self._known:
             weights = trainable_weights(pl_module)
             self._shadows = {name: self._shadow_of(weight) for name, weight in weights.items()}
@@ -189,6 +191,23 @@ class EMA(L.Callback):
 
     def _place(self, weight: nn.Parameter) -> torch.device | str:
         return self.device or weight.device
+
+
+def _refuse_rounded_weights(trainer: L.Trainer, module: L.LightningModule) -> None:
+    """Refuse to average copies of the weights that small updates do not change.
+
+    Raises:
+        ValueError: DeepSpeed trains 32-bit weights, and the model has a 16-bit copy of them.
+    """
+    if not isinstance(trainer.strategy, DeepSpeedStrategy):
+        return
+    for name, weight in trainable_weights(module).items():
+        if weight.dtype in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"EMA would average {name} as DeepSpeed rounds it to {weight.dtype}, in which most "
+                "updates vanish; take trainer.strategy fsdp2, which keeps float32 weights under "
+                "bf16-mixed too, or remove EMA from trainer.callbacks"
+            )
 
 
 def trainable_weights(module: L.LightningModule) -> dict[str, nn.Parameter]:

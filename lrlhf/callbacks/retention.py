@@ -117,7 +117,7 @@ class RetainingCheckpoint(ModelCheckpoint):
             sizes = checkpoint_sizes(folder)
             if self.save_last and not self.last_model_path and self._saved:
                 # about to be written for the first time
-                sizes[folder / "last.ckpt"] = sizes[Path(self._saved[-1])]
+                sizes[folder / "last.ckpt"] = sizes.get(Path(self._saved[-1]), 0)
             chosen = [str(path) for path in surplus(sizes, self._expendable(trainer), limit=limit)]
         for path in trainer.strategy.broadcast(chosen):
             self._forget(path)

@@ -11,6 +11,7 @@ import lightning as L
 from lrlhf.callbacks.ema import EMA
 from lrlhf.modules import PolicyModule
 from lrlhf.rollout import RolloutListener, SyncedEngine, WeightSyncError
+from lrlhf.strategies import SplitsModels
 from lrlhf.types import Experience
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class VLLMWeightSync(RolloutListener, L.Callback):
         if report.restarts:
             logger.warning("the engine was started %d times during a push", report.restarts)
         if self.probe_every and (self._pushes <= 2 or self._pushes % self.probe_every == 0):
-            self._probe(engine)
+            self._probe(engine, trainer)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
@@ -123,10 +124,12 @@ class VLLMWeightSync(RolloutListener, L.Callback):
                 "are allowed (every_n_steps of VLLMWeightSync, rollout_ahead)"
             )
 
-    def _probe(self, engine: SyncedEngine) -> None:
-        limit = self.tolerance
+    def _probe(self, engine: SyncedEngine, trainer: L.Trainer) -> None:
+        limit, splits = self.tolerance, isinstance(trainer.strategy, SplitsModels)
         if limit is None:
-            limit = _LOW_PRECISION_GAP if engine.rounds else _FLOAT32_GAP
+            # weights that are split are gathered in 16 bits, also where autocast is off
+            rounds = engine.rounds or (splits and trainer.precision != "32-true")
+            limit = _LOW_PRECISION_GAP if rounds else _FLOAT32_GAP
         gap = engine.probe()
         if not gap.mean <= limit:
             raise WeightSyncError(

@@ -144,6 +144,11 @@ class Exporter(Application):
         for name in ("ckpt_path", "output"):
             if options[name] is None:
                 raise ConfigError(f"{name}: lrlhf export needs --{name}")
+        if options["ckpt_path"] in _CHECKPOINT_WORDS:
+            raise ConfigError(
+                f"ckpt_path: {options['ckpt_path']} is a word of fit; lrlhf export needs the path "
+                "of a checkpoint"
+            )
         export_checkpoint(
             self.model,
             Path(options["ckpt_path"]),

@@ -47,7 +47,11 @@ def export_checkpoint(
 
 
 def _averages(stored: Mapping[str, Any], checkpoint: Path) -> Mapping[str, Tensor]:
-    for key, state in stored.get("callbacks", {}).items():
+    if "callbacks" not in stored:
+        raise ValueError(
+            f"{checkpoint} holds weights only (save_weights_only), no averages; leave out --use_ema"
+        )
+    for key, state in stored["callbacks"].items():
         if key.split("{")[0] == EMA.__qualname__:
             shadows: Mapping[str, Tensor] = state["shadows"]
             return shadows

@@ -19,7 +19,14 @@ from transformers import PreTrainedModel
 from lrlhf.models.loading import CausalLM
 from lrlhf.models.logprobs import sequence_logprobs
 from lrlhf.models.media_inputs import looking_once
-from lrlhf.models.sharding import load_state, own_part, settle, state_of, whole_shape
+from lrlhf.models.sharding import (
+    has_split_weights,
+    load_state,
+    own_part,
+    settle,
+    state_of,
+    whole_shape,
+)
 from lrlhf.types import SequenceBatch
 
 
@@ -60,6 +67,10 @@ class ReferencePolicy(ABC):
         """
 
     @abstractmethod
+    def rest(self, *, offload: bool) -> None:
+        """Free what passes over it have gathered, and with ``offload`` its place on the device."""
+
+    @abstractmethod
     def to(self, device: torch.device | str) -> Self:
         """Move to ``device``."""
 
@@ -90,7 +101,6 @@ class _FrozenModel(ReferencePolicy):
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         self.model = model.eval().requires_grad_(False)
         self._moved = False
-        self._split = False
 
     @torch.no_grad()
     def logprobs(
@@ -132,10 +142,15 @@ class _FrozenModel(ReferencePolicy):
 
     def split(self, shard: Callable[[nn.Module], None]) -> None:
         shard(self.model)
-        self._split = True
+
+    def rest(self, *, offload: bool) -> None:
+        settle(self.model)
+        if offload:
+            self.to("cpu")
 
     def to(self, device: torch.device | str) -> Self:
-        if not self._split:
+        # what is split lies where the strategy has put it
+        if not has_split_weights(self.model):
             self.model.to(device)
         return self
 
@@ -173,6 +188,9 @@ class _WithoutAdapters(ReferencePolicy):
             )
 
     def split(self, shard: Callable[[nn.Module], None]) -> None:
+        """Leave it to the policy, which it is a part of."""
+
+    def rest(self, *, offload: bool) -> None:
         """Leave it to the policy, which it is a part of."""
 
     def to(self, device: torch.device | str) -> Self:

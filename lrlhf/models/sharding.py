@@ -68,8 +68,9 @@ def is_split(weight: Tensor) -> bool:
 
 def has_split_weights(model: nn.Module) -> bool:
     """Tell whether each rank holds only a part of some of a model's weights."""
-    settle(model)
-    return any(is_split(weight) for weight in model.parameters())
+    return any(isinstance(part, FSDPModule) for part in model.modules()) or any(
+        zero.is_partitioned(weight) for weight in model.parameters()
+    )
 
 
 def settle(model: nn.Module) -> None:
@@ -227,15 +228,18 @@ def gathered(model: nn.Module) -> Iterator[None]:
             yield
         return
     _wake(model)
+    groups = [g for module in modules for g in module._get_fsdp_state()._fsdp_param_groups]
+    # PyTorch has a setter for when weights are freed, and nothing to ask
+    freed = [group.post_forward_mesh_info for group in groups]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
     try:
         yield
     finally:
+        for group, when in zip(groups, freed, strict=True):
+            group.post_forward_mesh_info = when
         for module in modules:
-            # the root keeps its weights until the backward pass, which would gather them at once
-            module.set_reshard_after_forward(module is not model, recurse=False)
             module.reshard()
 
 

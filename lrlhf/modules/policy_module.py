@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from lrlhf.models import (
     plain_model,
     save_model,
 )
+from lrlhf.models.sharding import settle
 from lrlhf.modules.batch_plan import BatchPlan, plan_batches
 from lrlhf.modules.checks import (
     check_group_policy_options,
@@ -219,10 +221,9 @@ class PolicyModule(PolicyRollout):
 
     def on_fit_start(self) -> None:
         strategy = self.trainer.strategy
-        if self.frozen is None or self.reference.offload:
-            return
-        if isinstance(strategy, SplitsModels):
-            self.frozen.split(strategy.shard_frozen)
+        if self.frozen is not None and isinstance(strategy, SplitsModels):
+            shard = partial(strategy.shard_frozen, whole=self.reference.offload)
+            self.frozen.split(shard)
 
     def teardown(self, stage: str) -> None:
         if self._ahead is not None:
@@ -257,8 +258,7 @@ class PolicyModule(PolicyRollout):
             self.engine.sleep()
         with self._iteration.phase("logprob"), looking_once():
             experience = self._experience(collected, filler, metrics, replayed=replayed)
-        if self.frozen is not None and self.reference.offload:
-            self.frozen.to("cpu")
+        self._free_gathered()
         self._iteration.tell_rollout(experience, collected.records)
         measure_kl(experience, metrics)
         if experience.old_logprobs is not None and not replayed:
@@ -269,6 +269,13 @@ class PolicyModule(PolicyRollout):
             self._update(experience, self._texts(batch.pretraining, plan), metrics, collectives)
         self._sync_reference()
         self._log_iteration(experience, metrics, collectives)
+
+    def _free_gathered(self) -> None:
+        """Give back what only the passes without gradients needed."""
+        for model in self.trainable_models().values():
+            settle(model)
+        if self.frozen is not None:
+            self.frozen.rest(offload=self.reference.offload)
 
     def _plan(self, batch: PromptBatch | StoredRollout, collectives: Collectives) -> BatchPlan:
         stored = isinstance(batch, StoredRollout)

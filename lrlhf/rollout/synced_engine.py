@@ -271,23 +271,41 @@ class SyncedEngine(ABC):
         self.version = None
         # adapters are merged in the precision of the weights, whatever the training step casts to
         with torch.autocast(self._device.type, enabled=False):
-            if not self._running:
-                self._running = True
-                try:
-                    self._start()
-                except BaseException:
-                    self.close()
-                    raise
+            self._start_together()
             tensors = self._weights.tensors(self.dtype)
+            arrived: list[dict[str, str]] = []
+            problem: Exception | None = None
             try:
                 arrived = self._send(tensors)
-            finally:
-                self._bring_parts(tensors)
-            self._reset_caches()
+            except Exception as error:  # noqa: BLE001  raised again below
+                problem = error
+            # whether or not this rank's engine took them, others put their weights together
+            self._bring_parts(tensors)
             expected = self._weights.fingerprints(self.dtype)
+            try:
+                if problem is not None:
+                    raise problem
+            finally:
+                problem = None  # else its traceback would keep this frame, and the engine, alive
+            self._reset_caches()
         for fingerprints in arrived:
             compare_fingerprints(expected, fingerprints)
         self.version = version
+
+    def _start_together(self) -> None:
+        """Start, and where ranks put weights together for each other, only if all did."""
+        if self._running:
+            return
+        self._running = True
+        try:
+            self._start()
+        except BaseException as error:
+            self.close()
+            if self._takes_all_ranks and isinstance(error, Exception):
+                self._worst_of_ranks(1 if isinstance(error, EngineFailure) else 2)
+            raise
+        if self._takes_all_ranks and self._worst_of_ranks(0) > 0:
+            raise EngineFailure("the engine did not start on another rank")
 
     def _with_restarts(self, call: Callable[[], ResultT], *, repush: bool = True) -> ResultT:
         failures = 0

@@ -21,8 +21,8 @@ class Trains(Protocol):
 class SplitsModels(Protocol):
     """A strategy that can split a model which is not trained."""
 
-    def shard_frozen(self, model: nn.Module) -> None:
-        """Split a model over the ranks, in place."""
+    def shard_frozen(self, model: nn.Module, *, whole: bool = False) -> None:
+        """Have a model compute as trained ones do, in place, and unless ``whole`` split it."""
         ...
 
 

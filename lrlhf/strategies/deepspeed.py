@@ -205,13 +205,14 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
     def _bf16(self) -> bool:
         return self.precision_plugin.precision in ("bf16-mixed", "bf16-true")
 
-    def shard_frozen(self, model: nn.Module) -> None:
+    def shard_frozen(self, model: nn.Module, *, whole: bool = False) -> None:
         """Split a model that gets no gradient; with stages 1 and 2 it stays whole.
 
         Args:
             model: Whole; it stays callable as the same object. Done twice it is done once.
+            whole: Leave it whole, only in the precision that trained models compute in.
         """
-        if self.stage != 3:
+        if whole or self.stage != 3:
             self._compute_whole(model)
         elif not any(engine.module is model for engine in self._frozen):
             refuse_quantised(model, "strategy.stage 3", "set strategy.stage: 2")
@@ -220,7 +221,8 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
     def teardown(self) -> None:
         """Take DeepSpeed off the models and, where all ranks got this far, make them whole."""
         module = self.lightning_module
-        failed = module is None or module.trainer.state.status == TrainerStatus.INTERRUPTED
+        trainer = None if module is None else module._trainer
+        failed = trainer is None or trainer.state.status == TrainerStatus.INTERRUPTED
         engines = [*(engine.engine for engine in self._engines), *self._frozen]
         for engine in engines:
             if not failed:

@@ -58,6 +58,7 @@ class TrainedEngine:
             for group in optimizer.param_groups
         ]
         weights = [weight for weight in model.parameters() if weight.requires_grad]
+        sources = [weight.detach() for weight in weights]
         self.engine, self.zero, *_ = zero.load_deepspeed().initialize(
             model=model,
             optimizer=optimizer,
@@ -73,6 +74,18 @@ class TrainedEngine:
         }
         if self.stage == 3:
             zero.remember(model, self.zero.parameter_offload)
+        if "bf16" in config:
+            self._restore_precision(weights, sources)
+
+    @torch.no_grad()
+    def _restore_precision(self, weights: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Start the optimizer from the weights as they were loaded.
+
+        DeepSpeed rounds a model to 16 bits first, and makes the copy in 32 bits of that.
+        """
+        for weight, source in zip(weights, sources, strict=True):
+            place = self.place(weight)
+            place.of(place.flat).copy_(place.cut(source))
 
     def trains(self, weight: Tensor) -> bool:
         """Tell whether the optimizer moves a weight."""

@@ -185,9 +185,10 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         )
         root.set_reduce_scatter_unused_params(True)
 
-    def shard_frozen(self, model: nn.Module) -> None:
-        """Split a model that gets no gradient."""
-        self.shard(model)
+    def shard_frozen(self, model: nn.Module, *, whole: bool = False) -> None:
+        """Split a model that gets no gradient, unless ``whole``; autocast is for both."""
+        if not whole:
+            self.shard(model)
 
     def _mixed_precision(self) -> MixedPrecisionPolicy:
         if self.precision_plugin.precision != "bf16-mixed":

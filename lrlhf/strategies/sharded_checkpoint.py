@@ -43,6 +43,10 @@ class NotACheckpointError(ValueError):
     """A path leads to no checkpoint."""
 
 
+class UnusableCheckpointError(RuntimeError):
+    """What was to become a checkpoint could not be read again; the one before it is kept."""
+
+
 def is_folder_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Tell whether a path is a checkpoint of this kind."""
     return (Path(path) / META_FILE).is_file()
@@ -140,6 +144,23 @@ def save_folder(checkpoint: Mapping[str, Any], folder: Path, strategy: Strategy 
         save_distributed(tensors, storage_writer=FileSystemWriter(folder), no_dist=not several)
     if strategy is None or strategy.is_global_zero:
         torch.save(rest, folder / META_FILE)
+
+
+def _flaw(folder: Path) -> str:
+    """Say why a folder that was just written could not be read; empty: it can."""
+    try:
+        torch.load(folder / META_FILE, map_location="meta", weights_only=True)
+    except pickle.UnpicklingError as error:
+        return f"a callback or module saves something that only code could restore: {error}"
+    parts = _Reader(folder).read_metadata().storage_data or {}
+    missing = {part.relative_path for part in parts.values()}
+    missing = {name for name in missing if not (folder / name).is_file()}
+    if missing:
+        return (
+            f"{sorted(missing)[0]}, which another process wrote, is not there: all processes must "
+            "see the same folder; set dirpath of RLCheckpoint to one on a shared disk"
+        )
+    return ""
 
 
 def _on_all_ranks(own: set[str]) -> list[set[str]]:
@@ -311,6 +332,10 @@ class FolderCheckpoints(Strategy):
         self.barrier()
         save_folder(checkpoint, fresh, self)
         self.barrier()
+        if flaw := self.broadcast(_flaw(fresh) if self.is_global_zero else ""):
+            if self.is_global_zero:
+                shutil.rmtree(fresh)
+            raise UnusableCheckpointError(f"{path} was not written: {flaw}")
         if self.is_global_zero:
             if self.checkpoint == "full":
                 write_file(fresh, path)

@@ -194,7 +194,7 @@ def test_what_export_lacks_is_said_in_one_line(
     for word in ("last", "best"):
         # those are words for a run that goes on
         named = complaint("--ckpt_path", word, "--output", "o")
-        assert named.startswith(f"error: {word} is no checkpoint")
+        assert named.startswith(f"error: ckpt_path: {word} is a word of fit")
 
     # a checkpoint without averages
     stored = torch.load(file, weights_only=True)

@@ -21,7 +21,7 @@ from lrlhf.datamodules import PromptDataModule
 from lrlhf.models.sharding import settle, whole
 from lrlhf.modules import RLOO, PolicyModule, Reference, RewardModel, Update
 from lrlhf.rewards import Rewards
-from lrlhf.rollout import Sampling
+from lrlhf.rollout import RolloutListener, Sampling
 from lrlhf.strategies import FSDP2
 from lrlhf.strategies.sharded_checkpoint import is_folder_checkpoint
 from tests.conftest import build_language_model, build_tokenizer
@@ -32,7 +32,7 @@ from tests.vlms import build_vlm
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(500),
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
 ]
@@ -110,6 +110,40 @@ def fit(  # noqa: PLR0913  the trainer's options
 
 def forked(**options: Any) -> FSDP2:
     return FSDP2(start_method="fork", timeout=60, **options)
+
+
+class LooksBeforeTheUpdate(RolloutListener, L.Callback):
+    """Checks what the passes without gradients left behind."""
+
+    def __init__(self, frees_blocks: bool) -> None:
+        self.frees_blocks = frees_blocks
+        self.trainer: L.Trainer | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.trainer = trainer
+
+    def on_phase(self, phase: str) -> None:
+        if phase != "update":
+            return
+        assert self.trainer is not None
+        module = self.trainer.lightning_module
+        assert isinstance(module, PolicyModule)
+        assert module.frozen is not None
+        for model in (module.policy, module.frozen.model):  # type: ignore[attr-defined]
+            assert all(isinstance(weight, DTensor) for weight in model.parameters())
+        for block in module.policy.model.layers:  # type: ignore[union-attr]
+            (group,) = block._get_fsdp_state()._fsdp_param_groups
+            assert (group.post_forward_mesh_info is not None) == self.frees_blocks
+
+
+@pytest.mark.parametrize("frees_blocks", [True, False])
+def test_after_drawing_and_looking_weights_are_split_as_before(
+    frees_blocks: bool, model_folder: str, tmp_path: Path
+) -> None:
+    module = MODULES["rloo"](Path(model_folder))
+    strategy = forked(reshard_after_forward=frees_blocks)
+    look = LooksBeforeTheUpdate(frees_blocks)
+    assert len(fit(module, tmp_path, strategy=strategy, callbacks=[look])) == 2
 
 
 def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], **tolerance: float) -> None:

@@ -234,7 +234,15 @@ class VLLMServerEngine(VLLMBase):
     def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
         if not self._group.leads:
             self._bring_parts(tensors)
-        return self._led(lambda: self._stream(tensors))
+
+        def stream() -> list[dict[str, str]]:
+            try:
+                return self._stream(tensors)
+            finally:
+                # before the other ranks hear how it went: until then they bring their parts
+                self._bring_parts(tensors)
+
+        return self._led(stream)
 
     def _stream(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
         client, workers = self._connected, int(self._described["workers"])

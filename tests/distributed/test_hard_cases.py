@@ -1,0 +1,150 @@
+"""One rank that fails does not leave the other waiting; 16 bits lose nothing that counts."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from lrlhf.callbacks import EMA, VLLMWeightSync
+from lrlhf.modules import RLOO, OptimizerConfig, Reference, RewardModel, Update
+from lrlhf.rewards import Rewards
+from lrlhf.rollout import Sampling
+from lrlhf.strategies import FSDP2, DeepSpeed
+from lrlhf.strategies.sharded_checkpoint import read_checkpoint
+from tests.conftest import build_language_model, build_tokenizer
+from tests.distributed.strategy_runs import MODULES, STRATEGIES, SaveAtEnd, adamw, data_of
+from tests.modules.policy_runs import letters
+from tests.rollout.copy_engine import CopyEngine
+
+pytestmark = [
+    pytest.mark.slow,
+    # of DeepSpeed's own code
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+class FailsOnRankOne(CopyEngine):
+    def _count(self, call: str) -> None:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 0:
+            self.fail = {}
+        super()._count(call)
+
+
+def rloo(engine: CopyEngine) -> RLOO:
+    tokenizer = build_tokenizer()
+    return RLOO(
+        build_language_model(tokenizer),
+        Rewards([letters]),
+        tokenizer=tokenizer,
+        engine=engine,
+        num_generations=2,
+        sampling=Sampling(max_new_tokens=6),
+        reference=Reference(kl_coef=0.05),
+        update=Update(micro_batch_tokens=40),
+        optimizer=adamw(5e-3),
+    )
+
+
+def trained(module: L.LightningModule, folder: Path, strategy: Any, **options: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    callbacks = options.pop("callbacks", [])
+    if options.pop("averaged", True):
+        callbacks = [EMA(), SaveAtEnd(folder), *callbacks]
+    L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_steps=2,
+        max_epochs=-1,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=callbacks,
+        **options,
+    ).fit(module, datamodule=data_of(module, folder, 2))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    ranks = [torch.load(path)["weights"] for path in sorted(folder.glob("rank*.pt"))]
+    return {name: value for rank in ranks for name, value in rank.items()}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero3"])
+@pytest.mark.parametrize("call", ["start", "send", "respond"])
+def test_an_engine_that_fails_on_one_rank_is_started_again_on_all(
+    call: str, strategy: str, tmp_path: Path
+) -> None:
+    for name, fail in (("sound", {}), ("failing", {call: [1]})):
+        trained(
+            rloo(FailsOnRankOne(fail=fail)),
+            tmp_path / name,
+            STRATEGIES[strategy](start_method="fork", timeout=120.0),
+            callbacks=[VLLMWeightSync(probe_every=1)],
+        )
+    sound, failing = weights(tmp_path / "sound"), weights(tmp_path / "failing")
+    assert sound.keys() == failing.keys()
+    for key, value in sound.items():
+        assert torch.equal(failing[key], value), key
+
+
+class LosesItsPart(FSDP2):
+    """Rank 1 writes to a disk that rank 0 does not see."""
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        super().barrier(*args, **kwargs)
+        for part in Path(os.environ["LOST_PARTS"]).rglob(".*.parts/__1_0.distcp"):
+            if torch.distributed.get_rank() == 1:
+                part.unlink()
+        super().barrier(*args, **kwargs)
+
+
+def test_a_checkpoint_whose_parts_are_elsewhere_does_not_replace_a_whole_one(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOST_PARTS", str(tmp_path))
+    module = MODULES["reward"](Path(model_folder))
+    saver = SavesAtOnce(tmp_path / "last.ckpt")
+    with pytest.raises(ProcessRaisedException, match="all processes must see the same folder"):
+        trained(module, tmp_path, LosesItsPart(start_method="fork"), callbacks=[saver])
+    assert not list(tmp_path.glob("*.ckpt"))
+    assert not list(tmp_path.glob(".*.parts"))
+
+
+class SavesAtOnce(L.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_16_bit_run_starts_from_the_weights_as_they_were_loaded(
+    stage: int, model_folder: str, tmp_path: Path
+) -> None:
+    module = MODULES["rloo"](Path(model_folder))
+    assert isinstance(module, RLOO)
+    module.optimizer_config = OptimizerConfig(lr=1e-30)
+    loaded = {name: value.clone() for name, value in module.state_dict().items()}
+    strategy = DeepSpeed(stage=stage, start_method="fork")  # type: ignore[arg-type]
+    saver = SavesAtOnce(tmp_path / "last.ckpt")
+    trained(module, tmp_path, strategy, precision="bf16-mixed", callbacks=[saver], averaged=False)
+    saved = read_checkpoint(tmp_path / "last.ckpt")["state_dict"]
+    for name, value in loaded.items():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-20, msg=name)
+
+
+def test_averages_of_rounded_weights_are_refused(model_folder: str, tmp_path: Path) -> None:
+    module = MODULES["reward"](Path(model_folder))
+    assert isinstance(module, RewardModel)
+    strategy = DeepSpeed(stage=2, start_method="fork")
+    with pytest.raises(ProcessRaisedException, match="EMA would average reward"):
+        trained(module, tmp_path, strategy, precision="bf16-mixed")
