@@ -19,7 +19,12 @@ from lrlhf.media import MediaProcessor
 from lrlhf.models import media_modules
 from lrlhf.modules.settings import Advantage, Update
 from lrlhf.rollout import Sampling
-from lrlhf.strategies import SplitsModels, minds_idle_parts
+from lrlhf.strategies import (
+    SplitsModels,
+    minds_idle_parts,
+    use_atomic_checkpoints,
+    watch_over,
+)
 
 
 def refuse_pure_low_precision(trainer: L.Trainer, model: nn.Module) -> None:
@@ -51,6 +56,18 @@ def refuse_pure_low_precision(trainer: L.Trainer, model: nn.Module) -> None:
                 "would be rounded away; load the model with dtype: float32 and compute in 16 bits "
                 "with trainer.precision: bf16-mixed, or train a LoRA adapter"
             )
+
+
+def prepare_trainer(trainer: L.Trainer, stage: str) -> None:
+    """Have a trainer save, split and end as these modules need it; from their ``setup``.
+
+    Raises:
+        ValueError: Its strategy is one of Lightning's that split a module as one model.
+    """
+    use_atomic_checkpoints(trainer)
+    refuse_other_splitting(trainer)
+    if stage == "fit":
+        watch_over(trainer)
 
 
 def refuse_other_splitting(trainer: L.Trainer) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lrlhf.functional.policy import high_entropy_mask
 from lrlhf.models import ReferencePolicy, ValueHead, sequence_outputs
+from lrlhf.models.sharding import settle
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.policy_objective import as_experience, compute_advantages
 from lrlhf.modules.policy_update import PolicyUpdate
@@ -90,6 +91,13 @@ class PolicyExperience(PolicyUpdate):
         fraction = self.update.high_entropy_fraction
         chosen = high_entropy_mask(own.entropy, experience.loss_mask, fraction=fraction)
         return replace(experience, selected=chosen)
+
+    def _free_gathered(self) -> None:
+        """Give back what only the passes without gradients needed."""
+        for model in self.trainable_models().values():
+            settle(model)
+        if self.frozen is not None:
+            self.frozen.rest(offload=self.reference.offload)
 
     def _takes_several_steps(self, rows: int) -> bool:
         size = self.update.minibatch_size

@@ -23,12 +23,11 @@ from lrlhf.models import (
     plain_model,
     save_model,
 )
-from lrlhf.models.sharding import settle
 from lrlhf.modules.batch_plan import BatchPlan, plan_batches
 from lrlhf.modules.checks import (
     check_group_policy_options,
+    prepare_trainer,
     refuse_idle_encoder,
-    refuse_other_splitting,
     refuse_pure_low_precision,
 )
 from lrlhf.modules.importance import ImportanceSampling, check_importance_sampling
@@ -59,8 +58,6 @@ from lrlhf.strategies import (
     count_iterations_as_steps,
     run_seed,
     seed_everything_for,
-    use_atomic_checkpoints,
-    watch_over,
 )
 from lrlhf.types import Experience, PromptBatch, StoredRollout
 
@@ -208,14 +205,12 @@ class PolicyModule(PolicyRollout):
     # ------------------------------------------------------------------ set-up
 
     def setup(self, stage: str) -> None:
-        use_atomic_checkpoints(self.trainer)
-        refuse_other_splitting(self.trainer)
+        prepare_trainer(self.trainer, stage)
         if stage == "fit":
             for model in self.trainable_models().values():
                 refuse_pure_low_precision(self.trainer, model)
             refuse_idle_encoder(self.trainer, plain_model(self.policy), self.processor)
             count_iterations_as_steps(self.trainer)
-            watch_over(self.trainer)
             self._planned = False
         self._ready = False
 
@@ -269,13 +264,6 @@ class PolicyModule(PolicyRollout):
             self._update(experience, self._texts(batch.pretraining, plan), metrics, collectives)
         self._sync_reference()
         self._log_iteration(experience, metrics, collectives)
-
-    def _free_gathered(self) -> None:
-        """Give back what only the passes without gradients needed."""
-        for model in self.trainable_models().values():
-            settle(model)
-        if self.frozen is not None:
-            self.frozen.rest(offload=self.reference.offload)
 
     def _plan(self, batch: PromptBatch | StoredRollout, collectives: Collectives) -> BatchPlan:
         stored = isinstance(batch, StoredRollout)

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from lrlhf.media import MediaProcessor
 from lrlhf.models import LoRA, RewardNetwork, ScoreModel
 from lrlhf.modules.checks import (
+    prepare_trainer,
     refuse_idle_encoder,
-    refuse_other_splitting,
     refuse_pure_low_precision,
     uses_loss_scaler,
 )
@@ -37,8 +37,6 @@ from lrlhf.strategies import (
     Collectives,
     gradients_of,
     seed_everything_for,
-    use_atomic_checkpoints,
-    watch_over,
 )
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
@@ -154,11 +152,9 @@ class RewardModel(L.LightningModule):
         }
 
     def setup(self, stage: str) -> None:
-        use_atomic_checkpoints(self.trainer)
-        refuse_other_splitting(self.trainer)
+        prepare_trainer(self.trainer, stage)
 
     def on_fit_start(self) -> None:
-        watch_over(self.trainer)
         refuse_pure_low_precision(self.trainer, self.network)
         refuse_idle_encoder(self.trainer, self.network.scorer.plain, self.processor)
         self.network.train()  # from_pretrained leaves eval mode, and Lightning keeps it
