@@ -94,6 +94,31 @@ def test_plain_text_is_scored_with_its_end_token(
     assert result.metrics["learned/too_long"] == 0.0
 
 
+def test_an_offloaded_model_is_on_its_device_only_while_it_scores(
+    classifier_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[str] = []
+    move, forward = RewardNetwork.to, RewardNetwork.forward
+
+    def moved(network: RewardNetwork, place: Any) -> RewardNetwork:
+        places.append(f"to {torch.device(place).type}")
+        return move(network, "cpu")  # there is no other place here
+
+    def scored(network: RewardNetwork, batch: Any) -> torch.Tensor:
+        places.append("scores")
+        return forward(network, batch)
+
+    monkeypatch.setattr(RewardNetwork, "to", moved)
+    monkeypatch.setattr(RewardNetwork, "forward", scored)
+    monkeypatch.setattr("lrlhf.rewards.learned._resolve_device", lambda _: torch.device("cpu"))
+    plain = score(LearnedReward(classifier_folder, batch_size=8)).scores
+    assert places == ["to cpu", "scores"]
+    places.clear()
+    result = score(LearnedReward(classifier_folder, batch_size=8, offload=True))
+    assert places == ["to cpu", "to cpu", "scores", "to cpu"]
+    torch.testing.assert_close(result.scores, plain)
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_the_batch_size_does_not_matter(classifier_folder: str, batch_size: int) -> None:
     expected = score(LearnedReward(classifier_folder, batch_size=8)).scores
