@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -190,13 +190,34 @@ def load_state(model: nn.Module, stored: Mapping[str, Tensor], *, strict: bool =
     for name, target in own.items():
         if name not in stored:
             continue
-        value = stored[name]
+        value = stored_like(stored, name, target)
         if value.shape != whole_shape(target):
             raise CheckpointMismatchError(
                 f"{name} has the shape {tuple(value.shape)} in the checkpoint and "
                 f"{tuple(whole_shape(target))} in the model; resume with the model of that run"
             )
-        own_part(target).copy_(part_of(target, value))
+        own_part(target).copy_(own_part(value) if is_split(value) else part_of(target, value))
+
+
+@runtime_checkable
+class ReadsParts(Protocol):
+    """Stored tensors of which a rank can read what belongs to it, and no more."""
+
+    def read_like(self, name: str, weight: DTensor) -> DTensor | None:
+        """Read this rank's part, split as ``weight`` is; None: it has another shape."""
+        ...
+
+
+def stored_like(stored: Mapping[str, Any], name: str, weight: Tensor) -> Any:
+    """Return what is stored under a name, split as ``weight`` is if it has a value per entry."""
+    if not isinstance(weight, DTensor):
+        return stored[name]
+    part = stored.read_like(name, weight) if isinstance(stored, ReadsParts) else None
+    if part is not None:
+        return part
+    value = stored[name]
+    per_entry = isinstance(value, Tensor) and value.shape == weight.shape
+    return like(weight, value) if per_entry else value
 
 
 def check_same_names(what: str, stored: Collection[str], own: Collection[str]) -> None:

@@ -68,6 +68,16 @@ class StoredTensors(Mapping[str, Tensor]):
         key = self._keys[name]
         return _read(self._reader, [key])[key]
 
+    def read_like(self, name: str, weight: DTensor) -> DTensor | None:
+        """See `lrlhf.models.sharding.ReadsParts`."""
+        key = self._keys[name]
+        about = _described(self._reader, key)
+        if about.size != weight.shape:
+            return None
+        part = torch.empty_like(weight, dtype=about.properties.dtype, requires_grad=False)
+        _fill(self._reader, {key: part})
+        return part  # type: ignore[return-value]  # what is like a DTensor is one
+
     def __contains__(self, name: object) -> bool:
         return name in self._keys  # without reading it
 
@@ -271,16 +281,25 @@ class _ListUnpickler(pickle.Unpickler):
 
 def _read(reader: _Reader, keys: list[str]) -> dict[str, Tensor]:
     """Read whole tensors, without asking the other ranks."""
-    listed = reader.read_metadata().state_dict_metadata
-    targets: dict[str, Tensor] = {}
-    for key in keys:
-        about = listed.get(key)
-        if not isinstance(about, TensorStorageMetadata):
-            raise NotACheckpointError(f"{reader.path} is damaged: it does not have {key}")
-        targets[key] = torch.empty(about.size, dtype=about.properties.dtype)
+    described = {key: _described(reader, key) for key in keys}
+    targets = {
+        key: torch.empty(about.size, dtype=about.properties.dtype)
+        for key, about in described.items()
+    }
+    _fill(reader, targets)
+    return targets
+
+
+def _described(reader: _Reader, key: str) -> TensorStorageMetadata:
+    about = reader.read_metadata().state_dict_metadata.get(key)
+    if not isinstance(about, TensorStorageMetadata):
+        raise NotACheckpointError(f"{reader.path} is damaged: it does not have {key}")
+    return about
+
+
+def _fill(reader: _Reader, targets: Mapping[str, Tensor]) -> None:
     with _explained(Path(reader.path)), _alone():
         load_distributed(dict(targets), storage_reader=reader, no_dist=True)
-    return targets
 
 
 @contextlib.contextmanager

@@ -13,10 +13,9 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lrlhf.models.sharding import CheckpointMismatchError, check_same_names, like
+from lrlhf.models.sharding import CheckpointMismatchError, check_same_names, stored_like
 
 
 def optimizer_state(module: L.LightningModule, optimizer: Optimizer) -> dict[str, Any]:
@@ -50,9 +49,7 @@ def load_optimizer_state(
     saved = stored_names(stored, [names[parameter] for parameter in own])
     position = {saved[names[parameter]]: index for index, parameter in enumerate(own)}
     state = {
-        position[key]: {
-            name: _split_like(own[position[key]], value) for name, value in values.items()
-        }
+        position[key]: {name: stored_like(values, name, own[position[key]]) for name in values}
         for key, values in stored["state"].items()
     }
     if len(stored["param_groups"]) != len(plain.param_groups):
@@ -89,12 +86,6 @@ def stored_names(stored: Mapping[str, Any], own: list[str]) -> dict[str, Any]:
         check_same_names("the checkpoint's optimizer", keys, own)
         return {name: name for name in own}
     return dict(zip(own, keys, strict=True))
-
-
-def _split_like(parameter: Tensor, value: Any) -> Any:
-    """Split a state that belongs to each entry of a parameter as the parameter is split."""
-    per_entry = isinstance(value, Tensor) and value.shape == parameter.shape
-    return like(parameter, value) if per_entry and isinstance(parameter, DTensor) else value
 
 
 def _plain(optimizer: Optimizer) -> Optimizer:
