@@ -56,11 +56,15 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     ("word", "message"),
     [
         ("fti", "error: no command 'fti'; did you mean 'fit'?\n"),
-        ("xyz", "error: no command 'xyz'; there are fit, plan, validate, test, predict\n"),
+        (
+            "xyz",
+            "error: no command 'xyz'; there are fit, plan, validate, test, predict, "
+            "export, convert\n",
+        ),
         (
             "--config",
             "error: no command '--config'; the command comes first: "
-            "lrlhf {fit,plan,validate,test,predict} --config ...\n",
+            "lrlhf {fit,plan,validate,test,predict,export,convert} --config ...\n",
         ),
     ],
 )

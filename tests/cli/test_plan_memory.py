@@ -169,12 +169,12 @@ def test_a_strategy_of_others_leaves_the_batch_plan(
     config_only: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = _config(config_only)
-    config["trainer"]["strategy"] = "fsdp"
+    config["trainer"]["strategy"] = "xla"
 
     _, shown = _planned(capsys, config)
 
     assert shown.splitlines()[-1] == (
-        "no memory table: it is unknown what 'fsdp' keeps on each process"
+        "no memory table: it is unknown what 'xla' keeps on each process"
     )
 
 
