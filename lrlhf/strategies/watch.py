@@ -36,7 +36,10 @@ from lrlhf.strategies.signals import STATUS, LostProcessError, Termination
 
 _logger = logging.getLogger(__name__)
 
-_NETWORK = re.compile(r"\b(gloo|nccl)\b", re.IGNORECASE)
+# gloo's own errors mostly name the file they come from, but not all
+_NETWORK = re.compile(
+    r"\b(gloo|nccl)\b|pair closure|(send|recv) operation to complete", re.IGNORECASE
+)
 # what gloo, NCCL and the store say of a process that is gone or silent
 _SILENT = re.compile(r"time[d ]*-?out", re.IGNORECASE)
 _GONE = re.compile(

@@ -119,7 +119,7 @@ def living() -> dict[int, tuple[int, int]]:
     return found
 
 
-def wait_for(folder: Path, rank: int, step: int, phase: str, *, seconds: float = 120) -> None:
+def wait_for(folder: Path, rank: int, step: int, phase: str, *, seconds: float = 300) -> None:
     """Wait until a rank is in a phase of a step, or of a later one."""
     mark = folder / f"rank{rank}.phase"
     deadline = time.monotonic() + seconds

@@ -45,6 +45,7 @@ SILENT = [
     "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:84] Timed out waiting "
     "1800000ms for recv operation to complete",
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:524] Application timeout caused pair closure",
+    "Application timeout caused pair closure",
 ]
 
 

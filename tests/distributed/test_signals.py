@@ -196,7 +196,7 @@ def test_lightning_still_has_what_the_handlers_replace() -> None:
 # ---- real processes
 
 
-def ended(process: "subprocess.Popen[str]", seconds: float = 60) -> str:
+def ended(process: "subprocess.Popen[str]", seconds: float = 180) -> str:
     output, _ = process.communicate(timeout=seconds)
     return output
 
