@@ -171,14 +171,25 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def _write_part(target: Tensor, value: Tensor) -> None:
+    own_part(target).copy_(own_part(value) if is_split(value) else part_of(target, value))
+
+
 @torch.no_grad()
-def load_state(model: nn.Module, stored: Mapping[str, Tensor], *, strict: bool = True) -> None:
+def load_state(
+    model: nn.Module,
+    stored: Mapping[str, Tensor],
+    *,
+    strict: bool = True,
+    write: Callable[[Tensor, Tensor], None] = _write_part,
+) -> None:
     """Copy stored weights into a model, each rank its own parts.
 
     Args:
         model: Whole or split.
-        stored: Whole tensors by name; each is asked for once.
+        stored: Whole tensors by name; those of a tied weight are read once.
         strict: Refuse names that only one of the two has.
+        write: Copies a stored tensor into a weight.
 
     Raises:
         CheckpointMismatchError: Names or shapes differ.
@@ -187,16 +198,18 @@ def load_state(model: nn.Module, stored: Mapping[str, Tensor], *, strict: bool =
     own = model.state_dict(keep_vars=True)
     if strict:
         check_same_names("the checkpoint", stored, own)
+    seen: set[int] = set()
     for name, target in own.items():
-        if name not in stored:
+        if name not in stored or id(target) in seen or not isinstance(target, Tensor):
             continue
+        seen.add(id(target))
         value = stored_like(stored, name, target)
         if value.shape != whole_shape(target):
             raise CheckpointMismatchError(
                 f"{name} has the shape {tuple(value.shape)} in the checkpoint and "
                 f"{tuple(whole_shape(target))} in the model; resume with the model of that run"
             )
-        own_part(target).copy_(own_part(value) if is_split(value) else part_of(target, value))
+        write(target, value)
 
 
 @runtime_checkable

@@ -7,6 +7,7 @@ one rank, a different one for each, and on the meta device on the others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lrlhf.models import zero
-from lrlhf.models.sharding import CheckpointMismatchError, check_same_names
+from lrlhf.models.sharding import CheckpointMismatchError, load_state
 from lrlhf.strategies.deepspeed_engine import Place, TrainedEngine
 from lrlhf.strategies.states import stored_names
 
@@ -105,24 +106,10 @@ def load_module_state(
     Raises:
         CheckpointMismatchError: Names or shapes differ.
     """
-    own = module.state_dict(keep_vars=True)
-    if strict:
-        check_same_names("the checkpoint", stored, own)
-    seen: set[int] = set()
-    for name, target in own.items():
-        if name not in stored or id(target) in seen or not isinstance(target, Tensor):
-            continue
-        seen.add(id(target))
-        value = stored[name]
-        if value.shape != zero.shape_of(target):
-            raise CheckpointMismatchError(
-                f"{name} has the shape {tuple(value.shape)} in the checkpoint and "
-                f"{tuple(zero.shape_of(target))} in the model; resume with the model of that run"
-            )
-        _write(target, value, engines)
+    load_state(module, stored, strict=strict, write=partial(_write, engines=engines))
 
 
-def _write(target: Tensor, value: Tensor, engines: Sequence[TrainedEngine]) -> None:
+def _write(target: Tensor, value: Tensor, *, engines: Sequence[TrainedEngine]) -> None:
     engine = _engine_of(target, engines)
     if engine is not None:
         place = engine.place(target)
