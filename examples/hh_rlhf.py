@@ -75,7 +75,7 @@ def _fit(config: str, pairs: Path, flags: list[str], *, folder: Path = Path()) -
 
 
 def _curves(folder: Path) -> list[Curve]:
-    with (folder / "metrics/version_0/metrics.csv").open(newline="", encoding="utf-8") as handle:
+    with (folder / "metrics.csv").open(newline="", encoding="utf-8") as handle:
         rows = list(csv.DictReader(handle))
     curves = []
     for name in PANELS:

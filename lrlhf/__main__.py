@@ -18,7 +18,9 @@ COMMANDS = {
     "test": "run the test set once",
     "predict": "run the prediction set once",
     "export": "write a checkpoint's model as a folder that transformers loads",
+    "replay": "repeat a step that was left out, and show where it goes wrong",
     "convert": "turn a checkpoint's folder into one file, or the other way round",
+    "serve-reward": "serve a trained reward model over HTTP",
 }
 
 _HELP = """\
@@ -36,6 +38,7 @@ examples:
   lrlhf fit --config configs/quickstart.yaml --print_config       every option and its value
   lrlhf plan --config configs/quickstart.yaml                     what fit would do, in numbers
   lrlhf fit --model.help RLOO                                     what a class accepts
+  lrlhf serve-reward --model.source runs/reward_text/export/final a reward model over HTTP
 
 options:
   -h, --help   this text; `lrlhf COMMAND --help` lists every option of a command
@@ -51,14 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None: those of this process.
 
     Returns:
-        The exit status: 0 done, 1 the run failed, 2 the command line or a config is wrong, 130
-        interrupted, 143 terminated.
+        The exit status: 0 done, 1 the run failed, 2 the command line or a config is wrong, 3 a
+        replayed step did not go wrong again, 130 interrupted, 143 terminated.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments or os.environ.get("LRLHF_DEBUG", "") not in {"", "0"}
     arguments = [argument for argument in arguments if argument != "--debug"]
     if not arguments or arguments[0] in {"-h", "--help", "help"}:
-        listing = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
+        listing = "\n".join(f"  {name:<12} {what}" for name, what in COMMANDS.items())
         sys.stdout.write(_HELP.format(commands=listing))
         return 0
     if arguments[0] in {"--version", "-V"}:

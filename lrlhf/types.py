@@ -59,15 +59,19 @@ class TensorBatch:
             media: Also to the tensors of images and videos, which have no rows or columns in
                 common with the others. Rows that share media still share them afterwards.
         """
+        return self._mapped(function, {} if media else None)
+
+    def _mapped(self, function: Callable[[Tensor], Tensor], seen: dict[int, Media] | None) -> Self:
+        """Apply ``function``; ``seen``: what became of the media so far, None: they stay."""
         changed: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
                 changed[field.name] = function(value)
             elif isinstance(value, TensorBatch):
-                changed[field.name] = value.map(function, media=media)
-            elif media and field.name == "media" and value is not None:
-                changed[field.name] = _map_media(value, function)
+                changed[field.name] = value._mapped(function, seen)
+            elif seen is not None and field.name == "media" and value is not None:
+                changed[field.name] = _map_media(value, function, seen)
         return replace(self, **changed)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
@@ -94,17 +98,16 @@ class TensorBatch:
 
 
 def _map_media(
-    media: tuple[Media | None, ...], function: Callable[[Tensor], Tensor]
+    media: tuple[Media | None, ...], function: Callable[[Tensor], Tensor], seen: dict[int, Media]
 ) -> tuple[Media | None, ...]:
-    """Apply ``function`` once to each tensor, however many rows share it."""
-    mapped: dict[int, Media] = {}
+    """Apply ``function`` once to each tensor, however many rows and nested batches share it."""
     for entry in media:
-        if entry is not None and id(entry) not in mapped:
+        if entry is not None and id(entry) not in seen:
             tensors = {name: function(tensor) for name, tensor in entry.tensors.items()}
             same = all(tensors[name] is tensor for name, tensor in entry.tensors.items())
             # what is on the device already stays the object that features are remembered by
-            mapped[id(entry)] = entry if same else replace(entry, tensors=tensors)
-    return tuple(None if entry is None else mapped[id(entry)] for entry in media)
+            seen[id(entry)] = entry if same else replace(entry, tensors=tensors)
+    return tuple(None if entry is None else seen[id(entry)] for entry in media)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,9 @@ class SequenceBatch(TensorBatch):
     """True on the tokens that are trained on: no prompt, no padding, no tool output."""
     media: tuple[Media | None, ...] | None = None
     """Of each row; None: no row has any."""
+    group_ids: Int[Tensor, " B"] | None = None
+    """Rows with equal ids may begin with the same tokens, such as the responses to one prompt, and
+    models that can compute those once; None: no row has anything in common with another."""
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

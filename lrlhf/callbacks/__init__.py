@@ -1,6 +1,7 @@
 """Optional companions of a run: what it writes, shows, averages, steers and saves."""
 
 from lrlhf.callbacks.checkpoint import RLCheckpoint
+from lrlhf.callbacks.deadlines import Deadlines
 from lrlhf.callbacks.ema import EMA
 from lrlhf.callbacks.eval_jsonl import EvalJSONL
 from lrlhf.callbacks.files import atomic_folder, atomic_write, output_folder
@@ -16,6 +17,7 @@ from lrlhf.strategies import AtomicCheckpointIO
 __all__ = [
     "EMA",
     "AtomicCheckpointIO",
+    "Deadlines",
     "EvalJSONL",
     "HFExport",
     "KLControl",

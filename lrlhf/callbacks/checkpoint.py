@@ -1,4 +1,4 @@
-"""Checkpoints between iterations, each a file that is whole or absent."""
+"""Checkpoints between iterations, each whole or absent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lrlhf.callbacks.retention import RetainingCheckpoint
-from lrlhf.strategies.atomic import recover_folder
 from lrlhf.strategies.signals import SavesOnTermination
 
 
@@ -22,9 +21,12 @@ class RLCheckpoint(RetainingCheckpoint, SavesOnTermination):
     """Saves checkpoints by step, by time or by a validation metric, under manual optimization too.
 
     Lightning's `ModelCheckpoint` ignores time intervals there, warns at every save, and may file
-    new weights under the score of an old validation. Here a step or time trigger saves
-    ``last.ckpt`` at once; a checkpoint that is ranked by a validation metric is saved when the
-    next validation has measured it.
+    new weights under the score of an old validation. Here a step or time trigger saves at once; a
+    checkpoint that is ranked by a validation metric is saved when the next validation has measured
+    it, and ``last.ckpt`` at once. Where ``last.ckpt`` would be a second copy, it is a link.
+
+    ``--ckpt_path last`` takes the newest checkpoint that is whole. One that is damaged is passed
+    over with a warning and renamed to ``….damaged``; if none is whole, that is an error.
 
     Args:
         dirpath: Folder of the checkpoints. Set it: a resumed run then finds ``last.ckpt`` where
@@ -32,7 +34,9 @@ class RLCheckpoint(RetainingCheckpoint, SavesOnTermination):
         filename: Name pattern of the checkpoints.
         monitor: Logged metric that ranks the checkpoints; None: the newest are kept.
         mode: Whether a higher (``max``) or a lower (``min``) metric is better.
-        save_top_k: How many ranked checkpoints to keep; -1 all, 0 none beside ``last.ckpt``.
+        save_top_k: How many checkpoints to keep: the best by ``monitor``, without it the newest;
+            -1 all, 0 none beside ``last.ckpt``. None: 1 by a metric, else 2, so that there is one
+            before the newest.
         save_last: Keep the newest state as ``last.ckpt``, whatever its rank: resume needs it.
         every_n_train_steps: Save each time so many steps (of a policy: iterations) are done.
         train_time_interval: Save each time so much time has passed. With neither: after each
@@ -55,7 +59,7 @@ class RLCheckpoint(RetainingCheckpoint, SavesOnTermination):
         filename: str = "{step:06d}",
         monitor: str | None = None,
         mode: Literal["min", "max"] = "max",
-        save_top_k: int = 1,
+        save_top_k: int | None = None,
         save_last: bool = True,
         every_n_train_steps: int | None = None,
         train_time_interval: timedelta | None = None,
@@ -81,6 +85,7 @@ class RLCheckpoint(RetainingCheckpoint, SavesOnTermination):
             save_on_train_epoch_end=None if monitor is None else False,
         )
         self._waits_for_validation = False
+        self._step = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         with warnings.catch_warnings():
@@ -90,6 +95,7 @@ class RLCheckpoint(RetainingCheckpoint, SavesOnTermination):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        self._step = trainer.global_step
         folder = Path(str(self.dirpath))
         if trainer.is_global_zero and trainer.global_step == 0 and any(folder.glob("*.ckpt")):
             rank_zero_warn(
@@ -97,11 +103,12 @@ class RLCheckpoint(RetainingCheckpoint, SavesOnTermination):
                 "beginning beside them; resume with --ckpt_path last, or choose another dirpath"
             )
 
-    def _find_last_checkpoints(self, trainer: L.Trainer) -> set[str]:
-        if self.dirpath is not None and "://" not in str(self.dirpath):
-            # a folder that a crash left between two renames; on every rank, as each looks for it
-            recover_folder(Path(self.dirpath) / f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}")
-        return super()._find_last_checkpoints(trainer)
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "waits_for_validation": self._waits_for_validation}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._waits_for_validation = bool(state_dict.get("waits_for_validation", False))
 
     def on_train_batch_end(
         self,
@@ -111,6 +118,9 @@ class RLCheckpoint(RetainingCheckpoint, SavesOnTermination):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        if trainer.global_step == self._step:
+            return  # a batch that only accumulated gradients, which no checkpoint holds
+        self._step = trainer.global_step
         due = self._step_is_due(trainer) or self._time_is_due(trainer)
         if not due or self._should_skip_saving_checkpoint(trainer):
             return
@@ -149,7 +159,9 @@ class RLCheckpoint(RetainingCheckpoint, SavesOnTermination):
         self._keep_last(trainer)
 
     def _keep_last(self, trainer: L.Trainer) -> None:
-        """Save ``last.ckpt`` unless this step has been saved."""
+        """Save ``last.ckpt`` unless this step has been saved, by this process or the one before."""
+        if trainer.global_step == self._continued_at:
+            return
         if self.save_last and not self._should_skip_saving_checkpoint(trainer):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
 

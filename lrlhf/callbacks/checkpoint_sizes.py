@@ -14,7 +14,8 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
 from lrlhf.models.zero import is_partitioned
-from lrlhf.strategies.atomic import recover_folder
+from lrlhf.strategies.atomic import remove
+from lrlhf.strategies.checkpoint_search import checkpoints_in, places_in, recover_checkpoints
 
 _logger = logging.getLogger(__name__)
 
@@ -104,14 +105,8 @@ def check_room(folder: Path, forecast: SizeForecast, *, limit_gb: float | None) 
 
 
 def checkpoint_sizes(folder: Path) -> dict[Path, int]:
-    """Bytes of each checkpoint in a folder; one that is sharded is itself a folder."""
-    found = (path for path in sorted(folder.rglob("*.ckpt")) if not path.is_symlink())
-    outermost = (
-        path
-        for path in found
-        if all(parent.suffix != ".ckpt" for parent in path.relative_to(folder).parents)
-    )
-    return {path: _size(path) for path in outermost}
+    """Bytes of each checkpoint in a folder; one that is sharded is itself a folder, a link none."""
+    return {path: _size(path) for path in checkpoints_in(folder) if not path.is_symlink()}
 
 
 def surplus(sizes: Mapping[Path, int], expendable: Sequence[Path], *, limit: float) -> list[Path]:
@@ -144,29 +139,22 @@ def set_aside(path: Path) -> None:
     name of a whole one.
     """
     hidden = hidden_name(path)
-    _remove(hidden)
+    remove(hidden)
     path.rename(hidden)
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what a killed process had set aside, or had not written to the end."""
-    for old in folder.rglob(".*.ckpt.old"):
-        recover_folder(old.with_name(old.name.removeprefix(".").removesuffix(".old")))
-    for ending in (_REMOVED, "tmp", "parts"):
-        for path in folder.rglob(f".*.ckpt.{ending}"):
-            _remove(path)
+    recover_checkpoints(folder)
+    for place in list(places_in(folder)):
+        for ending in (_REMOVED, "tmp", "parts"):
+            for path in place.glob(f".*.ckpt.{ending}"):
+                remove(path)
 
 
 def in_gb(size: float) -> str:
     """Bytes as people read them."""
     return f"{size / GB:.3g} GB" if size >= 0.01 * GB else f"{size / 1e6:.3g} MB"
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _size(path: Path) -> int:

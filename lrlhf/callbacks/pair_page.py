@@ -97,8 +97,10 @@ def draw_pairs(path: Path, pairs: Sequence[_Pair]) -> None:
         left.imshow(pair.left)
         right.imshow(pair.right)
         for number, (text, colour) in enumerate(pair.lines):
-            place = {"xy": (0, 0), "xycoords": "axes fraction", "textcoords": "offset points"}
-            left.annotate(text, xytext=(0, -11 - 12 * number), color=colour, fontsize=8, **place)
+            place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
+            place |= {"xy": (0, 0), "xytext": (0, -11 - 12 * number)}
+            # a $ in the name of a head opens no formula
+            left.annotate(text, color=colour, fontsize=8, parse_math=False, **place)
     with atomic_write(path) as handle:
         figure.savefig(handle, format="png")
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lrlhf.callbacks.checkpoint_sizes import (
@@ -19,25 +19,40 @@ from lrlhf.callbacks.checkpoint_sizes import (
     set_aside,
     surplus,
 )
+from lrlhf.callbacks.last_checkpoint import LastCheckpoint
 
 
-class RetainingCheckpoint(ModelCheckpoint):
-    """Adds to Lightning's limits by number one by size, and a forecast of the size.
+class RetainingCheckpoint(LastCheckpoint):
+    """Adds to Lightning's limit by rank one by age and one by size, and a forecast of the size.
 
     Decisions are rank zero's, and all ranks follow them.
 
     Args:
         max_total_size_gb: See `RLCheckpoint`.
+        monitor: See `RLCheckpoint`.
+        save_top_k: See `RLCheckpoint`.
         options: Of Lightning's `ModelCheckpoint`.
     """
 
-    def __init__(self, *, max_total_size_gb: float | None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        max_total_size_gb: float | None,
+        monitor: str | None,
+        save_top_k: int | None,
+        **options: Any,
+    ) -> None:
         if max_total_size_gb is not None and max_total_size_gb <= 0:
             raise ValueError(
                 f"RLCheckpoint max_total_size_gb is {max_total_size_gb:g}; it must be above 0, or "
                 "left out for no limit"
             )
-        super().__init__(**options)
+        if save_top_k is None:
+            save_top_k = 2 if monitor is None else 1
+        # without a metric Lightning knows of one or all only
+        few = save_top_k if monitor is not None else min(save_top_k, 1)
+        super().__init__(monitor=monitor, save_top_k=few, **options)
+        self.save_top_k = save_top_k
         self.max_total_size_gb = max_total_size_gb
         self._saved: list[str] = []
 
@@ -46,6 +61,8 @@ class RetainingCheckpoint(ModelCheckpoint):
         if self._is_local:
             self._check_room(trainer, Path(str(self.dirpath)))
             self._forget_missing(trainer)
+            # a kill may have come between a new checkpoint and the removal of an old one
+            self._remove_all(trainer, self._out_of_limit())
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "saved": list(self._saved)}
@@ -54,10 +71,6 @@ class RetainingCheckpoint(ModelCheckpoint):
         super().load_state_dict(state_dict)
         if state_dict.get("dirpath") == self.dirpath:
             self._saved = list(state_dict.get("saved", []))  # Lightning's own has none
-
-    @property
-    def _is_local(self) -> bool:
-        return "://" not in str(self.dirpath)
 
     def _check_room(self, trainer: L.Trainer, folder: Path) -> None:
         """Say how large a checkpoint will be, and stop a run that could not save one."""
@@ -99,6 +112,7 @@ class RetainingCheckpoint(ModelCheckpoint):
 
     def _save_topk_checkpoint(self, trainer: L.Trainer, monitor_candidates: dict[str, Any]) -> None:
         super()._save_topk_checkpoint(trainer, monitor_candidates)
+        self._remove_all(trainer, self._out_of_limit())
         if self.max_total_size_gb is not None and self._is_local:
             # before last.ckpt is saved, whose state then knows of it
             self._make_room(trainer, self.max_total_size_gb * GB)
@@ -113,15 +127,24 @@ class RetainingCheckpoint(ModelCheckpoint):
         """Remove checkpoints until those in the folder fit."""
         chosen: list[str] = []
         if trainer.is_global_zero:
-            folder = Path(str(self.dirpath))
-            sizes = checkpoint_sizes(folder)
-            if self.save_last and not self.last_model_path and self._saved:
-                # about to be written for the first time
-                sizes[folder / "last.ckpt"] = sizes.get(Path(self._saved[-1]), 0)
+            sizes = checkpoint_sizes(Path(str(self.dirpath)))
             chosen = [str(path) for path in surplus(sizes, self._expendable(trainer), limit=limit)]
         for path in trainer.strategy.broadcast(chosen):
             self._forget(path)
             self._remove_checkpoint(trainer, path)
+
+    def _out_of_limit(self) -> list[str]:
+        """What ``save_top_k`` leaves no room for, as far as this callback saved it."""
+        if self.save_top_k < 1:
+            return []
+        if self.monitor is not None:
+            return [path for path in self._saved if path not in self.best_k_models]
+        return self._saved[: -self.save_top_k]
+
+    def _remove_all(self, trainer: L.Trainer, paths: Sequence[str]) -> None:
+        for path in paths:
+            if self._should_remove_checkpoint(trainer, path, ""):
+                self._remove_checkpoint(trainer, path)
 
     def _expendable(self, trainer: L.Trainer) -> list[Path]:
         """What may be removed, the first one first."""
@@ -136,11 +159,11 @@ class RetainingCheckpoint(ModelCheckpoint):
 
     def _remove_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
         path = Path(filepath)
+        if filepath in self._saved:
+            self._saved.remove(filepath)
         if not self._is_local:
             super()._remove_checkpoint(trainer, filepath)
             return
-        if filepath in self._saved:
-            self._saved.remove(filepath)
         if trainer.is_global_zero and path.exists():
             set_aside(path)
         super()._remove_checkpoint(trainer, str(hidden_name(path)))

@@ -15,6 +15,8 @@ from lrlhf.callbacks.json_lines import gather_on_zero, json_line
 from lrlhf.callbacks.rollout_table import render, send, spread
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.rollout.storage import rollout_files, rollout_path, save_rollout
+from lrlhf.strategies.atomic import naming
+from lrlhf.strategies.set_aside import set_aside
 from lrlhf.types import Experience
 
 _TABLE = "rollout/samples"
@@ -139,7 +141,7 @@ class RolloutLog(L.Callback, RolloutListener):
         assert self.path is not None, "a rollout before training has started"
         lines = "".join(f"{json_line(record)}\n" for record in records)
         # closed each time: a killed run has every iteration on file
-        with self.path.open("ab") as handle:
+        with naming(self.path), self.path.open("ab") as handle:
             handle.write(lines.encode())
 
 
@@ -147,19 +149,7 @@ def _set_aside(path: Path, folder: Path) -> None:
     """Rename what an earlier run has written, the file and the folder by the same number."""
     # a folder of that name which holds something else is not ours to move
     old = [*([path] if path.exists() else []), *([folder] if rollout_files(folder) else [])]
-    number = 1
-    while any(_numbered(place, number).exists() for place in (path, folder)):
-        number += 1
-    for place in old:
-        place.rename(_numbered(place, number))
-        rank_zero_info(
-            f"RolloutLog: an earlier run has written {place.name}; it is now "
-            f"{_numbered(place, number)}"
-        )
-
-
-def _numbered(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.stem}.{number}{path.suffix}")
+    set_aside("RolloutLog", [path, folder], old)
 
 
 def _forget_steps_from(path: Path, step: int) -> None:
@@ -184,7 +174,7 @@ def _remove(folder: Path, *, first: int, last: int | None = None) -> None:
 def _step_of(line: bytes, path: Path, number: int) -> int:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"{path}, line {number} is no rollout record ({error}); move the file away, or choose "
             "another dirpath for RolloutLog"

@@ -37,7 +37,9 @@ def render(records: Sequence[Mapping[str, Any]], *, title: str, max_chars: int) 
         max_chars: Longer prompts lose their beginning, longer completions their middle, each
             with a mark in its place.
     """
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_lines=True)
+    table = Table(
+        title=Text(visible(title)), title_justify="left", box=box.SIMPLE_HEAD, show_lines=True
+    )
     for name in _COLUMNS:
         numeric = name in ("score", "advantage", "length")
         table.add_column(
@@ -114,7 +116,7 @@ def _cells(record: Mapping[str, Any]) -> dict[str, str]:
         ),
         "advantage": _number(record["advantage"]),
         "length": str(record["length"]),
-        "finish": str(record["finish_reason"]),
+        "finish": visible(str(record["finish_reason"])),
     }
 
 

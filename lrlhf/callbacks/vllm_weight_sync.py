@@ -59,6 +59,7 @@ class VLLMWeightSync(RolloutListener, L.Callback):
         self.tolerance = tolerance
         self._pushes = 0
         self._averaged = False
+        self._evaluated = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not isinstance(pl_module, PolicyModule):
@@ -72,7 +73,7 @@ class VLLMWeightSync(RolloutListener, L.Callback):
                 f"{type(pl_module.engine).__name__}, which generates with the policy itself. Drop "
                 "the callback, or set model.engine to lrlhf.rollout.VLLMEngine"
             )
-        self._pushes = 0
+        self._pushes, self._evaluated = 0, False
         # a run that broke off may have left the engine with weights of any step
         pl_module.engine.version = None
 
@@ -89,7 +90,12 @@ class VLLMWeightSync(RolloutListener, L.Callback):
         if engine.version is not None and self._pushes and averaged == self._averaged:
             due = self.every_n_steps if trainer.training else 1
             if step - engine.version < due:
+                if trainer.training and self._evaluated:
+                    # a run that is resumed after the validation has nothing of it in its caches
+                    engine.forget()
+                self._evaluated = not trainer.training
                 return
+        self._evaluated = not trainer.training
         report = engine.push(step)
         self._averaged = averaged
         self._pushes += 1

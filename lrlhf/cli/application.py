@@ -5,17 +5,20 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import lrlhf.callbacks
 import lrlhf.datamodules
+import lrlhf.loggers
 import lrlhf.modules
 import lrlhf.rewards
 import lrlhf.rollout  # noqa: F401  classes that are imported can be named by their short names
@@ -26,9 +29,12 @@ from lrlhf.cli.errors import ConfigError, ValidationError, hint
 from lrlhf.cli.export import export_checkpoint
 from lrlhf.cli.locations import locate, locate_refusal
 from lrlhf.cli.nulls import forbidden_nulls
-from lrlhf.cli.output import configure_output
+from lrlhf.cli.output import configure_output, safe
 from lrlhf.cli.parser import Parser
 from lrlhf.cli.plan import describe_run
+from lrlhf.cli.replay import dump_and_options, show_replay
+from lrlhf.cli.secrets import SaveConfig, hide_hyperparameters, remember_secrets
+from lrlhf.cli.serve_reward import serve_reward
 from lrlhf.strategies.signals import answering_sigterm
 
 _CHECKPOINT_WORDS = {"last", "best", "hpc"}
@@ -53,6 +59,7 @@ class Application(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,
+            save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
             trainer_defaults={"use_distributed_sampler": False},
@@ -82,12 +89,19 @@ class Application(LightningCLI):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
+        except ConfigError:
+            raise
         except Exception as error:
             raise _RefusedError from error
+        hide_hyperparameters(self.model, self.datamodule)
 
     def _run_subcommand(self, subcommand: str) -> None:
         with answering_sigterm(self.trainer.strategy.launcher):
             super()._run_subcommand(subcommand)
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        _check_accelerator(self.config[self.subcommand].trainer.accelerator)
+        return super().instantiate_trainer(**kwargs)
 
 
 class Planner(Application):
@@ -158,6 +172,43 @@ class Exporter(Application):
         sys.stdout.write(f"wrote {options['output']}\n")
 
 
+class Replayer(Application):
+    """Builds the module of a dump, and takes the step again that was left out.
+
+    Args:
+        folder: The dump.
+        arguments: Those of ``fit``, the command included.
+    """
+
+    def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
+        self._folder = folder
+        super().__init__(arguments)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.usage = "lrlhf replay DUMP [--config OVERLAY ...] [the options of lrlhf fit]"
+        parser.description = (
+            "Repeat the step of a dump, and show where it goes wrong. The exit status is 0 when "
+            "it goes wrong again, 3 when it does not."
+        )
+
+    def before_instantiate_classes(self) -> None:
+        # one process without loggers and callbacks repeats what any number of them did
+        self.config[self.subcommand].ckpt_path = None
+        alone = {"callbacks": None, "logger": False, "plugins": None, "strategy": "auto"}
+        for name, value in alone.items():
+            self.config[self.subcommand].trainer[name] = value
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Build one that does nothing; the replay has its own."""
+        del kwargs
+        return L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        del subcommand
+        if not show_replay(self.model, self._folder):
+            raise SystemExit(3)
+
+
 def run(arguments: Sequence[str], *, debug: bool = False) -> int:
     """Run one command of ``lrlhf``.
 
@@ -169,11 +220,12 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
         The exit status, see `lrlhf.__main__.main`.
     """
     configure_output(debug=debug)
-    application, arguments = _application(arguments)
     try:
+        application, arguments = _application(arguments)
         files = read_config_files(arguments)
     except ConfigError as error:
         return _end(error, str(error), status=2, show=debug)
+    remember_secrets(files, arguments)
     try:
         application(arguments)
     except ValidationError as error:
@@ -204,6 +256,11 @@ def _application(
     command, *options = arguments
     if command == "convert":
         return convert, options
+    if command == "serve-reward":
+        return serve_reward, arguments
+    if command == "replay":
+        folder, options = dump_and_options(options)
+        return partial(Replayer, folder), ["fit", *options]
     readers = {"plan": Planner, "export": Exporter}
     if command in readers:
         return readers[command], ["fit", *options]
@@ -219,6 +276,19 @@ def _check_checkpoint(path: str | None) -> None:
     raise ConfigError(
         f"ckpt_path: no file {path}{hint(Path(path).name, siblings, listed_as='there')}"
     )
+
+
+def _check_accelerator(name: object) -> None:
+    """Refuse a GPU that is not there by the name of the option."""
+    if name in {"gpu", "cuda"} and not torch.cuda.is_available() and not _has_mps(name):
+        raise ConfigError(
+            f"trainer.accelerator: {name} is asked for, and torch finds none on this machine "
+            f"(torch {torch.__version__}); take cpu or auto, or install a torch for its GPU"
+        )
+
+
+def _has_mps(name: object) -> bool:
+    return name == "gpu" and torch.backends.mps.is_available()
 
 
 def _check_strategy(strategy: object) -> None:
@@ -306,8 +376,8 @@ def _constructors(trace: TracebackType | None) -> list[str]:
 
 def _end(error: BaseException, text: str, *, status: int, show: bool) -> int:
     if show:
-        traceback.print_exception(error)
-    sys.stderr.write(f"error: {text}\n")
+        sys.stderr.write(safe("".join(traceback.format_exception(error))))
+    sys.stderr.write(f"error: {safe(text)}\n")
     return status
 
 

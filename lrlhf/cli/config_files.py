@@ -11,6 +11,8 @@ import yaml
 from lrlhf.cli.errors import ConfigError, hint
 
 _CLASS_KEYS = {"class_path", "init_args", "dict_kwargs"}
+# the parser knows no dates
+_READ_AS_TEXT = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:timestamp"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,12 @@ def read_config_files(arguments: Sequence[str]) -> list[ConfigFile]:
     """
     files = [_read(value) for value in _config_arguments(arguments) if not _is_inline(value)]
     for file in files:
-        _check_node(file.path, file.root, "")
+        try:
+            _check_node(file.path, file.root, "")
+        except RecursionError as error:
+            raise ConfigError(
+                f"{file.path}: an alias (*name) stands within what it names"
+            ) from error
     return files
 
 
@@ -60,6 +67,10 @@ def _read(name: str) -> ConfigFile:
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{name}{line}: not valid YAML: {error.problem}") from error
+    except yaml.YAMLError as error:  # a character that YAML does not allow
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{name}: not valid YAML: its values are nested too deeply") from error
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{name}: a config is a mapping with model, data and trainer at the top")
     return ConfigFile(name, root)
@@ -75,6 +86,8 @@ def _why_unreadable(path: Path) -> str:
 
 
 def _check_node(file: str, node: yaml.Node, dotted: str) -> None:
+    if isinstance(node, yaml.ScalarNode):
+        _check_scalar(file, node)
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             _check_node(file, item, f"{dotted}[{index}]")
@@ -84,9 +97,22 @@ def _check_node(file: str, node: yaml.Node, dotted: str) -> None:
             _check_node(file, value, f"{dotted}.{key.value}".removeprefix("."))
 
 
+def _check_scalar(file: str, node: yaml.ScalarNode) -> None:
+    """Refuse what looks like a number, or is marked as one, and is none."""
+    if node.tag in _READ_AS_TEXT:
+        return
+    try:
+        yaml.SafeLoader("").construct_object(node)
+    except (ValueError, KeyError, yaml.YAMLError) as error:
+        problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
+        raise ConfigError(f"{file}:{line_of(node)}: not valid YAML: {problem}") from error
+
+
 def _check_keys(file: str, node: yaml.MappingNode, dotted: str) -> None:
     lines: dict[str, int] = {}
     for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{file}:{line_of(key)}: a key is text, not a list or a mapping")
         where = f"{file}:{line_of(key)}: {dotted}.{key.value}".replace(": .", ": ")
         if key.value in lines:
             raise ConfigError(f"{where}: given twice, first on line {lines[key.value]}")

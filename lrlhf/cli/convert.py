@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from lrlhf.strategies.sharded_checkpoint import convert_checkpoint, is_folder_checkpoint
+from lrlhf.strategies.checkpoint_reader import is_folder_checkpoint
+from lrlhf.strategies.sharded_checkpoint import convert_checkpoint
 
 
 def convert(arguments: Sequence[str]) -> None:

@@ -15,7 +15,8 @@ from lrlhf.callbacks.ema import trainable_weights
 from lrlhf.models.sharding import check_same_names, load_state
 from lrlhf.modules.contracts import Exportable
 from lrlhf.strategies.atomic import atomic_folder
-from lrlhf.strategies.sharded_checkpoint import read_checkpoint
+from lrlhf.strategies.checkpoint_reader import read_checkpoint
+from lrlhf.strategies.checkpoint_search import check
 
 
 def export_checkpoint(
@@ -32,12 +33,14 @@ def export_checkpoint(
     Raises:
         CheckpointMismatchError: The checkpoint is that of another model.
         FileExistsError: The folder exists.
+        NotACheckpointError: The checkpoint is damaged, or none.
         ValueError: The module cannot be exported, or the checkpoint has no averaged weights.
     """
     if not isinstance(module, Exportable):
         raise ValueError(f"{type(module).__name__} has no export_pretrained()")
     if folder.exists():
         raise FileExistsError(f"{folder} exists; choose another name, or remove it")
+    check(checkpoint)
     stored = read_checkpoint(checkpoint)
     load_state(module, stored["state_dict"])
     if use_ema:

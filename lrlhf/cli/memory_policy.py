@@ -36,6 +36,7 @@ from lrlhf.models import (
     SourceError,
     ValueModel,
     new_value_head,
+    packs,
     plain_model,
     sequence_outputs,
 )
@@ -67,19 +68,25 @@ class PolicySizes:
         prompt_tokens: Of the longest prompt.
         new_tokens: Of the longest response.
         micro_batch_tokens: Of one forward pass; None: a minibatch at once.
+        shared: Responses whose prompt is computed once, in a pass that holds all of them.
     """
 
     plan: BatchPlan
     prompt_tokens: int
     new_tokens: int
     micro_batch_tokens: int | None
+    shared: int = 1
 
     def micro_batch(self, rows: int) -> Shape:
         """The longest texts that go through a model at the same time, of so many."""
-        tokens = self.prompt_tokens + self.new_tokens
-        if self.micro_batch_tokens is not None:
-            rows = min(rows, max(1, self.micro_batch_tokens // tokens))
-        return Shape(rows, tokens, self.new_tokens)
+        budget, tokens = self.micro_batch_tokens, self.prompt_tokens + self.new_tokens
+        if budget is not None:
+            whole = self.prompt_tokens + self.shared * self.new_tokens
+            if budget >= whole:
+                rows = min(rows, budget // whole * self.shared)
+            else:  # a part of the responses to one prompt
+                rows = min(rows, max(1, (budget - self.prompt_tokens) // self.new_tokens))
+        return Shape(rows, tokens, self.new_tokens, group=self.shared)
 
     @property
     def update(self) -> Shape:
@@ -117,7 +124,6 @@ class PolicyMemory:
         device_size: int | None,
     ) -> None:
         self._options = options
-        self._sizes = sizes
         self._notes = notes
         self._device_size = device_size
         self._memory = memory
@@ -126,6 +132,9 @@ class PolicyMemory:
         self._policy = policy_skeleton(self._spec)
         self._critic_options = options_of(options.get("critic"))
         self._critic = self._own_critic()
+        backbones = [self._policy, *([] if self._critic is None else [self._critic.backbone])]
+        packed = all(packs(plain_model(backbone)) for backbone in backbones)
+        self._sizes = replace(sizes, shared=int(options["num_generations"]) if packed else 1)
         self._head = (
             new_value_head(self._policy, self._critic_options.get("head", "linear"))
             if self._critic_options and self._critic is None
@@ -358,7 +367,7 @@ def prompt_tokens_of(data: Mapping[str, Any], notes: Notes) -> int:
 
 
 def _micro_batches(shape: Shape) -> Dial:
-    tokens = shape.rows * shape.tokens
+    tokens = sum(tree.tokens for tree in shape.trees())
     return Dial("update.micro_batch_tokens", tokens, shape.tokens, chunked=True)
 
 

@@ -146,7 +146,7 @@ def optimizer_needs(options: Mapping[str, Any], *, on_gpu: bool) -> OptimizerNee
         if isinstance(value, torch.Tensor) and value.dim() > 0
     )
     states = kept / (weight.numel() * weight.itemsize)
-    if config.fused:
+    if optimizer.param_groups[0].get("fused"):
         return OptimizerNeeds(states, 0.0, 0.0)
     return OptimizerNeeds(states, 1.0, 0.0) if on_gpu else OptimizerNeeds(states, 0.0, 2.0)
 

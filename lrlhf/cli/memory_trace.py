@@ -11,6 +11,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
 
 from lrlhf.models import plain_model
+from lrlhf.models.packing import Tree, known_trees
 from lrlhf.types import SequenceBatch
 
 
@@ -171,6 +173,21 @@ class Shape(NamedTuple):
     """Of each row."""
     asked: int = 0
     """Tokens of each row that are responses."""
+    group: int = 1
+    """Rows that begin with the same tokens, up to the responses."""
+
+    def trees(self) -> list[Tree]:
+        """Say how rows are packed, where the model packs them."""
+        sizes = [self.group] * (self.rows // self.group) + [self.rows % self.group]
+        starts = accumulate(sizes, initial=0)
+        prefix = self.tokens - self.asked
+        return [
+            Tree(tuple(range(start, start + size)), prefix, (self.asked,) * size)
+            if size > 1
+            else Tree((start,), self.tokens, ())
+            for start, size in zip(starts, sizes, strict=False)
+            if size
+        ]
 
     def batch(self) -> SequenceBatch:
         """Make a batch of this shape."""
@@ -195,7 +212,12 @@ def forward_needs(
     """
     model.eval()
     batch = shape.batch()
-    with _counting(model, batch, shape) as live, torch.no_grad(), precision.autocast():
+    with (
+        known_trees(shape.trees()),
+        _counting(model, batch, shape) as live,
+        torch.no_grad(),
+        precision.autocast(),
+    ):
         compute(batch)
     return live.peak()
 
@@ -225,7 +247,7 @@ def update_needs(
         for weight in trained:
             weight.grad = torch.zeros_like(weight)
     gradients = [weight.grad for weight in trained if weight.grad is not None]
-    with _counting(model, batch, shape, more=gradients) as live:
+    with known_trees(shape.trees()), _counting(model, batch, shape, more=gradients) as live:
 
         def arrived(weight: Tensor) -> None:
             if weight.grad is not None:

@@ -10,12 +10,32 @@ from huggingface_hub.utils.tqdm import enable_progress_bars
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from transformers.utils import logging as transformers_logging
 
+from lrlhf.cli.secrets import hide
+
 _NOISE = ("💡 Tip", "TPU available", "HPU available", "Seed set to")
 
 
 class _DropNoise(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(_NOISE)
+
+
+class _SafeFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return safe(super().format(record))
+
+
+def safe(text: str) -> str:
+    """Make a text fit for a terminal: what a secret is hidden, what is no print is escaped.
+
+    Messages quote data, and a terminal acts on escape sequences wherever they come from.
+    """
+    return "".join(
+        character
+        if character.isprintable() or character in "\n\t"
+        else character.encode("unicode_escape", "surrogatepass").decode()
+        for character in hide(text)
+    )
 
 
 def configure_output(*, debug: bool) -> None:
@@ -25,7 +45,7 @@ def configure_output(*, debug: bool) -> None:
         debug: Leave other libraries alone and log our own debug messages of every rank.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
+    handler.setFormatter(_SafeFormatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
     ours = logging.getLogger("lrlhf")
     ours.handlers = [handler]
     first = rank_zero_only.rank == 0  # type: ignore[attr-defined]  # Lightning puts it there

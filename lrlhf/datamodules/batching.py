@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import lightning as L
 import torch
 
 from lrlhf.datamodules.attached import data_ranks
 from lrlhf.datamodules.loader import EvalLoader, Fetching, TrainLoader
-from lrlhf.datamodules.order import Order
+from lrlhf.datamodules.order import BalancedOrder, Order
 from lrlhf.datamodules.sides import Sides
 
 RowT = TypeVar("RowT")
@@ -28,6 +28,8 @@ class LoaderOptions:
         seed: Of the order of the train rows.
         num_workers: Processes that collate.
         pin_memory: None: where there is a GPU.
+        accept_changed_data: Resume although the train rows are not those of the checkpoint.
+        dated: The chat template writes today's date, so that tokens differ from day to day.
     """
 
     batch_size: int
@@ -35,6 +37,15 @@ class LoaderOptions:
     seed: int
     num_workers: int
     pin_memory: bool | None
+    accept_changed_data: bool = False
+    dated: bool = False
+
+    @property
+    def accept_changed(self) -> Literal["nothing", "tokens", "all"]:
+        """Which changes of the rows since the checkpoint do not stop a resumed run."""
+        if self.accept_changed_data:
+            return "all"
+        return "tokens" if self.dated else "nothing"
 
     def __post_init__(self) -> None:
         sizes = {"batch_size": self.batch_size, "val_batch_size": self.val_batch_size}
@@ -58,6 +69,8 @@ class Loaders(Generic[RowT, BatchT]):
         order: Of the train rows; None: shuffled by ``options.seed``.
         extend: Adds to each train batch what goes with its number since the run began.
         read: Reads what rows only name, see `Fetching`.
+        cost: Tokens of a row, by which each train batch is dealt to the ranks; None: dealt by
+            chance.
     """
 
     def __init__(
@@ -70,6 +83,7 @@ class Loaders(Generic[RowT, BatchT]):
         order: Order | None = None,
         extend: Callable[[BatchT, int], BatchT] | None = None,
         read: Callable[[RowT], RowT] | None = None,
+        cost: Callable[[RowT], int] | None = None,
     ) -> None:
         pin = torch.cuda.is_available() if options.pin_memory is None else options.pin_memory
         self._fetching = Fetching(collate, options.num_workers, pin, read)
@@ -78,6 +92,7 @@ class Loaders(Generic[RowT, BatchT]):
         self._trainer = trainer
         self._order = order
         self._extend = extend
+        self._cost = cost
         self._train: TrainLoader[RowT, BatchT] | None = None
 
     def train(self) -> TrainLoader[RowT, BatchT] | EvalLoader[RowT, BatchT]:
@@ -95,17 +110,26 @@ class Loaders(Generic[RowT, BatchT]):
                 extend=self._extend,
             )
         if self._train is None:
-            order = self._order
+            ranks = data_ranks(trainer)
             self._train = TrainLoader(
                 self._sides.train.values,
-                self._sides.train.order(self._options.seed) if order is None else order,
+                self._train_order(ranks.world),
                 self._options.batch_size,
                 fetching=self._fetching,
-                ranks=data_ranks(trainer),
+                ranks=ranks,
                 pass_limit=trainer.limit_train_batches if trainer is not None else 1.0,
                 extend=self._extend,
+                accept_changed=self._options.accept_changed,
             )
         return self._train
+
+    def _train_order(self, world: int) -> Order:
+        side = self._sides.train
+        order = side.order(self._options.seed) if self._order is None else self._order
+        if self._cost is None or world == 1:
+            return order
+        costs = [self._cost(row) for row in side.values]
+        return BalancedOrder(order, costs, self._options.batch_size, world)
 
     def validation(self) -> EvalLoader[RowT, BatchT] | list[Any]:
         """Return a loader of every validation row; an empty list where there is none."""

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.bad_rows import BadRow
-from lrlhf.datamodules.rows import structure_of, wrong_type
+from lrlhf.datamodules.rows import structure_of, whole_text, wrong_type
 from lrlhf.datamodules.sources import Row
 from lrlhf.types import Message
 
@@ -50,7 +50,7 @@ def _read_message(entry: object, column: str) -> Message:
         raise wrong_type(column, "a list of messages, each with role and content", entry)
     if "from" in entry and "value" in entry:
         role, content = entry["from"], entry["value"]
-        if role not in _SHAREGPT_ROLES:
+        if not isinstance(role, str) or role not in _SHAREGPT_ROLES:
             known = ", ".join(_SHAREGPT_ROLES)
             raise BadRow(
                 "wrong type", f"column {column!r}: unknown `from` {role!r} (known: {known})"
@@ -92,6 +92,12 @@ class ChatFormat:
         if self.template is not None:
             object.__setattr__(self, "template", _template_text(self.template))
 
+    @property
+    def dated(self) -> bool:
+        """Whether today's date may be in the text, as in the templates of Llama 3.2."""
+        template = self.template or self.tokenizer.chat_template
+        return "strftime_now" in str(template)
+
     def render(self, messages: Sequence[Message], row: Row, *, prompt: bool) -> str:
         """Render turns as text, special tokens included.
 
@@ -131,7 +137,7 @@ class ChatFormat:
             ) from error
         if not isinstance(text, str):
             raise TypeError(f"apply_chat_template returned {type(text).__name__}")
-        return text
+        return whole_text(text, "the rendered chat")
 
 
 def _template_text(template: str) -> str:

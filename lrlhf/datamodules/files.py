@@ -39,7 +39,15 @@ def read_rows_of_file(path: Path) -> RowsOrBad:
     try:
         with _open(path) as stream:
             yield from FORMATS[kind](stream)
-    except (OSError, EOFError, zlib.error, ValueError, pyarrow.ArrowException, csv.Error) as error:
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+        ValueError,
+        RecursionError,
+        pyarrow.ArrowException,
+        csv.Error,
+    ) as error:
         raise BadDataError(f"{path}: cannot be read as {kind}: {error}") from error
 
 
@@ -71,7 +79,7 @@ def _jsonl(stream: BinaryIO) -> RowsOrBad:
 def _parse_line(line: bytes) -> Mapping[str, Any] | BadRow:
     try:
         value = json.loads(line)
-    except ValueError as error:  # also bytes that are no UTF-8
+    except (ValueError, RecursionError) as error:  # also bytes that are no UTF-8
         shown = line.decode("utf-8", errors="replace").strip()[:60]
         return BadRow("unparsable JSON", f"{error} in {shown!r}")
     return _row(value)

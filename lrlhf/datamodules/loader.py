@@ -11,22 +11,30 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
 from lrlhf.datamodules.bad_rows import BadDataError, BadRow
+from lrlhf.datamodules.fingerprint import Fingerprint, fingerprint
 from lrlhf.datamodules.order import Order
 
 logger = logging.getLogger(__name__)
+
+_TOKENS = "the train data has other tokens (other texts, tokenizer or chat template)"
 
 RowT = TypeVar("RowT")
 BatchT = TypeVar("BatchT")
 
 _MOST_IN_A_ROW = 100
+
+
+class LostWorkerError(RuntimeError):
+    """A worker process of a loader ended before its work."""
 
 
 class ReadRow(NamedTuple, Generic[RowT]):
@@ -125,9 +133,19 @@ class Fetching(Generic[RowT, BatchT]):
             # sampled afterwards depends on how often a run was resumed
             generator=torch.Generator().manual_seed(0),
         )
-        for batch, problems in loader:
-            self.unusable.tell(problems)
-            yield batch
+        try:
+            for batch, problems in loader:
+                self.unusable.tell(problems)
+                yield batch
+        except RuntimeError as error:
+            # torch has no class of its own for it
+            if not str(error).startswith("DataLoader worker"):
+                raise
+            raise LostWorkerError(
+                f"a process that reads data is gone ({error}), mostly because memory ran out: "
+                f"lower data.num_workers (it is {self.num_workers}), and go on with "
+                "--ckpt_path last"
+            ) from error
 
     def batch(self, rows: Sequence[RowT], batch: Sequence[int]) -> BatchT:
         """Make one batch in this process."""
@@ -167,6 +185,8 @@ class TrainLoader(Generic[RowT, BatchT]):
         pass_limit: Lightning's ``limit_train_batches``: a number of batches, or a share of the
             epoch. The next pass goes on where this one ended.
         extend: Adds to each batch what goes with its number in the stream.
+        accept_changed: Go on although the rows are not those of the checkpoint: in no case, if
+            only their ``tokens`` differ, or in ``all`` cases; it is said.
     """
 
     def __init__(
@@ -179,9 +199,11 @@ class TrainLoader(Generic[RowT, BatchT]):
         ranks: Ranks,
         pass_limit: int | float = 1.0,
         extend: Callable[[BatchT, int], BatchT] | None = None,
+        accept_changed: Literal["nothing", "tokens", "all"] = "nothing",
     ) -> None:
         self._rows = rows
         self._order = order
+        self._accept_changed = accept_changed
         self.batch_size = batch_size
         self._fetching = fetching
         self._ranks = ranks
@@ -231,14 +253,19 @@ class TrainLoader(Generic[RowT, BatchT]):
         starts = [index * all_ranks + self._ranks.rank * own for index in range(first, self._size)]
         return [order[start : start + own].tolist() for start in starts]
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position in the stream, the same on every rank."""
+    @cached_property
+    def _fingerprint(self) -> Fingerprint:
+        return fingerprint(self._rows)
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Return the position in the stream and the rows' digests, the same on every rank."""
         return {
             "batches": self._done,
             "rows": len(self._order),
             "seed": self._order.seed,
             "batch_size": self.batch_size,
             "ranks": self._ranks.world,
+            **self._fingerprint._asdict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -248,15 +275,16 @@ class TrainLoader(Generic[RowT, BatchT]):
         come a second time.
 
         Raises:
-            ValueError: The data or the seed are not those of the checkpoint.
+            ValueError: The seed is not that of the checkpoint, or the rows are not, and that was
+                not accepted.
         """
-        for key, ours in (("rows", len(self._order)), ("seed", self._order.seed)):
-            if state[key] != ours:
-                raise ValueError(
-                    f"cannot resume: the checkpoint was made with {key}={state[key]} of train "
-                    f"data, this run has {key}={ours}, so the order of the rows is another. "
-                    "Restore the data and the seed, or begin a new run from the exported weights"
-                )
+        if state["seed"] != self._order.seed:
+            raise ValueError(
+                f"cannot resume: the checkpoint was made with seed={state['seed']} of the train "
+                f"data, this run has seed={self._order.seed}, so the order of the rows is another. "
+                "Restore the seed, or begin a new run from the exported weights"
+            )
+        self._check_rows(state)
         then, now = state["batch_size"] * state["ranks"], self.batch_size * self._ranks.world
         epoch, batches = divmod(state["batches"], state["rows"] // then)
         position, again = divmod(batches * then, now)
@@ -264,6 +292,32 @@ class TrainLoader(Generic[RowT, BatchT]):
         self._resumed = True
         if again:
             logger.warning("the batch size changed: %d rows of this epoch come again", again)
+
+    def _check_rows(self, state: Mapping[str, Any]) -> None:
+        change = self._change_since(state)
+        if not change:
+            return
+        if self._accept_changed == "nothing" or (
+            change != _TOKENS and self._accept_changed != "all"
+        ):
+            raise ValueError(
+                f"cannot resume: {change} since the checkpoint was written, so rows would be left "
+                "out and others would come twice. Restore what was there, or accept it with "
+                "--data.accept_changed_data true: the run then goes on at the same place of the "
+                "epoch in the new rows"
+            )
+        logger.warning("%s since the checkpoint was written; accepted", change)
+
+    def _change_since(self, state: Mapping[str, Any]) -> str:
+        """Say what changed since ``state`` was taken; empty if nothing did."""
+        if state["rows"] != len(self._order):
+            return f"the train data had {state['rows']} usable rows and has {len(self._order)} now"
+        known = "data" in state  # checkpoints of earlier versions have no digests
+        if known and state["data"] != self._fingerprint.data:
+            return f"the train data has changed (still {state['rows']} usable rows, but others)"
+        if known and state["tokens"] != self._fingerprint.tokens:
+            return _TOKENS
+        return ""
 
     @rank_zero_only
     def _tell_remainder(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from lrlhf.datamodules.bad_rows import BadRow, missing_column
+from lrlhf.datamodules.containment import local_path
 from lrlhf.datamodules.rows import number_of, plain, structure_of, text_of, wrong_type
 from lrlhf.datamodules.sources import Row
 
@@ -307,7 +308,7 @@ def _media_of(row: Row, folder: Path, *columns: str) -> str | bytes:
         columns: Where the file may be; the first is the one to complain about.
 
     Raises:
-        BadRow: None of the columns says where the file is.
+        BadRow: None of the columns says where the file is, or it leads out of ``folder``.
     """
     given = {name: row[name] for name in columns if row.get(name) is not None and row[name] != ""}
     for value in given.values():
@@ -327,16 +328,14 @@ def _media_of(row: Row, folder: Path, *columns: str) -> str | bytes:
 
 
 def _local(path: str, folder: Path, column: str) -> str:
-    if "://" not in path:
-        return str((folder / path).absolute())
+    if "://" not in path or path.startswith("file:"):
+        return local_path(path, folder, root=None)
     address = urlsplit(path)
-    if address.scheme == "file":
-        return unquote(address.path)
     *parents, name = unquote(address.path).split("/")
     if not name:
         raise wrong_type(column, "an address that ends in a file's name", path)
     inner = folder / parents[-1] if parents and parents[-1] not in {"", ".", ".."} else folder
-    return str(((inner if inner.is_dir() else folder) / name).absolute())
+    return local_path(name, inner if inner.is_dir() else folder, root=None)
 
 
 def _label_of(row: Row, column: str, labels: Mapping[str, str | None]) -> str | None:

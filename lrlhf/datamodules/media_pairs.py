@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 from lrlhf.datamodules import media_formats
 from lrlhf.datamodules.bad_rows import BadDataError, BadRow, missing_column, nearest
+from lrlhf.datamodules.containment import local_path
 from lrlhf.datamodules.files import read_rows_of_file
 from lrlhf.datamodules.media_formats import Pair
+from lrlhf.datamodules.media_rows import KINDS
 from lrlhf.datamodules.rows import number_of, text_of, wrong_type
 from lrlhf.datamodules.sources import Row, Source, nearest_path, resolve_source
 
@@ -39,7 +41,8 @@ class MediaPairs(Source):
         seed: Another seed draws other orders.
         media_root: Folder that paths in the rows start from. By default the folder ``videos`` or
             ``Videos`` (rapidata) or ``media_data`` (omnireward) beside the file or one level up,
-            the folder that holds ``images`` (imagerewarddb), else the folder of the file.
+            the folder that holds ``images`` (imagerewarddb), else the folder of the file. Relative
+            paths may not lead out of it; where it is given, absolute ones may not either.
     """
 
     def __init__(
@@ -83,7 +86,14 @@ class MediaPairs(Source):
         folder = self._media_root or known.folder(file)
         for index, pair in enumerate(known.pairs(row, folder)):
             turned = known.draws_order and is_exchanged(self._seed, number, index)
+            self._keep_in_root(pair)
             yield exchanged(pair) if turned else pair
+
+    def _keep_in_root(self, pair: Pair) -> None:
+        if self._media_root is not None:
+            shown = (pair.get(f"{kind}{suffix}") for kind in KINDS for suffix in ("", "_0", "_1"))
+            for path in (value for value in shown if isinstance(value, str)):
+                local_path(path, None, root=self._media_root)
 
     def _explained(self, problem: BadRow, file: Path) -> BadRow:
         """Add the file, which the number of a pair does not tell where one row makes several."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self, TypeVar
 import numpy as np
 
 from lrlhf.datamodules.bad_rows import BadRow
+from lrlhf.datamodules.containment import local_path
 from lrlhf.datamodules.sources import Row
 from lrlhf.datamodules.tokenizing import Text, Tokens
 from lrlhf.media import MediaError, MediaOptions, MediaProcessor, MediaRefs, media_name
@@ -77,7 +78,11 @@ class MediaPlaces:
     root: str | None = None
 
     def of_columns(self, row: Row, folder: Path | None, suffix: str = "") -> MediaRefs:
-        """Read the media columns of a row."""
+        """Read the media columns of a row.
+
+        Raises:
+            BadRow: A file lies where rows may not name one.
+        """
         if self.processor is None:
             return MediaRefs()
         found: dict[str, list[Any]] = {kind: [] for kind in KINDS}
@@ -104,7 +109,8 @@ class MediaPlaces:
         ``<video>`` in its text, else in front of it.
 
         Raises:
-            BadRow: Parts and columns do not fit together, or a text model is shown something.
+            BadRow: Parts and columns do not fit together, a text model is shown something, or a
+                file lies where rows may not name one.
         """
         if not columns and not any(_media_parts(message) for message in messages):
             return tuple(messages), MediaRefs()
@@ -133,7 +139,7 @@ class MediaPlaces:
         return MediaRefs(tuple(images), tuple(videos))
 
     def _anchored(self, value: Any, folder: Path | None) -> Any:
-        """Make the relative paths of a row absolute."""
+        """Make the paths of a row absolute, and refuse those that lead out of its data."""
         if isinstance(value, list | tuple):
             return [self._anchored(entry, folder) for entry in value]
         if isinstance(value, Mapping):
@@ -141,12 +147,12 @@ class MediaPlaces:
             path = value.get("path")
             known = value.get("bytes") is not None or path is None
             return value if known else self._anchored(path, folder)
-        if not isinstance(value, str) or "://" in value or value.startswith("data:"):
+        if not isinstance(value, str) or value.startswith("data:"):
             return value
-        base = Path(self.root).expanduser() if self.root is not None else folder
-        path = Path(value).expanduser()
+        if "://" in value and not value.startswith("file:"):
+            return value
         # absolute: parts are anchored again when columns fill them
-        return str(path if base is None or path.is_absolute() else base.absolute() / path)
+        return local_path(value, folder, root=None if self.root is None else Path(self.root))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lrlhf.rollout.balance import partition
+
 Rows = NDArray[np.int64]
 
 
@@ -113,3 +115,41 @@ class GivenOrder:
     def epoch(self, epoch: int) -> Rows:
         """Return the row indices of an epoch in their order."""
         return (np.arange(self.size, dtype=np.int64) + epoch * self.per_epoch) % self.size
+
+
+@dataclass(frozen=True)
+class BalancedOrder:
+    """Another order, in which the ranks' shares of each batch have about equally many tokens.
+
+    The rows of a batch of all ranks are those of the other order, and so is what an optimizer step
+    learns from; only which rank gets which of them is another.
+
+    Args:
+        order: Which rows make a batch.
+        costs: Tokens of every row.
+        batch_size: Rows per batch and rank.
+        world: Number of ranks.
+    """
+
+    order: Order
+    costs: Sequence[int]
+    batch_size: int
+    world: int
+
+    @property
+    def seed(self) -> int:
+        """Of the other order."""
+        return self.order.seed
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def epoch(self, epoch: int) -> Rows:
+        """Return the row indices of an epoch, where each batch has its first rank's rows first."""
+        rows = self.order.epoch(epoch).copy()
+        size = self.batch_size * self.world
+        for start in range(0, len(rows) - size + 1, size):
+            batch = rows[start : start + size]
+            shares = partition([self.costs[row] for row in batch], self.world, equal_counts=True)
+            rows[start : start + size] = batch[np.concatenate(shares)]
+        return rows

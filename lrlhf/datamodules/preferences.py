@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -81,6 +82,8 @@ class PreferenceDataModule(L.LightningDataModule):
         num_workers: Processes that read images and videos and collate; text rows are tokenised
             once, so 0 is fast for them.
         pin_memory: None: where there is a GPU.
+        accept_changed_data: Resume although the train data (or the tokenizer) is not what it was
+            when the checkpoint was written; else that stops the run.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the schema of the config
@@ -111,6 +114,7 @@ class PreferenceDataModule(L.LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
         pin_memory: bool | None = None,
+        accept_changed_data: bool = False,
     ) -> None:
         super().__init__()
         self._train = train
@@ -121,7 +125,9 @@ class PreferenceDataModule(L.LightningDataModule):
             for hook in ("val_dataloader", "test_dataloader", "predict_dataloader"):
                 setattr(self, hook, getattr(super(), hook))
         self._given_tokenizer = tokenizer
-        self._options = LoaderOptions(batch_size, val_batch_size, seed, num_workers, pin_memory)
+        self._options = LoaderOptions(
+            batch_size, val_batch_size, seed, num_workers, pin_memory, accept_changed_data
+        )
         self._chat_format = partial(
             ChatFormat, template=chat_template, kwargs=dict(chat_template_kwargs or {}), tools=tools
         )
@@ -160,8 +166,12 @@ class PreferenceDataModule(L.LightningDataModule):
             self._sides = self._load(tokenizer)
         self._stage = stage
         collate = PreferenceCollator(int(tokenizer.pad_token_id))
+        dated = self._chat_format(self.tokenizer).dated
+        options = replace(self._options, dated=dated)
+        # how long what images and videos stand for is, is known once they are read
+        cost = None if any(row.all_unread for row in self._sides.train.values) else _pair_tokens
         self._loaders = Loaders(
-            self._sides, self._options, collate, self.trainer, read=self._reading
+            self._sides, options, collate, self.trainer, read=self._reading, cost=cost
         )
 
     @property
@@ -242,3 +252,9 @@ class PreferenceDataModule(L.LightningDataModule):
                     "`label_columns`, or leave the head out of head_names"
                 )
         return side
+
+
+def _pair_tokens(row: PairRow) -> int:
+    """Tokens to compute for a pair, the prompt of both candidates once."""
+    first, second = row.candidate0, row.candidate1
+    return len(first.input_ids) + len(second.input_ids) - min(first.start, second.start)

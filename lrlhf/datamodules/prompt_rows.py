@@ -22,7 +22,7 @@ from lrlhf.datamodules.implicit_prompts import (
     transcript_messages,
 )
 from lrlhf.datamodules.media_rows import MediaPlaces, media_columns
-from lrlhf.datamodules.rows import text_of, wrong_type
+from lrlhf.datamodules.rows import text_of, whole_text, wrong_type
 from lrlhf.datamodules.sources import Row
 from lrlhf.datamodules.tokenizing import Text
 from lrlhf.media import MediaRefs
@@ -108,7 +108,7 @@ class PromptTemplate:
             if column not in row:
                 raise missing_column(column, row, setting="prompt_template")
         try:
-            return str(self._template.render(row))
+            text = str(self._template.render(row))
         except (
             jinja2.TemplateError,
             TypeError,
@@ -117,6 +117,7 @@ class PromptTemplate:
             LookupError,
         ) as error:
             raise BadRow("prompt_template failed", f"{type(error).__name__}: {error}") from error
+        return whole_text(text, "the rendered template")
 
 
 @dataclass(frozen=True)

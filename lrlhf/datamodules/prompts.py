@@ -93,6 +93,8 @@ class PromptDataModule(L.LightningDataModule):
         num_workers: Processes that read images and videos and collate; text rows are tokenised
             once, so 0 is fast for them.
         pin_memory: None: where there is a GPU.
+        accept_changed_data: Resume although the train data (or the tokenizer) is not what it was
+            when the checkpoint was written; else that stops the run.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the schema of the config
@@ -125,6 +127,7 @@ class PromptDataModule(L.LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
         pin_memory: bool | None = None,
+        accept_changed_data: bool = False,
     ) -> None:
         super().__init__()
         self._train = train
@@ -135,7 +138,9 @@ class PromptDataModule(L.LightningDataModule):
             for hook in ("val_dataloader", "test_dataloader", "predict_dataloader"):
                 setattr(self, hook, getattr(super(), hook))
         self._given_tokenizer = tokenizer
-        self._options = LoaderOptions(batch_size, val_batch_size, seed, num_workers, pin_memory)
+        self._options = LoaderOptions(
+            batch_size, val_batch_size, seed, num_workers, pin_memory, accept_changed_data
+        )
         self._chat_format = partial(
             ChatFormat, template=chat_template, kwargs=dict(chat_template_kwargs or {}), tools=tools
         )
@@ -184,8 +189,10 @@ class PromptDataModule(L.LightningDataModule):
         self._stage = stage
         collate = PromptCollator(int(tokenizer.pad_token_id))
         extend = self._stream(tokenizer) if stage == "fit" else None
+        dated = self._chat_format(self.tokenizer).dated
+        options = replace(self._options, dated=dated)
         self._loaders = Loaders(
-            self._sides, self._options, collate, self.trainer, extend=extend, read=self._reading
+            self._sides, options, collate, self.trainer, extend=extend, read=self._reading
         )
 
     @property

@@ -38,6 +38,7 @@ class ReplayDataModule(L.LightningDataModule):
         shuffle: Draw the order of the files anew in each epoch; else they come oldest first.
         seed: Of the order.
         max_rollouts: Take only so many files, the newest; None: all.
+        accept_changed_data: Resume although the files are not those of the checkpoint.
 
     Raises:
         ValueError: In `setup`, when the folder or a file in it cannot be used.
@@ -50,6 +51,7 @@ class ReplayDataModule(L.LightningDataModule):
         shuffle: bool = True,
         seed: int = 0,
         max_rollouts: int | None = None,
+        accept_changed_data: bool = False,
     ) -> None:
         super().__init__()
         settings = {"num_generations": num_generations, "max_rollouts": max_rollouts}
@@ -61,7 +63,12 @@ class ReplayDataModule(L.LightningDataModule):
         self._shuffle = shuffle
         self._max_rollouts = max_rollouts
         self._options = LoaderOptions(
-            batch_size=1, val_batch_size=None, seed=seed, num_workers=0, pin_memory=None
+            batch_size=1,
+            val_batch_size=None,
+            seed=seed,
+            num_workers=0,
+            pin_memory=None,
+            accept_changed_data=accept_changed_data,
         )
         self._stage = ""
         self._sides: Sides[Path] | None = None

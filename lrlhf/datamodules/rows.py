@@ -79,7 +79,24 @@ def text_of(row: Row, column: str, *, setting: str = "", allow_empty: bool = Fal
         raise wrong_type(column, "text", value)
     if not value.strip() and not allow_empty:
         raise BadRow("empty text", f"column {column!r} is empty")
-    return value
+    return whole_text(value, f"column {column!r}")
+
+
+def whole_text(text: str, what: str) -> str:
+    """Return ``text``, which a tokenizer can read, or raise `BadRow`.
+
+    JSON can write one half of a surrogate pair, and no encoding has a form for it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(
+            "broken text",
+            f"{what} has half a surrogate pair, U+{ord(text[error.start]):04X}, as character "
+            f"{error.start + 1}",
+            remedy="repair what wrote the text: it cut a character in two",
+        ) from error
+    return text
 
 
 def number_of(row: Row, column: str) -> float | None:

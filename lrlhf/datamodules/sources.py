@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 
 from lrlhf.datamodules.bad_rows import BadDataError, BadRow, nearest
+from lrlhf.datamodules.containment import FOREIGN
 from lrlhf.datamodules.files import FORMATS, is_data_file, read_rows_of_file
 
 Row = Mapping[str, Any]
@@ -125,6 +126,10 @@ class HubSource(Source):
     @property
     def name(self) -> str:
         return self._dataset
+
+    @property
+    def folder(self) -> Path | None:
+        return FOREIGN
 
     def prepare(self) -> None:
         self._load()

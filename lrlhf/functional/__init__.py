@@ -12,6 +12,7 @@ from lrlhf.functional.advantages import (
 from lrlhf.functional.estimators import ESTIMATORS, Estimator, EstimatorInputs, resolve_estimator
 from lrlhf.functional.importance import IMPORTANCE_MODES, ImportanceMode, importance_weights
 from lrlhf.functional.kl import adaptive_kl_coef, kl_estimate, shape_rewards
+from lrlhf.functional.linear_logprobs import LinearHead
 from lrlhf.functional.logprobs import LogprobsAndEntropy, token_logprobs
 from lrlhf.functional.losses import POLICY_LOSSES, PolicyLoss, resolve_policy_loss
 from lrlhf.functional.masking import masked_mean, masked_sum, standardize, whiten
@@ -47,6 +48,7 @@ __all__ = [
     "Estimator",
     "EstimatorInputs",
     "ImportanceMode",
+    "LinearHead",
     "LogprobsAndEntropy",
     "PolicyLoss",
     "PolicyMetrics",

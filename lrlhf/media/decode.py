@@ -57,7 +57,9 @@ class MediaOptions:
     """How images and videos are read.
 
     Args:
-        root: Folder that relative paths start from; None: that of the data file.
+        root: Folder that relative paths start from, and that holds all files which rows may name;
+            None: that of the data file, out of which no relative path may lead. Rows of a hub data
+            set name files only where this is given.
         max_pixels: Images and frames with more pixels are scaled down to this many, their shape
             kept; None: only the model's own processor scales.
         fps: Frames per second that are taken from a video.
@@ -244,6 +246,13 @@ def _opened_image(value: Any, name: str) -> Image.Image:
 
 
 def _check_size(size: tuple[int, int], name: str) -> None:
+    """Refuse what has no pixels, and what has so many that a small file fills the memory."""
+    if Image.MAX_IMAGE_PIXELS is not None and size[0] * size[1] > Image.MAX_IMAGE_PIXELS:
+        raise MediaError(
+            "image too large",
+            f"{name} is {size[0]} x {size[1]} pixels; {Image.MAX_IMAGE_PIXELS} in all is the most",
+            remedy="scale such images down beforehand",
+        )
     if min(size) < 1:
         raise MediaError("zero-size image", f"{name} is {size[0]} x {size[1]} pixels")
 
@@ -303,9 +312,12 @@ def _is_animation(content: Path | bytes) -> bool:
 def _animation(content: Path | bytes, name: str, options: MediaOptions) -> Video:
     try:
         with Image.open(_handle(content)) as opened:
+            _check_size(opened.size, name)
             frames = [frame.copy() for frame in ImageSequence.Iterator(opened)]
             # of a WebP it is known only now
             milliseconds = float(opened.info.get("duration") or 1000 / _GIF_FPS)
+    except MediaError:
+        raise
     except _DAMAGED as error:
         raise MediaError("broken video", f"{name}: {error}") from error
     fps = 1000 / milliseconds

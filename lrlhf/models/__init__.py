@@ -1,5 +1,6 @@
 """How a policy, a reference and a reward model come to be, and what they say about tokens."""
 
+from lrlhf.models.backbone import allow_packing, hidden_states, packs
 from lrlhf.models.experts import check_has_experts
 from lrlhf.models.export import merged_state_dict, merged_weights, save_model, skeleton_of
 from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead
@@ -20,6 +21,7 @@ from lrlhf.models.media_inputs import (
     repeat_offsets,
     ruled_out_ids,
 )
+from lrlhf.models.modes import evaluating
 from lrlhf.models.output_head import check_output_head, plain_model
 from lrlhf.models.reference import ReferencePolicy, frozen_reference
 from lrlhf.models.reward import RewardNetwork
@@ -45,13 +47,16 @@ __all__ = [
     "ValueHead",
     "ValueModel",
     "ValueNetwork",
+    "allow_packing",
     "backbone_inputs",
     "cache_dir",
     "check_has_experts",
     "check_output_head",
     "eos_token_ids",
+    "evaluating",
     "forget_offsets",
     "frozen_reference",
+    "hidden_states",
     "load_config",
     "load_processor",
     "load_tokenizer",
@@ -61,6 +66,7 @@ __all__ = [
     "merged_weights",
     "new_value_head",
     "numbers_media",
+    "packs",
     "placeholder_ids",
     "plain_model",
     "repeat_offsets",

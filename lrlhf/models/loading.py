@@ -25,10 +25,11 @@ from transformers import (
     ProcessorMixin,
 )
 
+from lrlhf.models.backbone import allow_packing
 from lrlhf.models.freezing import freeze_modules
 from lrlhf.models.media_inputs import vision_encoder
 from lrlhf.models.output_head import check_output_head
-from lrlhf.models.sources import explained, load_config, resolve_source
+from lrlhf.models.sources import explained, load_config, resolve_source, warn_of_remote_code
 from lrlhf.models.tokenization import load_processor, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,7 @@ class CausalLM(PretrainedSpec):
         """
         model = load_pretrained(self, self._auto_class(), trainable=trainable)
         check_output_head(model)
+        allow_packing(model)
         if not trainable:
             return model.requires_grad_(False)
         freeze_modules(model.base_model, self.freeze)
@@ -154,6 +156,8 @@ def load_pretrained(
         )
     location = resolve_source(spec.source)
     shared = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
+    if spec.trust_remote_code:
+        warn_of_remote_code(spec.source)
     quantization = _bitsandbytes(spec)
     with explained(spec.source):
         config = AutoConfig.from_pretrained(location, **shared, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,30 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lrlhf.functional.logprobs import LogprobsAndEntropy, token_logprobs
+from lrlhf.models.backbone import hidden_states
 from lrlhf.models.experts import load_balancing_loss
-from lrlhf.models.media_inputs import backbone_inputs
 from lrlhf.models.output_head import output_head, plain_model
+from lrlhf.models.packing import Compacted
 from lrlhf.models.sharding import within
 from lrlhf.types import SequenceBatch
-
-
-class Compacted(NamedTuple):
-    """Rows whose attended tokens come first, in order, with nothing between them."""
-
-    input_ids: Int[Tensor, "B T"]
-    attention_mask: Bool[Tensor, "B T"]
-    order: Int[Tensor, "B T"]
-    """Column in the original row of every column here."""
-
-
-def compact(input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]) -> Compacted:
-    """Move the attended tokens of every row to its start, in order.
-
-    Right-padded rows stay as they are. After it every model family numbers positions rightly by
-    itself, whether the padding was at the left, at the right or in the middle.
-    """
-    order = torch.argsort((~attention_mask).to(torch.uint8), dim=1, stable=True)
-    return Compacted(input_ids.gather(1, order), attention_mask.gather(1, order), order)
 
 
 class SequenceOutputs(NamedTuple):
@@ -84,7 +66,7 @@ def sequence_outputs(
         body = _run(plain, batch, router_logits=router_loss)
         return body, token_logprobs(
             body.predicting,
-            output_head(plain),
+            output_head(plain).fastest(),
             body.rows.input_ids[body.asked],
             temperature=temperature,
             chunk_size=chunk_size,
@@ -100,7 +82,7 @@ def sequence_outputs(
         values=None if value_head is None else body.spread(value_head(body.predicting)),
         router_loss=None
         if body.router_logits is None
-        else load_balancing_loss(plain, body.router_logits, body.rows.attention_mask),
+        else load_balancing_loss(plain, body.router_logits, body.computed),
     )
 
 
@@ -146,30 +128,37 @@ class _Body(NamedTuple):
     rows: Compacted
     asked: Bool[Tensor, "B T"]
     counts: Bool[Tensor, "B T"]
-    predicting: Float[Tensor, "N H"]
+    predicting: Float[Tensor, "M H"]
+    computed: Bool[Tensor, "R L"]
     router_logits: tuple[Tensor, ...] | None
 
-    def spread(self, values: Float[Tensor, " N"]) -> Float[Tensor, "B T"]:
+    def spread(self, values: Float[Tensor, " M"]) -> Float[Tensor, "B T"]:
         return _spread(values, self.asked, self.counts, self.rows.order)
 
 
 def _run(plain: PreTrainedModel, batch: SequenceBatch, *, router_logits: bool) -> _Body:
-    rows = compact(batch.input_ids, batch.attention_mask)
-    options = {"output_router_logits": True} if router_logits else {}
-    output = plain.base_model(
-        **backbone_inputs(plain, rows.input_ids, rows.attention_mask, batch.media),
+    options: dict[str, Any] = {"output_router_logits": True} if router_logits else {}
+    hidden = hidden_states(
+        plain,
+        batch,
+        # experts are balanced over the tokens of whole rows
+        share=not router_logits,
         use_cache=False,
         **options,
     )
+    rows = hidden.rows
     counts = (batch.response_mask & batch.attention_mask).gather(1, rows.order)
     counts[:, 0] = False  # nothing precedes it
     asked = _at_least_one(counts)
+    predicting = torch.zeros_like(asked)
+    predicting[:, :-1] = asked[:, 1:]
     return _Body(
         rows=rows,
         asked=asked,
         counts=counts,
-        predicting=output.last_hidden_state[:, :-1][asked[:, 1:]],
-        router_logits=output.get("router_logits") if router_logits else None,
+        predicting=hidden.of(predicting),
+        computed=hidden.computed,
+        router_logits=hidden.router_logits if router_logits else None,
     )
 
 

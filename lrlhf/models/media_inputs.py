@@ -68,6 +68,8 @@ def backbone_inputs(
     input_ids: Int[Tensor, "B T"],
     attention_mask: Bool[Tensor, "B T"],
     media: Sequence[Media | None] | None,
+    *,
+    checked: bool = False,
 ) -> dict[str, Any]:
     """Build the arguments of a forward pass over the body of a model.
 
@@ -78,22 +80,19 @@ def backbone_inputs(
         model: Text or vision-language model, with or without its output head.
         input_ids: Placeholders included, as many as the media have features.
         attention_mask: Padding on either side.
-        media: Of each row.
+        media: Of each row, or of a packed row those in it, one after the other.
+        checked: They have gone through `check_media` as rows by themselves.
 
     Raises:
         ValueError: The model sees no images or videos, or a row's media do not fit its tokens.
     """
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask.long()}
     ids = placeholder_ids(model.config)
-    shown = [entry for entry in media or () if entry is not None]
+    if not checked:
+        check_media(model, input_ids, media)
     if not ids:
-        if shown:
-            raise ValueError(
-                f"{type(model).__name__} is a text model: it takes no images or videos"
-            )
         return inputs
-    if shown:
-        _check_counts(model, input_ids, media or (), ids)
+    shown = [entry for entry in media or () if entry is not None]
     body = _body(model)
     arguments = inspect.signature(body.forward).parameters
     kinds = _kind_numbers(input_ids, ids)
@@ -119,25 +118,62 @@ def backbone_inputs(
     }
 
 
-def _check_counts(
+def check_media(
     model: PreTrainedModel,
     input_ids: Int[Tensor, "B T"],
-    media: Sequence[Media | None],
-    ids: Mapping[str, int],
+    media: Sequence[Media | None] | None,
 ) -> None:
-    """Compare placeholders with media, row by row; a model compares their sums at most."""
-    kinds = {kind for entry in media if entry is not None for kind in entry.tokens}
+    """Compare placeholders with media, row by row; a model compares their sums at most.
+
+    Raises:
+        ValueError: The model sees no images or videos, or a row's media do not fit its tokens.
+    """
+    ids = placeholder_ids(model.config)
+    kinds = {kind for entry in media or () if entry is not None for kind in entry.tokens}
+    if kinds and not ids:
+        raise ValueError(f"{type(model).__name__} is a text model: it takes no images or videos")
     unseen = sorted(kinds - ids.keys())
     if unseen:
         raise ValueError(f"{type(model).__name__} sees no {unseen[0]}s; leave them out of the data")
-    for kind, token in ids.items():
+    for kind, token in ids.items() if kinds else ():
         found = (input_ids == token).sum(dim=1).tolist()
-        given = [0 if entry is None else entry.tokens.get(kind, 0) for entry in media]
+        given = [0 if entry is None else entry.tokens.get(kind, 0) for entry in media or ()]
         if found != given:
             raise ValueError(
                 f"the rows have {found} {kind} placeholders, and what they show is for {given}: "
                 "texts and media do not belong together"
             )
+
+
+def media_position_ids(
+    model: PreTrainedModel,
+    input_ids: Int[Tensor, "B T"],
+    attention_mask: Bool[Tensor, "B T"],
+    media: Sequence[Media | None],
+) -> Int[Tensor, "3 B T"]:
+    """Let a model number the tokens of rows in its own way (M-RoPE), see `numbers_media`.
+
+    Args:
+        model: One whose positions depend on what is shown.
+        input_ids: Placeholders included.
+        attention_mask: Padding on either side.
+        media: Of each row.
+    """
+    number: Any = _body(model).compute_3d_position_ids
+    inputs = {
+        "input_ids": input_ids,
+        "inputs_embeds": None,
+        "attention_mask": attention_mask.long(),
+        "past_key_values": None,
+        "mm_token_type_ids": _kind_numbers(input_ids, placeholder_ids(model.config)),
+    }
+    known = inspect.signature(number).parameters
+    shown = [entry for entry in media if entry is not None]
+    inputs |= dict.fromkeys(_POSITION_KEYS) | _joined(
+        shown, _POSITION_KEYS, model.config.model_type
+    )
+    positions: Tensor = number(**{key: value for key, value in inputs.items() if key in known})
+    return positions
 
 
 def numbers_media(model: PreTrainedModel, media: Sequence[Media | None] | None) -> bool:

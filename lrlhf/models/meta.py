@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lrlhf.models.backbone import assume_packing
 from lrlhf.models.freezing import freeze_modules
 from lrlhf.models.gguf import folder_of
 from lrlhf.models.heads import ValueHead
@@ -75,6 +76,7 @@ def policy_skeleton(spec: CausalLM, *, trainable: bool = True) -> PreTrainedMode
     seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     auto_class = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
     model = _from_config(spec, config, auto_class)
+    assume_packing(model)
     return _finished(model, model.base_model, spec, trainable=trainable, task_type="CAUSAL_LM")
 
 
@@ -82,6 +84,7 @@ def body_skeleton(spec: PretrainedSpec, *, trainable: bool) -> PreTrainedModel |
     """Build a model without any head on the meta device; arguments as of `policy_skeleton`."""
     body = _from_config(spec, config_without_weights(spec), AutoModel)
     body.config.use_cache = False
+    assume_packing(body)
     return _finished(body, body, spec, trainable=trainable, task_type="FEATURE_EXTRACTION")
 
 

@@ -11,7 +11,9 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lrlhf.functional.linear_logprobs import LinearHead
 from lrlhf.models.media_inputs import ruled_out_ids
+from lrlhf.models.sharding import is_split
 
 
 def plain_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
@@ -46,6 +48,22 @@ class OutputHead:
         if not self.ruled_out:
             return logits
         return logits.index_fill(-1, torch.tensor(self.ruled_out, device=logits.device), -torch.inf)
+
+    def fastest(self) -> LinearHead | OutputHead:
+        """Return what :func:`~lrlhf.functional.logprobs.token_logprobs` computes fastest with.
+
+        That is the weight, where the head is a plain product with it. A layer that holds it split,
+        adapted or quantized, or has hooks, must be called, and then this head is returned. To be
+        asked anew for each pass, where the layer is called: a split weight is whole only there.
+        """
+        layer = self.projection
+        # a subclass is a layer that does something else with the weight
+        if not isinstance(layer, nn.Linear) or type(layer) is not nn.Linear:
+            return self
+        watched = layer._forward_hooks or layer._forward_pre_hooks
+        if watched or layer.bias is not None or self.softcap is not None or is_split(layer.weight):
+            return self
+        return LinearHead(weight=layer.weight, multiplier=self.multiplier, ruled_out=self.ruled_out)
 
     def _scaled(self, logits: Float[Tensor, "*N V"]) -> Float[Tensor, "*N V"]:
         if self.multiplier == 1.0 and self.softcap is None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from lrlhf.models.loading import CausalLM
 from lrlhf.models.logprobs import sequence_logprobs
 from lrlhf.models.media_inputs import looking_once
+from lrlhf.models.modes import evaluating
 from lrlhf.models.sharding import (
     has_split_weights,
     load_state,
@@ -36,6 +37,9 @@ class ReferencePolicy(ABC):
     It is deliberately no ``nn.Module``: as an attribute of one it would be trained, sharded and
     saved with it.
     """
+
+    model: PreTrainedModel | PeftModel
+    """What its passes go through."""
 
     @abstractmethod
     def logprobs(
@@ -151,7 +155,7 @@ class _FrozenModel(ReferencePolicy):
     def to(self, device: torch.device | str) -> Self:
         # what is split lies where the strategy has put it
         if not has_split_weights(self.model):
-            self.model.to(device)
+            nn.Module.to(self.model, device)
         return self
 
 
@@ -159,16 +163,16 @@ class _WithoutAdapters(ReferencePolicy):
     """The policy itself, its adapters switched off while it is asked."""
 
     def __init__(self, policy: PeftModel) -> None:
-        self._policy = policy
+        self.model = policy
 
     @torch.no_grad()
     def logprobs(
         self, batch: SequenceBatch, *, temperature: float = 1.0, chunk_size: int = 1024
     ) -> Float[Tensor, "B T"]:
         # what is seen with the policy's adapters is not what the reference sees
-        with looking_once(), adapters_disabled(self._policy), evaluating(self._policy):
+        with looking_once(), adapters_disabled(self.model), evaluating(self.model):
             return sequence_logprobs(
-                self._policy, batch, temperature=temperature, chunk_size=chunk_size
+                self.model, batch, temperature=temperature, chunk_size=chunk_size
             )
 
     def mix(self, policy: PreTrainedModel | PeftModel, alpha: float) -> None:
@@ -219,15 +223,3 @@ def adapters_disabled(model: PeftModel) -> Iterator[None]:
             layer.enable_adapters(was_enabled)
         for weight, was_trainable in trainable:
             weight.requires_grad_(was_trainable)
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode, and each of its modules back into the mode it was in."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module in training:
-            module.training = True

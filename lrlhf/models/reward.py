@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from lrlhf.models.loading import DType, PretrainedSpec
-from lrlhf.models.logprobs import compact
 from lrlhf.models.reward_files import load_scorer, save_scorer
 from lrlhf.models.scorers import Scorer
 from lrlhf.types import SequenceBatch
@@ -51,8 +50,7 @@ class RewardNetwork(nn.Module):
         Returns:
             Float32 scores, one column per head in the order of ``head_names``.
         """
-        rows = compact(batch.input_ids, batch.attention_mask)
-        scores: Tensor = self.scorer(rows.input_ids, rows.attention_mask, batch.media)
+        scores: Tensor = self.scorer(batch)
         return scores.float()
 
     def save_pretrained(

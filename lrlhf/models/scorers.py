@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lrlhf.models.backbone import HiddenStates, allow_packing, hidden_states
 from lrlhf.models.heads import HeadConfig, RewardHead
-from lrlhf.models.media_inputs import backbone_inputs, media_modules
+from lrlhf.models.media_inputs import media_modules
 from lrlhf.models.output_head import plain_model
-from lrlhf.types import Media
+from lrlhf.models.packing import compact
+from lrlhf.types import SequenceBatch
 
 
 class Scorer(nn.Module, ABC):
-    """Scores rows whose attended tokens come first."""
+    """Scores whole rows."""
 
     head_names: tuple[str, ...]
 
@@ -28,12 +29,7 @@ class Scorer(nn.Module, ABC):
         """The network below the heads, without adapters around it."""
 
     @abstractmethod
-    def forward(
-        self,
-        input_ids: Int[Tensor, "B T"],
-        attention_mask: Bool[Tensor, "B T"],
-        media: Sequence[Media | None] | None = None,
-    ) -> Float[Tensor, "B H"]:
+    def forward(self, batch: SequenceBatch) -> Float[Tensor, "B H"]:
         """Return one column per head."""
 
 
@@ -49,19 +45,15 @@ class StockClassifier(Scorer):
     def plain(self) -> PreTrainedModel:
         return plain_model(self.model)
 
-    def forward(
-        self,
-        input_ids: Int[Tensor, "B T"],
-        attention_mask: Bool[Tensor, "B T"],
-        media: Sequence[Media | None] | None = None,
-    ) -> Float[Tensor, "B H"]:
-        if any(entry is not None for entry in media or ()):
+    def forward(self, batch: SequenceBatch) -> Float[Tensor, "B H"]:
+        if any(entry is not None for entry in batch.media or ()):
             raise ValueError(
                 f"{type(self.plain).__name__} scores text only; a reward model for "
                 "images or videos is trained by lrlhf.modules.RewardModel from a vision-language "
                 "model"
             )
-        output = self.model(input_ids=input_ids, attention_mask=attention_mask.long())
+        rows = compact(batch.input_ids, batch.attention_mask)
+        output = self.model(input_ids=rows.input_ids, attention_mask=rows.attention_mask.long())
         return output.logits  # type: ignore[no-any-return]
 
 
@@ -92,6 +84,7 @@ class HeadedBackbone(Scorer):
         self.config = config
         self.head_names = config.names
         self.backbone = backbone
+        allow_packing(plain)
         self._check_layer()
         size = int(plain.config.get_text_config().hidden_size)
         generator = torch.Generator().manual_seed(torch.initial_seed())
@@ -104,44 +97,26 @@ class HeadedBackbone(Scorer):
     def plain(self) -> PreTrainedModel:
         return plain_model(self.backbone)
 
-    def forward(
-        self,
-        input_ids: Int[Tensor, "B T"],
-        attention_mask: Bool[Tensor, "B T"],
-        media: Sequence[Media | None] | None = None,
-    ) -> Float[Tensor, "B H"]:
-        hidden = self.hidden_states(input_ids, attention_mask, media)
-        with torch.autocast(hidden.device.type, enabled=False):
-            scores = [self.heads[name](hidden, attention_mask) for name in self.head_names]
+    def forward(self, batch: SequenceBatch) -> Float[Tensor, "B H"]:
+        hidden = self.hidden_states(batch)
+        states, mask = hidden.whole(), hidden.rows.attention_mask
+        with torch.autocast(states.device.type, enabled=False):
+            scores = [self.heads[name](states, mask) for name in self.head_names]
             return torch.stack(scores, dim=1)
 
-    def hidden_states(
-        self,
-        input_ids: Int[Tensor, "B T"],
-        attention_mask: Bool[Tensor, "B T"],
-        media: Sequence[Media | None] | None = None,
-    ) -> Float[Tensor, "B T D"]:
-        """Run the backbone and return the output of the configured layer.
+    def hidden_states(self, batch: SequenceBatch) -> HiddenStates:
+        """Run the backbone as far as the layer that the heads read."""
+        return hidden_states(self.plain, batch, layer=self._block)
 
-        A block's output is taken at the block. In the ``hidden_states`` of ``transformers``,
-        index 0 is the embeddings and the last entry has gone through the final norm already.
+    @property
+    def _block(self) -> nn.Module | None:
+        """The block whose output the heads read; None: the last, behind the final norm.
+
+        In the ``hidden_states`` of ``transformers``, index 0 is the embeddings and the last entry
+        has gone through the final norm already.
         """
-        plain = self.plain
-        inputs = backbone_inputs(plain, input_ids, attention_mask, media)
-        if self.config.layer == -1:
-            return plain(**inputs).last_hidden_state  # type: ignore[no-any-return]
-        captured: list[Tensor] = []
-        block = blocks_of(plain)[self.config.layer - 1]
-        handle = block.register_forward_hook(
-            lambda _block, _inputs, output: captured.append(
-                output[0] if isinstance(output, tuple) else output
-            )
-        )
-        try:
-            plain(**inputs)
-        finally:
-            handle.remove()
-        return captured[0]
+        layer = self.config.layer
+        return None if layer == -1 else blocks_of(self.plain)[layer - 1]
 
     def _check_layer(self) -> None:
         plain, layer = self.plain, self.config.layer
@@ -173,8 +148,10 @@ class HeadedBackbone(Scorer):
         if not blocks or not doubtful:
             return
         tokens = torch.zeros((1, 2), dtype=torch.long, device=plain.device)
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        probe = SequenceBatch(input_ids=tokens, attention_mask=mask, response_mask=mask)
         with torch.enable_grad():
-            hidden = self.hidden_states(tokens, torch.ones_like(tokens, dtype=torch.bool)).sum()
+            hidden = self.hidden_states(probe).states.sum()
         gradients = (
             torch.autograd.grad(hidden, doubtful, allow_unused=True)
             if hidden.requires_grad

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib.util
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -13,6 +15,8 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedConfig
 
 from lrlhf.models.gguf import converted_folder
+
+_logger = logging.getLogger(__name__)
 
 PACKAGE_PREFIX = "package:"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -79,11 +83,23 @@ def explained(source: str) -> Iterator[None]:
         ) from error
 
 
+@functools.cache
+def warn_of_remote_code(source: str) -> None:
+    """Say once of each source that its code runs here."""
+    _logger.warning(
+        "trust_remote_code is on: Python code that comes with %s runs in this process, and may do "
+        "all that you may",
+        source,
+    )
+
+
 def load_config(
     source: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedConfig:
     """Load the config of ``source``; arguments as of :func:`lrlhf.models.load_tokenizer`."""
     location = resolve_source(source)
+    if trust_remote_code:
+        warn_of_remote_code(source)
     with explained(source):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             location, revision=revision, trust_remote_code=trust_remote_code

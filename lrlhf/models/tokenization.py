@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from lrlhf.models.media_inputs import placeholder_ids
-from lrlhf.models.sources import explained, load_config, resolve_source
+from lrlhf.models.sources import explained, load_config, resolve_source, warn_of_remote_code
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,8 @@ def load_tokenizer(
         ValueError: There is no tokenizer, or it has neither a padding nor an end token.
     """
     location = resolve_source(source)
+    if trust_remote_code:
+        warn_of_remote_code(source)
     with explained(source):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             location, revision=revision, trust_remote_code=trust_remote_code

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lrlhf.models.backbone import allow_packing
 from lrlhf.models.export import merged_state_dict, save_model
 from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead
 from lrlhf.models.loading import PretrainedSpec
@@ -39,6 +40,7 @@ class ValueNetwork(nn.Module):
     def __init__(self, backbone: PreTrainedModel | PeftModel, head: ValueHead) -> None:
         super().__init__()
         _check_causal(plain_model(backbone))
+        allow_packing(backbone)
         self.backbone = backbone
         self.head = head
 

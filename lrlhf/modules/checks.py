@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import lightning as L
 import torch
 from lightning.pytorch.plugins import MixedPrecision
@@ -17,14 +20,17 @@ from transformers import PreTrainedModel
 
 from lrlhf.media import MediaProcessor
 from lrlhf.models import media_modules
+from lrlhf.models.sharding import CheckpointMismatchError, check_same_names
 from lrlhf.modules.settings import Advantage, Update
 from lrlhf.rollout import Sampling
 from lrlhf.strategies import (
     SplitsModels,
     minds_idle_parts,
+    resume_where_it_stopped,
     use_atomic_checkpoints,
     watch_over,
 )
+from lrlhf.strategies.log_rows import keep_log_rows
 
 
 def refuse_pure_low_precision(trainer: L.Trainer, model: nn.Module) -> None:
@@ -66,8 +72,10 @@ def prepare_trainer(trainer: L.Trainer, stage: str) -> None:
     """
     use_atomic_checkpoints(trainer)
     refuse_other_splitting(trainer)
+    keep_log_rows(trainer, stage)
     if stage == "fit":
         watch_over(trainer)
+        resume_where_it_stopped(trainer)
 
 
 def refuse_other_splitting(trainer: L.Trainer) -> None:
@@ -93,6 +101,29 @@ def refuse_other_splitting(trainer: L.Trainer) -> None:
         raise ValueError(
             f"trainer.strategy {strategy.strategy_name} is Lightning's DeepSpeed, which has one "
             "engine for the whole module; use deepspeed_zero1, deepspeed_zero2 or deepspeed_zero3"
+        )
+
+
+def refuse_other_weights(module: L.LightningModule, checkpoint: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another model before torch lists every weight of it.
+
+    Where a strategy splits the models, it compares them itself.
+
+    Raises:
+        CheckpointMismatchError: Names or shapes of weights differ; names the first.
+    """
+    trainer = module._trainer
+    if "state_dict" not in checkpoint or (trainer and isinstance(trainer.strategy, SplitsModels)):
+        return
+    stored, own = checkpoint["state_dict"], module.state_dict()
+    check_same_names("the checkpoint", stored, own)
+    others = [name for name, weight in own.items() if weight.shape != stored[name].shape]
+    if others:
+        then, now = (list(weights[others[0]].shape) for weights in (stored, own))
+        raise CheckpointMismatchError(
+            f"{len(others)} of {len(own)} weights have another shape in the checkpoint, the first "
+            f"is {others[0]}: {then} there, {now} in this model; resume with the model that the "
+            "run was started with"
         )
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 _ADAMW = "torch.optim.AdamW"
+_EXCLUDES_FUSED = {"foreach", "differentiable"}
+"""Options of AdamW that choose another implementation."""
 
 
 class OptimizerAndScheduler(NamedTuple):
@@ -38,8 +41,9 @@ class OptimizerConfig:
             steps. Step s of W warm-up steps runs at (s + 1) / (W + 1) of the peak, so that,
             unlike in ``transformers``, no step is wasted at zero.
         min_lr_fraction: Where a falling schedule ends, as a fraction of ``lr``.
-        fused: Whether AdamW runs its fused kernel; None leaves the choice to torch. Precision
-            16-mixed cannot clip gradients with it.
+        fused: Whether AdamW runs its fused kernel, which goes through weights, gradients and
+            moments once. None: where it can, which is on CPUs and Nvidia's GPUs with weights in
+            float32. A resumed run goes on with the kernel that it was started with.
         optimizer_class: Dotted path of another ``torch.optim.Optimizer``. It is given ``lr``, the
             parameter groups with their ``weight_decay``, and ``optimizer_options``; ``betas``,
             ``eps`` and ``fused`` belong to AdamW alone.
@@ -133,15 +137,23 @@ class OptimizerConfig:
     def _optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
         options = dict(self.optimizer_options)
         if self.optimizer_class == _ADAMW:
-            options = {"betas": self.betas, "eps": self.eps, "fused": self.fused, **options}
+            fused = self.fused
+            if fused is None and not _EXCLUDES_FUSED & options.keys():
+                fused = _can_fuse(groups) or None
+            options = {"betas": self.betas, "eps": self.eps, "fused": fused, **options}
         optimizer_class = _resolve_optimizer(self.optimizer_class)
         try:
-            return optimizer_class(groups, lr=self.lr, **options)  # type: ignore[call-arg]
+            optimizer = optimizer_class(groups, lr=self.lr, **options)  # type: ignore[call-arg]
         except TypeError as error:
             raise ValueError(
                 f"optimizer.optimizer_options {sorted(self.optimizer_options)} do not fit "
                 f"{self.optimizer_class}: {error}"
             ) from error
+        if isinstance(optimizer, AdamW):
+            # a fused one tells loss scalers that it divides by their scale itself, and Lightning
+            # then clips nothing; gradients are unscaled before they are looked at here
+            optimizer._step_supports_amp_scaling = False
+        return optimizer
 
     def _refuse_adamw_options(self) -> None:
         for name, default in (("betas", (0.9, 0.999)), ("eps", 1e-8), ("fused", None)):
@@ -170,6 +182,20 @@ def parameter_groups(
     others = [parameter for parameter in trainable if parameter.ndim < 2]
     groups = ((matrices, weight_decay), (others, 0.0))
     return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+def _can_fuse(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether AdamW's fused kernel does for these weights just what the others do.
+
+    It reads weights and moments as they lie in memory, so they must lie in order.
+    """
+    return all(
+        parameter.device.type in ("cpu", "cuda")
+        and parameter.dtype == torch.float32
+        and parameter.is_contiguous()
+        for group in groups
+        for parameter in group["params"]
+    )
 
 
 def _resolve_optimizer(path: str) -> type[Optimizer]:

@@ -20,7 +20,10 @@ class PairScores(NamedTuple):
 
 
 def concatenate(first: SequenceBatch, second: SequenceBatch, *, pad_id: int) -> SequenceBatch:
-    """Stack the rows of two batches, right-padded to one length."""
+    """Stack the rows of two batches, right-padded to one length.
+
+    Rows with the same place in both may begin with the same tokens, and are marked so.
+    """
     length = max(first.input_ids.shape[1], second.input_ids.shape[1])
 
     def stacked(column: str, value: int | bool) -> Tensor:
@@ -34,6 +37,7 @@ def concatenate(first: SequenceBatch, second: SequenceBatch, *, pad_id: int) -> 
         attention_mask=stacked("attention_mask", value=False),
         response_mask=stacked("response_mask", value=False),
         media=joined_media([first, second]),
+        group_ids=torch.arange(len(first)).repeat(2),
     )
 
 

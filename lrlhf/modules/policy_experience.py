@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from peft import PeftModel
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from lrlhf.functional.policy import high_entropy_mask
-from lrlhf.models import ReferencePolicy, ValueHead, sequence_outputs
+from lrlhf.models import ReferencePolicy, ValueHead, looking_once, sequence_outputs
 from lrlhf.models.sharding import settle
+from lrlhf.modules.dump import StepInputs
 from lrlhf.modules.metric_sums import MetricSums
+from lrlhf.modules.policy_guard import ITERATION
 from lrlhf.modules.policy_objective import as_experience, compute_advantages
 from lrlhf.modules.policy_update import PolicyUpdate
 from lrlhf.modules.running_moments import RunningMoments
 from lrlhf.modules.settings import Advantage
-from lrlhf.rollout import Collected, micro_batch_rows, trim
+from lrlhf.rollout import trim
 from lrlhf.strategies import Collectives
 from lrlhf.types import Experience, Rollout
 
@@ -41,14 +46,12 @@ class PolicyExperience(PolicyUpdate):
     @torch.no_grad()
     def _experience(
         self,
-        collected: Collected,
+        rollout: Rollout,
+        scores: Tensor,
         filler: Tensor | None,
         metrics: MetricSums,
-        *,
-        replayed: bool,
     ) -> Experience:
-        rollout = collected.rollout
-        collectives = Collectives(self.trainer)
+        collectives, replayed = Collectives(self.trainer), self._replayed
         penalized = self.frozen is not None and self.kl_coef > 0
         select = self.update.high_entropy_fraction < 1
         needs_old = self._takes_several_steps(len(rollout)) or (penalized and self._kl_in_reward)
@@ -57,16 +60,19 @@ class PolicyExperience(PolicyUpdate):
         self.policy.eval()
         # an update that is exactly on-policy needs no old log-probabilities: they are the new ones
         needs_own = penalized if replayed else needs_old
-        own = self._old_outputs(rollout, logprobs=needs_own, entropy=select)
+        self._takes_drawn = needs_own and not self._is_frozen(0) and self._draws_exactly(rollout)
+        own = self._old_outputs(
+            rollout, logprobs=needs_own and not self._takes_drawn, entropy=select
+        )
+        if self._takes_drawn:
+            own = own._replace(logprobs=rollout.sampling_logprobs)
         experience = as_experience(
             rollout,
-            scores=collected.rewards.scores.to(rollout.input_ids.device),
+            scores=scores.to(rollout.input_ids.device),
             # whatever the policy is now, a stored response was drawn from the one that was then
             old_logprobs=rollout.sampling_logprobs if replayed else own.logprobs,
             policy_logprobs=own.logprobs if replayed else None,
-            ref_logprobs=self._in_parts(rollout, self._reference_logprobs)[0]
-            if penalized
-            else None,
+            ref_logprobs=self._logprobs_of_reference(rollout) if penalized else None,
             values=own.values,
             filler=filler,
         )
@@ -92,12 +98,57 @@ class PolicyExperience(PolicyUpdate):
         chosen = high_entropy_mask(own.entropy, experience.loss_mask, fraction=fraction)
         return replace(experience, selected=chosen)
 
+    def _iteration_inputs(
+        self, experience: Experience, filler: Tensor | None, moments: dict[str, Any]
+    ) -> StepInputs:
+        """Take down what an iteration is judged by.
+
+        Args:
+            experience: Of the iteration, before its update.
+            filler: `[B]`, rows that only fill the batch.
+            moments: The running moments before this iteration's scores.
+        """
+        inputs = self._step_inputs(ITERATION, {"experience": experience})
+        return replace(inputs, extra={**inputs.extra, "filler": filler, "moments": moments})
+
+    def repeat_iteration(self, inputs: StepInputs) -> Experience:
+        """Look at the responses of a dump again, with the code that they were looked at with."""
+        stored = inputs.batches["experience"].to(self.device)
+        assert isinstance(stored, Experience)
+        self._replayed = bool(inputs.extra["replayed"])
+        self.moments.load_state_dict(inputs.extra["moments"])
+        filler = inputs.extra["filler"]
+        rollout = Rollout(**{one.name: getattr(stored, one.name) for one in fields(Rollout)})
+        with looking_once():
+            experience = self._experience(
+                rollout,
+                stored.scores,
+                None if filler is None else filler.to(self.device),
+                MetricSums(),
+            )
+        self._free_gathered()
+        return experience
+
     def _free_gathered(self) -> None:
         """Give back what only the passes without gradients needed."""
         for model in self.trainable_models().values():
             settle(model)
         if self.frozen is not None:
             self.frozen.rest(offload=self.reference.offload)
+
+    def _draws_exactly(self, rollout: Rollout) -> bool:
+        """Whether the log-probabilities that responses were drawn with are the policy's own."""
+        return (
+            self.engine.exact
+            and not self._replayed
+            and rollout.weight_version is None
+            and rollout.kept_mass is None
+            and self.sampling.min_new_tokens == 0
+            and not torch.is_autocast_enabled(self.device.type)
+            and torch.get_float32_matmul_precision() == "highest"
+            # shorter numbers are rounded differently in a step of generation and in a whole row
+            and all(weight.dtype == torch.float32 for weight in self.policy.parameters())
+        )
 
     def _takes_several_steps(self, rows: int) -> bool:
         size = self.update.minibatch_size
@@ -125,28 +176,31 @@ class PolicyExperience(PolicyUpdate):
             )
             return [out.logprobs, out.entropy, out.values]
 
-        return OldOutputs(*self._in_parts(rollout, forward))
+        return OldOutputs(*self._in_parts(rollout, self.policy, forward))
 
-    def _reference_logprobs(self, part: Rollout) -> list[Tensor | None]:
-        assert self.frozen is not None
-        self.frozen.to(self.device)
-        return [
-            self.frozen.logprobs(
-                part, temperature=self.sampling.temperature, chunk_size=self.update.logprob_chunk
-            )
-        ]
+    def _logprobs_of_reference(self, rollout: Rollout) -> Tensor | None:
+        frozen = self.frozen
+        assert frozen is not None
+        frozen.to(self.device)
+        compute = partial(
+            frozen.logprobs,
+            temperature=self.sampling.temperature,
+            chunk_size=self.update.logprob_chunk,
+        )
+        return self._in_parts(rollout, frozen.model, lambda part: [compute(part)])[0]
 
     def _in_parts(
-        self, rollout: Rollout, function: Callable[[Rollout], Sequence[Tensor | None]]
+        self,
+        rollout: Rollout,
+        model: PreTrainedModel | PeftModel,
+        function: Callable[[Rollout], Sequence[Tensor | None]],
     ) -> list[Tensor | None]:
-        """Apply a function of rows to groups of them; its results are `[B, T]` each, or None."""
+        """Apply a function of rows to as many as go through a model together.
+
+        Its results are `[B, T]` each, or None.
+        """
         whole: list[Tensor | None] = []
-        groups = micro_batch_rows(
-            rollout.lengths,
-            max_tokens=self.update.micro_batch_tokens,
-            at_least=self._passes(rollout, Collectives(self.trainer)),
-        )
-        for rows in groups:
+        for rows, *_ in self._passes(rollout, [model], Collectives(self.trainer)):
             parts = function(trim(rollout.select(rows)))
             if not whole:
                 blank = rollout.sampling_logprobs

@@ -13,11 +13,9 @@ from torch import nn
 from torchmetrics import MeanMetric
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from lrlhf.media import MediaProcessor
 from lrlhf.models import (
     CausalLM,
     check_has_experts,
-    check_output_head,
     frozen_reference,
     looking_once,
     plain_model,
@@ -28,12 +26,15 @@ from lrlhf.modules.checks import (
     check_group_policy_options,
     prepare_trainer,
     refuse_idle_encoder,
+    refuse_other_weights,
     refuse_pure_low_precision,
 )
+from lrlhf.modules.guard import Guard, with_quota
 from lrlhf.modules.importance import ImportanceSampling, check_importance_sampling
 from lrlhf.modules.iteration import Iteration
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
+from lrlhf.modules.policy_loading import load_policy
 from lrlhf.modules.policy_rollout import PolicyRollout
 from lrlhf.modules.replay import check_stored
 from lrlhf.modules.rollout_metrics import (
@@ -43,6 +44,7 @@ from lrlhf.modules.rollout_metrics import (
 )
 from lrlhf.modules.running_moments import RunningMoments
 from lrlhf.modules.settings import Advantage, DynamicSampling, Reference, Update
+from lrlhf.modules.step_guard import StepGuard
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import (
     Collector,
@@ -89,6 +91,7 @@ class PolicyModule(PolicyRollout):
             ratios of tokens or responses, whichever the loss is about, where the engine is not
             exact or its weights were older than the policy's, else none.
         optimizer: AdamW and its schedule, counted in iterations.
+        guard: What counts as an anomaly, whose step is left out, and when to give up.
         dynamic_sampling: Train on groups with different scores only; None: on all.
         rollout_ahead: 1: draw the next iteration's responses while this one trains, with weights
             that are then one update old; needs an engine in a process of its own
@@ -115,6 +118,7 @@ class PolicyModule(PolicyRollout):
         update: Update = Update(),  # noqa: B008  frozen
         importance_sampling: ImportanceSampling | None = None,
         optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6),  # noqa: B008  frozen
+        guard: Guard = Guard(),  # noqa: B008  frozen
         dynamic_sampling: DynamicSampling | None = None,
         rollout_ahead: Literal[0, 1] = 0,
         allow_truncated_sampling: bool = False,
@@ -148,9 +152,11 @@ class PolicyModule(PolicyRollout):
         check_importance_sampling(importance_sampling, update.function)
         self.kl_coef = reference.kl_coef
         self.samples_per_step = 0
-        self.skipped_steps = 0
+        quota = with_quota(guard, "update.max_skipped_steps", update.max_skipped_steps)
+        self.step_guard = StepGuard(self, *quota)
+        self._replayed = self._takes_drawn = self._moved = False
         self.moments = RunningMoments()
-        self.policy, self.tokenizer, self.processor = _loaded(policy, tokenizer, processor)
+        self.policy, self.tokenizer, self.processor = load_policy(policy, tokenizer, processor)
         if update.router_loss_coef > 0:
             check_has_experts(self.policy)
         if reference.sync_every is not None and isinstance(self.policy, PeftModel):
@@ -246,22 +252,29 @@ class PolicyModule(PolicyRollout):
                 "with reference.kl_coef above 0"
             )
         seed_everything_for(self.seed, self.global_step, collectives.rank)
+        self._moved = False
         self.samples_per_step = plan.responses_trained
         collected, filler = self._responses(batch, metrics, collectives)
-        replayed = isinstance(batch, StoredRollout)
+        self._replayed, moments = isinstance(batch, StoredRollout), self.moments.state_dict()
         if isinstance(self.engine, SyncedEngine):
             self.engine.sleep()
         with self._iteration.phase("logprob"), looking_once():
-            experience = self._experience(collected, filler, metrics, replayed=replayed)
+            experience = self._experience(
+                collected.rollout, collected.rewards.scores, filler, metrics
+            )
         self._free_gathered()
         self._iteration.tell_rollout(experience, collected.records)
         measure_kl(experience, metrics)
-        if experience.old_logprobs is not None and not replayed:
+        if experience.old_logprobs is not None and not (self._replayed or self._takes_drawn):
             measure_mismatch(experience.old_logprobs, experience, metrics)
+        inputs = self._iteration_inputs(experience, filler, moments)
+        passes = self._passes_guard(experience, inputs, collectives)
+        del inputs  # holds the experience on its device
         if self.update.offload:
             experience = experience.to("cpu")
         with self._iteration.phase("update"):
-            self._update(experience, self._texts(batch.pretraining, plan), metrics, collectives)
+            texts = self._texts(batch.pretraining, plan)
+            self._update(experience, texts, metrics, collectives, skip=not passes)
         self._sync_reference()
         self._log_iteration(experience, metrics, collectives)
 
@@ -308,7 +321,8 @@ class PolicyModule(PolicyRollout):
             world_size=collectives.world_size,
         )
         metrics.add("kl/coef", self.kl_coef, 1.0)
-        metrics.add("train/skipped_steps", float(self.skipped_steps), 1.0)
+        for name, count in self.step_guard.metrics().items():
+            metrics.add(name, count, 1.0)
         shown = ("rollout/score", "kl/reference")
         reduced = metrics.reduce(collectives, self.device)
         if "value/return_std" in reduced:
@@ -350,7 +364,7 @@ class PolicyModule(PolicyRollout):
         checkpoint["lrlhf"] = {
             "kl_coef": self.kl_coef,
             "configured_kl_coef": self.reference.kl_coef,
-            "skipped_steps": self.skipped_steps,
+            "guard": self.step_guard.state_dict(),
             "moments": self.moments.state_dict(),
             # a checkpoint is rank 0's: of several ranks the others would miss their responses
             "ahead": self._ahead.state_dict()
@@ -363,10 +377,11 @@ class PolicyModule(PolicyRollout):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        refuse_other_weights(self, checkpoint)
         state = checkpoint["lrlhf"]
         if state["configured_kl_coef"] == self.reference.kl_coef:
             self.kl_coef = state["kl_coef"]
-        self.skipped_steps = state["skipped_steps"]
+        self.step_guard.load_checkpoint(state)
         self.moments.load_state_dict(state["moments"])
         if self._ahead is not None:
             self._ahead.load_state_dict(state.get("ahead"), self.device)
@@ -377,21 +392,3 @@ class PolicyModule(PolicyRollout):
                     "resume with the configuration that the run was started with"
                 )
             self.frozen.load_state_dict(state["reference"])
-
-
-def _loaded(
-    policy: str | CausalLM | PreTrainedModel | PeftModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    processor: ProcessorMixin | None,
-) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase, MediaProcessor | None]:
-    if isinstance(policy, str):
-        policy = CausalLM(source=policy)
-    if isinstance(policy, CausalLM):
-        spec, policy = policy, policy.load()
-        tokenizer = tokenizer or spec.load_tokenizer()
-        processor = processor or spec.load_processor()
-    elif tokenizer is None:
-        raise ValueError("policy is a model that is already built: pass its tokenizer too")
-    else:
-        check_output_head(policy)
-    return policy, tokenizer, MediaProcessor.for_model(processor, plain_model(policy).config)

@@ -6,8 +6,9 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
-import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from peft import PeftModel
@@ -17,12 +18,16 @@ from transformers import PreTrainedModel
 from lrlhf.models import (
     SequenceOutputs,
     looking_once,
+    packs,
+    plain_model,
     ruled_out_ids,
     sequence_logprobs,
     sequence_outputs,
 )
+from lrlhf.modules.anomalies import Anomaly
 from lrlhf.modules.batch_plan import BatchPlan
 from lrlhf.modules.checks import uses_loss_scaler
+from lrlhf.modules.dump import StepInputs
 from lrlhf.modules.importance import (
     ImportanceSampling,
     automatic_mode,
@@ -31,22 +36,28 @@ from lrlhf.modules.importance import (
     weighted,
 )
 from lrlhf.modules.metric_sums import MetricSums
+from lrlhf.modules.policy_guard import PolicyGuard
 from lrlhf.modules.policy_objective import Denominators, denominators, policy_loss
-from lrlhf.modules.rollout_metrics import measure_update
+from lrlhf.modules.rollout_metrics import measure_mismatch, measure_update
 from lrlhf.modules.settings import Reference, Update
-from lrlhf.rollout import (
-    RolloutEngine,
-    Sampling,
-    micro_batch_rows,
-    micro_batches,
-    minibatches,
-    trim,
-)
+from lrlhf.rollout import Pass, RolloutEngine, Sampling, minibatches, plan_passes, trim
 from lrlhf.strategies import Collectives, Updater
+from lrlhf.strategies.exchange import balance_over_ranks
 from lrlhf.types import Experience, SequenceBatch
 
+TakesStep = Callable[[Experience, SequenceBatch | None, MetricSums, Collectives], None]
+"""Takes one optimizer step, of one optimizer or of several from one backward pass."""
 
-class PolicyUpdate(L.LightningModule):
+
+class Turn(NamedTuple):
+    """An optimizer whose step is next."""
+
+    optimizer: int
+    role: str
+    max_grad_norm: float
+
+
+class PolicyUpdate(PolicyGuard):
     """The half of `PolicyModule` that takes gradients.
 
     A minibatch is cut into micro-batches whose losses add up to that of the whole: the denominators
@@ -62,7 +73,6 @@ class PolicyUpdate(L.LightningModule):
     importance_sampling: ImportanceSampling | None
     engine: RolloutEngine
     kl_coef: float
-    skipped_steps: int
     _updater: Updater
 
     def trainable_models(self) -> dict[str, nn.Module]:
@@ -101,19 +111,24 @@ class PolicyUpdate(L.LightningModule):
         texts: Sequence[SequenceBatch | None],
         metrics: MetricSums,
         collectives: Collectives,
+        *,
+        skip: bool = False,
     ) -> None:
+        """Take all steps of an iteration, or with ``skip`` none; the schedules go on anyway."""
         metrics.add("train/lr", self._optimizer(0).param_groups[0]["lr"], 1.0)
         size = self.update.minibatch_size
         local_size = None if size is None else size // collectives.world_size
         for model in self.trainable_models().values():
             model.train()
-        for _ in range(self.update.num_iterations):
+        for _ in range(0 if skip else self.update.num_iterations):
             parts = minibatches(experience, size=local_size)
             for part, text in zip(parts, texts, strict=True):
+                balanced = balance_over_ranks(part, collectives)
+                metrics.add("perf/token_imbalance", balanced.after, 1.0)
                 # features that nothing is trained for are computed once per step, the others once
                 # per micro-batch
                 with looking_once():
-                    self._optimizer_steps(part, text, metrics, collectives)
+                    self._optimizer_steps(balanced.rows, text, metrics, collectives)
         schedulers = self.lr_schedulers()
         several = schedulers if isinstance(schedulers, list) else [schedulers]
         for scheduler, freeze_steps in zip(several, self._freeze_steps, strict=True):
@@ -155,13 +170,19 @@ class PolicyUpdate(L.LightningModule):
         if float(totals.tokens) == 0 and text is None:
             # a step without a gradient would still move the weights by the optimizer's momentum
             return
+        inputs = self._begin_step("policy", part, text)
         self._accumulate(
             part,
             lambda micro, share: self._policy_loss(micro, totals, metrics, share=share)[0],
             collectives,
+            metrics,
             text_loss=self._text_loss(text, metrics, collectives),
         )
-        self._step(0, "policy", self.update.max_grad_norm, metrics)
+        self._finish_step([self._policy_turn], inputs, part, metrics, collectives)
+
+    @property
+    def _policy_turn(self) -> Turn:
+        return Turn(0, "policy", self.update.max_grad_norm)
 
     def _totals(self, part: Experience, collectives: Collectives) -> Denominators:
         return Denominators(*collectives.sum(denominators(part).to(self.device)))
@@ -171,6 +192,7 @@ class PolicyUpdate(L.LightningModule):
         part: Experience,
         loss_of: Callable[[Experience, float], Tensor],
         collectives: Collectives,
+        metrics: MetricSums,
         *,
         text_loss: Callable[[], Tensor] | None = None,
     ) -> None:
@@ -181,31 +203,56 @@ class PolicyUpdate(L.LightningModule):
             loss_of: A micro-batch's share of the step's loss, the shares adding up to it; gets the
                 micro-batch on the device and its weight in metrics that are means over them.
             collectives: The ranks.
+            metrics: Told how many tokens were computed.
             text_loss: A further share that no response belongs to.
         """
-        cuts = micro_batches(
-            part,
-            max_tokens=self.update.micro_batch_tokens,
-            at_least=self._passes(part, collectives),
-        )
-        share = 1 / len(cuts) / collectives.world_size
+        passes = self._passes(part, self._backbones, collectives)
+        share = 1 / len(passes) / collectives.world_size
         if text_loss is not None:
+            loss = text_loss()
+            self._watch.see_loss(loss, lambda: "in the pretraining texts")
             # not as the last: ranks add up the gradients of what the last pass goes through
-            self._backward(text_loss(), collectives, last=False)
-        for index, micro in enumerate(cuts):
-            last = index == len(cuts) - 1
-            self._backward(loss_of(micro.to(self.device), share), collectives, last=last)
+            self._backward(loss, collectives, last=False)
+        for index, one in enumerate(passes):
+            metrics.add("perf/padding_fraction", one.padding, one.computed)
+            metrics.add("perf/shared_fraction", one.shared, one.given)
+            micro = trim(part.select(one.rows)).to(self.device)
+            self._watch.turn_to(one.rows)
+            loss = loss_of(micro, share)
+            # what it shows is large, and says nothing of the place
+            place_of = partial(self._place_of, replace(micro, media=None))
+            self._watch.see_loss(loss, place_of)
+            # also where it is not finite: no rank may leave the others alone in a reduction
+            self._backward(loss, collectives, last=index == len(passes) - 1)
 
-    def _passes(self, part: SequenceBatch, collectives: Collectives) -> int:
-        """Count the forward passes that some rows take on the rank that needs most.
+    def _passes(
+        self,
+        part: SequenceBatch,
+        models: Sequence[PreTrainedModel | PeftModel],
+        collectives: Collectives,
+    ) -> list[Pass]:
+        """Cut rows into forward passes of some models, equally many on all ranks.
 
         Where weights are split, all ranks take part in gathering them, pass by pass.
         """
-        limit = self.update.micro_batch_tokens
-        if collectives.world_size == 1 or limit is None:
-            return 1
-        own = len(micro_batch_rows(part.lengths, max_tokens=limit))
-        return int(collectives.max(torch.tensor(float(own), device=self.device)))
+        plan = partial(
+            plan_passes,
+            part,
+            max_tokens=self.update.micro_batch_tokens,
+            packed=all(packs(plain_model(model), part) for model in models),
+            # experts are balanced over the tokens of whole rows
+            shared=self.update.router_loss_coef == 0,
+        )
+        own = plan()
+        if collectives.world_size == 1 or self.update.micro_batch_tokens is None:
+            return own
+        most = collectives.max(torch.tensor(float(len(own)), device=self.device))
+        return own if int(most) == len(own) else plan(at_least=int(most))
+
+    @property
+    def _backbones(self) -> list[PreTrainedModel | PeftModel]:
+        """What the rows of an optimizer step go through."""
+        return [self.policy]
 
     def _backward(self, loss: Tensor, collectives: Collectives, *, last: bool) -> None:
         # ranks' gradients are averaged, while the denominators already span all ranks
@@ -217,21 +264,58 @@ class PolicyUpdate(L.LightningModule):
         assert isinstance(optimizer, LightningOptimizer)
         return optimizer
 
-    def _step(self, index: int, role: str, max_grad_norm: float, metrics: MetricSums) -> None:
-        norm = self._updater.step(self._optimizer(index), max_grad_norm=max_grad_norm)
-        if math.isfinite(norm):
-            metrics.add(f"{role}/grad_norm", norm, 1.0)
-            return
-        if uses_loss_scaler(self.trainer):
-            return
-        self.skipped_steps += 1
-        if self.skipped_steps > self.update.max_skipped_steps:
-            raise ValueError(
-                f"the {role} gradient was not finite, and {self.skipped_steps} optimizer steps "
-                f"were skipped (update.max_skipped_steps is {self.update.max_skipped_steps}); "
-                "lower the learning rate, or look at the scores and log-probabilities of the last "
-                "iterations"
+    def _finish_step(
+        self,
+        turns: Sequence[Turn],
+        inputs: StepInputs,
+        part: Experience,
+        metrics: MetricSums,
+        collectives: Collectives,
+    ) -> None:
+        """Step the optimizers whose gradients have been added up, unless the guard objects."""
+        self._moved = True
+        verdict = self._watch.judge(collectives)
+        found, left_out = list(verdict.found), verdict.skips
+        for index, role, max_norm in turns:
+            norm = self._updater.step(
+                self._optimizer(index), max_grad_norm=max_norm, leave_out=verdict.skips
             )
+            if verdict.skips:
+                continue
+            if math.isfinite(norm):
+                metrics.add(f"{role}/grad_norm", norm, 1.0)
+            elif not uses_loss_scaler(self.trainer):
+                left_out = True
+                if collectives.rank == 0:  # the norm is the same on all
+                    found.append(Anomaly("gradient", f"the {role} gradient is not finite"))
+        if left_out:
+            self._report(found, inputs, part)
+
+    def repeat_step(self, inputs: StepInputs) -> None:
+        """Take the step of a dump again, with the code that it was taken with.
+
+        Raises:
+            KeyError: This module has no such step.
+        """
+        part, text = inputs.batches["part"], inputs.batches.get("text")
+        assert isinstance(part, Experience)
+        assert text is None or isinstance(text, SequenceBatch)
+        self._replayed = bool(inputs.extra["replayed"])
+        self._takes_drawn, self._moved = bool(inputs.extra["drawn"]), bool(inputs.extra["moved"])
+        for model in self.trainable_models().values():
+            model.train()
+        with looking_once():
+            take = self._steps[inputs.stage]
+            take(part, text, MetricSums(), Collectives(self.trainer))
+
+    @property
+    def step_names(self) -> tuple[str, ...]:
+        """The steps that `repeat_step` knows."""
+        return tuple(self._steps)
+
+    @property
+    def _steps(self) -> dict[str, TakesStep]:
+        return {"policy": self._policy_step}
 
     def _policy_loss(
         self,
@@ -251,6 +335,9 @@ class PolicyUpdate(L.LightningModule):
             value_head=value_head,
             router_loss=self.update.router_loss_coef > 0,
         )
+        self._see_probabilities(out.logprobs, micro, self.update.function)
+        if self._takes_drawn and not self._moved:
+            measure_mismatch(out.logprobs.detach(), micro, metrics)
         if micro.old_logprobs is None:
             micro = self._weighted(micro, out.logprobs.detach())
         terms = policy_loss(

@@ -15,15 +15,16 @@ from lrlhf.models import (
     ValueModel,
     ValueNetwork,
     new_value_head,
+    plain_model,
     sequence_values,
 )
-from lrlhf.models.output_head import plain_model
 from lrlhf.modules.checks import uses_loss_scaler
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.optimizers import OptimizerAndScheduler
 from lrlhf.modules.policy_experience import OldOutputs
 from lrlhf.modules.policy_module import PolicyModule
 from lrlhf.modules.policy_objective import Denominators, value_loss
+from lrlhf.modules.policy_update import TakesStep, Turn
 from lrlhf.modules.rollout_metrics import measure_critic, measure_values
 from lrlhf.modules.settings import Advantage, Critic, Update
 from lrlhf.rewards import Rewards
@@ -97,6 +98,11 @@ class PPO(PolicyModule):
         self._check_vocabulary(network)
         return network, None
 
+    @property
+    def _backbones(self) -> list[PreTrainedModel | PeftModel]:
+        critic = self.critic
+        return [*super()._backbones, *([] if critic is None else [critic.backbone])]
+
     def _check_vocabulary(self, network: ValueNetwork) -> None:
         """The critic reads the policy's token ids."""
         largest = max(self.tokenizer.get_vocab().values())
@@ -165,7 +171,8 @@ class PPO(PolicyModule):
         if self.critic is None:
             return outputs
         critic = self.critic.eval()
-        return outputs._replace(values=self._in_parts(rollout, lambda part: [critic(part)])[0])
+        values = self._in_parts(rollout, critic.backbone, lambda part: [critic(part)])[0]
+        return outputs._replace(values=values)
 
     def _optimizer_steps(
         self,
@@ -195,8 +202,23 @@ class PPO(PolicyModule):
         def loss_of(micro: Experience, share: float) -> Tensor:
             return self._value_loss(self._values(micro), micro, totals, metrics, share=share)
 
-        self._accumulate(part, loss_of, collectives)
-        self._step(1, "value", self.critic_settings.max_grad_norm, metrics)
+        inputs = self._begin_step("value", part, None)
+        self._accumulate(part, loss_of, collectives, metrics)
+        self._finish_step([self._critic_turn], inputs, part, metrics, collectives)
+
+    @property
+    def _critic_turn(self) -> Turn:
+        assert self.critic_settings is not None
+        return Turn(1, "value", self.critic_settings.max_grad_norm)
+
+    @property
+    def _steps(self) -> dict[str, TakesStep]:
+        def critic(
+            part: Experience, _: SequenceBatch | None, metrics: MetricSums, ranks: Collectives
+        ) -> None:
+            self._critic_step(part, metrics, ranks)
+
+        return {**super()._steps, "value": critic, "joint": self._joint_step}
 
     def _values(self, micro: Experience) -> Tensor:
         if self.critic is not None:
@@ -215,6 +237,7 @@ class PPO(PolicyModule):
         share: float,
     ) -> Tensor:
         assert self.critic_settings is not None
+        self._watch.outputs["the values"] = values.detach()
         loss = value_loss(values, micro, critic=self.critic_settings, totals=totals)
         metrics.add("value/loss", loss, share)
         measure_values(values.detach(), micro, metrics, critic=self.critic_settings)
@@ -242,11 +265,11 @@ class PPO(PolicyModule):
             value = self._value_loss(out.values, micro, totals, metrics, share=share)
             return loss if frozen else loss + value
 
+        inputs = self._begin_step("joint", part, text)
         text_loss = self._text_loss(text, metrics, collectives)
-        self._accumulate(part, loss_of, collectives, text_loss=text_loss)
-        self._step(0, "policy", self.update.max_grad_norm, metrics)
-        if not frozen:
-            self._step(1, "value", self.critic_settings.max_grad_norm, metrics)
+        self._accumulate(part, loss_of, collectives, metrics, text_loss=text_loss)
+        turns = [self._policy_turn, *([] if frozen else [self._critic_turn])]
+        self._finish_step(turns, inputs, part, metrics, collectives)
 
     def _read_backbone(self, hidden: Tensor) -> Tensor:
         """Compute values whose loss reaches the backbone with its own weight, 0 by default."""

@@ -17,22 +17,29 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lrlhf.media import MediaProcessor
 from lrlhf.models import LoRA, RewardNetwork, ScoreModel
+from lrlhf.modules.anomalies import Anomaly
 from lrlhf.modules.checks import (
     prepare_trainer,
     refuse_idle_encoder,
+    refuse_other_weights,
     refuse_pure_low_precision,
     uses_loss_scaler,
 )
 from lrlhf.modules.gradient_window import ClosedWindow, GradientWindow
+from lrlhf.modules.guard import Guard, as_guard, refuse_policy_limits, with_quota
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.pair_batches import PairScores, concatenate, score_records
 from lrlhf.modules.pair_losses import PairObjective, resolve_losses
+from lrlhf.modules.pending_pairs import pending_pairs, take_up_pairs
+from lrlhf.modules.random_state import random_state
+from lrlhf.modules.reward_guard import TakenPairs
 from lrlhf.modules.reward_metrics import (
     RewardMetrics,
     RewardSummary,
     fit_tie_threshold,
     three_way_accuracy,
 )
+from lrlhf.modules.step_guard import StepGuard
 from lrlhf.strategies import (
     Collectives,
     gradients_of,
@@ -41,10 +48,6 @@ from lrlhf.strategies import (
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
 _EVAL_ONLY = ("accuracy_low", "accuracy_high", "pairs")
-
-
-class TrainingDivergedError(ValueError):
-    """Losses or gradients were not finite, and leaving out steps did not help."""
 
 
 class RewardModel(L.LightningModule):
@@ -68,7 +71,9 @@ class RewardModel(L.LightningModule):
         center_coef: Strength of (chosen + rejected)², which keeps scores around 0; try 0.01.
         label_smoothing: Assumed share of wrong labels.
         optimizer: AdamW and its schedule, counted in optimizer steps.
-        max_skipped_steps: Stop when more optimizer steps than this had to be left out.
+        guard: When an optimizer step is left out, and when to give up; of the limits only those
+            of loss and gradient are about a reward model.
+        max_skipped_steps: Older name of ``guard.max_skipped``; null: that decides.
         seed: Seeds dropout, together with rank and step.
 
     Raises:
@@ -88,11 +93,12 @@ class RewardModel(L.LightningModule):
         center_coef: float = 0.0,
         label_smoothing: float = 0.0,
         optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008  frozen
-        max_skipped_steps: int = 10,
+        guard: Guard = Guard(),  # noqa: B008  frozen
+        max_skipped_steps: int | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self._save_options(model, optimizer)
+        self._save_options(model, optimizer, guard)
         self.objective = PairObjective(
             losses=resolve_losses(loss),
             margin=margin,
@@ -101,9 +107,11 @@ class RewardModel(L.LightningModule):
             label_smoothing=label_smoothing,
         )
         self.optimizer_config = _as_optimizer_config(optimizer)
-        self.max_skipped_steps = max_skipped_steps
         self.seed = seed
-        self.skipped_steps = 0
+        guard = as_guard(guard)
+        refuse_policy_limits(guard)
+        quota = with_quota(guard, "max_skipped_steps", max_skipped_steps)
+        self.step_guard = StepGuard(self, *quota)
         self.network, self.tokenizer, self.processor = _loaded(model, tokenizer, processor)
         self.head_names: tuple[str, ...] = self.network.head_names
         weights = _weights(self.head_names, head_weights)
@@ -114,18 +122,18 @@ class RewardModel(L.LightningModule):
         self.train_metrics = RewardMetrics(self.head_names, weights)
         self.eval_metrics = RewardMetrics(self.head_names, weights)
         self._window = GradientWindow()
+        self.taken_pairs = TakenPairs(self.head_names, self.tokenizer)
 
-    def _save_options(self, model: object, optimizer: object) -> None:
+    def _save_options(self, model: object, optimizer: object, guard: object) -> None:
         built = isinstance(model, nn.Module)
         readers = ["tokenizer", "processor"]
         self.save_hyperparameters(ignore=["model", *readers] if built else readers)
         if "_instantiator" in self.hparams:
             return  # LightningCLI gave the options as the YAML spells them
         # checkpoints are read with weights_only=True, which refuses dataclasses
-        specs = {"optimizer": optimizer} if built else {"optimizer": optimizer, "model": model}
-        plain = {
-            k: asdict(v) for k, v in specs.items() if isinstance(v, OptimizerConfig | ScoreModel)
-        }
+        specs = {"optimizer": optimizer, "guard": guard, **({} if built else {"model": model})}
+        kinds = OptimizerConfig | ScoreModel | Guard
+        plain = {k: asdict(v) for k, v in specs.items() if isinstance(v, kinds)}
         self.save_hyperparameters(plain)
 
     # ---- what callbacks and data modules ask for
@@ -175,7 +183,10 @@ class RewardModel(L.LightningModule):
 
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> Tensor:
         del batch_idx
+        random = random_state(self.device) if self.step_guard.keeps_inputs else None
         scores = self.score_pairs(batch)
+        several = self.trainer.accumulate_grad_batches > 1
+        self.taken_pairs.add(batch, scores, random, several=several)
         losses = self._measured(scores, batch, self.train_metrics)
         total = (losses * self.head_weights).sum()
         return self._window.add(total, len(batch), Collectives(self.trainer))
@@ -205,18 +216,27 @@ class RewardModel(L.LightningModule):
         finite = window.finite and (gradients_finite or uses_loss_scaler(self.trainer))
         if not finite:
             gradients.drop()
-            self._count_skipped_step()
+            self.step_guard.report(self._anomalies(window, ranks), self.taken_pairs.inputs())
+        self.taken_pairs.clear()
         return float(norm)
 
-    def _count_skipped_step(self) -> None:
-        self.skipped_steps += 1
-        if self.skipped_steps > self.max_skipped_steps:
-            raise TrainingDivergedError(
-                f"{self.skipped_steps} optimizer steps had a loss or gradient that was not finite, "
-                f"max_skipped_steps is {self.max_skipped_steps} (last at step "
-                f"{self.trainer.global_step}): lower optimizer.lr, set trainer.gradient_clip_val, "
-                "or look at the last batches"
-            )
+    def _anomalies(self, window: ClosedWindow, ranks: Collectives) -> list[Anomaly]:
+        """What this rank knows of a step that is left out."""
+        place = self.taken_pairs.place()
+        if window.finite:
+            found = Anomaly("gradient", "the gradient is not finite")
+        else:
+            found = Anomaly("loss", f"the loss is not finite{f' ({place})' if place else ''}")
+        return [found] if place or ranks.rank == 0 else []
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that were left out so far, resumed runs included."""
+        return self.step_guard.skipped
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self.step_guard.skipped = count
 
     @property
     def _pad_id(self) -> int:
@@ -264,7 +284,7 @@ class RewardModel(L.LightningModule):
     # ---- logging
 
     def _log_training(self, norm: float) -> None:
-        values = {"train/skipped_steps": float(self.skipped_steps), "train/grad_norm": norm}
+        values = {**self.step_guard.metrics(), "train/grad_norm": norm}
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if (self.trainer.global_step + 1) % max(1, every) == 0:
             values |= self._training_values()
@@ -305,10 +325,13 @@ class RewardModel(L.LightningModule):
     # ---- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["skipped_steps"] = self.skipped_steps
+        checkpoint["guard"] = self.step_guard.state_dict()
+        checkpoint["pending_pairs"] = pending_pairs(self.train_metrics)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.skipped_steps = checkpoint["skipped_steps"]
+        refuse_other_weights(self, checkpoint)
+        self.step_guard.load_checkpoint(checkpoint)
+        take_up_pairs(self.train_metrics, checkpoint.get("pending_pairs", ()))
 
 
 def _loaded(

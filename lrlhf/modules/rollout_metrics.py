@@ -11,6 +11,7 @@ from lrlhf.functional.kl import kl_estimate
 from lrlhf.functional.losses import PolicyLoss
 from lrlhf.functional.masking import masked_sum
 from lrlhf.functional.policy import policy_metrics, sequence_ratio
+from lrlhf.modules.anomalies import reference_kl
 from lrlhf.modules.importance import engine_logprobs
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.policy_objective import value_mask
@@ -50,21 +51,12 @@ def measure_rollout(
 
 
 def measure_kl(experience: Experience, metrics: MetricSums) -> None:
-    """Distance to the reference per token and per response, in nats.
-
-    Of responses that the policy drew it is the k1 estimate; of others, which k1 would misjudge and
-    even give a negative distance, k3.
-    """
-    if experience.ref_logprobs is None:
+    """Distance to the reference per token and per response, in nats; see `reference_kl`."""
+    kl = reference_kl(experience)
+    if kl is None:
         return
-    policy, estimator = experience.policy_logprobs, "k3"
-    if policy is None:
-        policy, estimator = experience.old_logprobs, "k1"
-    if policy is None:
-        policy = experience.sampling_logprobs
-    mask = experience.response_mask
-    total = masked_sum(kl_estimate(policy, experience.ref_logprobs, estimator=estimator), mask)
-    metrics.add("kl/reference", total, mask.sum())
+    total = kl.sum()
+    metrics.add("kl/reference", total, experience.response_mask.sum())
     metrics.add("kl/sequence", total, float(len(experience)))
 
 
@@ -80,7 +72,7 @@ def measure_mismatch(logprobs: Tensor, experience: Experience, metrics: MetricSu
     metrics.maximum("mismatch/max", log_ratio.abs().max())
     kl = kl_estimate(engine, logprobs, estimator="k3")
     metrics.add("mismatch/kl", masked_sum(kl, mask), mask.sum())
-    metrics.add_quantiles("mismatch/ratio", log_ratio[mask])
+    metrics.add_quantiles("mismatch/ratio", torch.where(mask, log_ratio, torch.nan))
 
 
 def measure_update(
@@ -107,10 +99,11 @@ def measure_update(
     metrics.add("policy/approx_kl", measured.approx_kl * tokens, tokens)
     if loss.level == "sequence":
         normalized = loss.defaults.get("length_normalized", False)
-        ratio = sequence_ratio(logprobs, old, mask, length_normalized=normalized)[micro.counted]
-        clipped = (ratio < 1 - low) | (ratio > 1 + high)
-        clip_fraction, ratios = clipped.sum(), torch.tensor(len(ratio))
-        metrics.maximum("policy/ratio_max", ratio.amax() if len(ratio) else 0.0)
+        counted = micro.counted
+        ratio = sequence_ratio(logprobs, old, mask, length_normalized=normalized)
+        clipped = ((ratio < 1 - low) | (ratio > 1 + high)) & counted
+        clip_fraction, ratios = clipped.sum(), counted.sum()
+        metrics.maximum("policy/ratio_max", torch.where(counted, ratio, 0.0).amax())
     else:
         clip_fraction, ratios = measured.clip_fraction * tokens, tokens
         metrics.maximum("policy/ratio_max", measured.ratio_max)
@@ -119,10 +112,6 @@ def measure_update(
     # where no entropy was computed, the mean surprise of the sampled tokens estimates it
     surprise = -micro.sampling_logprobs if entropy is None else entropy.detach()
     metrics.add("policy/entropy", masked_sum(surprise, mask), tokens)
-    positions = micro.attention_mask.numel()
-    metrics.add(
-        "perf/padding_fraction", positions - float(micro.attention_mask.sum()), float(positions)
-    )
 
 
 def measure_values(

@@ -117,8 +117,9 @@ class Update:
             None: as the loss's paper has it.
         num_iterations: Passes over each rollout.
         minibatch_size: Responses of all processes per optimizer step; None: all of a rollout.
-        micro_batch_tokens: Tokens of one forward pass, padding counted; None: a minibatch at once.
-            Memory, not results, depends on it.
+        micro_batch_tokens: Tokens of one forward pass as they are computed: the prompt of several
+            responses counts once where the model allows it, padding counts where there is any.
+            None: a minibatch at once. Memory, not results, depends on it.
         max_grad_norm: Clip the gradient to this norm; ``inf`` leaves it.
         entropy_coef: Weight of the entropy bonus.
         high_entropy_fraction: Take the policy loss over this share of each response's tokens only,
@@ -129,8 +130,9 @@ class Update:
             Ouyang et al. 2022, eq. 2, https://arxiv.org/abs/2203.02155).
         freeze_steps: Iterations at the start in which the policy stays as it is.
         offload: Keep the experience in CPU memory between the forward passes.
-        logprob_chunk: Tokens whose logits exist at the same time.
-        max_skipped_steps: Stop after so many optimizer steps with a gradient that was not finite.
+        logprob_chunk: Tokens whose logits may exist at the same time; those of a pass that has more
+            are computed again in the backward pass.
+        max_skipped_steps: Older name of ``guard.max_skipped``; null: that decides.
     """
 
     loss: str = "sequence_clip"
@@ -147,7 +149,7 @@ class Update:
     freeze_steps: int = 0
     offload: bool = False
     logprob_chunk: int = 1024
-    max_skipped_steps: int = 10
+    max_skipped_steps: int | None = None
 
     def __post_init__(self) -> None:
         _check_options("update", self.function.function, self.options)
@@ -162,11 +164,14 @@ class Update:
             "router_loss_coef",
             "pretraining_coef",
             "freeze_steps",
-            "max_skipped_steps",
         ):
             value = getattr(self, name)
             if value < 0:
                 raise ValueError(f"update.{name} is {value}; it must be 0 or more")
+        if self.max_skipped_steps is not None and self.max_skipped_steps < 0:
+            raise ValueError(
+                f"update.max_skipped_steps is {self.max_skipped_steps}; it must be 0 or more"
+            )
         if not 0 < self.high_entropy_fraction <= 1:
             raise ValueError(
                 f"update.high_entropy_fraction is {self.high_entropy_fraction}; it must lie in "

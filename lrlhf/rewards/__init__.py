@@ -2,14 +2,17 @@
 
 from lrlhf.rewards.function import (
     Completion,
+    PartialValues,
     RewardError,
     RewardFunction,
     RewardValues,
     completion_text,
 )
+from lrlhf.rewards.isolated import IsolatedReward
 from lrlhf.rewards.learned import LearnedReward
 from lrlhf.rewards.length_rewards import LengthPenalty, OverlongPenalty, RepetitionPenalty
 from lrlhf.rewards.numeric_answer import NumericAnswer
+from lrlhf.rewards.remote import RemoteReward
 from lrlhf.rewards.result import RewardResult
 from lrlhf.rewards.rewards import Rewards
 from lrlhf.rewards.task_score import ReasoningGymScore
@@ -18,12 +21,15 @@ from lrlhf.rewards.text_rewards import ExactMatch, RegexFormat
 __all__ = [
     "Completion",
     "ExactMatch",
+    "IsolatedReward",
     "LearnedReward",
     "LengthPenalty",
     "NumericAnswer",
     "OverlongPenalty",
+    "PartialValues",
     "ReasoningGymScore",
     "RegexFormat",
+    "RemoteReward",
     "RepetitionPenalty",
     "RewardError",
     "RewardFunction",

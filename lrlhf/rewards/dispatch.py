@@ -63,7 +63,7 @@ class Dispatcher:
 
     def _start(self, call: Call) -> Future[Any]:
         work = functools.partial(call.function, **call.arguments)
-        if _is_async(call.function):
+        if is_async(call.function):
             return asyncio.run_coroutine_threadsafe(_awaited(work), self._running_loop())
         future: Future[Any] = Future()
         lock = self._busy.setdefault(call.name, threading.Lock())
@@ -107,7 +107,7 @@ class Dispatcher:
     def _too_slow(self, call: Call) -> str:
         advice = (
             "an async function must not block its event loop"
-            if _is_async(call.function)
+            if is_async(call.function)
             else "its thread goes on, and its result is dropped"
         )
         return f"no result after {self._timeout:g} s; {advice}"
@@ -145,7 +145,8 @@ async def _awaited(work: Callable[[], Awaitable[Any]]) -> Any:
         raise RuntimeError(f"the reward function called sys.exit({error.code!r})") from error
 
 
-def _is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a function, or the ``__call__`` of an object, is a coroutine function."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         type(function).__call__
     )

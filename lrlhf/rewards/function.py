@@ -26,6 +26,19 @@ class RewardError(ValueError):
     """Rewards that cannot be used; a reward function may raise it to stop the run."""
 
 
+class PartialValues(list[float | None]):
+    """Values of which some are missing for a reason that is to be reported.
+
+    Args:
+        values: One per response; None: the reason applies to it.
+        failure: The reason, for the log; the last line sums it up.
+    """
+
+    def __init__(self, values: Iterable[float | None], failure: str) -> None:
+        super().__init__(values)
+        self.failure = failure
+
+
 class RewardFunction(ABC):
     """Scores responses; a plain function with the same arguments will do as well.
 

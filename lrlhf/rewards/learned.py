@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from lrlhf.models import (
     load_processor,
     load_tokenizer,
     looking_once,
+    packs,
     ruled_out_ids,
 )
 from lrlhf.models.loading import DType
@@ -31,6 +33,7 @@ from lrlhf.rewards.function import (
     did_you_mean,
 )
 from lrlhf.types import Media, Message, Prompt, SequenceBatch
+from lrlhf.vllm_worker.fingerprint import fingerprint
 
 _NO_LIMIT = 10**9  # tokenizers without a limit name one of 30 digits
 
@@ -40,6 +43,29 @@ class _Row(NamedTuple):
 
     input_ids: Sequence[int]
     media: Media | None = None
+    prompt: int = 0
+    """Number that rows with the same prompt have in common."""
+
+
+class TextMarks(NamedTuple):
+    """Texts that a model reads as something else than letters."""
+
+    padding: tuple[str, ...] = ()
+    """Of padding and of the end of a text."""
+    media: tuple[str, ...] = ()
+    """What stands for one image or video, before the processor counts its tokens."""
+
+
+class ModelFacts(NamedTuple):
+    """What a learned reward tells of its model."""
+
+    source: str
+    heads: tuple[str, ...]
+    head: str
+    """The one whose score counts."""
+    fingerprint: str
+    """16 letters that change with the weights, the tokenizer, and what else scores depend on."""
+    marks: TextMarks
 
 
 class _Loaded(NamedTuple):
@@ -121,6 +147,31 @@ class LearnedReward(RewardFunction):
         if self._loaded is None:
             self._loaded = self._load()
 
+    def describe(self) -> ModelFacts:
+        """Load the model, and tell which one it is.
+
+        Raises:
+            ValueError: As :meth:`prepare`.
+        """
+        self.prepare()
+        loaded = self._loaded
+        assert loaded is not None
+        tokenizer, processor = loaded.tokenizer, loaded.processor
+        template = self._chat_template or tokenizer.chat_template
+        settings = (loaded.head, loaded.max_tokens, template, sorted(tokenizer.get_vocab().items()))
+        return ModelFacts(
+            source=self._source,
+            heads=loaded.network.head_names,
+            head=loaded.network.head_names[loaded.head],
+            fingerprint=_fingerprint(loaded.network, repr(settings)),
+            marks=TextMarks(
+                padding=tuple(
+                    str(mark) for mark in (tokenizer.pad_token, tokenizer.eos_token) if mark
+                ),
+                media=tuple(processor.markers.values()) if processor else (),
+            ),
+        )
+
     def __call__(
         self,
         *,
@@ -141,7 +192,7 @@ class LearnedReward(RewardFunction):
                 prompts, completions, images or nothing, videos or nothing, strict=True
             )
         ]
-        rows = _sharing(rows, images or nothing, videos or nothing)
+        rows = _sharing(rows, prompts, images or nothing, videos or nothing)
         limit = loaded.max_tokens
         long = [row is None or (limit is not None and len(row.input_ids) > limit) for row in rows]
         log_metric("learned/too_long", sum(long) / max(1, len(rows)))
@@ -150,7 +201,13 @@ class LearnedReward(RewardFunction):
             for index, row in enumerate(rows)
             if row is not None and row.input_ids and not long[index]
         }
-        short = sorted(scored, key=lambda index: len(scored[index].input_ids))
+        # what goes through the model together: rows with one prompt, which is computed once, or
+        # rows of one length, which need no padding
+        packed = packs(loaded.network.scorer.plain)
+        short = sorted(
+            scored,
+            key=lambda row: (scored[row].prompt if packed else 0, len(scored[row].input_ids)),
+        )
         scores: list[float | None] = [None] * len(rows)
         with looking_once(), self._in_place(loaded):
             for start in range(0, len(short), self._batch_size):
@@ -248,7 +305,8 @@ class LearnedReward(RewardFunction):
                 chat_template=self._chat_template,
                 tokenize=False,
             )
-        except TemplateError as error:
+        # templates are programs: a message that they were not written for fails in many ways
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise RewardError(
                 f"the chat template of {self._source!r} refuses the messages: {error}; give "
                 "chat_template"
@@ -256,15 +314,27 @@ class LearnedReward(RewardFunction):
         return str(text)
 
 
+def _fingerprint(network: RewardNetwork, settings: str) -> str:
+    digest = hashlib.blake2b(settings.encode("utf-8", "surrogatepass"), digest_size=8)
+    for name, weight in sorted(network.state_dict().items()):
+        digest.update(f"{name} {weight.dtype} {[*weight.shape]} {fingerprint(weight)}".encode())
+    return digest.hexdigest()
+
+
 def _sharing(
     rows: Sequence[_Row | None],
+    prompts: Sequence[Prompt],
     images: Sequence[Sequence[Any]],
     videos: Sequence[Sequence[Any]],
 ) -> list[_Row | None]:
     """Give rows that show the same objects the same `Media`, so that the model looks once."""
     known: dict[tuple[int, ...], Media] = {}
+    numbers: dict[str, int] = {}
     shared: list[_Row | None] = []
-    for row, *shown in zip(rows, images, videos, strict=True):
+    for row, prompt, *shown in zip(rows, prompts, images, videos, strict=True):
+        if row is not None:
+            text = prompt if isinstance(prompt, str) else repr(prompt)
+            row = row._replace(prompt=numbers.setdefault(text, len(numbers)))
         if row is not None and row.media is not None:
             key = tuple(id(entry) for kind in shown for entry in kind)
             row = row._replace(media=known.setdefault(key, row.media))
@@ -322,6 +392,7 @@ def _padded(rows: Sequence[_Row]) -> SequenceBatch:
         attention_mask=mask,
         response_mask=mask,
         media=tuple(row.media for row in rows),
+        group_ids=torch.tensor([row.prompt for row in rows]),
     )
 
 

@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lrlhf.rewards.builtins import BUILTINS
-from lrlhf.rewards.dispatch import Call, CallTimeoutError, Dispatcher, Outcome
-from lrlhf.rewards.function import Completion, RewardError, RewardFunction
+from lrlhf.rewards.dispatch import Call, Dispatcher, Outcome
+from lrlhf.rewards.function import Completion, PartialValues, RewardError, RewardFunction
 from lrlhf.rewards.journal import Journal, Logged
 from lrlhf.rewards.lookup import BoundFunction, NamedFunction, bind_functions, chosen_arguments
 from lrlhf.rewards.result import RewardResult, weighted_sum
@@ -200,7 +200,10 @@ class Rewards:
             self._failures_in_a_row[name] += 1
             return [math.nan] * len(entry.rows), _explain(error)
         self._failures_in_a_row[name] = 0
-        return check_values(outcome.value, function=name, rows=entry.rows)
+        values, failure = check_values(outcome.value, function=name, rows=entry.rows)
+        if isinstance(outcome.value, PartialValues):
+            failure = "\n".join(filter(None, (failure, outcome.value.failure)))
+        return values, failure
 
     def _log(self, failures: Sequence[str]) -> None:
         for failure in failures:
@@ -265,7 +268,7 @@ def _call(entry: _Asked, responses: _Responses) -> Call:
 
 
 def _explain(error: BaseException) -> str:
-    if isinstance(error, CallTimeoutError):
+    if type(error).__module__.startswith("lrlhf."):  # says itself what went wrong
         return str(error)
     return "".join(traceback.format_exception(error)).rstrip()
 

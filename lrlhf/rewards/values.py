@@ -57,7 +57,7 @@ def check_values(returned: Any, *, function: str, rows: Sequence[int]) -> Checke
 
 def _entries(returned: Any, function: str, count: int) -> Sequence[Any]:
     if isinstance(returned, Tensor | np.ndarray):
-        if returned.ndim == 1:
+        if returned.ndim == 1 and not _without_values(returned):
             return returned.tolist()
         found = f"{type(returned).__name__} of shape {tuple(returned.shape)}"
     elif isinstance(returned, Sequence) and not isinstance(returned, str | bytes):
@@ -77,7 +77,7 @@ def finite_number(value: Any) -> float | None:
         value: A number of Python or NumPy, or a tensor with one element and no axis.
     """
     if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0:
-        value = value.item()
+        value = None if _without_values(value) else value.item()
     if not isinstance(value, numbers.Real):
         return None
     try:
@@ -85,6 +85,11 @@ def finite_number(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if abs(number) <= _LARGEST else None  # also None for NaN
+
+
+def _without_values(value: object) -> bool:
+    """Whether it is a tensor whose numbers cannot be listed: sparse, or of the meta device."""
+    return isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided)
 
 
 def _describe(entries: Sequence[Any], bad: Sequence[int], rows: Sequence[int]) -> str:

@@ -13,10 +13,10 @@ from lrlhf.rollout.engine import Response, RolloutEngine, assemble_rollout
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.rollout.minibatches import (
     micro_batch_rows,
-    micro_batches,
     minibatches,
     trim,
 )
+from lrlhf.rollout.passes import Pass, plan_passes
 from lrlhf.rollout.records import (
     completions_for_rewards,
     plain_json,
@@ -35,6 +35,7 @@ __all__ = [
     "Collector",
     "EngineFailure",
     "Filtered",
+    "Pass",
     "PolicyWeights",
     "ProbeGap",
     "Response",
@@ -55,9 +56,9 @@ __all__ = [
     "load_rollout",
     "merge_collected",
     "micro_batch_rows",
-    "micro_batches",
     "minibatches",
     "plain_json",
+    "plan_passes",
     "response_ids",
     "rollout_records",
     "save_rollout",

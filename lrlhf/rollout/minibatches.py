@@ -16,6 +16,9 @@ Batch = TypeVar("Batch", bound=SequenceBatch)
 def minibatches(batch: Batch, *, size: int | None, shuffle: bool = True) -> Iterator[Batch]:
     """Cut a batch into the parts of one optimizer step each.
 
+    Rows of one group stay together where groups are of one size that divides ``size``: what they
+    begin with is computed once.
+
     Args:
         batch: All rows of an iteration on this rank.
         size: Rows per part; must divide the number of rows. None: one part.
@@ -28,24 +31,20 @@ def minibatches(batch: Batch, *, size: int | None, shuffle: bool = True) -> Iter
     size = rows if size is None else size
     if size < 1 or rows % size != 0:
         raise ValueError(f"{rows} rows do not split into parts of {size}")
-    order = torch.randperm(rows) if shuffle and size < rows else torch.arange(rows)
+    order = _drawn(batch, size) if shuffle and size < rows else torch.arange(rows)
     for start in range(0, rows, size):
         yield batch.select(order[start : start + size])
 
 
-def micro_batches(batch: Batch, *, max_tokens: int | None, at_least: int = 1) -> list[Batch]:
-    """Cut a minibatch into forward passes of similar length, trimmed of common padding.
-
-    Args:
-        batch: The rows of one optimizer step.
-        max_tokens: See `micro_batch_rows`.
-        at_least: See `micro_batch_rows`.
-
-    Returns:
-        At least one part; together they hold every row once.
-    """
-    groups = micro_batch_rows(batch.lengths, max_tokens=max_tokens, at_least=at_least)
-    return [trim(batch.select(rows)) for rows in groups]
+def _drawn(batch: SequenceBatch, size: int) -> Tensor:
+    if batch.group_ids is None:
+        return torch.randperm(len(batch))
+    by_group = torch.argsort(batch.group_ids.cpu(), stable=True)
+    counts = torch.unique(batch.group_ids, return_counts=True)[1].cpu()
+    count = int(counts[0])
+    if (counts != count).any() or size % count:
+        return torch.randperm(len(batch))
+    return by_group.view(-1, count)[torch.randperm(len(counts))].flatten()
 
 
 def micro_batch_rows(lengths: Tensor, *, max_tokens: int | None, at_least: int = 1) -> list[Tensor]:

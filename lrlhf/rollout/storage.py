@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -84,7 +85,7 @@ def save_rollout(
     tensors |= _media_tensors(rollout)
     # a tensor of bytes and no metadata: readers refuse headers above 100 MB
     tensors["records"] = torch.frombuffer(_encode(records), dtype=torch.uint8)
-    data = save(tensors, metadata={"format": FORMAT})
+    data = save(tensors, metadata={"format": FORMAT, "checksum": _checksum(tensors)})
     if isinstance(target, Path):
         target.write_bytes(data)
     else:
@@ -97,9 +98,11 @@ def load_rollout(path: Path) -> StoredRollout:
     Raises:
         ValueError: The file is missing, damaged, or no stored rollout; names it.
     """
-    with _opened(path) as names_and_file:
-        names, file = names_and_file
+    with _opened(path) as (names, file):
         tensors = {name: file.get_tensor(name) for name in names}
+        checksum = file.metadata().get("checksum")
+    if checksum not in (None, _checksum(tensors)):  # None: written by an earlier version
+        raise _damaged(path, "it holds other bytes than were written")
     records = _decode(tensors.pop("records"), path)
     media = _media_of(tensors, path)
     _check_shapes(tensors, len(records), path)
@@ -133,6 +136,15 @@ def _opened(path: Path) -> Iterator[tuple[list[str], Any]]:
             f"{path} is damaged, or no safetensors file ({error}); remove it, or restore it from a "
             "copy"
         ) from error
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    checksum = 0
+    for name, tensor in sorted(tensors.items()):
+        about = f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
+        checksum = zlib.crc32(about, checksum)
+        checksum = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, checksum)
+    return f"{checksum:08x}"
 
 
 def _media_tensors(rollout: Rollout) -> dict[str, Tensor]:

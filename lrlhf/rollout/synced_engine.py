@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.media import MediaProcessor
-from lrlhf.models import sequence_logprobs
+from lrlhf.models import evaluating, sequence_logprobs
 from lrlhf.rollout.engine import (
     Response,
     assemble_rollout,
@@ -24,9 +24,9 @@ from lrlhf.rollout.engine import (
     prompt_token_ids,
 )
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.rollout.transformers_engine import evaluating
 from lrlhf.rollout.weights import PolicyWeights, WeightSyncError, compare_fingerprints
 from lrlhf.types import Media, PromptBatch, Rollout
+from lrlhf.vllm_worker.fingerprint import Fingerprinted
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +165,18 @@ class SyncedEngine(ABC):
     def sleep(self) -> None:  # noqa: B027  most engines leave the trainer's memory alone
         """Give back what the device lacks for an update; the next push undoes it."""
 
+    def forget(self) -> None:
+        """Drop what is kept of earlier prompts; a push does so too.
+
+        Keys and values out of a cache can differ in their last bit from those that are computed
+        together with the rest of a prompt, so what a run draws would depend on what else it has
+        drawn since the push.
+
+        Raises:
+            EngineFailure: The engine failed more than ``max_restarts`` times in a row.
+        """
+        self._with_restarts(self._reset_caches)
+
     def push(self, version: int) -> SyncReport:
         """Give the engine the policy's weights, and check that they arrived.
 
@@ -272,7 +284,7 @@ class SyncedEngine(ABC):
         # adapters are merged in the precision of the weights, whatever the training step casts to
         with torch.autocast(self._device.type, enabled=False):
             self._start_together()
-            tensors = self._weights.tensors(self.dtype)
+            tensors = Fingerprinted(self._weights.tensors(self.dtype))
             arrived: list[dict[str, str]] = []
             problem: Exception | None = None
             try:
@@ -281,15 +293,16 @@ class SyncedEngine(ABC):
                 problem = error
             # whether or not this rank's engine took them, others put their weights together
             self._bring_parts(tensors)
-            expected = self._weights.fingerprints(self.dtype)
             try:
                 if problem is not None:
                     raise problem
             finally:
                 problem = None  # else its traceback would keep this frame, and the engine, alive
+            for _ in tensors:
+                pass  # what the engine did not ask for was to arrive too
             self._reset_caches()
         for fingerprints in arrived:
-            compare_fingerprints(expected, fingerprints)
+            compare_fingerprints(tensors.seen, fingerprints)
         self.version = version
 
     def _start_together(self) -> None:

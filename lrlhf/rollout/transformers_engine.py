@@ -29,6 +29,7 @@ from lrlhf.media import MediaProcessor
 from lrlhf.models import (
     backbone_inputs,
     eos_token_ids,
+    evaluating,
     forget_offsets,
     numbers_media,
     repeat_offsets,
@@ -316,18 +317,6 @@ def _own_generation_config(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.generation_config = before
-
-
-@contextlib.contextmanager
-def evaluating(policy: nn.Module) -> Iterator[None]:
-    """Switch dropout off for the duration of the block, module by module."""
-    training = [module for module in policy.modules() if module.training]
-    policy.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from lrlhf.models import merged_weights, plain_model
 from lrlhf.models.sharding import has_split_weights
-from lrlhf.vllm_worker.fingerprint import fingerprint
 
 
 class WeightSyncError(RuntimeError):
@@ -47,10 +46,6 @@ class PolicyWeights:
         for name, tensor in merged_weights(self.model, tied_once=True):
             floating = dtype is not None and tensor.is_floating_point()
             yield name, tensor.to(dtype) if floating else tensor
-
-    def fingerprints(self, dtype: torch.dtype | None = None) -> dict[str, str]:
-        """Fingerprint of each weight, in the model's order."""
-        return {name: str(fingerprint(tensor)) for name, tensor in self.tensors(dtype)}
 
     @property
     def are_split(self) -> bool:

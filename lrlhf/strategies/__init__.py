@@ -3,9 +3,11 @@
 from lrlhf.strategies.checkpoint_io import AtomicCheckpointIO, use_atomic_checkpoints
 from lrlhf.strategies.collectives import Collectives
 from lrlhf.strategies.contracts import SplitsModels
+from lrlhf.strategies.deadlines import DeadlineError
 from lrlhf.strategies.deepspeed import DeepSpeed
 from lrlhf.strategies.fsdp import FSDP2
 from lrlhf.strategies.registry import register_strategies
+from lrlhf.strategies.resumed_loop import resume_where_it_stopped
 from lrlhf.strategies.rl_loop import count_iterations_as_steps
 from lrlhf.strategies.seeding import run_seed, sample_seeds, seed_everything_for
 from lrlhf.strategies.signals import LostProcessError
@@ -17,6 +19,7 @@ __all__ = [
     "FSDP2",
     "AtomicCheckpointIO",
     "Collectives",
+    "DeadlineError",
     "DeepSpeed",
     "LostProcessError",
     "SplitsModels",
@@ -24,6 +27,7 @@ __all__ = [
     "count_iterations_as_steps",
     "gradients_of",
     "minds_idle_parts",
+    "resume_where_it_stopped",
     "run_seed",
     "sample_seeds",
     "seed_everything_for",

@@ -9,6 +9,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from safetensors import SafetensorError
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have errors say which file was written: the system names none when a disk is full.
+
+    Raises:
+        OSError: As it was, with ``path`` where it named no file.
+    """
+    try:
+        yield
+    except SafetensorError as error:  # all that safetensors knows of a full disk
+        raise OSError(f"{path} cannot be written: {error}") from error
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
@@ -23,7 +42,7 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     temporary = path.with_name(f".{path.name}.tmp")
     remove(temporary)
     try:
-        with temporary.open("wb") as handle:
+        with naming(path), temporary.open("wb") as handle:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
@@ -44,11 +63,38 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     fresh = path.with_name(f".{path.name}.tmp")
     open_folder(fresh)
     try:
-        yield fresh
+        with naming(path):
+            yield fresh
         place_folder(fresh, path)
     finally:
         recover_folder(path)
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def atomic_link(path: Path, target: Path) -> None:
+    """Have ``path`` lead to ``target``, in the place of what had the name.
+
+    The link is relative, so that both can be moved together. Where links are refused, as on some
+    file systems, ``path`` becomes a copy.
+    """
+    fresh = path.with_name(f".{path.name}.tmp")
+    remove(fresh)
+    try:
+        fresh.symlink_to(os.path.relpath(target, path.parent))
+    except (OSError, NotImplementedError):
+        _copy(target, path)
+        return
+    _take_name(fresh, path)
+    _sync_folder(path.parent)
+
+
+def _copy(source: Path, path: Path) -> None:
+    if source.is_dir():
+        with atomic_folder(path) as folder:
+            shutil.copytree(source, folder, dirs_exist_ok=True)
+        return
+    with atomic_write(path) as handle, source.open("rb") as stream:
+        shutil.copyfileobj(stream, handle)
 
 
 def open_folder(fresh: Path) -> None:
@@ -73,13 +119,15 @@ def recover_folder(path: Path) -> None:
     if path.exists():
         remove(old)
         return
+    if path.is_symlink() and os.path.lexists(old):
+        path.unlink(missing_ok=True)  # it leads nowhere, and no folder can take its place
     with contextlib.suppress(FileNotFoundError):
         old.rename(path)
 
 
 def remove(path: Path) -> None:
     """Remove a file or folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
+    if _is_folder(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
@@ -87,8 +135,8 @@ def remove(path: Path) -> None:
 
 def _take_name(fresh: Path, path: Path) -> None:
     """Rename what is finished to ``path``, whatever is there."""
-    if path.exists() and (fresh.is_dir() or path.is_dir()):
-        # only a file can replace another in one step
+    if os.path.lexists(path) and (_is_folder(fresh) or _is_folder(path)):
+        # only a file or link can replace another in one step
         recover_folder(path)
         path.rename(_aside(path))
         try:
@@ -97,6 +145,10 @@ def _take_name(fresh: Path, path: Path) -> None:
             recover_folder(path)
     else:
         fresh.replace(path)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _aside(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lrlhf.strategies.atomic import atomic_write
-from lrlhf.strategies.sharded_checkpoint import read_folder
+from lrlhf.strategies.checkpoint_reader import explained, read_folder
+from lrlhf.strategies.checkpoint_search import check
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -22,7 +24,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     protocol (``s3://…``) go the way Lightning has for them.
 
     It reads the folders of sharded strategies too, so a run that was split over processes goes on
-    in one.
+    in one. What it reads is compared with the checksums that were written.
     """
 
     def save_checkpoint(
@@ -40,9 +42,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if "://" not in os.fspath(path) and Path(path).is_dir():
+        local = "://" not in os.fspath(path)
+        if local and os.path.lexists(path):
+            check(Path(path))
+        if local and Path(path).is_dir():
             return read_folder(Path(path), lazy=False)
-        return super().load_checkpoint(path, map_location, weights_only)
+        # not to run code that comes with a file is the default here, whatever Lightning's is
+        there = local and Path(path).exists()
+        with explained(Path(path)) if there else contextlib.nullcontext():
+            return super().load_checkpoint(path, map_location, weights_only is not False)
 
 
 def use_atomic_checkpoints(trainer: L.Trainer) -> None:

@@ -1,4 +1,4 @@
-"""The one place that leans on Lightning's private loops.
+"""What a step is; beside `resumed_loop` the one place that leans on Lightning's private loops.
 
 Under manual optimization Lightning counts every ``optimizer.step()`` as a global step, so with
 several optimizers, epochs or minibatches a step count means nothing to the user, ``max_steps``

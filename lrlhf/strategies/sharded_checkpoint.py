@@ -7,12 +7,10 @@ split, so any number of processes and any strategy can read it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,10 +18,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.tensor import DTensor
 
@@ -34,58 +29,21 @@ from lrlhf.strategies.atomic import (
     place_folder,
     recover_folder,
 )
-
-META_FILE = "meta.pt"
-_TENSOR = "__tensor__"
-
-
-class NotACheckpointError(ValueError):
-    """A path leads to no checkpoint."""
+from lrlhf.strategies.checkpoint_reader import (
+    META_FILE,
+    TENSOR_MARK,
+    FolderReader,
+    is_folder_checkpoint,
+    read_checkpoint,
+    read_folder,
+    without_remarks,
+)
+from lrlhf.strategies.checkpoint_search import check, check_together
+from lrlhf.strategies.checksums import write_checksums
 
 
 class UnusableCheckpointError(RuntimeError):
     """What was to become a checkpoint could not be read again; the one before it is kept."""
-
-
-def is_folder_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path is a checkpoint of this kind."""
-    return (Path(path) / META_FILE).is_file()
-
-
-class StoredTensors(Mapping[str, Tensor]):
-    """Tensors of a folder, each read when it is asked for.
-
-    Args:
-        folder: The checkpoint.
-        keys: Key in the folder of each tensor's name.
-    """
-
-    def __init__(self, folder: Path, keys: Mapping[str, str]) -> None:
-        self._reader = _Reader(folder)
-        self._keys = dict(keys)
-
-    def __getitem__(self, name: str) -> Tensor:
-        key = self._keys[name]
-        return _read(self._reader, [key])[key]
-
-    def read_like(self, name: str, weight: DTensor) -> DTensor | None:
-        """See `lrlhf.models.sharding.ReadsParts`."""
-        key = self._keys[name]
-        about = _described(self._reader, key)
-        if about.size != weight.shape:
-            return None
-        part = torch.empty_like(weight, dtype=about.properties.dtype, requires_grad=False)
-        _fill(self._reader, {key: part})
-        return part  # type: ignore[return-value]  # what is like a DTensor is one
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._keys  # without reading it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
 
 
 @dataclass
@@ -99,16 +57,16 @@ class _Taken:
         """Return ``value`` with marks in the place of its tensors."""
         if isinstance(value, Tensor):
             if id(value) in self._keys:  # tied weights are one tensor with several names
-                return {_TENSOR: self._keys[id(value)]}
+                return {TENSOR_MARK: self._keys[id(value)]}
             while key in self.tensors:  # {"a": {"b": …}, "a/b": …}, or {0: …, "0": …}
                 key += "'"
             self.tensors[key] = value.detach()
             self._keys[id(value)] = key
-            return {_TENSOR: key}
+            return {TENSOR_MARK: key}
         if isinstance(value, Mapping):
-            if _TENSOR in value:
+            if TENSOR_MARK in value:
                 raise ValueError(
-                    f"{key or 'the checkpoint'} has an entry {_TENSOR!r}, which stands for a "
+                    f"{key or 'the checkpoint'} has an entry {TENSOR_MARK!r}, which stands for a "
                     "tensor in a checkpoint's folder; rename it"
                 )
             return {name: self.take(part, f"{key}/{name}") for name, part in value.items()}
@@ -150,10 +108,12 @@ def save_folder(checkpoint: Mapping[str, Any], folder: Path, strategy: Strategy 
         known = set(taken.tensors)
     if missing := sorted(known.difference(*on_ranks)):
         raise ValueError(f"no rank holds {missing[0]} ({len(missing)} such tensors)")
-    with _alone():
+    with without_remarks():
         save_distributed(tensors, storage_writer=FileSystemWriter(folder), no_dist=not several)
     if strategy is None or strategy.is_global_zero:
         torch.save(rest, folder / META_FILE)
+    rank = torch.distributed.get_rank() if several else 0
+    write_checksums(folder, strategy if several else None, rank)
 
 
 def _flaw(folder: Path) -> str:
@@ -162,7 +122,7 @@ def _flaw(folder: Path) -> str:
         torch.load(folder / META_FILE, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         return f"a callback or module saves something that only code could restore: {error}"
-    parts = _Reader(folder).read_metadata().storage_data or {}
+    parts = FolderReader(folder).read_metadata().storage_data or {}
     missing = {part.relative_path for part in parts.values()}
     missing = {name for name in missing if not (folder / name).is_file()}
     if missing:
@@ -177,151 +137,6 @@ def _on_all_ranks(own: set[str]) -> list[set[str]]:
     found: list[set[str]] = [set()] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, own)
     return found
-
-
-def read_folder(folder: Path, *, lazy: bool) -> dict[str, Any]:
-    """Read a checkpoint, as Lightning wants to have it.
-
-    Args:
-        folder: Written by `save_folder`.
-        lazy: Leave dictionaries of tensors unread, as `StoredTensors`.
-
-    Raises:
-        NotACheckpointError: Something else is there, or it is damaged.
-    """
-    if not is_folder_checkpoint(folder):
-        raise NotACheckpointError(f"{folder} is no checkpoint: it has no {META_FILE}")
-    with _explained(folder / META_FILE):
-        rest = torch.load(folder / META_FILE, map_location="cpu", weights_only=True)
-    if not isinstance(rest, dict):
-        raise NotACheckpointError(
-            f"{folder} is no checkpoint: its {META_FILE} holds something else"
-        )
-    tensors = None
-    if not lazy:
-        reader = _Reader(folder)
-        tensors = _read(reader, list(reader.read_metadata().state_dict_metadata))
-    return {name: _put_back(part, folder, tensors) for name, part in rest.items()}
-
-
-def _put_back(value: Any, folder: Path, tensors: Mapping[str, Tensor] | None) -> Any:
-    """Put tensors, read already or to be read, in the place of their marks."""
-    if isinstance(value, dict):
-        if _TENSOR in value:
-            key = value[_TENSOR]
-            if tensors is not None and key not in tensors:
-                raise NotACheckpointError(f"{folder} is damaged: it does not have {key}")
-            return StoredTensors(folder, {"": key})[""] if tensors is None else tensors[key]
-        marks = {
-            name: part[_TENSOR]
-            for name, part in value.items()
-            if isinstance(part, dict) and _TENSOR in part
-        }
-        if tensors is None and marks and len(marks) == len(value):
-            return StoredTensors(folder, marks)
-        return {name: _put_back(part, folder, tensors) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [_put_back(part, folder, tensors) for part in value]
-        return parts if isinstance(value, list) else tuple(parts)
-    return value
-
-
-class _Reader(FileSystemReader):
-    """Reads a folder's list of tensors once, and nothing in it that could run code."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._folder = folder
-        self._list: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        del args, kwargs
-        if self._list is None:
-            path = self._folder / ".metadata"
-            with _explained(path), path.open("rb") as stream:
-                found = _ListUnpickler(stream).load()
-            if not isinstance(found, Metadata):
-                raise NotACheckpointError(f"{self._folder}/.metadata is no list of tensors")
-            found.storage_meta = found.storage_meta or StorageMeta()
-            self._list = found
-        return self._list
-
-
-# what PyTorch's list of tensors is made of, which it pickles; no part of it runs anything
-_LISTED: dict[str, set[str]] = {
-    "torch.distributed.checkpoint.metadata": {
-        "_MEM_FORMAT_ENCODING",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch": {"Size", *(name for name, kind in vars(torch).items() if type(kind) is torch.dtype)},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
-}
-
-
-class _ListUnpickler(pickle.Unpickler):
-    """Lets through only the names of which PyTorch's list consists."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        # exact names: "os.system" would be found in any module that imports os
-        if name in _LISTED.get(module.replace("pathlib._local", "pathlib"), ()):
-            return super().find_class(module, name)
-        raise NotACheckpointError(
-            f"a checkpoint's list of tensors names {module}.{name}, which no such list contains: "
-            "it is damaged, or was made to run code"
-        )
-
-
-def _read(reader: _Reader, keys: list[str]) -> dict[str, Tensor]:
-    """Read whole tensors, without asking the other ranks."""
-    described = {key: _described(reader, key) for key in keys}
-    targets = {
-        key: torch.empty(about.size, dtype=about.properties.dtype)
-        for key, about in described.items()
-    }
-    _fill(reader, targets)
-    return targets
-
-
-def _described(reader: _Reader, key: str) -> TensorStorageMetadata:
-    about = reader.read_metadata().state_dict_metadata.get(key)
-    if not isinstance(about, TensorStorageMetadata):
-        raise NotACheckpointError(f"{reader.path} is damaged: it does not have {key}")
-    return about
-
-
-def _fill(reader: _Reader, targets: Mapping[str, Tensor]) -> None:
-    with _explained(Path(reader.path)), _alone():
-        load_distributed(dict(targets), storage_reader=reader, no_dist=True)
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Leave out what PyTorch wraps around: a remark on single processes, and all exceptions."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            yield
-        except CheckpointException as error:
-            # itself no Exception; what it wraps may be an interrupt
-            raise next(iter(error.failures.values()))[0] from error
-
-
-@contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Say which checkpoint it is that cannot be read."""
-    try:
-        yield
-    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
-        reason = (str(error) or "it is cut short").splitlines()[0]
-        raise NotACheckpointError(f"{path} cannot be read as a checkpoint: {reason}") from error
 
 
 class FolderCheckpoints(Strategy):
@@ -367,29 +182,8 @@ class FolderCheckpoints(Strategy):
     ) -> dict[str, Any]:
         """Read a checkpoint of any kind; tensors are read when they are asked for."""
         path = Path(self.broadcast(checkpoint_path))
+        check_together(path, self)
         return read_checkpoint(path, weights_only=weights_only is not False)
-
-
-def read_checkpoint(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
-    """Read a checkpoint of any kind, its tensors when they are asked for.
-
-    Args:
-        path: Of a file or folder.
-        weights_only: Refuse to run code that comes with a file.
-
-    Raises:
-        NotACheckpointError: Something else is there, or nothing.
-    """
-    if is_folder_checkpoint(path):
-        return read_folder(path, lazy=True)
-    if not path.is_file():
-        what = "a folder without meta.pt" if path.is_dir() else "not there"
-        raise NotACheckpointError(f"{path} is no checkpoint: it is {what}")
-    with _explained(path):
-        loaded = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
-    if not isinstance(loaded, dict) or "state_dict" not in loaded:
-        raise NotACheckpointError(f"{path} is no checkpoint: it has no state_dict")
-    return loaded
 
 
 def convert_checkpoint(source: Path, target: Path, to: Literal["sharded", "full"]) -> None:
@@ -406,6 +200,8 @@ def convert_checkpoint(source: Path, target: Path, to: Literal["sharded", "full"
     """
     if target.exists():
         raise FileExistsError(f"{target} exists; choose another name, or remove it")
+    if source.exists():
+        check(source)
     checkpoint = (
         read_folder(source, lazy=False) if is_folder_checkpoint(source) else read_checkpoint(source)
     )

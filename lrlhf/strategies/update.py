@@ -7,6 +7,7 @@ is one that `HoldsGradients`.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from typing import Protocol, runtime_checkable
 
 import lightning as L
@@ -63,9 +64,16 @@ class _OfParameters:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def scale(self, factor: float | Tensor) -> None:
-        with torch.no_grad():
-            for gradient in self._tensors:
-                gradient.mul_(factor)
+        # on a GPU all of a device's at once
+        for device, gradients in self._by_device().items():
+            here = factor.to(device) if isinstance(factor, Tensor) else factor
+            torch._foreach_mul_(gradients, here)
+
+    def _by_device(self) -> dict[torch.device, list[Tensor]]:
+        devices: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+        for gradient in self._tensors:
+            devices[gradient.device].append(gradient)
+        return devices
 
     def drop(self) -> None:
         for parameter in self._parameters:
@@ -91,6 +99,7 @@ class Updater:
         self._module = module
         self._max_grad_norm = float("inf")
         self._norm = float("nan")
+        self._leave_out = False
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate gradients; ranks synchronise with the ``last`` micro-batch of a step."""
@@ -99,13 +108,20 @@ class Updater:
         with strategy.block_backward_sync() if quiet else contextlib.nullcontext():  # type: ignore[attr-defined]
             self._module.manual_backward(loss)
 
-    def step(self, optimizer: LightningOptimizer, *, max_grad_norm: float) -> float:
+    def step(
+        self, optimizer: LightningOptimizer, *, max_grad_norm: float, leave_out: bool = False
+    ) -> float:
         """Clip, step and clear; returns the gradient norm before clipping.
 
         A gradient that is not finite moves nothing: the step is left out on every rank alike,
         and the norm that is returned says so.
+
+        Args:
+            optimizer: Whose step it is.
+            max_grad_norm: Clip to this norm; inf leaves the gradient.
+            leave_out: Measure the gradient, but move nothing; the same on every rank.
         """
-        self._max_grad_norm = max_grad_norm
+        self._max_grad_norm, self._leave_out = max_grad_norm, leave_out
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return self._norm
@@ -115,7 +131,10 @@ class Updater:
         gradients = gradients_of(self._module.trainer, optimizer)
         norm = gradients.norm()
         self._norm = float(norm)
-        if not torch.isfinite(norm):
+        if self._leave_out or not torch.isfinite(norm):
             gradients.drop()
-        elif self._max_grad_norm < float("inf"):
-            gradients.scale(torch.clamp(self._max_grad_norm / (norm + 1e-6), max=1.0))
+            return
+        # where nothing is to be clipped, that is not worth going through all gradients again
+        factor = self._max_grad_norm / (norm + 1e-6)
+        if float(factor) < 1.0:
+            gradients.scale(factor)

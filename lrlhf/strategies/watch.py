@@ -1,12 +1,14 @@
-"""Processes that train together end together, and say what they were doing.
+"""A run knows what it is doing, ends when that takes too long, and its processes end together.
 
 A process that is gone leaves the others in a collective: over gloo they notice at once, over NCCL
 after the timeout of the process group, which is half an hour, and neither says where that was.
+Phases that take too long are the matter of `lrlhf.strategies.deadlines`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -16,9 +18,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import lightning as L
 import torch
@@ -32,7 +35,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.constants import default_pg_timeout
 
 from lrlhf.rollout import RolloutListener
+from lrlhf.strategies.deadlines import DeadlineWatch, Limits, PhaseClock, SetsDeadlines
+from lrlhf.strategies.run_folder import run_folder
 from lrlhf.strategies.signals import STATUS, LostProcessError, Termination
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _logger = logging.getLogger(__name__)
 
@@ -50,7 +58,7 @@ _GONE = re.compile(
 
 
 def watch_over(trainer: L.Trainer, *, grace_s: float = 10.0, poll_s: float = 0.5) -> None:
-    """Have all processes of a run end when one of them does, or is asked to.
+    """Have a run end when a phase is late, and all its processes when one does or is asked to.
 
     Call it when a run is set up, on every rank; a second call changes nothing.
 
@@ -71,6 +79,8 @@ def watch_over(trainer: L.Trainer, *, grace_s: float = 10.0, poll_s: float = 0.5
 class Watch(L.Callback, RolloutListener):
     """Knows what this process is doing, and which others it cannot go on without.
 
+    A phase that takes longer than its deadline ends the run with `DeadlineError`.
+
     A collective that fails because another process is gone raises `LostProcessError`, which names
     the phase. Where this process launched others, or was launched, a thread looks whether they
     live: one that is stuck is ended with the same message, without waiting for the timeout.
@@ -83,59 +93,120 @@ class Watch(L.Callback, RolloutListener):
 
     def __init__(self, trainer: L.Trainer, *, grace_s: float, poll_s: float) -> None:
         self._trainer = trainer
-        self._phase = "set-up"
-        self._since = time.monotonic()
+        self._clock = PhaseClock()
         self._timeout_s = _timeout_of(trainer).total_seconds()
-        self._reported_late = False
+        self._late: str | None = None
         self._family = _Family(trainer)
         self._grace_s, self._poll_s = grace_s, poll_s
         self._done = threading.Event()
         self._done.set()
         self._lost = ""
-        if trainer.world_size > 1:
-            self._wrap_loop(trainer)
+        self._deadlines: DeadlineWatch | None = None
+        self._wrap(trainer)
 
     def begin(self) -> None:
-        """Look for the others until the run is torn down."""
+        """Look at the clock, and for the others, until the run is torn down."""
+        if self._deadlines is not None:
+            return
+        self._clock.enter("set-up")
+        self._deadlines = self._new_deadlines()
+        self._deadlines.begin()
         if self._trainer.world_size > 1 and self._done.is_set():
-            self._enter("set-up")
             self._done.clear()
             threading.Thread(target=self._look, name="process-watch", daemon=True).start()
 
-    def _wrap_loop(self, trainer: L.Trainer) -> None:
-        run = trainer.fit_loop.run
+    def _new_deadlines(self) -> DeadlineWatch:
+        trainer = self._trainer
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        settings = next((each for each in callbacks if isinstance(each, SetsDeadlines)), None)
+        folder = settings.stacks_folder if settings else None
+        if folder is None:
+            folder = run_folder(trainer)
+            if trainer.world_size > 1:
+                folder = Path(trainer.strategy.broadcast(str(folder)))
+        return DeadlineWatch(
+            self._clock,
+            settings.limits if settings else Limits(),
+            rank=trainer.global_rank,
+            folder=folder,
+            whereabouts=lambda: self.whereabouts,
+            ranks={child.pid for child in self._family.children},
+            poll_s=self._poll_s,
+        )
 
-        def watched() -> None:
-            with self.naming_lost_processes():
-                run()
+    def _wrap(self, trainer: L.Trainer) -> None:
+        """Be there where Lightning has no hook: around the loop, the checkpoints and the end."""
+        if trainer.world_size > 1:
+            trainer.fit_loop.run = self.naming_lost_processes()(trainer.fit_loop.run)  # type: ignore[method-assign]
+        saved, loaded = trainer.save_checkpoint, trainer.strategy.load_checkpoint
+        trainer.save_checkpoint = self._timed("saving", saved)  # type: ignore[method-assign]
+        trainer.strategy.load_checkpoint = self._timed("loading", loaded)  # type: ignore[method-assign]
+        # after an error too, and after what the callbacks do about it
+        torn_down = trainer._teardown
 
-        trainer.fit_loop.run = watched  # type: ignore[method-assign]
+        def tear_down() -> None:
+            try:
+                torn_down()
+            finally:
+                self._finish()
+
+        trainer._teardown = tear_down  # type: ignore[method-assign]
+
+    def _timed(self, phase: str, function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self._clock.inside(phase):
+                return function(*args, **kwargs)
+
+        return timed
+
+    def _finish(self) -> None:
+        if self._deadlines is not None:
+            self._deadlines.finish()
+            self._deadlines = None
 
     # ---- what this process is doing
 
     @property
     def whereabouts(self) -> str:
         """What this process is doing, as part of a sentence."""
-        step = "iteration" if not self._trainer.lightning_module.automatic_optimization else "step"
-        return f"in phase '{self._phase}' of {step} {self._trainer.global_step + 1}"
+        module = self._trainer.lightning_module
+        step = "step" if module.automatic_optimization else "iteration"
+        phase, _ = self._clock.read()
+        return f"in phase '{phase}' of {step} {self._trainer.global_step + 1}"
 
     def on_phase(self, phase: str) -> None:
-        self._enter(phase or "between phases")
+        validating = self._trainer.validating or self._trainer.sanity_checking
+        between = "validation" if validating else "between phases"
+        self._clock.enter(phase or between)
+
+    def on_train_start(self, *_: Any) -> None:
+        self._clock.enter("data")
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._clock.enter("data")
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self._enter("train")
+        self._clock.enter("train")
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self._enter("after the update")
+        # the callbacks of the run come before this one
+        self._clock.enter("data")
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self._clock.enter("end")
 
     def on_validation_start(self, *_: Any) -> None:
-        self._enter("validation")
+        self._clock.enter("validation")
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self._clock.enter("validation")
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self._clock.enter("validation")
 
     def on_validation_end(self, *_: Any) -> None:
-        self._enter("after the validation")
-
-    def _enter(self, phase: str) -> None:
-        self._phase, self._since, self._reported_late = phase, time.monotonic(), False
+        self._clock.enter("data")
 
     # ---- who is gone
 
@@ -203,16 +274,18 @@ class Watch(L.Callback, RolloutListener):
                 return
 
     def _report_late(self) -> None:
-        seconds = time.monotonic() - self._since
-        if not self._reported_late and seconds > 0.9 * self._timeout_s:
-            self._reported_late = True
-            _logger.error(
-                "rank %d has been %s for %.0f s; a collective gives up after %.0f s",
-                self._trainer.global_rank,
-                self.whereabouts,
-                seconds,
-                self._timeout_s,
+        phase, seconds = self._clock.read()
+        if seconds < 0.9 * self._timeout_s:
+            self._late = None
+        elif self._late != phase:
+            self._late = phase
+            reason = (
+                f"rank {self._trainer.global_rank} has been {self.whereabouts} for {seconds:.0f} s"
+                f"; a collective gives up after {self._timeout_s:.0f} s"
             )
+            # NCCL ends a process without asking Python where it was
+            if self._deadlines is not None:
+                self._deadlines.write_stacks(reason)
 
     def _end(self) -> None:
         """End this process from the thread: the main one is stuck where nothing reaches it."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
-from lrlhf.vllm_worker.fingerprint import fingerprint
+from lrlhf.vllm_worker.fingerprint import Fingerprinted
 from lrlhf.vllm_worker.stream import receive
 
 
@@ -53,17 +53,16 @@ class WeightReceiver:
     def lrlhf_load(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
         """Load named tensors.
 
+        Args:
+            tensors: Those of this process may come as `Fingerprinted` already: they are the same
+                memory, of which a second fingerprint would say nothing new.
+
         Returns:
             The fingerprint of every tensor as it arrived, by name; as text, which survives JSON.
         """
-        seen: dict[str, str] = {}
-
-        def noted() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in tensors:
-                seen[name] = str(fingerprint(tensor))
-                yield name, tensor
-
-        self.reload_weights(weights_iterator=noted())
+        noted = tensors if isinstance(tensors, Fingerprinted) else Fingerprinted(tensors)
+        self.reload_weights(weights_iterator=noted)
+        seen = dict(noted.seen)
         model = self.model_runner.get_model()
         _restore_normalization(model, self.vllm_config)
         if self.device.type == "cpu":

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 _ROW = 2**16
-_ROWS_AT_ONCE = 8
+_ROWS_AT_ONCE = {"cpu": 4}
+"""On a processor so few that they stay in the cache of a core; elsewhere `_MANY`."""
+_MANY = 256
 _WORDS = {1: torch.uint8, 2: torch.int16}
 # 2^64 / golden ratio
 _MIX = -7046029254386353131
+
+
+class Fingerprinted(Iterator[tuple[str, Tensor]]):
+    """Named tensors, of each of which the fingerprint is taken as it passes.
+
+    Args:
+        tensors: What it goes through, once.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._tensors = iter(tensors)
+        self.seen: dict[str, str] = {}
+        """Fingerprints of what has passed, by name; as text, which survives JSON."""
+
+    def __next__(self) -> tuple[str, Tensor]:
+        name, tensor = next(self._tensors)
+        self.seen[name] = str(fingerprint(tensor))
+        return name, tensor
 
 
 @torch.no_grad()
@@ -32,8 +53,8 @@ def fingerprint(tensor: Tensor) -> int:
     words = tensor.contiguous().view(-1).view(_WORDS.get(tensor.element_size(), torch.int32))
     weights = _weights(_ROW, tensor.device).int()
     whole = len(words) // _ROW * _ROW
-    # a few rows at a time stay in the processor's cache
-    parts = torch.split(words[:whole].view(-1, _ROW), _ROWS_AT_ONCE)
+    at_once = _ROWS_AT_ONCE.get(tensor.device.type, _MANY)
+    parts = torch.split(words[:whole].view(-1, _ROW), at_once)
     sums = [_row_sums(rows, weights) for rows in parts if len(rows)]
     sums.append(_row_sums(words[None, whole:], weights[: len(words) - whole]))
     rows = torch.cat(sums)

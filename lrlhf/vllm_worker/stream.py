@@ -1,24 +1,27 @@
 """Weights over a socket, bucket by bucket, so that no side holds a second copy of the model.
 
-A message is its length in 8 bytes and then that many bytes; length 0 ends the stream. Buckets are
-safetensors, which cannot carry code. The receiver connects and shows a token first.
+The receiver connects and shows a token first. A bucket is a list in JSON of names, types and
+shapes, its length in 8 bytes before it, and then the tensors as they lie in memory, one after the
+other; length 0 ends the stream. Nothing of it can carry code, and nothing is copied on the way but
+by the sockets.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 BUCKET_BYTES = 64 * 2**20
 _LENGTH = struct.Struct(">Q")
 _LONGEST_TOKEN = 4096
 _TOKEN_SECONDS = 5.0
+_TYPES = {name: kind for name, kind in sorted(vars(torch).items()) if isinstance(kind, torch.dtype)}
 
 
 class StreamError(ConnectionError):
@@ -86,13 +89,15 @@ class Sender:
         self._accept(give_up)
         try:
             for bucket in buckets(tensors, max_bytes=max_bytes):
-                data = save({name: _copy(tensor) for name, tensor in bucket.items()})
-                self._send(_LENGTH.pack(len(data)), data)
+                head = json.dumps([_described(*named) for named in bucket.items()]).encode()
+                self._send(_LENGTH.pack(len(head)), head)
+                for tensor in bucket.values():
+                    self._send(_memory(tensor.detach().to("cpu").contiguous()))
             self._send(_LENGTH.pack(0))
         except OSError as error:
             raise StreamError(f"a vLLM worker stopped taking weights ({error})") from error
 
-    def _send(self, *parts: bytes) -> None:
+    def _send(self, *parts: bytes | memoryview) -> None:
         for connection in self._sockets:
             for part in parts:
                 connection.sendall(part)
@@ -137,7 +142,10 @@ def receive(host: str, port: int, token: str, *, timeout: float) -> Iterator[tup
         with socket.create_connection((host, port), timeout=timeout) as connection:
             connection.sendall(_LENGTH.pack(len(token)) + token.encode())
             while size := _read_length(connection):
-                yield from load(bytes(_receive(connection, size))).items()
+                for name, kind, shape in json.loads(_receive(connection, size)):
+                    tensor = torch.empty(shape, dtype=_TYPES[kind])
+                    _fill(connection, _memory(tensor))
+                    yield name, tensor
     except StreamError:
         raise
     except TimeoutError as error:
@@ -146,10 +154,15 @@ def receive(host: str, port: int, token: str, *, timeout: float) -> Iterator[tup
         raise StreamError(f"the sender of weights is gone ({error})") from error
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    # safetensors refuses tensors that share memory, as views and tied weights do
-    layout = torch.contiguous_format
-    return tensor.detach().to("cpu", copy=True, memory_format=layout)
+def _described(name: str, tensor: Tensor) -> tuple[str, str, list[int]]:
+    return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor that lies in order in main memory."""
+    # an empty one may have no memory, and `view` nothing to look at
+    flat = tensor.view(-1) if tensor.numel() else torch.empty(0)
+    return flat.view(torch.uint8).numpy().data
 
 
 def _read_length(connection: socket.socket, longest: int | None = None) -> int:
@@ -161,10 +174,13 @@ def _read_length(connection: socket.socket, longest: int | None = None) -> int:
 
 def _receive(connection: socket.socket, size: int) -> bytearray:
     data = bytearray(size)
-    view = memoryview(data)
+    _fill(connection, memoryview(data))
+    return data
+
+
+def _fill(connection: socket.socket, view: memoryview) -> None:
     while view:
         count = connection.recv_into(view)
         if count == 0:
             raise StreamError("the connection ended in the middle of a message")
         view = view[count:]
-    return data

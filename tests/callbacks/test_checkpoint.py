@@ -53,7 +53,7 @@ def test_checkpoints_are_saved_by_step_under_manual_optimization(tmp_path: Path)
 
 def test_the_steps_since_the_last_trigger_are_in_the_last_checkpoint(tmp_path: Path) -> None:
     fit(tmp_path, RLCheckpoint(tmp_path / "ck", every_n_train_steps=2), ToyPolicy(), 5)
-    assert saved(tmp_path / "ck") == {"step=000004.ckpt": 4, "last.ckpt": 5}
+    assert saved(tmp_path / "ck") == {"step=000002.ckpt": 2, "step=000004.ckpt": 4, "last.ckpt": 5}
 
 
 def test_checkpoints_are_saved_by_time_under_manual_optimization(tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ class Heavy(ToyPolicy):
 
 
 def test_the_oldest_go_when_the_room_is_used_up(tmp_path: Path) -> None:
-    # room for three of 1 MB, one of which is last.ckpt
+    # room for two of 1 MB; last.ckpt is a link to the newer one
     limited = RLCheckpoint(
-        tmp_path / "ck", every_n_train_steps=1, save_top_k=-1, max_total_size_gb=0.0035
+        tmp_path / "ck", every_n_train_steps=1, save_top_k=-1, max_total_size_gb=0.0025
     )
     fit(tmp_path, limited, Heavy(), 6)
     assert saved(tmp_path / "ck") == {"step=000005.ckpt": 5, "step=000006.ckpt": 6, "last.ckpt": 6}
@@ -182,10 +182,10 @@ class FourScores(Heavy):
 
 
 def test_the_worst_go_first_where_a_metric_ranks_them(tmp_path: Path) -> None:
-    # room for four: after step 8 there would be five, and of the ranked ones that are neither the
+    # room for three: after step 8 there would be four, and of the ranked ones that are neither the
     # best (6) nor the newest (8), step 4 is worse than step 2
     limited = RLCheckpoint(
-        tmp_path / "ck", monitor="eval/score", save_top_k=-1, max_total_size_gb=0.0045
+        tmp_path / "ck", monitor="eval/score", save_top_k=-1, max_total_size_gb=0.0035
     )
     fit(tmp_path, limited, FourScores(), 8, val_check_interval=2, validation=batches(1))
     assert set(saved(tmp_path / "ck")) == {
@@ -222,7 +222,7 @@ def test_what_somebody_else_put_there_stays_and_counts(tmp_path: Path) -> None:
 def test_a_resumed_run_removes_what_the_first_one_saved(tmp_path: Path) -> None:
     options: dict[str, Any] = {"every_n_train_steps": 1, "save_top_k": -1}
     fit(tmp_path, RLCheckpoint(tmp_path / "ck", **options), Heavy(), 6, max_steps=3)
-    limited = RLCheckpoint(tmp_path / "ck", max_total_size_gb=0.0035, **options)
+    limited = RLCheckpoint(tmp_path / "ck", max_total_size_gb=0.0025, **options)
     last = tmp_path / "ck" / "last.ckpt"
     fit(tmp_path, limited, Heavy(), 6, ckpt_path=last)
     assert saved(tmp_path / "ck") == {"step=000005.ckpt": 5, "step=000006.ckpt": 6, "last.ckpt": 6}
@@ -239,9 +239,9 @@ def test_the_one_that_the_run_continues_from_stays(tmp_path: Path) -> None:
 
 def test_a_ranking_forgets_what_was_removed_by_hand(tmp_path: Path) -> None:
     # the best, step 6 with score 9, is gone when the run goes on: step 8 is then the best
-    options: dict[str, Any] = {"monitor": "eval/score", "save_top_k": 1}
+    options: dict[str, Any] = {"monitor": "eval/score", "every_n_train_steps": 1}
     run: dict[str, Any] = {"val_check_interval": 2, "validation": batches(1)}
-    fit(tmp_path, RLCheckpoint(tmp_path / "ck", **options), FourScores(), 8, max_steps=6, **run)
+    fit(tmp_path, RLCheckpoint(tmp_path / "ck", **options), FourScores(), 8, max_steps=7, **run)
     (tmp_path / "ck" / "step=000006.ckpt").unlink()
     again = RLCheckpoint(tmp_path / "ck", **options)
     fit(tmp_path, again, FourScores(), 8, ckpt_path=tmp_path / "ck" / "last.ckpt", **run)
@@ -282,7 +282,7 @@ class Interrupted(AtomicCheckpointIO):
 
 def test_a_kill_while_removing_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     def make() -> RLCheckpoint:
-        return RLCheckpoint(tmp_path / "ck", every_n_train_steps=1, save_last=False)
+        return RLCheckpoint(tmp_path / "ck", every_n_train_steps=1, save_last=False, save_top_k=1)
 
     with pytest.raises(KeyError, match="killed"):
         fit(tmp_path, make(), ToyPolicy(), 3, plugins=[Interrupted()])

@@ -443,3 +443,50 @@ def test_a_run_without_the_callback_says_what_to_add(
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"VLLMWeightSync {next(iter(options))} is"):
         VLLMWeightSync(**options)
+
+
+class Diary(CopyEngine):
+    """Notes in which order it was used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[str] = []
+
+    def _send(self, tensors: Any) -> list[dict[str, str]]:
+        self.entries.append("push")
+        return super()._send(tensors)
+
+    def _reset_caches(self) -> None:
+        self.entries.append("reset")
+        super()._reset_caches()
+
+    def _respond(self, requests: Any, sampling: Sampling) -> Any:
+        self.entries.append("eval" if sampling.temperature == 0 else "train")
+        return super()._respond(requests, sampling)
+
+
+def test_training_draws_nothing_from_what_a_validation_left_in_the_caches(
+    language_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Path,
+    tmp_path: Path,
+) -> None:
+    engine = Diary()
+    fit(
+        build(language_model, tokenizer, engine),
+        prompts,
+        tmp_path,
+        steps=4,
+        callbacks=[VLLMWeightSync(every_n_steps=4, probe_every=0)],
+        num_sanity_val_steps=0,
+        val_check_interval=2,
+        limit_val_batches=1,
+        check_val_every_n_epoch=None,
+    )
+    # a validation pushes; after it the same weights go on, without its states, and only once
+    first = ["push", "reset", "train", "train"]
+    assert engine.entries == [
+        *first,
+        *["push", "reset", "eval", "reset", "train", "train"],
+        *["push", "reset", "eval"],
+    ]

@@ -59,12 +59,13 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
         (
             "xyz",
             "error: no command 'xyz'; there are fit, plan, validate, test, predict, "
-            "export, convert\n",
+            "export, replay, convert, serve-reward\n",
         ),
         (
             "--config",
             "error: no command '--config'; the command comes first: "
-            "lrlhf {fit,plan,validate,test,predict,export,convert} --config ...\n",
+            "lrlhf {fit,plan,validate,test,predict,export,replay,"
+            "convert,serve-reward} --config ...\n",
         ),
     ],
 )

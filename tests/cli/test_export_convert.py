@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lrlhf.cli import run
 from lrlhf.models import RewardNetwork, ValueModel
-from lrlhf.strategies.sharded_checkpoint import is_folder_checkpoint, read_checkpoint
+from lrlhf.strategies.checkpoint_reader import is_folder_checkpoint, read_checkpoint
 from tests.conftest import build_language_model, build_tokenizer
 
 pytestmark = [
@@ -235,7 +235,7 @@ def test_export_needs_no_processes_and_no_strategy(run_of: tuple[str, Path]) -> 
     [
         (["lost.ckpt", "new.ckpt"], "lost.ckpt is no checkpoint: it is not there"),
         (["folder", "new.ckpt"], "folder is no checkpoint"),
-        (["text.ckpt", "new.ckpt"], "text.ckpt cannot be read as a checkpoint"),
+        (["text.ckpt", "new.ckpt"], "text.ckpt is damaged: it is a file of another kind"),
         (["good.ckpt", "text.ckpt"], "text.ckpt exists; choose another name"),
         (["good.ckpt", "folder"], "folder exists; choose another name"),
     ],

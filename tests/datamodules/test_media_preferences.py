@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from PIL import Image
 
 from lrlhf.datamodules import BadDataError, PreferenceDataModule
@@ -178,6 +179,12 @@ def test_chosen_and_rejected_conversations_share_their_picture(
     batch = only(write_rows([row]), folder)
     assert texts(batch, answer=True) == ("grey<|im_end|>\n", "red<|im_end|>\n")
     assert levels(batch) == ([2], [2])
+    moved = batch.map(torch.clone, media=True)  # as a move to a GPU makes new tensors
+    for pair in (batch, moved):
+        assert pair.candidate0.media is not None
+        assert pair.candidate1.media is not None
+        assert pair.candidate0.media[0] is pair.candidate1.media[0]
+    assert moved.candidate0.media is not batch.candidate0.media
 
 
 def test_an_answer_may_show_a_picture_itself(write_rows: WriteRows, folder: str) -> None:

@@ -13,8 +13,9 @@ from lrlhf.datamodules import BadDataError, PromptDataModule
 from lrlhf.media import MediaOptions
 from lrlhf.modules import RLOO, Update
 from lrlhf.rewards import Rewards
-from lrlhf.rollout import Sampling, micro_batches
+from lrlhf.rollout import Sampling
 from lrlhf.types import Media, PromptBatch, SequenceBatch
+from tests.batches import micro_batches
 from tests.datamodules.conftest import WriteRows
 from tests.modules.policy_runs import fit
 from tests.vlms import build_vlm, never_said, save_vlm

@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 
-from lrlhf.datamodules.order import EpochOrder
+from lrlhf.datamodules.order import BalancedOrder, EpochOrder, GivenOrder
 
 
 def test_without_weights_every_epoch_is_a_permutation_of_all_rows() -> None:
@@ -65,3 +65,31 @@ def test_the_table_names_rows_and_passes_of_each_source() -> None:
 def test_the_length_is_the_rows_of_all_sources(weights: list[float] | None) -> None:
     order = EpochOrder([[0, 1, 2], [3]], weights, seed=0)
     assert len(order) == len(order.epoch(0)) == 4
+
+
+def test_a_balanced_order_deals_the_same_batches_by_tokens() -> None:
+    costs = [1, 50, 2, 40, 3, 30, 4, 20, 5, 10, 6]
+    plain = EpochOrder([list(range(11))], None, seed=2)
+    balanced = BalancedOrder(plain, costs, batch_size=2, world=2)
+    assert (len(balanced), balanced.seed) == (11, 2)
+    for epoch in range(8):
+        before, after = plain.epoch(epoch).tolist(), balanced.epoch(epoch).tolist()
+        for start in (0, 4):
+            assert sorted(after[start : start + 4]) == sorted(before[start : start + 4])
+            first, second = after[start : start + 2], after[start + 2 : start + 4]
+            # of the three ways to make two pairs of four, the one that comes nearest
+            tokens = sorted(costs[row] for row in first + second)
+            assert {sum(costs[row] for row in first), sum(costs[row] for row in second)} == {
+                tokens[0] + tokens[3],
+                tokens[1] + tokens[2],
+            }
+        # the rows that make no full batch stay where they are
+        assert after[8:] == before[8:]
+
+
+def test_a_balanced_order_leaves_the_other_one_as_it_is() -> None:
+    given = GivenOrder(size=4, per_epoch=4, seed=0)
+    rows = BalancedOrder(given, [9, 9, 1, 1], 2, 2).epoch(0).tolist()
+    assert sorted(rows) == [0, 1, 2, 3]
+    assert len({0, 1}.intersection(rows[:2])) == 1  # each rank gets one of the two dear ones
+    assert given.epoch(0).tolist() == [0, 1, 2, 3]

@@ -4,6 +4,7 @@ import inspect
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,25 @@ def test_two_processes_save_and_end(tmp_path: Path, strategy: str, to: str) -> N
     # the end of the step that ran, or of the next one where the signal took its time
     assert step in {4, 5, 6}
     assert weight == step
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_all_at_its_deadline(tmp_path: Path) -> None:
+    # rank 0 sleeps, rank 1 waits for it in a collective; the group would wait for half an hour
+    deadlines = {"class_path": "Deadlines", "init_args": {"generate": 10.0, "grace": 5.0}}
+    config = write_config(tmp_path, callbacks=[deadlines])
+    with running(fit(config, "--model.stuck_at=2"), ROOT) as process:
+        wait_for(tmp_path, 0, 2, "stuck")
+        output = ended(process)
+        assert process.returncode == 1, output
+        deadline = time.monotonic() + 30
+        while members(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert members(process.pid) == []
+    assert "error: rank 0 has been in phase 'generate' of iteration 2 for " in output
+    assert "in phase 'generate' of iteration 2" in output.partition("rank 1 ")[2]
+    assert "training_step" in (tmp_path / "stacks_rank0.txt").read_text()
+    assert "collectives.py" in (tmp_path / "stacks_rank1.txt").read_text()
 
 
 def test_phases_are_told_to_the_watch(tmp_path: Path) -> None:

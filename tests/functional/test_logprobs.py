@@ -136,8 +136,8 @@ def test_dropout_in_the_head_is_the_same_in_both_passes() -> None:
         seen.append(dropped.detach())
         return dropped @ weight.T
 
-    token_logprobs(hidden, head, targets, chunk_size=N).sum().backward()
-    first, again = seen
+    token_logprobs(hidden, head, targets, chunk_size=N - 1).sum().backward()
+    first, _, again = seen
     assert torch.equal(first, again)
 
 
@@ -334,7 +334,7 @@ def test_no_more_than_one_chunk_of_logits_ever_exists(
             return (result.logprobs + result.entropy).sum()
         return result.sum()
 
-    assert largest_tensor(function) == 8 * 50
+    assert 4 * 50 < largest_tensor(function) <= 8 * 50
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ from lrlhf.models import (
     sequence_logprobs,
 )
 from lrlhf.models.media_inputs import media_modules, vision_encoder
-from lrlhf.rollout import micro_batch_rows, micro_batches
+from lrlhf.rollout import micro_batch_rows
+from tests.batches import micro_batches
 from tests.conftest import build_language_model, build_tokenizer
 from tests.vlms import (
     FAMILIES,

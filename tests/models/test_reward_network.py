@@ -92,7 +92,7 @@ def test_layer_k_is_what_block_k_returns(build: Callable[[], PreTrainedModel], l
         block.register_forward_hook(
             lambda _m, _i, out: outputs.append(out[0] if isinstance(out, tuple) else out)
         )
-    hidden = net.scorer.hidden_states(batch.input_ids, batch.attention_mask)
+    hidden = net.scorer.hidden_states(batch).whole()
     assert len(outputs) == 3
     assert torch.equal(hidden, outputs[layer - 1])
 
@@ -107,14 +107,14 @@ def test_the_layers_of_a_llama_are_counted_like_its_modules() -> None:
     causal = torch.full((9, 9), float("-inf")).triu(1)[None, None]
     for block in llama_body.layers[:2]:
         hidden = block(hidden, attention_mask=causal, position_embeddings=rotary)
-    actual = net.scorer.hidden_states(batch.input_ids, batch.attention_mask)
+    actual = net.scorer.hidden_states(batch).whole()
     assert_close(actual, hidden, rtol=1e-5, atol=1e-5)
 
 
 def test_the_last_hidden_state_has_gone_through_the_final_norm_and_the_last_block_has_not() -> None:
     batch = right_padded([9])
-    last = network(layer=-1).scorer.hidden_states(batch.input_ids, batch.attention_mask)
-    block = network(layer=3).scorer.hidden_states(batch.input_ids, batch.attention_mask)
+    last = network(layer=-1).scorer.hidden_states(batch).whole()
+    block = network(layer=3).scorer.hidden_states(batch).whole()
     assert_close(seeded(llama).base_model.norm(block), last)
     assert not torch.allclose(block, last)
 
@@ -164,7 +164,7 @@ def test_scores_are_float32_also_in_autocast_and_from_a_16_bit_backbone() -> Non
 def test_heads_in_autocast_see_the_hidden_states_unrounded() -> None:
     net, batch = network(), right_padded([9])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = net.scorer.hidden_states(batch.input_ids, batch.attention_mask)
+        hidden = net.scorer.hidden_states(batch).whole()
         actual = net(batch)[0, 0]
     assert_close(actual, hidden[0, -1].float() @ weights(net), rtol=1e-6, atol=1e-6)
 

@@ -7,6 +7,7 @@ from torch.testing import assert_close
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.models import CausalLM, LoRA, ScoreModel
+from lrlhf.types import SequenceBatch
 from tests.models.families import right_padded
 
 
@@ -125,7 +126,8 @@ def test_a_real_sentence_encoder_inside_a_package_becomes_a_reward_model() -> No
     net, tokenizer = spec.load(), spec.load_tokenizer()
     encoded = tokenizer(["a kitten", "stock prices fell"], padding=True, return_tensors="pt")
     mask = encoded["attention_mask"].bool()
-    hidden = net.scorer.hidden_states(encoded["input_ids"], mask)
+    batch = SequenceBatch(input_ids=encoded["input_ids"], attention_mask=mask, response_mask=mask)
+    hidden = net.scorer.hidden_states(batch).whole()
     means = [hidden[row, mask[row]].mean(dim=0) for row in range(2)]
     # the encoder's own use: related sentences are close, unrelated ones are not
     assert torch.cosine_similarity(means[0], means[1], dim=0) < 0.3

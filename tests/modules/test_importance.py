@@ -23,7 +23,7 @@ from lrlhf.modules.importance import measure_importance, off_policy_rows, weight
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.policy_objective import Denominators, denominators, policy_loss
 from lrlhf.rewards import Rewards
-from lrlhf.rollout import Sampling, TransformersEngine, micro_batches
+from lrlhf.rollout import Sampling, TransformersEngine, plan_passes
 from lrlhf.types import Experience, PromptBatch, Rollout
 from tests.conftest import build_language_model
 from tests.modules.policy_runs import Watcher, fit, letters
@@ -381,7 +381,8 @@ def test_one_two_and_eight_micro_batches_give_one_update(
             update=plain(loss, micro_batch_tokens=budget),
         )
         trainer = fit(module, prompts, tmp_path, steps=1, callbacks=[watcher])
-        assert len(micro_batches(watcher.experiences[0], max_tokens=budget)) == parts
+        plan = plan_passes(watcher.experiences[0], max_tokens=budget, packed=True)
+        assert len(plan) == parts
         results.append((module.policy, trainer.logged_metrics))
     for policy, logged in results[1:]:
         assert_weights(policy, dict(results[0][0].named_parameters()))

@@ -142,3 +142,33 @@ def test_a_token_that_the_engine_could_not_have_cut_is_no_mismatch() -> None:
     assert values["mismatch/kl"] == pytest.approx(1 / 1.1 - 1 + math.log(1.1), rel=1e-3)
     for name in ("p01", "p50", "p99"):
         assert values[f"mismatch/ratio_{name}"] == pytest.approx(1 / 1.1, rel=5.1e-4)
+
+
+def test_a_number_is_taken_down_as_it_is_now() -> None:
+    metrics = MetricSums()
+    total, largest = torch.tensor(3.0, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64)
+    metrics.add("a", total, 1.0)
+    metrics.maximum("b", largest)
+    total.fill_(100.0)
+    largest.fill_(100.0)
+    assert metrics.reduce(one_process(), CPU) == {"a": 3.0, "b": 2.0}
+
+
+def test_a_maximum_that_is_no_number_shows() -> None:
+    metrics = MetricSums()
+    for value in (1.0, torch.tensor(torch.nan), 2.0):
+        metrics.maximum("a", value)
+    assert math.isnan(metrics.reduce(one_process(), CPU)["a"])
+
+
+def test_nothing_of_a_device_is_read_before_the_reduction() -> None:
+    # on the meta device every read fails
+    metrics = MetricSums()
+    scores, mask = torch.empty(4, device="meta"), torch.empty(4, dtype=torch.bool, device="meta")
+    metrics.add("mean", scores.sum(), mask.sum())
+    metrics.add_values("values", scores)
+    metrics.add_moments("std", scores)
+    metrics.maximum("max", scores.amax())
+    metrics.add_quantiles("ratio", scores)
+    with pytest.raises(RuntimeError, match="meta"):
+        metrics.reduce(one_process(), CPU)

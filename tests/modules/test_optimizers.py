@@ -170,3 +170,78 @@ def test_the_schedule_continues_from_a_state_dict_and_follows_a_longer_run() -> 
     _, resumed = config.build(model().named_parameters(), 8)
     resumed.load_state_dict(first.state_dict())
     assert list(steps(resumed, 1)) == pytest.approx([1 - 3 / 8])
+
+
+def run_steps(
+    fused: bool | None, *, steps: int
+) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    network = model()
+    config = OptimizerConfig(lr=0.1, weight_decay=0.1, fused=fused)
+    optimizer, _ = config.build(network.named_parameters(), steps)
+    for _ in range(steps):
+        for parameter in network.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return optimizer, [parameter.detach() for parameter in network.parameters()]
+
+
+def test_adamw_is_fused_where_nothing_is_said_and_moves_as_the_plain_one() -> None:
+    optimizer, fused = run_steps(None, steps=3)
+    assert [group["fused"] for group in optimizer.param_groups] == [True, True]
+    plain_optimizer, plain = run_steps(False, steps=3)
+    assert [group["fused"] for group in plain_optimizer.param_groups] == [False, False]
+    for one, other in zip(fused, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.zeros(2, 2, dtype=torch.bfloat16),
+        torch.zeros(2, 2, dtype=torch.float64),
+        torch.zeros(2, 3).T,
+        torch.zeros(2, 2, device="meta"),
+    ],
+    ids=["bfloat16", "float64", "transposed", "meta"],
+)
+def test_adamw_is_left_to_torch_where_its_fused_kernel_might_do_otherwise(
+    weight: torch.Tensor,
+) -> None:
+    named = [("weight", nn.Parameter(weight))]
+    optimizer, _ = OptimizerConfig().build(named, 1)
+    assert optimizer.param_groups[0]["fused"] is None
+    foreach = OptimizerConfig(optimizer_options={"foreach": True})
+    optimizer, _ = foreach.build([("weight", nn.Parameter(torch.zeros(2, 2)))], 1)
+    assert (optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["foreach"]) == (
+        None,
+        True,
+    )
+
+
+def test_a_run_that_began_with_the_plain_kernel_goes_on_with_it() -> None:
+    began, _ = run_steps(False, steps=2)
+    stored = began.state_dict()
+    torch.manual_seed(0)
+    network = model()
+    resumed, _ = OptimizerConfig(lr=0.1).build(network.named_parameters(), 3)
+    resumed.load_state_dict(stored)
+    assert [group["fused"] for group in resumed.param_groups] == [False, False]
+    for parameter in network.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    resumed.step()
+    assert {float(state["step"]) for state in resumed.state.values()} == {3.0}
+
+
+def test_a_loss_scaler_unscales_before_a_fused_step() -> None:
+    # else Lightning would clip nothing, and the norm would be that of scaled gradients
+    weight = nn.Parameter(torch.zeros(2, 2))
+    optimizer, _ = OptimizerConfig(lr=1.0).build([("weight", weight)], 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(3.0 * weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    scaler.step(optimizer)
+    # the first step of AdamW is lr * sign(gradient)
+    torch.testing.assert_close(weight.detach(), torch.full((2, 2), -1.0))

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.models import RewardNetwork, ScoreModel
+from lrlhf.modules.guard import TrainingDivergedError
 from lrlhf.modules.optimizers import OptimizerConfig
-from lrlhf.modules.reward_model import RewardModel, TrainingDivergedError
+from lrlhf.modules.reward_model import RewardModel
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
 NAN = float("nan")

@@ -1,6 +1,7 @@
 """RLOO end to end on a model of 27,000 parameters: learning, resuming, and what must not matter."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import lightning as L
@@ -9,9 +10,18 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.models import CausalLM, LoRA
-from lrlhf.modules import RLOO, Advantage, OptimizerConfig, Reference, Update
+from lrlhf.modules import (
+    RLOO,
+    Advantage,
+    Guard,
+    OptimizerConfig,
+    Reference,
+    Update,
+    policy_experience,
+)
 from lrlhf.rewards import Rewards
-from lrlhf.rollout import Sampling
+from lrlhf.rollout import Sampling, TransformersEngine
+from lrlhf.types import Rollout
 from tests.modules.policy_runs import Watcher, fit, letters, weights
 
 
@@ -141,6 +151,85 @@ def test_micro_batches_do_not_change_the_update(
         results.append(weights(module.policy))
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(r=4, alpha=8)])
+@pytest.mark.parametrize("budget", [None, 60])
+def test_packed_rows_train_as_padded_ones(
+    model_folder, tokenizer, prompts, tmp_path, lora: LoRA | None, budget: int | None
+) -> None:
+    runs = []
+    for attention in ("sdpa", "eager"):  # rows are packed, or padded
+        L.seed_everything(5, verbose=False)  # of the adapters
+        module = build(
+            CausalLM(source=model_folder, attn_implementation=attention, lora=lora),
+            tokenizer,
+            update=Update(micro_batch_tokens=budget, minibatch_size=8),
+            optimizer=OptimizerConfig(lr=1e-2, optimizer_class="torch.optim.SGD"),
+        )
+        logged = fit(module, prompts, tmp_path, steps=2).logged_metrics
+        runs.append((weights(module.policy), logged))
+    (packed, of_packed), (padded, of_padded) = runs
+    for name, value in packed.items():
+        torch.testing.assert_close(padded[name], value, rtol=1e-4, atol=1e-6)
+    assert of_packed.keys() == of_padded.keys()
+    for name in sorted(of_packed.keys() - {name for name in of_packed if "perf/" in name}):
+        assert float(of_packed[name]) == pytest.approx(float(of_padded[name]), rel=1e-3, abs=1e-5)
+    assert float(of_packed["perf/padding_fraction"]) == 0
+    assert float(of_packed["perf/shared_fraction"]) > 0.2
+    assert float(of_padded["perf/shared_fraction"]) == 0
+
+
+def test_what_an_exact_engine_drew_with_is_not_computed_again(
+    language_model, tokenizer, prompts, tmp_path, monkeypatch
+) -> None:
+    passes: list[int] = []
+    original = policy_experience.sequence_outputs
+
+    def counting(*args: Any, **options: Any) -> Any:
+        passes.append(1)
+        return original(*args, **options)
+
+    monkeypatch.setattr(policy_experience, "sequence_outputs", counting)
+    ends = []
+    for exact, needed in ((True, 0), (False, 2)):
+        passes.clear()
+        engine = TransformersEngine()
+        engine.exact = exact
+        module = build(
+            copy.deepcopy(language_model),
+            tokenizer,
+            engine=engine,
+            update=Update(minibatch_size=8),
+            optimizer=OptimizerConfig(lr=1e-2, optimizer_class="torch.optim.SGD"),
+        )
+        logged = fit(module, prompts, tmp_path, steps=2).logged_metrics
+        assert len(passes) == needed
+        # how far engine and trainer are apart is measured all the same
+        assert 0 < float(logged["mismatch/max"]) < 1e-4
+        ends.append((weights(module.policy), logged))
+    for name, value in ends[0][0].items():
+        torch.testing.assert_close(ends[1][0][name], value, rtol=1e-3, atol=1e-5)
+    for name in ("kl/reference", "policy/approx_kl", "train/loss"):
+        first, second = (float(logged[name]) for _, logged in ends)
+        assert first == pytest.approx(second, rel=1e-2, abs=1e-5), name
+
+
+def test_an_engine_that_only_says_it_is_exact_is_found_out(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    class Wrong(TransformersEngine):
+        def generate(self, *args: Any, **options: Any) -> Rollout:
+            rollout = super().generate(*args, **options)
+            moved = rollout.sampling_logprobs - 0.5 * rollout.response_mask
+            return dataclasses.replace(rollout, sampling_logprobs=moved)
+
+    before = weights(language_model)
+    module = build(language_model, tokenizer, engine=Wrong(), guard=Guard(max_mismatch=0.4))
+    logged = fit(module, prompts, tmp_path, steps=1).logged_metrics
+    assert float(logged["mismatch/max"]) == pytest.approx(0.5, abs=1e-3)
+    assert module.skipped_steps == 1
+    assert all(torch.equal(before[name], value) for name, value in weights(module.policy).items())
 
 
 def test_validation_in_between_does_not_change_the_run(

@@ -305,3 +305,23 @@ def test_wrong_options_are_refused(model_folder: str) -> None:
         LearnedReward("x", max_tokens=0)
     with pytest.raises(ValueError, match="is no reward model"):
         Rewards([LearnedReward(model_folder)]).prepare()
+
+
+def test_responses_to_equal_prompts_share_what_they_begin_with(two_heads_folder: str) -> None:
+    function = LearnedReward(two_heads_folder, head="kind", batch_size=4)
+    function.prepare()
+    assert function._loaded is not None
+    seen: list[SequenceBatch] = []
+    function._loaded.network.register_forward_pre_hook(
+        lambda module, inputs: seen.append(inputs[0])
+    )
+    # equal and yet other objects, as a service reads them
+    prompts = [f"{word} goes" for word in ("one", "two", "one", "two")]
+    answers = [" up", " down", " away", " on"]
+    together = score(function, prompts, answers).scores
+    (batch,) = seen
+    assert batch.group_ids is not None
+    assert sorted(batch.group_ids.tolist()) == [0, 0, 1, 1]
+    for prompt, answer, found in zip(prompts, answers, together, strict=True):
+        alone = score(function, [prompt], [answer]).scores
+        assert float(found) == pytest.approx(float(alone[0]), abs=1e-5)

@@ -1,10 +1,13 @@
 """Cutting a batch loses no row, repeats none, and stays within its budget."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from lrlhf.rollout import micro_batch_rows, micro_batches, minibatches
+from lrlhf.rollout import micro_batch_rows, minibatches
 from lrlhf.types import SequenceBatch
+from tests.batches import micro_batches
 
 LENGTHS = [5, 2, 9, 1, 4, 4]
 
@@ -42,6 +45,19 @@ def test_minibatches_are_drawn_at_random_and_hold_every_row_once() -> None:
     assert first != second
     torch.manual_seed(3)
     assert first == [part.input_ids[:, 0].tolist() for part in minibatches(batch(), size=2)]
+
+
+def test_groups_stay_together_where_the_size_allows_it() -> None:
+    torch.manual_seed(3)
+    grouped = replace(batch(), group_ids=torch.tensor([7, 7, 2, 2, 5, 5]))
+    drawn = [part.input_ids[:, 0].tolist() for part in minibatches(grouped, size=2)]
+    assert sorted(drawn) == [[0, 1], [2, 3], [4, 5]]
+    # three rows cannot be whole pairs, and groups of several sizes fill no part
+    assert sorted(row for part in minibatches(grouped, size=3) for row in part.input_ids[:, 0]) == [
+        *range(6)
+    ]
+    uneven = replace(batch(), group_ids=torch.tensor([1, 1, 1, 2, 2, 3]))
+    assert len(list(minibatches(uneven, size=2))) == 3
 
 
 def test_a_size_that_does_not_divide_is_refused() -> None:

@@ -77,7 +77,7 @@ def test_an_open_file_is_written_too_and_tensors_may_share_memory(tmp_path: Path
 
 def test_the_format_is_in_the_metadata(tmp_path: Path) -> None:
     with safe_open(store(tmp_path), framework="pt") as file:
-        assert file.metadata() == {"format": "lrlhf-rollout-1"}
+        assert file.metadata()["format"] == "lrlhf-rollout-1"
 
 
 def test_records_may_be_larger_than_a_header(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import copy
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rollout import EngineFailure, Sampling, TransformersEngine, WeightSyncError
+from lrlhf.rollout.weights import PolicyWeights
 from lrlhf.types import PromptBatch, Rollout
 from tests.conftest import build_language_model
 from tests.rollout.copy_engine import CopyEngine, prompt_batch
@@ -199,6 +201,22 @@ def test_an_older_weight_is_named(language_model, tokenizer) -> None:
         weight[3] = torch.nextafter(weight[3], torch.tensor(9.0))
     with pytest.raises(WeightSyncError, match=rf"other values of the weight {NORM}"):
         engine.push(1)
+
+
+def test_a_push_puts_the_weights_together_once(language_model, tokenizer, monkeypatch) -> None:
+    # with split weights or adapters that is a gather or a product for each of them
+    engine = attached(language_model, tokenizer)
+    read: list[str] = []
+    tensors = PolicyWeights.tensors
+
+    def counted(self: PolicyWeights, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors(self, dtype):
+            read.append(name)
+            yield name, tensor
+
+    monkeypatch.setattr(PolicyWeights, "tensors", counted)
+    engine.push(0)
+    assert len(read) == len(set(read)) == len(dict(language_model.named_parameters()))
 
 
 def test_every_worker_is_checked(language_model, tokenizer, monkeypatch) -> None:

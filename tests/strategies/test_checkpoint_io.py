@@ -18,11 +18,9 @@ from lrlhf.modules import PPO, Advantage, Critic, OptimizerConfig, Reference, Re
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
 from lrlhf.strategies import AtomicCheckpointIO, use_atomic_checkpoints
-from lrlhf.strategies.sharded_checkpoint import (
-    NotACheckpointError,
-    convert_checkpoint,
-    is_folder_checkpoint,
-)
+from lrlhf.strategies.checkpoint_reader import is_folder_checkpoint
+from lrlhf.strategies.checksums import NotACheckpointError
+from lrlhf.strategies.sharded_checkpoint import convert_checkpoint
 from tests.conftest import build_language_model, build_tokenizer
 from tests.modules.policy_runs import letters
 
@@ -158,7 +156,8 @@ def test_a_run_that_goes_on_from_a_folder_called_last_saves_over_it(
     run = tmp_path / "run"
     train(reward, model_folder, run, steps=2)
     last = run / "checkpoints" / "last.ckpt"
-    last.rename(tmp_path / "file.ckpt")
+    last.resolve().rename(tmp_path / "file.ckpt")
+    last.unlink()
     convert_checkpoint(tmp_path / "file.ckpt", last, "sharded")
     train(reward, model_folder, run, steps=3, ckpt_path=last)
     assert torch.load(last, weights_only=True)["global_step"] == 3

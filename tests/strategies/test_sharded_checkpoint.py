@@ -18,16 +18,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lrlhf.strategies.atomic import atomic_folder, open_folder
-from lrlhf.strategies.sharded_checkpoint import (
-    NotACheckpointError,
+from lrlhf.strategies.checkpoint_reader import (
     StoredTensors,
-    convert_checkpoint,
     is_folder_checkpoint,
     read_checkpoint,
     read_folder,
-    save_folder,
-    write_file,
 )
+from lrlhf.strategies.checksums import NotACheckpointError
+from lrlhf.strategies.sharded_checkpoint import convert_checkpoint, save_folder, write_file
 
 
 def save(checkpoint: Mapping[str, Any], folder: Path) -> Path:

@@ -133,3 +133,36 @@ def test_a_gradient_that_is_not_finite_moves_its_own_model_only_by_nothing(
     assert not torch.isfinite(torch.tensor(module.norms[0]))
     assert module.one.tolist() == [0.0, 0.0]
     assert module.two.tolist() == [0.0, -2.0]
+
+
+class Counted:
+    """Gradients of norm 5 that count how often they are gone through."""
+
+    def __init__(self) -> None:
+        self.factors: list[float] = []
+
+    def norm(self) -> Tensor:
+        return torch.tensor(5.0)
+
+    def scale(self, factor: float | Tensor) -> None:
+        self.factors.append(float(factor))
+
+    def drop(self) -> None:
+        raise AssertionError("a finite gradient is not dropped")
+
+
+@pytest.mark.parametrize(
+    ("limit", "factors"),
+    [(2.5, [pytest.approx(0.5, rel=1e-6)]), (10.0, []), (float("inf"), [])],
+)
+def test_gradients_are_gone_through_again_only_to_be_clipped(
+    limit: float, factors: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradients = Counted()
+    monkeypatch.setattr("lrlhf.strategies.update.gradients_of", lambda *_: gradients)
+    module = Two((limit, limit))
+    module.trainer = trainer()
+    updater = Updater(module)
+    updater._max_grad_norm = limit
+    updater.before_step(SGD([module.one], lr=1.0))
+    assert gradients.factors == factors

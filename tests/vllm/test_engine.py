@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,6 +102,27 @@ def test_a_seed_gives_the_same_response_whatever_else_is_in_the_batch(
         )
         ids = whole.input_ids[row, : whole.lengths[row]]
         assert torch.equal(alone.input_ids[0, : alone.lengths[0]], ids)
+
+
+def test_the_prompt_of_a_group_is_computed_once(
+    engine: VLLMEngine, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached: list[int] = []
+    generate = engine._llm.generate
+
+    def spied(*args: object, **options: object) -> list[Any]:
+        answers: list[Any] = generate(*args, **options)
+        cached.extend(answer.num_cached_tokens for answer in answers)
+        return answers
+
+    monkeypatch.setattr(engine._llm, "generate", spied)
+    prompts = prompts_of(LONG, tokenizer=tokenizer)
+    # one token per byte, and blocks of 32: all of the prompt but an unfinished block is shared
+    shared = len(LONG) // 32 * 32
+    assert shared > 0
+    engine.forget()
+    engine.generate(prompts, Sampling(max_new_tokens=2), num_generations=4, seeds=[1, 2, 3, 4])
+    assert cached == [0, shared, shared, shared]
 
 
 def test_greedy_responses_are_those_of_transformers(

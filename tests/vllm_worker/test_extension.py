@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lrlhf.vllm_worker.extension import WeightReceiver
-from lrlhf.vllm_worker.fingerprint import fingerprint
+from lrlhf.vllm_worker.fingerprint import Fingerprinted, fingerprint
 from lrlhf.vllm_worker.stream import Sender
 
 
@@ -75,6 +75,24 @@ def test_loading_returns_the_fingerprint_of_every_weight_as_text() -> None:
 def test_a_weight_that_the_engine_did_not_take_is_not_reported() -> None:
     weights = {"a": torch.ones(1), "b": torch.ones(1)}
     assert list(Worker(takes=1).lrlhf_load(weights.items())) == ["a"]
+
+
+def test_weights_of_the_same_process_are_not_looked_at_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(
+        "lrlhf.vllm_worker.fingerprint.fingerprint",
+        lambda tensor: taken.append(tensor.numel()) or tensor.numel(),
+    )
+    passing = Fingerprinted({"a": torch.ones(1), "b": torch.ones(2), "c": torch.ones(3)}.items())
+    arrived = Worker(takes=2).lrlhf_load(passing)
+    assert arrived == {"a": "1", "b": "2"}
+    assert [name for name, _ in passing] == ["c"]
+    assert passing.seen == {"a": "1", "b": "2", "c": "3"}
+    # what came later did not arrive
+    assert arrived == {"a": "1", "b": "2"}
+    assert taken == [1, 2, 3]
 
 
 def test_weights_come_through_a_socket_with_arguments_of_text() -> None:

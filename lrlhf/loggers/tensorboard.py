@@ -1,0 +1,167 @@
+"""TensorBoard events that are those of one run, however often it was killed."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
+
+from lrlhf.loggers.csv import refuse_remote
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class ResumingTensorBoardLogger(TensorBoardLogger):
+    """Writes events to one folder, each row at once, and cuts them back when a run is resumed.
+
+    What the killed run wrote after the checkpoint is cut from its files, texts and images too; a
+    TensorBoard that is open meanwhile shows it until it is started again. Each process writes a
+    file of its own. A run that starts from the beginning where an earlier one has written moves
+    that one's events to ``tensorboard.1`` (``.2``, …). An evaluation by itself writes to a folder
+    inside, ``validate`` or ``test``.
+
+    Args:
+        save_dir: Folder of the run.
+        name: Folder of the events inside it.
+        log_graph: Also draw the graph of the module, which then needs an ``example_input_array``.
+        default_hp_metric: Write a placeholder metric beside the hyperparameters, without which
+            TensorBoard does not show them.
+        prefix: Put before the name of every metric, with a ``-``.
+        **kwargs: Those of ``torch.utils.tensorboard.SummaryWriter``.
+
+    Raises:
+        ValueError: The folder is not one of this machine's.
+        ModuleNotFoundError: TensorBoard is not installed.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path,
+        name: str = "tensorboard",
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        **kwargs: Any,
+    ) -> None:
+        refuse_remote(save_dir, type(self).__name__)
+        super().__init__(
+            save_dir,
+            name=name,
+            version="",
+            log_graph=log_graph,
+            default_hp_metric=default_hp_metric,
+            prefix=prefix,
+            **kwargs,
+        )
+        self._stage = ""
+        self._begun = False
+        self._held_back: list[tuple[Any, ...]] = []
+        """Hyperparameters of a run that may prove to have written them long ago."""
+        self._others: set[Path] = set()
+        """Event files that were there before this process wrote one."""
+
+    @property
+    def log_dir(self) -> str:
+        """Folder of the events."""
+        return str(Path(self.save_dir, self.name, self._stage))
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> SummaryWriter:
+        """The writer of this process."""
+        if self._experiment is None:
+            self._others = _event_files(Path(self.log_dir))
+        writer: SummaryWriter = super().experiment
+        return writer
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if not self._begun:
+            self.start_over()
+        super().log_metrics(metrics, step)
+        self.experiment.flush()
+
+    @rank_zero_only
+    def log_hyperparams(
+        self,
+        params: dict[str, Any] | Namespace,
+        metrics: dict[str, Any] | None = None,
+        step: int | None = None,
+    ) -> None:
+        if self._begun:
+            super().log_hyperparams(params, metrics, step)
+        else:
+            self._held_back.append((params, metrics, step))
+
+    # ---- what `ResumableLog` asks for
+
+    def log_position(self) -> dict[str, Any]:
+        self.experiment.flush()
+        files = _event_files(Path(self.log_dir))
+        for file in files:
+            _bring_to_disk(file)
+        return {"files": {file.name: file.stat().st_size for file in files}}
+
+    def go_back(self, position: Mapping[str, Any]) -> None:
+        _ = self.experiment  # so that the file of this process is known from the others
+        self._begun = True
+        self._held_back.clear()
+        sizes: dict[str, int] = position["files"]
+        found = {file.name: file for file in self._others}
+        for name, size in sizes.items():
+            if name not in found or found[name].stat().st_size < size:
+                rank_zero_warn(
+                    f"{Path(self.log_dir) / name} has lost events from before the checkpoint; the "
+                    "run goes on without them"
+                )
+        for name, file in found.items():
+            if name not in sizes:
+                file.unlink()
+            elif file.stat().st_size > sizes[name]:
+                os.truncate(file, sizes[name])
+
+    def start_over(self) -> None:
+        _ = self.experiment
+        self._begun = True
+        if self._others:
+            self._move_others()
+        for held in self._held_back:
+            super().log_hyperparams(*held)
+        self._held_back.clear()
+
+    def stand_apart(self, stage: str) -> None:
+        if self._experiment is not None:
+            # opened by the trainer before it said what for
+            self._experiment.close()
+            for file in _event_files(Path(self.log_dir)) - self._others:
+                file.unlink()
+            self._experiment = None
+        self._stage, self._begun = stage, True
+
+    def _move_others(self) -> None:
+        folder, number = Path(self.log_dir), 1
+        while (place := folder.with_name(f"{folder.name}.{number}")).exists():
+            number += 1
+        place.mkdir()
+        for file in self._others:
+            file.rename(place / file.name)
+        rank_zero_info(
+            f"ResumingTensorBoardLogger: the events of an earlier run in {folder} are now in "
+            f"{place}"
+        )
+
+
+def _event_files(folder: Path) -> set[Path]:
+    return set(folder.glob("events.out.tfevents.*"))
+
+
+def _bring_to_disk(file: Path) -> None:
+    with file.open("rb") as handle:
+        os.fsync(handle.fileno())

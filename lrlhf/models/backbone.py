@@ -1,0 +1,309 @@
+"""The one way in which batches go through the body of a model."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+from transformers import PreTrainedModel
+
+from lrlhf.models.media_inputs import (
+    backbone_inputs,
+    check_media,
+    media_position_ids,
+    numbers_media,
+    placeholder_ids,
+    ruled_out_ids,
+)
+from lrlhf.models.modes import evaluating
+from lrlhf.models.output_head import plain_model
+from lrlhf.models.packed_attention import PACKED_ATTENTION, SEGMENTS
+from lrlhf.models.packing import Compacted, Packed, compact, find_trees, pack
+from lrlhf.types import Media, SequenceBatch
+
+logger = logging.getLogger(__name__)
+
+_WINDOWED = {"full_attention", "sliding_attention"}
+"""Kinds of layers whose attention packed rows know."""
+
+_BOTH_WAYS = ("gemma4", "gemma4_unified", "deepseek_ocr2")
+"""Families whose image tokens see each other, beside those that are told of them by
+``token_type_ids``."""
+
+
+class HiddenStates(NamedTuple):
+    """What the body of a model makes of a batch."""
+
+    rows: Compacted
+    states: Float[Tensor, "N H"]
+    """Of every token that was computed: what rows share once, and perhaps padding."""
+    places: Int[Tensor, "B T"]
+    """Where the state of every token of ``rows`` is; anything behind a row's end."""
+    computed: Bool[Tensor, "R L"]
+    """Which of the tokens that went through the model are no padding, as they went through it."""
+    router_logits: tuple[Tensor, ...] | None
+    """Of the layers with experts, where asked for."""
+    windows: list[int | None]
+    """How far each layer said that it sees; of packed rows only."""
+
+    def of(self, tokens: Bool[Tensor, "B T"]) -> Float[Tensor, "M H"]:
+        """Return the states of some tokens, in the order of the rows."""
+        # unlike plain indexing its gradient is deterministic on GPUs too
+        return embedding(self.places[tokens], self.states)
+
+    def whole(self) -> Float[Tensor, "B T H"]:
+        """Return the states of all rows; what is behind a row's end means nothing."""
+        return embedding(self.places, self.states)
+
+
+def hidden_states(
+    plain: PreTrainedModel,
+    batch: SequenceBatch,
+    *,
+    layer: nn.Module | None = None,
+    share: bool = True,
+    **options: Any,
+) -> HiddenStates:
+    """Run the body of a model over a batch.
+
+    Where the model allows it, see `allow_packing`, the rows are laid one after another without
+    padding, and rows of one group share the tokens that all of them begin with.
+
+    Args:
+        plain: The model, without adapters around it.
+        batch: Tokens outside ``attention_mask`` are invisible, wherever they are.
+        layer: The block whose output is wanted; None: the body's, final norm included.
+        share: False: every row is computed whole.
+        options: Further arguments of the forward pass.
+    """
+    rows = compact(batch.input_ids, batch.attention_mask)
+    packed = _packed(plain, rows, batch, share=share) if packs(plain, batch) else None
+    if packed is not None and packed.tokens == 0:
+        packed = None
+    inputs = _inputs(plain, rows, batch.media, packed)
+    captured: list[Tensor] = []
+    handle = None if layer is None else layer.register_forward_hook(_capture(captured))
+    try:
+        output = plain.base_model(**inputs, **options)
+    finally:
+        if handle is not None:
+            handle.remove()
+    states = captured[0] if captured else output.last_hidden_state
+    shape = states.shape[:2]
+    if packed is None:
+        places = torch.arange(shape.numel(), device=states.device).view(shape)
+    else:
+        places = packed.index
+    return HiddenStates(
+        rows=rows,
+        states=states.flatten(0, 1),
+        places=places,
+        computed=rows.attention_mask
+        if packed is None
+        else torch.ones(shape, dtype=torch.bool, device=states.device),
+        router_logits=output.get("router_logits"),
+        windows=[] if packed is None else packed.segments.windows,
+    )
+
+
+def _capture(captured: list[Tensor]) -> Any:
+    def hook(_block: nn.Module, _inputs: Any, output: Any) -> None:
+        captured.append(output[0] if isinstance(output, tuple) else output)
+
+    return hook
+
+
+def _packed(
+    plain: PreTrainedModel, rows: Compacted, batch: SequenceBatch, *, share: bool
+) -> Packed:
+    groups = batch.group_ids if share else None
+    marks = tuple(placeholder_ids(plain.config).values())
+    return pack(rows, find_trees(rows, groups, batch.media, marks))
+
+
+def _inputs(
+    plain: PreTrainedModel,
+    rows: Compacted,
+    media: tuple[Media | None, ...] | None,
+    packed: Packed | None,
+) -> dict[str, Any]:
+    if packed is None:
+        return backbone_inputs(plain, rows.input_ids, rows.attention_mask, media)
+    ids = rows.input_ids.flatten()[packed.source][None]
+    shown = None if media is None else [media[tree.rows[0]] for tree in packed.trees]
+    check_media(plain, rows.input_ids, media)
+    ones = torch.ones_like(ids, dtype=torch.bool)
+    inputs = backbone_inputs(plain, ids, ones, shown, checked=True)
+    if media is not None and numbers_media(plain, media):
+        numbers = media_position_ids(plain, rows.input_ids, rows.attention_mask, media)
+        positions = numbers.flatten(1)[:, packed.source][:, None]
+    else:
+        positions = (packed.source % rows.input_ids.shape[1])[None]
+    return {
+        **inputs,
+        "position_ids": positions,
+        # of four dimensions, it goes to the attention as it is, and that does not read it
+        "attention_mask": torch.ones((1, 1, 1, 1), dtype=torch.bool, device=ids.device),
+        SEGMENTS: packed.segments,
+    }
+
+
+# ------------------------------------------------------------------ which models allow it
+
+
+def packs(plain: PreTrainedModel, batch: SequenceBatch | None = None) -> bool:
+    """Tell whether rows go through this model as one packed row.
+
+    Args:
+        plain: The model, without adapters around it.
+        batch: The rows; None: some without images and videos.
+    """
+    if _attention_config(plain)._attn_implementation != PACKED_ATTENTION:
+        return False
+    # such models let the tokens of an image see each other, which only their own masks do
+    return batch is None or batch.media is None or not _sees_images_both_ways(plain)
+
+
+def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
+    """Let a model compute packed rows from now on, if a trial gives the same hidden states.
+
+    It needs a causal model whose attention is ``sdpa``, through the interface of ``transformers``
+    for attention functions, without layers that read the sequence in another way (convolutions,
+    state spaces, chunks). What does not fit is computed in padded rows, and the log says so.
+
+    Args:
+        model: With its weights, on any device but meta. Its config names another attention
+            afterwards, which is ``sdpa`` in everything but packed rows.
+
+    Returns:
+        Whether it will.
+    """
+    plain = plain_model(model)
+    config = _attention_config(plain)
+    if packs(plain):
+        return True
+    if plain.device.type == "meta":
+        return False
+    reason = _obstacle(plain) or _difference(plain)
+    if reason is None:
+        config._attn_implementation = PACKED_ATTENTION
+    # an encoder is not expected to pack, and other attention was asked for
+    expected = config._attn_implementation == "sdpa" and not _sees_what_follows(plain)
+    if reason is not None:
+        logger.log(
+            logging.WARNING if expected else logging.INFO,
+            "%s computes padded rows, and what several rows begin with in each of them: %s.",
+            type(plain).__name__,
+            reason,
+        )
+    elif _sees_images_both_ways(plain):
+        logger.info("%s computes padded rows where there are images.", type(plain).__name__)
+    return reason is None
+
+
+def assume_packing(model: PreTrainedModel | PeftModel) -> None:
+    """Let a model without weights pack rows as `allow_packing` would, without a trial."""
+    plain = plain_model(model)
+    if _obstacle(plain) is None:
+        _attention_config(plain)._attn_implementation = PACKED_ATTENTION
+
+
+def _obstacle(plain: PreTrainedModel) -> str | None:
+    config = _attention_config(plain)
+    if config._attn_implementation != "sdpa":
+        return f"its attention is {config._attn_implementation!r}, not 'sdpa'"
+    if _sees_what_follows(plain):
+        return "its tokens see what follows them"
+    kinds = set(_layer_types(plain)) - _WINDOWED
+    if kinds:
+        return f"it has layers of the kind {sorted(kinds)[0]!r}"
+    parameters = inspect.signature(plain.base_model.forward).parameters
+    passes_on = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    if "position_ids" not in parameters or not passes_on:
+        return "its forward pass takes no position ids, or passes nothing on to its attention"
+    return None
+
+
+def _layer_types(plain: PreTrainedModel) -> list[str]:
+    # of some families a property, of others under another name, which only this looks up
+    return list(getattr(_attention_config(plain), "layer_types", None) or ())
+
+
+def _sees_what_follows(plain: PreTrainedModel) -> bool:
+    body: Any = plain.base_model
+    return any(vars(module).get("is_causal") is False for module in body.get_decoder().modules())
+
+
+def _attention_config(plain: PreTrainedModel) -> Any:
+    body: Any = plain.base_model
+    return body.get_decoder().config
+
+
+def _difference(plain: PreTrainedModel) -> str | None:
+    """Compute some rows both ways, and say what keeps packed ones from being the same."""
+    config = _attention_config(plain)
+    try:
+        expected, _ = _trial(plain)
+        config._attn_implementation = PACKED_ATTENTION
+        actual, windows = _trial(plain)
+    # what a model's code does with inputs that it was not written for
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        return f"it refuses them ({type(error).__name__}: {error})"
+    finally:
+        config._attn_implementation = "sdpa"
+    # 16 bits round the two orders of work differently
+    exact = plain.dtype in (torch.float32, torch.float64)
+    scale = expected.abs().amax(dim=1, keepdim=True)
+    if ((actual - expected).abs() > (1e-4 if exact else 2e-2) * scale).any():
+        return "its hidden states would differ"
+    if sum(window is not None for window in windows) < _windowed_layers(plain):
+        return "its layers do not say how far they see"
+    return None
+
+
+def _windowed_layers(plain: PreTrainedModel) -> int:
+    """Count the layers that see a part of the tokens before them only."""
+    config = _attention_config(plain)
+    if not getattr(config, "sliding_window", None) or not getattr(
+        config, "use_sliding_window", True
+    ):
+        return 0
+    kinds = _layer_types(plain)
+    return kinds.count("sliding_attention") if kinds else int(config.num_hidden_layers)
+
+
+@torch.no_grad()
+def _trial(plain: PreTrainedModel) -> tuple[Tensor, list[int | None]]:
+    """Compute two rows with a common beginning and a longer one that has nothing in common.
+
+    Returns:
+        Hidden states `[N, H]` of their tokens, and how far each layer saw.
+    """
+    marks = set(ruled_out_ids(plain.config))
+    known = len(plain.get_input_embeddings().weight)  # type: ignore[arg-type]
+    ids = [token for token in range(min(known, 64)) if token not in marks][:6]
+    texts = [[1, 2, 3, 4, 5], [1, 2, 3, 5, 4, 2], [3, 2, 1, 2, 3, 4, 5]]
+    tokens, mask = torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, 7, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = torch.tensor([ids[place % len(ids)] for place in text])
+        mask[row, : len(text)] = True
+    batch = SequenceBatch(
+        input_ids=tokens.to(plain.device),
+        attention_mask=mask.to(plain.device),
+        response_mask=mask.to(plain.device),
+        group_ids=torch.tensor([0, 0, 1]),
+    )
+    with evaluating(plain):
+        states = hidden_states(plain, batch)
+    return states.of(batch.attention_mask).float(), states.windows
+
+
+def _sees_images_both_ways(plain: PreTrainedModel) -> bool:
+    arguments = inspect.signature(plain.base_model.forward).parameters
+    return "token_type_ids" in arguments or plain.config.model_type in _BOTH_WAYS

@@ -1,0 +1,231 @@
+"""Attention over packed rows: every segment sees itself, and a branch sees its prefix.
+
+It is registered with ``transformers`` under a name of its own. Without the segments of a packed
+row, as in generation, it is the library's ``sdpa``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from lrlhf.models.packing import BranchRun, Run, Segments
+
+PACKED_ATTENTION = "lrlhf_packed"
+"""The name in a model's config."""
+
+SEGMENTS = "packed_segments"
+"""Keyword of a forward pass under which the segments travel to the attention."""
+
+_BLOCK = 512
+"""Queries of a long branch that are computed together: each block sees no key behind its end."""
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Float[Tensor, "1 Q N D"],
+    key: Float[Tensor, "1 K N D"],
+    value: Float[Tensor, "1 K N D"],
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Float[Tensor, "1 N Q D"], None]:
+    """Compute attention as ``transformers`` asks its attention functions to.
+
+    With ``packed_segments`` among the options no score exists of two tokens that do not see each
+    other, apart from what is masked within blocks, and ``attention_mask`` is not read.
+    """
+    segments: Segments | None = options.pop(SEGMENTS, None)
+    if segments is None:
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            **options,
+        )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        result: Tensor = sdpa_attention_forward(
+            module, q, k, v, mask, dropout=dropout, scaling=scaling, is_causal=mask is None
+        )[0]
+        return result
+
+    segments.windows.append(sliding_window)
+    compute = _by_run if segments.table is None else _by_table
+    return compute(attend, segments, (query[0], key[0], value[0]), sliding_window)[None], None
+
+
+class _Attend(Protocol):
+    """Computes attention of a batch, causal where there is no mask."""
+
+    def __call__(
+        self,
+        query: Float[Tensor, "B Q S D"],
+        key: Float[Tensor, "B K T D"],
+        value: Float[Tensor, "B K T D"],
+        mask: Bool[Tensor, "B 1 S T"] | None,
+        /,
+    ) -> Float[Tensor, "B S Q D"]: ...
+
+
+_Heads: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values of all tokens, `[heads, N, D]` each."""
+
+
+def _by_run(
+    attend: _Attend, segments: Segments, heads: _Heads, window: int | None
+) -> Float[Tensor, "N Q D"]:
+    """Go through the runs, each as large as it is."""
+    query, key, value = heads
+    pieces: list[Tensor] = []
+    for run in segments.prefixes:
+        q, k, v = (_stacked(part, run) for part in (query, key, value))
+        mask = None
+        if window is not None and run.longest > window:
+            mask = _mask(segments, query.device, (run.longest, 0, 0), window)
+        pieces += _unstacked(attend(q, k, v, mask), run)
+    for branch in segments.branches:
+        q, k, v = (_stacked(part, branch.branches) for part in (query, key, value))
+        k, v = (_behind_prefix(stacked, part, branch) for stacked, part in ((k, key), (v, value)))
+        blocks = [
+            attend(
+                q[:, :, start:stop],
+                k[:, :, : branch.prefix + stop],
+                v[:, :, : branch.prefix + stop],
+                _mask(segments, query.device, (stop - start, start, branch.prefix), window),
+            )
+            for start, stop in _blocks(branch.branches.longest)
+        ]
+        pieces += _unstacked(torch.cat(blocks, dim=1), branch.branches)
+    return torch.cat(pieces)
+
+
+def _by_table(
+    attend: _Attend, segments: Segments, heads: _Heads, window: int | None
+) -> Float[Tensor, "N Q D"]:
+    """Take segments of similar length together, filled up to the longest of them."""
+    table = segments.table
+    assert table is not None
+
+    def cut(part: Tensor, places: Tensor) -> Tensor:
+        return part[:, places].transpose(0, 1)
+
+    query, key, value = heads
+    results: list[Tensor] = []
+    for places in table.prefixes:
+        longest, mask = places.shape[1], None
+        if window is not None and longest > window:
+            mask = _mask(segments, query.device, (longest, 0, 0), window)
+        results.append(attend(cut(query, places), cut(key, places), cut(value, places), mask))
+    for number, part in enumerate(table.branches):
+        behind = torch.cat([part.prefixes, part.branches], dim=1)
+        queries, keys, values = cut(query, part.branches), cut(key, behind), cut(value, behind)
+        prefix = part.prefixes.shape[1]
+        blocks = [
+            attend(
+                queries[:, :, start:stop],
+                keys[:, :, : prefix + stop],
+                values[:, :, : prefix + stop],
+                _table_mask(segments, number, (start, stop), window),
+            )
+            for start, stop in _blocks(part.branches.shape[1])
+        ]
+        results.append(torch.cat(blocks, dim=1))
+    return torch.cat([result.flatten(0, 1) for result in results])[table.back]
+
+
+def _table_mask(
+    segments: Segments, number: int, block: tuple[int, int], window: int | None
+) -> Bool[Tensor, "R 1 B P+E"]:
+    """Return which keys the queries of a block see, of every branch of a part of the table."""
+    name = (number, *block, window or 0)
+    if name not in segments.masks:
+        assert segments.table is not None
+        part, (start, stop) = segments.table.branches[number], block
+        prefix = part.prefix_lengths[:, None, None]
+        own = torch.arange(start, stop, device=prefix.device)[:, None]
+        columns = torch.arange(part.prefixes.shape[1], device=prefix.device)
+        within = own - torch.arange(stop, device=prefix.device)
+        seen, mine = columns < prefix, within >= 0
+        if window is not None:
+            seen = seen & (prefix + own - columns < window)
+            mine &= within < window
+        shape = (len(part.branches), stop - start, -1)
+        mask = torch.cat([seen.expand(shape), mine.expand(shape)], dim=2)
+        segments.masks[name] = mask[:, None]
+    return segments.masks[name]
+
+
+def _stacked(part: Float[Tensor, "K N D"], run: Run) -> Float[Tensor, "S K L D"]:
+    """Cut the segments of a run out, filled up behind their ends, which nothing before sees."""
+    longest = run.longest
+    own = part[:, run.start : run.start + run.tokens]
+    if min(run.lengths) == longest:
+        return own.view(len(own), -1, longest, own.shape[-1]).transpose(0, 1)
+    cut = torch.split(own, list(run.lengths), dim=1)
+    return torch.stack([pad(one, (0, 0, 0, longest - one.shape[1])) for one in cut])
+
+
+def _unstacked(result: Float[Tensor, "S L Q D"], run: Run) -> Iterator[Float[Tensor, "N Q D"]]:
+    if min(run.lengths) == run.longest:
+        yield result.flatten(0, 1)
+    else:
+        yield from (one[:length] for one, length in zip(result, run.lengths, strict=True))
+
+
+def _behind_prefix(
+    stacked: Float[Tensor, "S K L D"], part: Float[Tensor, "K N D"], branch: BranchRun
+) -> Float[Tensor, "S K P+L D"]:
+    prefix = part[:, branch.prefix_start : branch.prefix_start + branch.prefix]
+    return torch.cat([prefix.expand(len(stacked), -1, -1, -1), stacked], dim=2)
+
+
+def _blocks(length: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, length, _BLOCK):
+        yield start, min(start + _BLOCK, length)
+
+
+def _mask(
+    segments: Segments, device: torch.device, shape: tuple[int, int, int], window: int | None
+) -> Bool[Tensor, "1 1 L P+S+L"]:
+    """Return which keys some queries see.
+
+    Args:
+        segments: Keeps the masks of a pass.
+        device: Of the mask.
+        shape: Queries, queries before them in their segment, and keys of the prefix.
+        window: Keys that a query sees at most, itself included; None: all before it.
+    """
+    queries, before, prefix = shape
+    longest = prefix + before + queries
+    # most windows are wider than any row, and then all layers share one mask
+    kept = window if window is not None and window < longest else 0
+    name = (-1, queries, before, prefix, kept)
+    if name not in segments.masks:
+        distance = (
+            torch.arange(prefix + before, longest, device=device)[:, None]
+            - torch.arange(longest, device=device)[None, :]
+        )
+        seen = distance >= 0
+        if kept:
+            seen &= distance < kept
+        segments.masks[name] = seen[None, None]
+    return segments.masks[name]
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)

@@ -1,0 +1,33 @@
+"""From what a config calls a policy to the model, its tokenizer and its processor."""
+
+from __future__ import annotations
+
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from lrlhf.media import MediaProcessor
+from lrlhf.models import CausalLM, allow_packing, check_output_head, plain_model
+
+
+def load_policy(
+    policy: str | CausalLM | PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    processor: ProcessorMixin | None,
+) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase, MediaProcessor | None]:
+    """Load a policy, unless it is loaded already.
+
+    Raises:
+        ValueError: It is loaded already, and came without a tokenizer or has no output head.
+    """
+    if isinstance(policy, str):
+        policy = CausalLM(source=policy)
+    if isinstance(policy, CausalLM):
+        spec, policy = policy, policy.load()
+        tokenizer = tokenizer or spec.load_tokenizer()
+        processor = processor or spec.load_processor()
+    elif tokenizer is None:
+        raise ValueError("policy is a model that is already built: pass its tokenizer too")
+    else:
+        check_output_head(policy)
+        allow_packing(policy)
+    return policy, tokenizer, MediaProcessor.for_model(processor, plain_model(policy).config)

@@ -1,0 +1,236 @@
+"""What runs in the process of an `IsolatedReward`: started as a script, with no more than Python.
+
+It imports nothing of the library, so that a plain function starts in a tenth of a second and has
+the memory for itself. Replies are lines of JSON; the parent trusts nothing in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import inspect
+import json
+import math
+import os
+import pickle
+import pkgutil
+import resource
+import signal
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, BinaryIO
+
+_LENGTH = struct.Struct(">Q")
+_GRACE_S = 5
+_LOADING_BYTES = 16 * 2**30
+"""Address space for the imports on top of the limit: libraries reserve more than they use."""
+_MAX_SHOWN = 60
+_MAX_TRACEBACK = 4000
+
+
+class Child:
+    """Loads one reward function, and calls it as often as the parent asks.
+
+    Args:
+        requests: The parent's: a length and a pickle each.
+        replies: To the parent: a line of JSON each.
+    """
+
+    def __init__(self, requests: BinaryIO, replies: BinaryIO) -> None:
+        self._requests = requests
+        self._replies = replies
+        self._function: Callable[..., Any]
+        self._limits: Mapping[str, Any] = {}
+
+    def run(self) -> None:
+        """Serve until the parent hangs up."""
+        start = self._read()
+        if start is None or not self._load(start):
+            return
+        while (request := self._read()) is not None:
+            self._reply(self._answer(request))
+
+    def _load(self, start: Mapping[str, Any]) -> bool:
+        """Tell the parent which arguments the function takes, or why there is none."""
+        self._limits = start["limits"]
+        sys.path[:] = start["path"]
+        memory = self._limits["memory_bytes"]
+        if memory is not None:
+            _limit(resource.RLIMIT_AS, memory + _LOADING_BYTES)
+        try:
+            self._function = _loaded(start["function"])
+            self._prepare()
+            parameters = inspect.signature(self._function).parameters.values()
+        except BaseException as error:  # noqa: BLE001  whatever it is, the parent tells it
+            self._reply(_failure(error))
+            return False
+        everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        named = [p.name for p in parameters if p.kind not in _NOT_BY_NAME]
+        required = [p.name for p in parameters if p.name in named and p.default is p.empty]
+        if memory is not None:
+            _limit(resource.RLIMIT_AS, memory + _address_space())
+        self._reply({"takes": None if everything else named, "requires": required})
+        return True
+
+    def _prepare(self) -> None:
+        """Load what a `RewardFunction` needs; known by its library, which is not imported here."""
+        library = sys.modules.get("lrlhf.rewards.function")
+        if library is not None and isinstance(self._function, library.RewardFunction):
+            self._function.prepare()
+
+    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        notes = Notes(request["count"])
+        loggers = {"log_metric": notes.log_metric, "log_extra": notes.log_extra}
+        arguments = request["arguments"] | {name: loggers[name] for name in request["loggers"]}
+        # should the parent be gone, the kernel ends the call
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"] + _GRACE_S)
+        self._limit_cpu()
+        try:
+            returned = self._function(**arguments)
+            if inspect.isawaitable(returned):
+                returned = asyncio.run(_awaited(returned))
+            values = _plain(returned)
+        except BaseException as error:  # noqa: BLE001  whatever it is, the parent tells it
+            return _failure(error)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return {"values": values, "metrics": notes.metrics, "extras": notes.extras}
+
+    def _limit_cpu(self) -> None:
+        seconds = self._limits["cpu_seconds"]
+        if seconds is not None:
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            total = math.ceil(used.ru_utime + used.ru_stime + seconds)
+            _, most = resource.getrlimit(resource.RLIMIT_CPU)
+            resource.setrlimit(resource.RLIMIT_CPU, (total, most))
+
+    def _read(self) -> Any:
+        """Return what the parent sends next, None at the end.
+
+        A pickle is read here, and only here: it comes from the parent, never the other way.
+        """
+        head = self._requests.read(_LENGTH.size)
+        if len(head) < _LENGTH.size:
+            return None
+        return pickle.loads(self._requests.read(*_LENGTH.unpack(head)))
+
+    def _reply(self, reply: Mapping[str, Any]) -> None:
+        self._replies.write(json.dumps(reply).encode() + b"\n")
+        self._replies.flush()
+
+
+class Notes:
+    """What the function logs during one call.
+
+    Args:
+        count: Responses of the call.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.metrics: list[tuple[str, float]] = []
+        self.extras: dict[str, list[Any]] = {}
+
+    def log_metric(self, name: str, value: float) -> None:
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"log_metric({name!r}, {value!r}): the value must be a finite number")
+        self.metrics.append((str(name), number))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        entries = list(values)
+        if len(entries) != self._count:
+            raise ValueError(
+                f"log_extra({column!r}): {len(entries)} values for {self._count} responses; give "
+                "one value per response"
+            )
+        self.extras[str(column)] = json.loads(json.dumps(entries, default=_described))
+
+
+_NOT_BY_NAME = (
+    inspect.Parameter.VAR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+    inspect.Parameter.POSITIONAL_ONLY,
+)
+
+
+def _loaded(source: str | bytes) -> Callable[..., Any]:
+    found = pkgutil.resolve_name(source) if isinstance(source, str) else pickle.loads(source)
+    if isinstance(found, type):
+        found = found()
+    if not callable(found):
+        raise TypeError(f"{source!r} is a {type(found).__name__}, not a function")
+    return found  # type: ignore[no-any-return]
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _plain(returned: Any) -> Any:
+    """Return values as JSON has them; what is no number in words, for the parent's message."""
+    returned = _listed(returned)
+    if not isinstance(returned, list | tuple):
+        return _described(returned)
+    return [_number(entry) for entry in returned]
+
+
+def _number(entry: Any) -> Any:
+    entry = _listed(entry)
+    return entry if entry is None or isinstance(entry, int | float) else _described(entry)
+
+
+def _listed(value: Any) -> Any:
+    """Return a tensor or array as Python numbers, if those libraries are loaded at all."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    is_tensor = torch is not None and isinstance(value, torch.Tensor)
+    is_array = numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
+    return value.tolist() if is_tensor or is_array else value
+
+
+def _described(value: Any) -> str:
+    text = repr(value)
+    shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    return f"{shown} ({type(value).__name__})"
+
+
+def _failure(error: BaseException) -> dict[str, str]:
+    """Tell what was raised, with the end of the traceback."""
+    kind = type(error).__name__
+    if isinstance(error, SystemExit):
+        return {"error": f"the function called sys.exit({error.code!r})", "kind": kind}
+    try:
+        text = "".join(traceback.format_exception(error)).rstrip()
+        return {"error": text[-_MAX_TRACEBACK:], "kind": kind, "message": str(error)}
+    except MemoryError:
+        return {"error": "MemoryError", "kind": kind}
+
+
+def _limit(kind: int, value: int) -> None:
+    _, most = resource.getrlimit(kind)
+    bound = value if most == resource.RLIM_INFINITY else min(value, most)
+    resource.setrlimit(kind, (bound, most))
+
+
+def _address_space() -> int:
+    """Return the bytes that are mapped now, 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123  before pathlib
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def main() -> None:
+    """Talk over the two pipes whose numbers are the arguments."""
+    requests, replies = (int(number) for number in sys.argv[1:3])
+    faulthandler.enable()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with os.fdopen(requests, "rb") as source, os.fdopen(replies, "wb") as target:
+        Child(source, target).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""A process that runs a reward function, seen from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import selectors
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_LENGTH = struct.Struct(">Q")
+_CHUNK = 2**16
+_TAIL = 2000
+_CHILD = Path(__file__).with_name("isolated_child.py")
+_PASSED_ON = (
+    "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM", "HF_HOME", "HF_HUB_OFFLINE",
+)  # fmt: skip
+"""Environment variables that a function may need and that hold no secrets."""
+
+
+class WorkerError(Exception):
+    """A process that did not do what it was asked; it is gone, and a new one may do better."""
+
+
+class Limits(NamedTuple):
+    """What a process may use."""
+
+    memory_bytes: int | None
+    """Address space on top of what it has mapped when its function is loaded."""
+    cpu_seconds: float | None
+    """For one call."""
+    reply_bytes: int
+
+
+class Worker:
+    """A process with a process group of its own, killed with it at the first disobedience.
+
+    Requests are pickles, as their content is the parent's; replies are JSON, as it is not.
+
+    Args:
+        function: Import path, or the pickle of a function.
+        limits: What it may use.
+        env: Names of more environment variables that it gets.
+        timeout: Seconds to load the function.
+
+    Raises:
+        WorkerError: It does not start in time, or dies.
+    """
+
+    def __init__(
+        self, function: str | bytes, limits: Limits, env: tuple[str, ...], timeout: float
+    ) -> None:
+        self._limits = limits
+        self._output = b""
+        folder = tempfile.TemporaryDirectory(prefix="lrlhf-reward-", ignore_cleanup_errors=True)
+        request_end, self._requests = os.pipe()
+        self._replies, reply_end = os.pipe()
+        self._printed, output_end = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_CHILD), str(request_end), str(reply_end)],
+                pass_fds=(request_end, reply_end),
+                stdin=subprocess.DEVNULL,
+                stdout=output_end,
+                stderr=output_end,
+                cwd=folder.name,
+                env=_environment(env, folder.name),
+                start_new_session=True,
+            )
+        finally:
+            for end in (request_end, reply_end, output_end):
+                os.close(end)
+        mine = (self._requests, self._replies, self._printed)
+        os.set_blocking(self._requests, False)
+        self._end = weakref.finalize(self, _end, self._process, folder, mine, os.getpid())
+        path = [entry or str(Path.cwd()) for entry in sys.path]
+        kept = limits._asdict()
+        self.greeting = self.ask({"function": function, "path": path, "limits": kept}, timeout)
+
+    def ask(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+        """Send a request, and return the reply: an object, of which nothing else is certain.
+
+        Args:
+            request: What can be pickled.
+            timeout: Seconds.
+
+        Raises:
+            WorkerError: No reply in time, none that can be read, or the process died; it is dead
+                in each case, with all that it started.
+        """
+        try:
+            content = pickle.dumps(request)
+            line = self._exchange(_LENGTH.pack(len(content)) + content, timeout)
+            reply = json.loads(line)
+            if not isinstance(reply, dict):
+                raise WorkerError(f"its reply is a JSON {type(reply).__name__}, not an object")
+        except (ValueError, RecursionError) as error:
+            self.close()
+            raise WorkerError(self._told(f"its reply is no JSON: {error}")) from None
+        except WorkerError as error:
+            self.close()
+            raise WorkerError(self._told(str(error))) from None
+        except BaseException:  # a reply to an abandoned request would be taken for the next one's
+            self.close()
+            raise
+        return reply
+
+    def close(self) -> None:
+        """Kill the process and what it started, and remove its folder."""
+        self._end()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._end.alive
+
+    def _exchange(self, request: bytes, timeout: float) -> bytes:
+        """Write and read as the process lets one; return one line."""
+        deadline = time.monotonic() + timeout
+        unsent, reply = memoryview(request), bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._requests, selectors.EVENT_WRITE)
+            selector.register(self._replies, selectors.EVENT_READ)
+            selector.register(self._printed, selectors.EVENT_READ)
+            while not reply.endswith(b"\n"):
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise WorkerError(f"no result after {timeout:.3g} s")
+                for key, _ in selector.select(left):
+                    if key.fd == self._requests:
+                        unsent = unsent[self._write(unsent) :]
+                    elif key.fd == self._replies:
+                        reply += self._read_reply(len(reply))
+                    ended = key.fd == self._printed and not self._read_output()
+                    if ended or (key.fd == self._requests and not unsent):
+                        selector.unregister(key.fd)
+        if reply.count(b"\n") > 1:
+            raise WorkerError("it sent more than one reply")
+        return bytes(reply)
+
+    def _write(self, unsent: memoryview) -> int:
+        try:
+            return os.write(self._requests, unsent[:_CHUNK])
+        except BrokenPipeError:
+            raise WorkerError(self._how_it_ended()) from None
+
+    def _read_reply(self, length: int) -> bytes:
+        content = os.read(self._replies, _CHUNK)
+        if not content:
+            raise WorkerError(self._how_it_ended())
+        if length + len(content) > self._limits.reply_bytes:
+            raise WorkerError(f"its result is longer than {self._limits.reply_bytes} bytes")
+        return content
+
+    def _read_output(self) -> bytes:
+        content = os.read(self._printed, _CHUNK)
+        self._output = (self._output + content)[-_TAIL:]
+        return content
+
+    def _how_it_ended(self) -> str:
+        try:
+            status = self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            return "its process closed the connection"
+        with selectors.DefaultSelector() as selector:  # what it said last
+            selector.register(self._printed, selectors.EVENT_READ)
+            while selector.select(0) and self._read_output():
+                pass
+        if status == -signal.SIGXCPU:
+            return f"its process used more than {self._limits.cpu_seconds:g} s of CPU time"
+        if status < 0:
+            return f"its process was killed by {signal.Signals(-status).name}"
+        return f"its process ended with exit status {status}"
+
+    def _told(self, reason: str) -> str:
+        """Return what it printed last, and the reason in the last line."""
+        printed = self._output.decode(errors="replace").strip()
+        return f"it printed last:\n{printed}\n{reason}" if printed else reason
+
+
+def _environment(names: tuple[str, ...], folder: str) -> dict[str, str]:
+    known = {name: os.environ[name] for name in (*_PASSED_ON, *names) if name in os.environ}
+    return known | {"TMPDIR": folder, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def _end(
+    process: subprocess.Popen[bytes],
+    folder: tempfile.TemporaryDirectory[str],
+    ends: tuple[int, ...],
+    owner: int,
+) -> None:
+    for end in ends:
+        os.close(end)
+    if os.getpid() != owner:  # in a fork of the owner, whose process it is not
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    folder.cleanup()

@@ -1,0 +1,29 @@
+"""Trained reward models as a service: reward functions behind HTTP, with batches and limits."""
+
+try:
+    import fastapi  # noqa: F401  looked for here, so that one message names the extra
+    import prometheus_client  # noqa: F401
+    import uvicorn  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"serving rewards needs FastAPI, uvicorn and prometheus_client ({error}): "
+        "pip install 'lrlhf[serve]'"
+    ) from error
+
+from lrlhf.rewards.service_token import read_token
+from lrlhf.serving.app import RewardService, create_app
+from lrlhf.serving.limits import QueueOptions, RequestLimits
+from lrlhf.serving.scorer import Scorer
+from lrlhf.serving.server import serve
+from lrlhf.serving.token import check_exposure
+
+__all__ = [
+    "QueueOptions",
+    "RequestLimits",
+    "RewardService",
+    "Scorer",
+    "check_exposure",
+    "create_app",
+    "read_token",
+    "serve",
+]

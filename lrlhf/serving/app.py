@@ -1,0 +1,280 @@
+"""The service as an ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from typing import Any, Final
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lrlhf.rewards import RewardFunction
+from lrlhf.serving.batcher import Batcher, Ticket
+from lrlhf.serving.body import Body, check_headers, parse_json
+from lrlhf.serving.lightrft import read_lightrft_request
+from lrlhf.serving.limits import QueueOptions, RequestLimits
+from lrlhf.serving.measures import Measures
+from lrlhf.serving.refused import RefusedRequestError
+from lrlhf.serving.score_request import ScoreRequest, read_score_request
+from lrlhf.serving.scorer import Scorer, Scores, Served
+from lrlhf.serving.token import is_accepted
+
+logger = logging.getLogger(__name__)
+
+_SCORING: Final = ("/v1/score", "/get_reward", "/")
+_TELLING: Final = ("/health", "/version", "/metrics")
+_READERS: Final = 2
+"""Threads that parse bodies and decode images."""
+
+Read = Callable[[Any], ScoreRequest]
+
+
+class RewardService:
+    """A reward function behind HTTP.
+
+    Args:
+        scorer: What scores, or a reward function, see `Scorer`.
+        token: That clients have to send; None: anybody may ask.
+        limits: What one request may hold.
+        queue: How many requests are served at once.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer | RewardFunction | Callable[..., Any] | str,
+        *,
+        token: str | None = None,
+        limits: RequestLimits | None = None,
+        queue: QueueOptions | None = None,
+    ) -> None:
+        self._token = token
+        self._limits = limits or RequestLimits()
+        self._queue = queue or QueueOptions()
+        self._measures = Measures()
+        scorer = scorer if isinstance(scorer, Scorer) else Scorer(scorer)
+        self.batcher = Batcher(scorer, self._queue, self._measures)
+        self._readers = ThreadPoolExecutor(_READERS, "reward-reader")
+        self.app = self._build()
+
+    def close(self) -> None:
+        """Score what waits, and end the threads."""
+        self.batcher.close()
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _build(self) -> FastAPI:
+        app = FastAPI(
+            title="lrlhf reward service",
+            # the pages would load scripts from elsewhere
+            docs_url=None,
+            redoc_url=None,
+            openapi_url=None,
+            # would answer with an address made of the client's own Host header
+            redirect_slashes=False,
+            lifespan=self._lifespan,
+        )
+        app.add_api_route("/v1/score", self._score, methods=["POST"])
+        for path in ("/get_reward", "/"):
+            app.add_api_route(path, self._get_reward, methods=["POST"])
+        app.add_api_route("/health", self._health, methods=["GET"])
+        app.add_api_route("/version", self._version, methods=["GET"])
+        app.add_api_route("/metrics", self._metrics, methods=["GET"])
+        app.add_exception_handler(StarletteHTTPException, _answer_http_error)
+        app.add_middleware(_Outermost, measures=self._measures)
+        return app
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        self.batcher.start()
+        try:
+            yield
+        finally:
+            await asyncio.get_running_loop().run_in_executor(None, self.close)
+
+    async def _score(self, request: Request) -> Response:
+        served, scores = await self._scores(request, lambda body: self._read(body))
+        return JSONResponse({"scores": scores, "model": served.model, "version": served.version})
+
+    async def _get_reward(self, request: Request) -> Response:
+        _, scores = await self._scores(request, lambda body: self._read_lightrft(body))
+        return JSONResponse({"rewards": scores})
+
+    async def _health(self) -> Response:
+        self._loaded()
+        return JSONResponse({"status": "ok"})
+
+    async def _version(self, request: Request) -> Response:
+        self._check_token(request)
+        served = self._loaded()
+        return JSONResponse(
+            {
+                "model": served.model,
+                "version": served.version,
+                "lrlhf": version("lrlhf"),
+                "heads": served.heads,
+                "head": served.head,
+            }
+        )
+
+    async def _metrics(self, request: Request) -> Response:
+        self._check_token(request)
+        return Response(self._measures.text(), media_type="text/plain; version=0.0.4")
+
+    def _read(self, body: Any) -> ScoreRequest:
+        return read_score_request(body, self._limits)
+
+    def _read_lightrft(self, body: Any) -> ScoreRequest:
+        return read_lightrft_request(body, self._limits, self._loaded().marks)
+
+    async def _scores(self, request: Request, read: Read) -> tuple[Served, Scores]:
+        body = Body(request)
+        try:
+            self._check_token(request)
+            check_headers(request)
+            served = self._loaded()
+            with self.batcher.admitted() as ticket:
+                return served, await self._in_time(body, read, ticket)
+        except RefusedRequestError:
+            await body.discard()
+            raise
+
+    async def _in_time(self, body: Body, read: Read, ticket: Ticket) -> Scores:
+        seconds = self._queue.timeout_s
+        content: bytearray | None = None
+        try:
+            async with asyncio.timeout(seconds):
+                content = await body.read(self._limits.max_bytes)
+                scored = await asyncio.get_running_loop().run_in_executor(
+                    self._readers, self._submitted, content, read, ticket
+                )
+                return await asyncio.wrap_future(scored)
+        except TimeoutError as error:
+            if content is None:
+                raise RefusedRequestError(
+                    f"the body did not arrive within {seconds:g} s", status=408, reason="slow body"
+                ) from error
+            raise RefusedRequestError(
+                f"no scores within {seconds:g} s: send fewer items, or raise the service's "
+                "timeout_s",
+                status=503,
+                reason="timeout",
+                retry_after=1,
+            ) from error
+
+    def _submitted(self, content: bytearray, read: Read, ticket: Ticket) -> Any:
+        return self.batcher.submit(read(parse_json(content)), ticket)
+
+    def _check_token(self, request: Request) -> None:
+        if self._token is None or is_accepted(request.headers.get("authorization"), self._token):
+            return
+        raise RefusedRequestError(
+            "a token is needed: send the header `Authorization: Bearer TOKEN` with this service's",
+            status=401,
+            reason="token",
+        )
+
+    def _loaded(self) -> Served:
+        self.batcher.start()  # where no server has told of its start
+        if self.batcher.served is None:
+            raise RefusedRequestError(
+                "the model could not be loaded; the service's log says why"
+                if self.batcher.failure
+                else "the model is being loaded",
+                status=503,
+                reason="not loaded",
+                retry_after=2,
+            )
+        return self.batcher.served
+
+
+def create_app(
+    scorer: Scorer | RewardFunction | Callable[..., Any] | str,
+    *,
+    token: str | None = None,
+    limits: RequestLimits | None = None,
+    queue: QueueOptions | None = None,
+) -> FastAPI:
+    """Return the service as an application for any ASGI server.
+
+    Args:
+        scorer: What scores, or a reward function, see `Scorer`.
+        token: That clients have to send; None: anybody may ask.
+        limits: What one request may hold.
+        queue: How many requests are served at once.
+    """
+    return RewardService(scorer, token=token, limits=limits, queue=queue).app
+
+
+class _Outermost:
+    """Answers what was refused, counts, and lets no exception out."""
+
+    def __init__(self, app: ASGIApp, measures: Measures) -> None:
+        self._app = app
+        self._measures = measures
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        statuses: list[int] = []
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+            await send(message)
+
+        started = time.perf_counter()
+        try:
+            await self._app(scope, receive, counted)
+        except ClientDisconnect:
+            self._measures.rejected.labels("client gone").inc()
+        except RefusedRequestError as error:
+            self._measures.rejected.labels(error.reason).inc()
+            await _refusal(error)(scope, receive, counted)
+        except Exception as error:
+            _log_defect(error)
+            self._measures.rejected.labels("defect").inc()
+            if statuses:
+                raise
+            response = JSONResponse({"detail": "an error of the service"}, status_code=500)
+            await response(scope, receive, counted)
+        self._count(scope["path"], statuses, time.perf_counter() - started)
+
+    def _count(self, path: str, statuses: list[int], seconds: float) -> None:
+        known = path if path in (*_SCORING, *_TELLING) else "other"
+        status = str(statuses[0]) if statuses else "none"
+        self._measures.requests.labels(known, status).inc()
+        if path in _SCORING:
+            self._measures.latency.observe(seconds)
+
+
+def _refusal(error: RefusedRequestError) -> JSONResponse:
+    headers: dict[str, str] = {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(error.retry_after)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse({"detail": error.detail}, status_code=error.status, headers=headers)
+
+
+def _log_defect(error: Exception) -> None:
+    trace = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+    logger.error("a defect of the service, %s:\n%s", type(error).__name__, trace)
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, StarletteHTTPException)
+    await Body(request).discard()
+    paths = f"POST {', POST '.join(_SCORING)}, GET {', GET '.join(_TELLING)}"
+    what = {404: "no such path", 405: "not by this method"}.get(error.status_code)
+    detail = f"{what}; there are {paths}" if what else str(error.detail)
+    return JSONResponse({"detail": detail}, status_code=error.status_code, headers=error.headers)

@@ -1,0 +1,163 @@
+"""The body of a request: read no further than allowed, and parsed as strict JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+from typing import Any, NoReturn
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
+
+from lrlhf.serving.refused import RefusedRequestError, malformed
+
+_MAX_DEPTH = 32
+_DISCARD_BYTES = 64_000_000
+_DISCARD_SECONDS = 5.0
+
+
+class Body:
+    """What a client sends, part by part.
+
+    Args:
+        request: Its own way to read must not be used beside this one.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._receive: Receive = request.receive
+        self._declared = request.headers.get("content-length", "")
+        self._ended = False
+
+    async def read(self, limit: int) -> bytearray:
+        """Read all of it.
+
+        Args:
+            limit: Bytes that are taken at most, whatever the client says that it sends.
+
+        Raises:
+            RefusedRequestError: There is more.
+            ClientDisconnect: The client has gone.
+        """
+        if self._declared.isdecimal() and len(self._declared) < 20 and int(self._declared) > limit:
+            raise _too_large(limit)
+        content = bytearray()
+        while not self._ended:
+            content += await self._part()
+            if len(content) > limit:
+                raise _too_large(limit)
+        return content
+
+    async def discard(self) -> None:
+        """Read on for a while without keeping anything.
+
+        A client that is still sending would find its connection broken, and not the answer.
+        """
+        taken = 0
+        # a client that sends no end gets the answer, or the broken connection, at last
+        with contextlib.suppress(TimeoutError, ClientDisconnect):
+            async with asyncio.timeout(_DISCARD_SECONDS):
+                while not self._ended and taken < _DISCARD_BYTES:
+                    taken += len(await self._part())
+
+    async def _part(self) -> bytes:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self._ended = True
+            raise ClientDisconnect
+        self._ended = not message.get("more_body", False)
+        part: bytes = message.get("body", b"")
+        return part
+
+
+def check_headers(request: Request) -> None:
+    """Refuse what is no plain JSON by its own account, such as the form of a foreign web page.
+
+    Raises:
+        RefusedRequestError: It is.
+    """
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
+    if kind.lower() != "application/json":
+        raise RefusedRequestError(
+            "the content type must be application/json", status=415, reason="content type"
+        )
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise RefusedRequestError(
+            "compressed bodies are not accepted: send plain JSON",
+            status=415,
+            reason="content type",
+        )
+
+
+def parse_json(content: bytes | bytearray) -> Any:
+    """Parse a body.
+
+    Raises:
+        RefusedRequestError: It is no JSON in UTF-8, it holds NaN, an infinite number or a lone
+            half of a surrogate pair, or it is nested too deeply.
+    """
+    try:
+        value = json.loads(
+            content.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite
+        )
+    except RefusedRequestError:
+        raise
+    except UnicodeDecodeError as error:
+        raise malformed("body", f"it is not UTF-8 (byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise malformed(
+            "body", f"it is no JSON: {error.msg} (line {error.lineno}, column {error.colno})"
+        ) from error
+    except RecursionError as error:
+        raise malformed("body", f"it is nested more than {_MAX_DEPTH} levels deep") from error
+    except ValueError as error:  # Python's own limit
+        raise malformed("body", "it holds an integer of thousands of digits") from error
+    _check_values(value)
+    return value
+
+
+def _too_large(limit: int) -> RefusedRequestError:
+    return RefusedRequestError(
+        f"the body has more than {limit / 1e6:g} MB: send fewer items at once, or raise the "
+        "service's max_request_mb",
+        status=413,
+        reason="too large",
+    )
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise malformed("body", f"{name} is no JSON number: send null for what is missing")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise malformed("body", "it holds a number that is too large for a float")
+    return number
+
+
+def _check_values(value: Any) -> None:
+    """Look at everything, without recursion, which what is nested deeply would exhaust."""
+    layer = [value]
+    for _ in range(_MAX_DEPTH + 1):
+        following: list[Any] = []
+        for entry in layer:
+            if isinstance(entry, str):
+                _check_text(entry)
+            elif isinstance(entry, list):
+                following.extend(entry)
+            elif isinstance(entry, dict):
+                following.extend(entry)
+                following.extend(entry.values())
+        layer = following
+        if not layer:
+            return
+    raise malformed("body", f"it is nested more than {_MAX_DEPTH} levels deep")
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.isascii() or text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise malformed("body", "a text holds one half of a surrogate pair") from error

@@ -1,0 +1,129 @@
+"""LightRFT's protocol, ``POST /get_reward``: whole texts in, numbers out."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lrlhf.rewards.learned import TextMarks
+from lrlhf.serving.base64_media import MediaReader, decoded, kind_of
+from lrlhf.serving.limits import RequestLimits
+from lrlhf.serving.refused import malformed
+from lrlhf.serving.score_request import (
+    ScoreRequest,
+    check_chars,
+    check_count,
+    check_keys,
+    entries,
+    shown,
+)
+
+_JPEG = b"\xff\xd8\xff"
+
+
+def read_lightrft_request(body: Any, limits: RequestLimits, marks: TextMarks) -> ScoreRequest:
+    """Read the body of a client of LightRFT (or OpenRLHF, which has no images).
+
+    ``queries`` are prompt and response as one text, decoded from the policy's tokens: padding at
+    both ends is dropped, and as many marks as an image has tokens become the one that a processor
+    expects. ``references`` and ``labels`` become columns.
+
+    Args:
+        body: As parsed.
+        limits: What it may hold.
+        marks: Of the reward model.
+
+    Raises:
+        RefusedRequestError: It is not as the protocol has it, or holds too much.
+    """
+    check_keys(body, required=("queries",), optional=("prompts", "references", "labels", "images"))
+    queries = _texts(body, "queries", None)
+    count = len(queries)
+    check_count(count, limits)
+    prompts = _texts(body, "prompts", count) if body.get("prompts") is not None else [""] * count
+    for row, query in enumerate(queries):
+        check_chars(row, prompts[row], query, limits)
+    reader = MediaReader(limits)
+    images = shown({"images": _separated(body.get("images"))}, "images", count, reader.image)
+    rows = [
+        _split(query, prompt, marks, bool(images and images[row]))
+        for row, (query, prompt) in enumerate(zip(queries, prompts, strict=True))
+    ]
+    return ScoreRequest(
+        prompts=[prompt for prompt, _ in rows],
+        completions=[completion for _, completion in rows],
+        images=images,
+        columns={
+            name: entries(body, name, count)
+            for name in ("references", "labels")
+            if body.get(name) is not None
+        },
+    )
+
+
+def _texts(body: dict[str, Any], key: str, count: int | None) -> list[str]:
+    values = entries(body, key, count)
+    for row, value in enumerate(values):
+        if not isinstance(value, str):
+            raise malformed(f"{key}[{row}]", f"expected text, found {kind_of(value)}")
+    return values
+
+
+def _split(query: str, prompt: str, marks: TextMarks, shows: bool) -> tuple[str, str]:
+    query, prompt = (_plain(text, marks, shows) for text in (query, prompt))
+    if query.startswith(prompt):
+        return prompt, query[len(prompt) :]
+    # where the response begins is unknown; marks of images count in prompts only
+    return (query, "") if shows else ("", query)
+
+
+def _plain(text: str, marks: TextMarks, shows: bool) -> str:
+    for mark in marks.media if shows else ():
+        # of a run that the policy's processor made of one mark, the first is left
+        text = re.sub(rf"({re.escape(mark)})(?:{re.escape(mark)})+", r"\1", text)
+    start, end = 0, len(text)
+    while start < end and (mark := _which(text.startswith, marks.padding, start, end)):
+        start += len(mark)
+    while start < end and (mark := _which(text.endswith, marks.padding, start, end)):
+        end -= len(mark)
+    return text[start:end]
+
+
+def _which(
+    matches: Callable[[str, int, int], bool], marks: Sequence[str], start: int, end: int
+) -> str:
+    return next((mark for mark in marks if matches(mark, start, end)), "")
+
+
+def _separated(rows: Any) -> Any:
+    """Undo what LightRFT's client does to rows of several images.
+
+    It writes all images of a row into one buffer, so that each text holds all files up to its own.
+    """
+    if not isinstance(rows, list):
+        return rows
+    return [_separated_row(row) if isinstance(row, list) else row for row in rows]
+
+
+def _separated_row(row: Sequence[Any]) -> list[Any]:
+    own: list[Any] = list(row[:1])
+    for before, text in itertools.pairwise(row):
+        own.append(_without_start(before, text))
+    return own
+
+
+def _without_start(before: Any, text: Any) -> Any:
+    if not isinstance(before, str) or not isinstance(text, str) or len(text) <= len(before):
+        return text
+    # whole groups of three bytes keep their four letters
+    same = len(before.rstrip("=")) // 4 * 4
+    if text[:same] != before[:same]:
+        return text
+    earlier, content = decoded(before, "images"), decoded(text, "images")
+    rest = content[len(earlier) :]
+    if content.startswith(earlier) and rest.startswith(_JPEG):
+        return base64.b64encode(rest).decode()
+    return text

@@ -1,0 +1,75 @@
+"""How much a request may ask for, and how many are served at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+
+def _check_positive(options: RequestLimits | QueueOptions, *, zero_allowed: str = "") -> None:
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if value is None and field.default is None:
+            continue
+        if not value > 0 and not (value == 0 and field.name == zero_allowed):
+            raise ValueError(f"{field.name} is {value}; it must be above 0")
+        if not math.isfinite(value):
+            raise ValueError(f"{field.name} is {value}; it must be a finite number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """What one request may hold; more is refused in words, never cut.
+
+    Args:
+        max_request_mb: Size of the body in millions of bytes.
+        max_items: Responses in one request.
+        max_chars: Characters of one response and its prompt.
+        max_images: Images in one request, and videos; one that is repeated counts once.
+        max_megapixels: Millions of pixels in all images and video frames of one request, counted
+            before anything is decoded.
+        max_frames: Frames of one video, after ``fps`` has chosen.
+        fps: Frames per second that are taken from a video; null: all that it has.
+        max_pixels: Images and frames with more pixels are scaled down to this many; null: only
+            the model's own processor scales. As ``media.max_pixels`` in training.
+    """
+
+    max_request_mb: float = 32.0
+    max_items: int = 512
+    max_chars: int = 200_000
+    max_images: int = 512
+    max_megapixels: float = 256.0
+    max_frames: int = 64
+    fps: float | None = None
+    max_pixels: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+    @property
+    def max_bytes(self) -> int:
+        """Of a body."""
+        return int(self.max_request_mb * 1e6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueOptions:
+    """How requests wait for the model and for each other.
+
+    Args:
+        max_batch_size: Responses of several requests that are scored together at most; a request
+            is never split, so that a larger one is scored by itself. 1: every request by itself.
+        max_wait_ms: Milliseconds that the model waits for requests that are being read, so that
+            they are scored together; it never waits when there are none.
+        max_queue: Requests that are read, wait or are scored at once; others are refused with
+            status 429.
+        timeout_s: Seconds after which a request is given up.
+    """
+
+    max_batch_size: int = 64
+    max_wait_ms: float = 5.0
+    max_queue: int = 64
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        _check_positive(self, zero_allowed="max_wait_ms")

@@ -1,0 +1,199 @@
+"""A reward function as the service calls it: rows of several requests at once."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import itertools
+import logging
+import math
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import torch
+
+from lrlhf.rewards import LearnedReward, RewardError, RewardFunction
+from lrlhf.rewards.builtins import BUILTINS
+from lrlhf.rewards.dispatch import Call, Dispatcher, is_async
+from lrlhf.rewards.journal import Journal
+from lrlhf.rewards.learned import TextMarks
+from lrlhf.rewards.lookup import BoundFunction, bind_functions, chosen_arguments
+from lrlhf.rewards.values import check_values
+from lrlhf.serving.refused import RefusedRequestError
+from lrlhf.serving.score_request import ScoreRequest
+
+logger = logging.getLogger(__name__)
+
+Scores = list[float | None]
+
+
+class BrokenRewardError(RuntimeError):
+    """A reward function that does not return one value per response."""
+
+
+class Served(NamedTuple):
+    """What a service says of itself once its model is there."""
+
+    model: str
+    version: str
+    """Changes with everything that scores depend on."""
+    heads: tuple[str, ...]
+    """Of the model; a reward function has one."""
+    head: str
+    """The one that is served."""
+    marks: TextMarks
+
+
+class Scorer:
+    """Scores requests with one reward function.
+
+    Args:
+        function: Trained model or any other reward function, see `lrlhf.rewards.RewardFunction`.
+            It is asked in one thread only, the one that loads it.
+        name: What clients are told as the model; None: the model's source, or the function's name.
+        version: What clients are told as its version; None: a fingerprint of the model's weights
+            and settings, or for other functions one of their name and of this library's version.
+
+    Raises:
+        ValueError: It is no reward function.
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction | Callable[..., Any] | str,
+        *,
+        name: str | None = None,
+        version: str | None = None,
+    ) -> None:
+        self._bound = bind_functions([function], None, BUILTINS)[0]
+        _check_arguments(self._bound)
+        self._name = name
+        self._version = version
+        self._dispatcher = Dispatcher(timeout=None)
+
+    def load(self) -> Served:
+        """Load the model.
+
+        Raises:
+            ValueError: There is none.
+        """
+        function = self._bound.function
+        if isinstance(function, RewardFunction):
+            function.prepare()
+        if not isinstance(function, LearnedReward):
+            name = self._name or self._bound.name
+            found = self._version or _digest(self._bound.name, version("lrlhf"))
+            return Served(name, found, (self._bound.name,), self._bound.name, TextMarks())
+        facts = function.describe()
+        return Served(
+            model=self._name or facts.source,
+            version=self._version or facts.fingerprint,
+            heads=facts.heads,
+            head=facts.head,
+            marks=facts.marks,
+        )
+
+    def fits(self, one: ScoreRequest, other: ScoreRequest) -> bool:
+        """Whether two requests can be scored together."""
+        learned = isinstance(self._bound.function, LearnedReward)  # reads no columns
+        return learned or one.columns.keys() == other.columns.keys()
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Scores | Exception]:
+        """Score the rows of several requests together.
+
+        Returns:
+            Per request one score per response, None where there is none; or why it has no scores,
+            which is no other request's fault.
+        """
+        if len(requests) > 1:
+            try:
+                return list(self._together(requests))
+            except Exception as error:  # noqa: BLE001  one of them: asked again, each by itself
+                logger.debug("%d requests are scored again: %s", len(requests), type(error))
+        return [self._alone(request) for request in requests]
+
+    def _alone(self, request: ScoreRequest) -> Scores | Exception:
+        try:
+            return self._together([request])[0]
+        except RewardError as error:
+            return RefusedRequestError(str(error), reason="refused by the reward")
+        except torch.OutOfMemoryError:
+            return RefusedRequestError(
+                "out of memory: send fewer or shorter responses at once",
+                status=503,
+                reason="out of memory",
+                retry_after=5,
+            )
+        except Exception as error:  # noqa: BLE001  whatever it is, the client is told
+            return _unexpected(error)
+
+    def _together(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
+        sizes = [len(request) for request in requests]
+        returned = self._ask(requests) if any(sizes) else []
+        try:
+            checked = check_values(returned, function=self._bound.name, rows=range(sum(sizes)))
+        except RewardError as error:  # the function's fault, not the client's
+            raise BrokenRewardError(str(error)) from error
+        flat = iter([None if math.isnan(value) else value for value in checked.values])
+        return [list(itertools.islice(flat, size)) for size in sizes]
+
+    def _ask(self, requests: Sequence[ScoreRequest]) -> Any:
+        function = self._bound.function
+        if isinstance(function, RewardFunction):
+            function.prepare()
+        journal = Journal(self._bound.name, sum(len(request) for request in requests))
+        logs = {"log_metric": journal.log_metric, "log_extra": journal.log_extra}
+        call = Call(
+            self._bound.name, function, chosen_arguments(self._bound, _joined(requests) | logs)
+        )
+        if not is_async(function):
+            try:
+                return function(**call.arguments)
+            except (SystemExit, KeyboardInterrupt) as error:  # would end the one scoring thread
+                raise BrokenRewardError(f"it raised {type(error).__name__}") from error
+        (outcome,) = self._dispatcher.run([call])
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value
+
+
+def _check_arguments(bound: BoundFunction) -> None:
+    parameter = inspect.signature(bound.function).parameters.get("completion_ids")
+    if parameter is not None and parameter.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"reward function {bound.name!r} reads the token ids of responses, which are the "
+            "policy's own and are not sent to a service: use it in the run itself"
+        )
+
+
+def _joined(requests: Sequence[ScoreRequest]) -> dict[str, Any]:
+    """Return the rows of all requests as arguments of a reward function."""
+    arguments: dict[str, Any] = {
+        "prompts": [prompt for request in requests for prompt in request.prompts],
+        "completions": [text for request in requests for text in request.completions],
+    }
+    if any(request.images for request in requests):
+        arguments["images"] = [row for one in requests for row in one.images or [()] * len(one)]
+    if any(request.videos for request in requests):
+        arguments["videos"] = [row for one in requests for row in one.videos or [()] * len(one)]
+    for name in set.intersection(*(set(request.columns) for request in requests)):
+        arguments[name] = [value for request in requests for value in request.columns[name]]
+    return arguments
+
+
+def _unexpected(error: Exception) -> RefusedRequestError:
+    """Return the answer to what only a defect of the reward function can cause."""
+    # the message may quote what was scored, and so may not be logged
+    trace = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+    logger.error("the reward raised %s:\n%s", type(error).__name__, trace)
+    return RefusedRequestError(
+        f"the reward failed with {type(error).__name__}; the service's log says where",
+        status=500,
+        reason="reward failed",
+    )
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,108 @@
+"""The service as a process: listens, loads, and ends well when it is asked to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from types import FrameType
+
+import uvicorn
+
+from lrlhf.serving.app import RewardService
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 256
+_SPARE_CONNECTIONS = 1024  # idle ones count too
+_WATCH_SECONDS = 0.05
+
+
+def serve(
+    service: RewardService, *, host: str, port: int, max_queue: int, grace_seconds: float
+) -> signal.Signals | None:
+    """Serve until a signal comes; requests that are being answered then are finished.
+
+    Args:
+        service: What is served.
+        host: Address to listen at.
+        port: To listen at; 0: any that is free. It is logged.
+        max_queue: Of the service; somewhat more connections may be open at once.
+        grace_seconds: That requests may take to finish after the signal.
+
+    Returns:
+        The signal.
+
+    Raises:
+        OSError: The address cannot be listened at.
+        Exception: What loading the model raised.
+    """
+    listener = _listening(host, port)
+    config = uvicorn.Config(
+        service.app,
+        access_log=False,
+        log_config=None,
+        log_level="warning",
+        server_header=False,
+        limit_concurrency=max_queue + _SPARE_CONNECTIONS,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=max(1, round(grace_seconds)),
+        ws="none",
+    )
+    server = uvicorn.Server(config)
+    with listener, _noted_signals() as notes:
+        asyncio.run(_serve(service, server, listener))
+    if service.batcher.failure is not None:
+        raise service.batcher.failure
+    return notes[0] if notes else None
+
+
+async def _serve(service: RewardService, server: uvicorn.Server, listener: socket.socket) -> None:
+    watch = asyncio.create_task(_watch(service, server, listener))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch
+
+
+async def _watch(service: RewardService, server: uvicorn.Server, listener: socket.socket) -> None:
+    """Tell when the model is there, and end the server if it cannot be loaded."""
+    host, port = listener.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    logger.info("%s: loading the model", address)
+    while service.batcher.served is None:
+        if service.batcher.failure is not None:
+            server.should_exit = True
+            return
+        await asyncio.sleep(_WATCH_SECONDS)
+    served = service.batcher.served
+    logger.info("%s serves %s, version %s", address, served.model, served.version)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise OSError(f"cannot listen at {host}, port {port}: {error}") from error
+
+
+@contextlib.contextmanager
+def _noted_signals() -> Iterator[list[signal.Signals]]:
+    """Note the signals that end the server, which it sends again once it has ended."""
+    notes: list[signal.Signals] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        notes.append(signal.Signals(number))
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield notes
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,30 @@
+"""What an earlier run has written makes room for a new one, under a number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning.pytorch.utilities import rank_zero_info
+
+
+def set_aside(who: str, names: Sequence[Path], old: Sequence[Path]) -> None:
+    """Rename files or folders of an earlier run, all by the same number: ``name.1.jsonl``.
+
+    Args:
+        who: Writes them; named in the log line that says what became of each.
+        names: All names that the new run is going to use; the number is free beside each.
+        old: Those of them that are there, and are the earlier run's.
+    """
+    number = 1
+    while any(_numbered(place, number).exists() for place in names):
+        number += 1
+    for place in old:
+        place.rename(_numbered(place, number))
+        rank_zero_info(
+            f"{who}: an earlier run has written {place.name}; it is now {_numbered(place, number)}"
+        )
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}.{number}{path.suffix}")

@@ -1,0 +1,66 @@
+"""Texts that a model or a data set wrote are shown, and never obeyed."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lrlhf.callbacks.json_lines import json_line
+from lrlhf.callbacks.pair_page import _lines, _Pair, _picture, draw_pairs
+from lrlhf.callbacks.rollout_table import _markdown, render
+from tests.callbacks.fakes import record
+from tests.callbacks.test_pair_page import flat
+
+HOSTILE = {
+    "escape sequences": "\x1b]0;owned\x07\x1b[2J\x1b[31mred",
+    "a bell and a backspace": "a\x07b\x08c\x7f",
+    "C1 controls": "\x9b2J",
+    "text that turns around": "\u202etxt.exe",
+    "rich markup": "[red]x[/red] [link=https://example.org]y[/link] [/]",
+    "html": "<script>alert(1)</script><img src=x onerror=alert(1)>",
+    "markdown": "![x](https://example.org/x.png) | a | `b` [c](javascript:d)",
+    "half a surrogate pair": "\ud83d",
+}
+
+
+def hostile_record(text: str) -> dict[str, object]:
+    return record(
+        1, 0, prompt=text, completion=text, finish_reason=text, rewards={text: 1.0}, extras={}
+    )
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_a_table_in_the_terminal(text: str) -> None:
+    shown = render([hostile_record(text)], title=text, max_chars=400)
+    body = shown.partition("\n")[2]
+    assert all(character.isprintable() or character == "\n" for character in body)
+    # nothing of it was taken for markup
+    printed = io.StringIO()
+    Console(file=printed, width=400).print(body, markup=False, highlight=False)
+    for sign in "[<!":
+        if sign in text:
+            assert sign in body
+
+
+@pytest.mark.parametrize("text", [HOSTILE["html"], HOSTILE["markdown"]])
+def test_a_table_in_tensorboard(text: str) -> None:
+    header, rule, row = _markdown([hostile_record(text)]).splitlines()
+    assert row.count("|") == header.count("|") == rule.count("|")
+    for opener in ("<", "![", "](", "`"):
+        assert opener not in row
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_a_line_of_json_is_one_line_without_controls(text: str) -> None:
+    line = json_line({"completion": text})
+    assert line.encode().decode("utf-8").count("\n") == 0
+    assert not any(ord(character) < 32 for character in line)
+
+
+@pytest.mark.parametrize("name", ["$\\frac{", "a$b$c", "$x^$"])
+def test_the_name_of_a_head_opens_no_formula(tmp_path: Path, name: str) -> None:
+    judged = {"scores0": {name: 1.0}, "scores1": {name: 0.5}}
+    pair = _Pair(_picture(flat(10)), _picture(flat(20)), _lines(judged, [1.0]))
+    draw_pairs(tmp_path / "page.png", [pair])
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,82 @@
+"""`lrlhf replay` on the dump of a run that `lrlhf fit` made."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lrlhf.cli import run
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+
+
+def letter_share(completions: list[str]) -> list[float]:
+    return [sum(c.isalpha() for c in text) / max(len(text), 1) for text in completions]
+
+
+@pytest.fixture
+def config(model_folder: str) -> dict[str, Any]:
+    rows = [{"prompt": f"say {word}"} for word in "abcd"]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    functions = {"functions": [f"{__name__}.letter_share"]}
+    options = {
+        "policy": model_folder,
+        "rewards": {"class_path": "Rewards", "init_args": functions},
+        "num_generations": 2,
+        "sampling": {"max_new_tokens": 4},
+        "optimizer": {"lr": 0.1},
+        "update": {"loss": "token_clip", "num_iterations": 2},
+        "guard": {"max_ratio": 1.5},
+    }
+    return {
+        "seed_everything": 3,
+        "model": {"class_path": "RLOO", "init_args": options},
+        "data": {
+            "class_path": "PromptDataModule",
+            "init_args": {"train": "rows.jsonl", "batch_size": 2},
+        },
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_steps": 1,
+            "max_epochs": -1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        },
+    }
+
+
+def test_a_dump_of_fit_is_repeated_by_its_command(config: dict[str, Any], capsys) -> None:
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    assert run(["fit", "--config", "run.yaml"]) == 0
+    (dump,) = Path("dumps").iterdir()
+    about = json.loads((dump / "anomaly.json").read_text())
+    assert about["command"] == f"lrlhf replay {dump.absolute()}"
+    assert about["command"] in capsys.readouterr().err
+    assert [one["kind"] for one in about["anomalies"]] == ["ratio"]
+    records = [json.loads(line) for line in (dump / "records.jsonl").read_text().splitlines()]
+    assert [record["row"] for record in records] == [0, 1, 2, 3]
+    assert about["command"] in (dump / "README.md").read_text()
+    assert run(["replay", str(dump)]) == 0
+    shown = capsys.readouterr().out
+    assert "\nreproduced" in shown
+    assert "say " in shown
+    # what went wrong is no longer wrong under another limit
+    Path("overlay.yaml").write_text("model:\n  init_args:\n    guard:\n      max_ratio: null\n")
+    assert run(["replay", str(dump), "--config", "overlay.yaml"]) == 3
+    assert "not reproduced" in capsys.readouterr().out
+
+
+def test_a_command_line_that_cannot_work_says_why(capsys) -> None:
+    assert run(["replay"]) == 2
+    assert "needs the folder of a dump" in capsys.readouterr().err
+    assert run(["replay", "nowhere"]) == 2
+    assert "nowhere is no dump: there is no such folder" in capsys.readouterr().err
+    Path("bare").mkdir()
+    Path("bare/anomaly.json").write_text('{"format": "lrlhf-dump-1"}')
+    assert run(["replay", "bare"]) == 2
+    assert "replay_dump(module, folder)" in capsys.readouterr().err

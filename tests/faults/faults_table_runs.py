@@ -1,0 +1,305 @@
+"""Runs of the command line on a tiny model, with a fault in them, in this process."""
+
+import contextlib
+import functools
+import io
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import lightning as L
+import torch
+import yaml
+from torch import Tensor
+
+from lrlhf.cli import run
+from lrlhf.rollout import RolloutListener
+from tests.faults.faults_table import FAULTS, Outcome, report
+
+STEPS = 4
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def message(self) -> str:
+        """What tells the user at the end, without ``error:``."""
+        return f"\n{self.err}".rpartition("\nerror: ")[2].strip()
+
+
+# ---- what a config can name
+
+
+def letters(completions: Sequence[str]) -> list[float]:
+    return [sum(c.isalpha() for c in text) / max(len(text), 1) for text in completions]
+
+
+class Faulty:
+    """A reward that goes wrong in its own way, from a given call on."""
+
+    def __init__(self, way: str, first: int = 0, last: int = 10**9) -> None:
+        self.way, self.first, self.last = way, first, last
+        self.calls = 0
+        self.__name__ = "faulty"
+
+    def __call__(self, completions: Sequence[str]) -> list[Any]:
+        self.calls += 1
+        good: list[Any] = letters(completions)
+        if not self.first < self.calls <= self.last:
+            return good
+        if self.way == "raise":
+            raise RuntimeError("the reward is broken")
+        if self.way == "hang":
+            time.sleep(1)
+        if self.way == "exit":
+            sys.exit(3)
+        ways = {
+            "few": good[:1],
+            "nan": [float("nan")] * len(good),
+            "inf": [float("inf")] * len(good),
+            "none": [None] * len(good),
+            "some": [None, *good[1:]],
+            "hang": good,
+        }
+        return ways[self.way]
+
+
+class Inject(L.Callback, RolloutListener):
+    """Does something at a moment of the run that a test has planned.
+
+    Moments are ``step 2`` (after it), ``phase generate 2`` (in it) and ``validation``.
+    """
+
+    plan: ClassVar[dict[str, Callable[[L.Trainer], None]]] = {}
+    trainer: L.Trainer
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        Inject.trainer = trainer
+        self._now("start", trainer)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._now(f"step {trainer.global_step}", trainer)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._now("validation", trainer)
+
+    def on_phase(self, phase: str) -> None:
+        if phase:
+            self._now(f"phase {phase} {Inject.trainer.global_step + 1}", Inject.trainer)
+
+    def _now(self, moment: str, trainer: L.Trainer) -> None:
+        action = Inject.plan.pop(moment, None)
+        if action is not None:
+            action(trainer)
+
+
+def sends(number: int) -> Callable[[L.Trainer], None]:
+    return lambda _: os.kill(os.getpid(), number)
+
+
+# ---- the run
+
+
+def config(model_folder: str) -> dict[str, Any]:
+    return {
+        "seed_everything": 1,
+        "model": {
+            "class_path": "lrlhf.modules.RLOO",
+            "init_args": {
+                "policy": model_folder,
+                "num_generations": 2,
+                "sampling": {"max_new_tokens": 3},
+                "rewards": {
+                    "class_path": "lrlhf.rewards.Rewards",
+                    "init_args": {"functions": [f"{__name__}.letters"]},
+                },
+                "optimizer": {"lr": 0.01},
+                "guard": {"dump": 0},
+            },
+        },
+        "data": {
+            "class_path": "lrlhf.datamodules.PromptDataModule",
+            "init_args": {"train": "prompts.jsonl", "batch_size": 4, "val_size": 2},
+        },
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_steps": STEPS,
+            "max_epochs": -1,
+            "val_check_interval": 2,
+            "check_val_every_n_epoch": None,
+            "log_every_n_steps": 1,
+            "num_sanity_val_steps": 0,
+            "default_root_dir": "run",
+            "logger": {
+                "class_path": "lrlhf.loggers.ResumingCSVLogger",
+                "init_args": {"save_dir": "run/metrics"},
+            },
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "callbacks": [
+                {"class_path": f"{__name__}.Inject"},
+                {
+                    "class_path": "lrlhf.callbacks.RolloutLog",
+                    "init_args": {"dirpath": "run", "print_every": None},
+                },
+                {"class_path": "lrlhf.callbacks.EvalJSONL", "init_args": {"dirpath": "run"}},
+                {
+                    "class_path": "lrlhf.callbacks.RLCheckpoint",
+                    "init_args": {"dirpath": "run/checkpoints", "every_n_train_steps": 1},
+                },
+                {"class_path": "lrlhf.callbacks.HFExport", "init_args": {"dirpath": "run/export"}},
+            ],
+        },
+    }  # fmt: skip
+
+
+class Run:
+    """A folder with a config and data, in which commands run.
+
+    Args:
+        folder: Is the working directory of the commands.
+        model_folder: The tiny model.
+    """
+
+    def __init__(self, folder: Path, model_folder: str) -> None:
+        self.folder = folder
+        self.config = config(model_folder)
+        self.write_prompts([f"say {word}" for word in "abcdefghijkl"])
+
+    def write_prompts(self, prompts: Sequence[str]) -> None:
+        rows = [{"prompt": prompt, "answer": prompt[-1:]} for prompt in prompts]
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (self.folder / "prompts.jsonl").write_text(text)
+
+    def fit(self, *flags: str, **plan: Callable[[L.Trainer], None]) -> Ended:
+        """Run ``lrlhf fit``; ``plan`` says what to inject: ``step_2=…``, ``phase_update_3=…``."""
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(self.config))
+        Inject.plan = {moment.replace("_", " "): action for moment, action in plan.items()}
+        kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        out, err = io.StringIO(), io.StringIO()
+        try:
+            with (
+                contextlib.chdir(self.folder),
+                contextlib.redirect_stdout(out),
+                contextlib.redirect_stderr(err),
+            ):
+                status = run(["fit", "--config", "config.yaml", *flags])
+        finally:
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+        assert not Inject.plan, f"never came to pass: {list(Inject.plan)}"
+        return Ended(status, out.getvalue(), err.getvalue())
+
+    def set_reward(self, way: str, **options: Any) -> None:
+        """Have the reward go wrong; ``options`` are those of `Faulty` and of ``Rewards``."""
+        own = {key: options.pop(key) for key in ("first", "last") if key in options}
+        function = {"class_path": f"{__name__}.Faulty", "init_args": {"way": way, **own}}
+        self.config["model"]["init_args"]["rewards"]["init_args"] = {
+            "functions": [function],
+            **options,
+        }
+
+    def path(self, name: str) -> Path:
+        return self.folder / "run" / name
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Ranked checkpoints, oldest first, without ``last.ckpt``."""
+        found = self.path("checkpoints").glob("step=*.ckpt")
+        return sorted(path for path in found if not path.is_symlink())
+
+    def last(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = torch.load(
+            self.path("checkpoints/last.ckpt"), weights_only=True, map_location="cpu"
+        )
+        return loaded
+
+    def weights(self) -> dict[str, Tensor]:
+        weights: dict[str, Tensor] = self.last()["state_dict"]
+        return weights
+
+    def records(self) -> list[dict[str, Any]]:
+        lines = self.path("rollouts.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def assert_same_end(run: Run, undisturbed: Run) -> None:
+    """Weights, rollouts, evaluations and metrics are those of the run without a fault."""
+    assert run.last()["global_step"] == STEPS
+    expected = undisturbed.weights()
+    for name, value in run.weights().items():
+        assert torch.equal(value, expected[name]), name
+    names = ["rollouts.jsonl", "metrics/metrics.csv"]
+    names += sorted(path.name for path in undisturbed.path("").glob("eval_scores_*.jsonl"))
+    assert len(names) == 2 + STEPS // 2
+    for name in names:
+        assert run.path(name).read_bytes() == undisturbed.path(name).read_bytes(), name
+
+
+def assert_intact(run: Run, steps: int) -> None:
+    """What was written up to the fault can be read, and ``last.ckpt`` can be resumed from."""
+    if steps:
+        assert run.last()["global_step"] == steps
+    if run.path("rollouts.jsonl").exists():
+        seen = {record["step"] for record in run.records()}
+        assert seen <= set(range(steps + 1))
+        assert seen >= set(range(steps))
+
+
+class Table:
+    """What a test tells the table of faults.
+
+    Args:
+        name: Of the fault.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._fault = name, FAULTS[name]
+
+    def recovered(self, seen: str) -> None:
+        """The run came to its end."""
+        self._tell("recovered", seen)
+
+    def stopped(
+        self, ended: Ended, *culprits: str, status: int = 1, traceback: bool = False
+    ) -> None:
+        """The run stopped with a message that has all the culprits in it."""
+        assert ended.status == status, ended
+        assert ("Traceback" in ended.err) == traceback, ended.err
+        for culprit in culprits:
+            assert culprit in ended.message, ended.err
+        # neither temporary folders nor ports belong into a table
+        shown = re.sub(r"/[^\s']*/run/", "run/", ended.message)
+        shown = re.sub(r"(127\.0\.0\.1):\d+", r"\1:PORT", shown)
+        shown = shown if len(shown) < 240 else f"{shown[:240]} …"
+        self._tell("stopped", f"exit {status}: `{shown}`")
+
+    def _tell(self, ended: str, seen: str) -> None:
+        assert ended == self._fault.expected
+        report(Outcome(self._name, ended, seen))
+
+
+def once(
+    original: Callable[..., Any], error: Exception, when: Callable[..., bool]
+) -> Callable[..., Any]:
+    """``original``, which raises ``error`` where ``when`` says so."""
+
+    @functools.wraps(original)
+    def faulty(*arguments: Any, **options: Any) -> Any:
+        if when(*arguments, **options):
+            raise error
+        return original(*arguments, **options)
+
+    return faulty

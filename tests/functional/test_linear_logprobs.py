@@ -1,0 +1,240 @@
+"""Log-probabilities of a linear head, computed in blocks: their values, gradients and cost."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lrlhf.functional import LinearHead, LogprobsAndEntropy, linear_logprobs, token_logprobs
+
+N, H, V = 13, 5, 23
+Loss = Callable[[LogprobsAndEntropy], Tensor]
+
+
+@pytest.fixture(
+    params=[(6, 2), (40, 4), (2**22, 2048)], ids=["tiny", "small", "whole"], autouse=True
+)
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Most logits and rows in a block: from one column of 2 rows to everything at once."""
+    logits, rows = request.param
+    monkeypatch.setattr(linear_logprobs, "_BLOCK", {"cpu": logits})
+    monkeypatch.setattr(linear_logprobs, "_BLOCK_ROWS", rows)
+    return logits, rows
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = torch.randn(N, H, dtype=dtype, requires_grad=True)
+    weight = torch.randn(V, H, dtype=dtype, requires_grad=True)
+    return hidden, weight, torch.randint(V, (N,))
+
+
+def whole(logits: Tensor, targets: Tensor) -> LogprobsAndEntropy:
+    """Everything at once, with torch's own functions."""
+    log_p = torch.log_softmax(logits, dim=1)
+    entropy = -(log_p.exp() * log_p.clamp(min=-1e30)).sum(dim=1)
+    return LogprobsAndEntropy(log_p.gather(1, targets[:, None])[:, 0], entropy)
+
+
+LOSSES: dict[str, Loss] = {
+    "logprobs": lambda out: (out.logprobs * torch.arange(N)).sum(),
+    "entropy": lambda out: (out.entropy * torch.arange(N)).sum(),
+    "both": lambda out: (out.logprobs * torch.arange(N) - out.entropy).sum(),
+}
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 100])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("trained", ["both", "hidden", "weight"])
+def test_neither_blocks_nor_kept_rows_change_values_and_gradients(
+    chunk_size: int, loss: str, trained: str
+) -> None:
+    hidden, weight, targets = inputs()
+    parts = {"both": (hidden, weight), "hidden": (hidden,), "weight": (weight,)}[trained]
+    for each in (hidden, weight):
+        each.requires_grad_(any(each is part for part in parts))
+    expected = whole(hidden @ weight.T / 0.7, targets)
+    result = token_logprobs(
+        hidden, weight, targets, temperature=0.7, chunk_size=chunk_size, return_entropy=True
+    )
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(LOSSES[loss](result), parts),
+        torch.autograd.grad(LOSSES[loss](expected), parts),
+    )
+
+
+@pytest.mark.parametrize("chunk_size", [5, 100])
+@pytest.mark.parametrize("return_entropy", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_multiplier_and_ids_that_are_ruled_out(
+    chunk_size: int, return_entropy: bool, frozen: bool
+) -> None:
+    hidden, weight, targets = inputs()
+    targets = targets.clamp(min=7)
+    weight.requires_grad_(not frozen)
+    trained = (hidden,) if frozen else (hidden, weight)
+    silent = (*range(7), 11)  # the first of the tiny blocks holds nothing else
+    targets[targets == 11] = 12
+    logits = (hidden @ weight.T * 3).index_fill(1, torch.tensor(silent), -math.inf)
+    log_p = torch.log_softmax(logits / 0.7, dim=1)
+    expected = log_p.gather(1, targets[:, None])[:, 0]
+    result = token_logprobs(
+        hidden,
+        LinearHead(weight=weight, multiplier=3.0, ruled_out=silent),
+        targets,
+        temperature=0.7,
+        chunk_size=chunk_size,
+        return_entropy=return_entropy,
+    )
+    logprobs = result.logprobs if isinstance(result, LogprobsAndEntropy) else result
+    torch.testing.assert_close(logprobs, expected)
+    if isinstance(result, LogprobsAndEntropy):
+        said = [id_ for id_ in range(V) if id_ not in silent]
+        entropy = torch.distributions.Categorical(logits=logits[:, said] / 0.7).entropy()
+        torch.testing.assert_close(result.entropy, entropy)
+    weights = torch.randn(N, dtype=torch.float64)
+    torch.testing.assert_close(
+        torch.autograd.grad((logprobs * weights).sum(), trained),
+        torch.autograd.grad((expected * weights).sum(), trained),
+    )
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_token_that_cannot_be_said_has_no_probability_and_teaches_nothing_about_itself(
+    frozen: bool,
+) -> None:
+    hidden, weight, _ = inputs()
+    weight.requires_grad_(not frozen)
+    targets = torch.full((N,), 4)
+    head = LinearHead(weight=weight, ruled_out=(4,))
+    result = token_logprobs(hidden, head, targets)
+    assert (result == -math.inf).all()
+    result.sum().backward()
+    others = [id_ for id_ in range(V) if id_ != 4]
+    p = torch.softmax(hidden @ weight[others].T, dim=1).detach()
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad, -p @ weight[others].detach())
+    if not frozen:
+        assert weight.grad is not None
+        assert (weight.grad[4] == 0).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_logits_that_grow_or_shrink_from_block_to_block_stay_exact(sign: int) -> None:
+    weight = torch.linspace(-1e4, 1e4, V, dtype=torch.float64)[:, None] * sign
+    hidden = torch.tensor([[1.0], [1e-3], [-1.0]], dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 11, V - 1])
+    result = token_logprobs(hidden, weight, targets, return_entropy=True)
+    expected = whole(hidden @ weight.T, targets)
+    torch.testing.assert_close(result, expected)
+    loss = result.logprobs.sum() + result.entropy.sum()
+    (actual,) = torch.autograd.grad(loss, hidden)
+    (wanted,) = torch.autograd.grad(expected.logprobs.sum() + expected.entropy.sum(), hidden)
+    torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("return_entropy", [False, True])
+def test_a_graph_that_is_retained_gives_the_same_gradient_again(
+    frozen: bool, return_entropy: bool
+) -> None:
+    hidden, weight, targets = inputs()
+    weight.requires_grad_(not frozen)
+    result = token_logprobs(hidden, weight, targets, chunk_size=5, return_entropy=return_entropy)
+    out = result if isinstance(result, LogprobsAndEntropy) else (result,)
+    loss = torch.stack([each.sum() for each in out]).sum()
+    (first,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, hidden)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_bfloat16_model_gets_gradients_of_float32_products_rounded_once(frozen: bool) -> None:
+    hidden, weight, targets = inputs(torch.bfloat16)
+    weight.requires_grad_(not frozen)
+    result = token_logprobs(hidden, weight, targets, chunk_size=5)
+    # as on a processor whose 16-bit products are emulated, or as exactly as that one computes
+    logits = hidden.float() @ weight.float().T
+    torch.testing.assert_close(result, whole(logits, targets).logprobs, rtol=0.02, atol=0.06)
+    result.sum().backward()
+    (wanted,) = torch.autograd.grad(whole(logits, targets).logprobs.sum(), hidden)
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(hidden.grad, wanted, rtol=0.02, atol=0.06)
+
+
+class Products(TorchDispatchMode):
+    """Counts multiplications of matrix products, in units of one over all logits."""
+
+    total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.addmm_, torch.ops.aten.mm):
+            left, right = args[-2:]
+            self.total += left.shape[0] * left.shape[1] * right.shape[1] / (N * H * V)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_counter_sees_the_products_of_the_plain_way() -> None:
+    hidden, weight, targets = inputs()
+    with Products() as products:
+        whole(hidden @ weight.T, targets).logprobs.sum().backward()
+    assert products.total == pytest.approx(3)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "chunk_size", "entropy", "expected"),
+    [
+        (False, N, False, 3),
+        (False, 100, True, 3),
+        (False, 5, False, 4 - 5 / N),
+        (True, 5, False, 2),
+        (True, 100, False, 2),
+        (True, 5, True, 3 - 5 / N),
+    ],
+)
+def test_only_rows_that_are_not_kept_are_computed_again(
+    frozen: bool, chunk_size: int, entropy: bool, expected: float
+) -> None:
+    hidden, weight, targets = inputs()
+    weight.requires_grad_(not frozen)
+    with Products() as products:
+        result = token_logprobs(
+            hidden, weight, targets, chunk_size=chunk_size, return_entropy=entropy
+        )
+        logprobs = result.logprobs if isinstance(result, LogprobsAndEntropy) else result
+        logprobs.sum().backward()
+    assert products.total == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_without_grad_mode_one_product_is_computed(frozen: bool) -> None:
+    hidden, weight, targets = inputs()
+    weight.requires_grad_(not frozen)
+    with Products() as products, torch.no_grad():
+        token_logprobs(hidden, weight, targets, chunk_size=5)
+    assert products.total == pytest.approx(1)
+
+
+class Sizes(TorchDispatchMode):
+    """Remembers the elements of the largest tensor that is allocated."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def test_without_grad_mode_no_row_is_kept(blocks: tuple[int, int]) -> None:
+    hidden, weight, targets = inputs()
+    with Sizes() as sizes, torch.no_grad():
+        token_logprobs(hidden, weight.detach(), targets, chunk_size=100)
+    at_once = min(blocks[0], N * V)
+    assert sizes.largest <= max(at_once, V * H)

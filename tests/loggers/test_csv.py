@@ -1,0 +1,230 @@
+"""metrics.csv of a killed run is that of one that was not."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lrlhf.loggers import ResumingCSVLogger
+from tests.loggers.runs import KilledAfterSaving, KilledError, Killer, Toy, train
+
+FILES = ("metrics.csv", "timings.csv")
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as handle:
+        return list(csv.DictReader(handle))
+
+
+def go(folder: Path, *callbacks: L.Callback, **options: Any) -> None:
+    train(folder, [ResumingCSVLogger(folder)], *callbacks, **options)
+
+
+def uninterrupted(tmp_path: Path, **options: Any) -> bytes:
+    go(tmp_path / "whole", **options)
+    return (tmp_path / "whole" / "metrics.csv").read_bytes()
+
+
+def test_a_run_writes_every_row_once(tmp_path: Path) -> None:
+    uninterrupted(tmp_path)
+    rows = rows_of(tmp_path / "whole" / "metrics.csv")
+    trained = [int(row["step"]) for row in rows if row["train/loss"]]
+    validated = [int(row["step"]) for row in rows if row["eval/loss"]]
+    # the logger's step counts from 0: validation after 4 and 8 steps, epochs of 5
+    assert trained == list(range(10))
+    assert validated == [3, 7]
+    assert [int(row["step"]) for row in rows if row["epoch/weight"]] == [4, 9]
+    assert not any(name.startswith("perf/") for name in rows[0])
+
+
+def test_what_a_clock_measured_is_in_a_file_of_its_own(tmp_path: Path) -> None:
+    uninterrupted(tmp_path)
+    rows = rows_of(tmp_path / "whole" / "timings.csv")
+    assert list(rows[0]) == ["step", "epoch", "perf/train_s"]
+    assert [int(row["step"]) for row in rows] == list(range(10))
+
+
+@pytest.mark.parametrize(
+    "killer",
+    [
+        # before the row of the step whose checkpoint was just saved
+        lambda folder: KilledAfterSaving(6, dirpath=folder / "checkpoints", every_n_train_steps=3),
+        lambda _: Killer("on_train_batch_start", 6),  # after that row
+        lambda _: Killer("on_train_batch_start", 8),  # two rows later
+        lambda _: Killer("on_train_batch_end", 7),
+        lambda _: Killer("on_validation_batch_start", 4),
+        lambda _: Killer("on_validation_end", 4),
+        lambda _: Killer("on_validation_end", 8),
+        lambda _: Killer("on_train_epoch_end", 5),
+        lambda _: Killer("on_train_epoch_start", 5),
+        lambda _: Killer("on_train_end", 10),
+    ],
+)
+@pytest.mark.parametrize("rare", [None, 7])
+def test_the_file_of_a_killed_run_is_that_of_a_whole_one(
+    tmp_path: Path, killer: Any, rare: int | None
+) -> None:
+    expected = uninterrupted(tmp_path, module=Toy(rare=rare))
+    folder = tmp_path / "killed"
+    with pytest.raises(KilledError):
+        go(folder, killer(folder), module=Toy(rare=rare))
+    go(folder, module=Toy(rare=rare))
+    assert (folder / "metrics.csv").read_bytes() == expected
+    assert [int(row["step"]) for row in rows_of(folder / "timings.csv")] == list(range(10))
+    assert not list(folder.glob("*.1.csv"))
+
+
+ACCUMULATING = {"accumulate_grad_batches": 2, "max_steps": 5, "val_check_interval": 3}
+
+
+@pytest.mark.parametrize(
+    ("automatic", "save", "killer", "options"),
+    [
+        # saved at the end of an epoch, whose own row is written after that
+        (False, {}, lambda o: KilledAfterSaving(5, **o), {"limit_val_batches": 0}),
+        (True, {}, lambda o: KilledAfterSaving(5, **o), {"limit_val_batches": 0}),
+        # saved at the end of a validation, when its rows are written
+        (False, {}, lambda _: Killer("on_train_batch_start", 4), {}),
+        (True, {}, lambda _: Killer("on_train_batch_start", 6), {}),
+        # a row that is not due is not made up
+        (False, {"every_n_train_steps": 1}, lambda o: KilledAfterSaving(5, **o), {"every": 3}),
+        (True, {"every_n_train_steps": 2}, lambda o: KilledAfterSaving(6, **o), {"every": 3}),
+        # the batches of an optimizer step have one row, or none
+        (True, {"every_n_train_steps": 1}, lambda o: KilledAfterSaving(1, **o), ACCUMULATING),
+        (
+            True,
+            {"every_n_train_steps": 2},
+            lambda o: KilledAfterSaving(4, **o),
+            ACCUMULATING | {"every": 2},
+        ),
+        # validation was to follow, and was begun; the epoch was to end
+        (False, {"every_n_train_steps": 4}, lambda o: KilledAfterSaving(4, **o), {}),
+        (True, {"every_n_train_steps": 4}, lambda o: KilledAfterSaving(8, **o), {}),
+        (False, {"every_n_train_steps": 4}, lambda _: Killer("on_validation_batch_start", 8), {}),
+        (False, {"every_n_train_steps": 4}, lambda _: Killer("on_validation_end", 4), {}),
+        (True, {"every_n_train_steps": 5}, lambda o: KilledAfterSaving(5, **o), {}),
+        (False, {"every_n_train_steps": 5}, lambda o: KilledAfterSaving(10, **o), {}),
+        # finished, and asked for once more
+        (False, {"every_n_train_steps": 100}, lambda _: Killer("on_fit_end", 10), {}),
+    ],
+)
+def test_it_does_not_matter_what_made_the_checkpoint(
+    tmp_path: Path, automatic: bool, save: dict[str, Any], killer: Any, options: dict[str, Any]
+) -> None:
+    options = dict(options)
+    options["log_every_n_steps"] = options.pop("every", 1)
+
+    def run(folder: Path, *callbacks: L.Callback) -> None:
+        saving = {"dirpath": folder / "checkpoints", **save}
+        go(folder, *callbacks, module=Toy(automatic=automatic), save=saving, **options)
+
+    run(tmp_path / "whole")
+    folder = tmp_path / "killed"
+    with pytest.raises(KilledError):
+        run(folder, killer({"dirpath": folder / "checkpoints", **save}))
+    run(folder)
+    whole = (tmp_path / "whole" / "metrics.csv").read_bytes()
+    assert (folder / "metrics.csv").read_bytes() == whole
+    assert len(whole.splitlines()) > 2
+
+
+def test_a_row_that_was_cut_short_is_written_again(tmp_path: Path) -> None:
+    expected = uninterrupted(tmp_path)
+    folder = tmp_path / "killed"
+    with pytest.raises(KilledError):
+        go(folder, Killer("on_train_batch_start", 6))
+    for name in FILES:
+        with (folder / name).open("ab") as handle:
+            handle.write(b"6,1,0.0")
+    go(folder)
+    assert (folder / "metrics.csv").read_bytes() == expected
+
+
+def test_a_run_that_is_killed_again_and_again_has_the_same_rows(tmp_path: Path) -> None:
+    expected = uninterrupted(tmp_path)
+    folder = tmp_path / "killed"
+    for step in (4, 3, 5, 6, 8, 9):
+        with pytest.raises(KilledError):
+            go(folder, Killer("on_train_batch_start", step))
+    go(folder)
+    assert (folder / "metrics.csv").read_bytes() == expected
+
+
+def test_a_new_run_keeps_the_files_of_an_earlier_one(tmp_path: Path) -> None:
+    for count in (1, 2, 3):
+        go(tmp_path, max_steps=count, save={"dirpath": tmp_path / str(count)})
+    # one row a step
+    lengths = {
+        number: len(rows_of(tmp_path / f"timings{number}.csv")) for number in ("", ".1", ".2")
+    }
+    assert lengths == {"": 3, ".1": 1, ".2": 2}
+    # and one where an epoch ends
+    lengths = {
+        number: len(rows_of(tmp_path / f"metrics{number}.csv")) for number in ("", ".1", ".2")
+    }
+    assert lengths == {"": 4, ".1": 2, ".2": 3}
+
+
+def test_rows_that_someone_removed_are_missed_aloud(tmp_path: Path) -> None:
+    with pytest.raises(KilledError):
+        go(tmp_path, Killer("on_train_batch_start", 6))
+    lines = (tmp_path / "metrics.csv").read_bytes().splitlines(keepends=True)
+    (tmp_path / "metrics.csv").write_bytes(b"".join(lines[:3]))
+    with pytest.warns(UserWarning, match="metrics.csv has 2 rows, and the checkpoint"):
+        go(tmp_path)
+    assert [int(row["step"]) for row in rows_of(tmp_path / "metrics.csv")][:3] == [0, 1, 5]
+
+
+def test_a_file_that_is_no_table_is_named(tmp_path: Path) -> None:
+    with pytest.raises(KilledError):
+        go(tmp_path, Killer("on_train_batch_start", 6))
+    (tmp_path / "metrics.csv").write_bytes(b"step,epoch\n1\n")
+    with pytest.raises(ValueError, match=r"metrics\.csv, row 2 has 1 cells where the header has 2"):
+        go(tmp_path)
+
+
+def test_a_checkpoint_from_before_these_logs_begins_one(tmp_path: Path) -> None:
+    go(tmp_path, max_steps=3)
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["log_rows"]
+    torch.save(checkpoint, path)
+    go(tmp_path)
+    assert int(rows_of(tmp_path / "metrics.csv")[0]["step"]) == 3
+    assert len(rows_of(tmp_path / "timings.1.csv")) == 3
+
+
+def test_an_evaluation_by_itself_leaves_the_rows_of_training(tmp_path: Path) -> None:
+    expected = uninterrupted(tmp_path)
+    for _ in range(2):
+        trainer = L.Trainer(
+            accelerator="cpu",
+            logger=ResumingCSVLogger(tmp_path / "whole"),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.test(Toy(), DataLoader(torch.zeros(4, 4), batch_size=2), verbose=False)
+    assert (tmp_path / "whole" / "metrics.csv").read_bytes() == expected
+    # a weight of 0 on data of 0
+    assert [row["test/loss"] for row in rows_of(tmp_path / "whole" / "test.csv")] == ["0.0", "0.0"]
+
+
+def test_a_logger_of_another_module_starts_with_its_first_row(tmp_path: Path) -> None:
+    logger = ResumingCSVLogger(tmp_path, name="logs", prefix="p", timings=["slow/"])
+    logger.log_hyperparams({"lr": 0.5})
+    logger.log_metrics({"a": torch.tensor(0.1), "slow/b": 2}, step=7)
+    logger.log_metrics({"a": float("nan")})
+    logger.finalize("success")
+    text = "step,p-a\n7,0.10000000149011612\n1,nan\n"
+    assert (tmp_path / "logs" / "metrics.csv").read_text() == text
+    assert (tmp_path / "logs" / "timings.csv").read_text() == "step,p-slow/b\n7,2\n"
+    assert (tmp_path / "logs" / "hparams.yaml").read_text() == "lr: 0.5\n"
+
+
+def test_a_folder_elsewhere_is_refused() -> None:
+    with pytest.raises(ValueError, match="it needs a folder of this machine"):
+        ResumingCSVLogger("s3://bucket/run")

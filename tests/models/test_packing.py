@@ -1,0 +1,451 @@
+"""Rows in one packed row, shared beginnings once: the same numbers as rows by themselves.
+
+What is expected comes from padded rows and the attention that ``transformers`` itself has.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
+
+from lrlhf.models import (
+    HeadConfig,
+    HeadedBackbone,
+    RewardNetwork,
+    ValueHead,
+    allow_packing,
+    hidden_states,
+    packing,
+    packs,
+    placeholder_ids,
+    sequence_logprobs,
+    sequence_outputs,
+)
+from lrlhf.models import packed_attention as attention
+from lrlhf.models.backbone import HiddenStates
+from lrlhf.models.packing import Tree, compact, find_trees, pack
+from lrlhf.types import SequenceBatch
+from tests.models.families import (
+    _SIZES,
+    VOCABULARY,
+    bert,
+    cohere,
+    cohere2,
+    gemma2,
+    gpt2,
+    granite,
+    left_padded,
+    llama,
+    seeded,
+)
+from tests.vlms import FAMILIES, batch_of, build_vlm, row
+
+
+def mistral() -> PreTrainedModel:
+    # every row is longer than the window
+    return MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=5))
+
+
+def qwen2() -> PreTrainedModel:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return Qwen2ForCausalLM(
+        Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=4, layer_types=kinds)
+    )
+
+
+PACKED_FAMILIES = [llama, gpt2, gemma2, cohere, cohere2, granite, mistral, qwen2]
+
+
+def responses(
+    prompts: list[int], answers: list[list[int]], *, shuffle: bool = True
+) -> SequenceBatch:
+    """Random prompts of the given lengths, each with answers of the given lengths."""
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(length: int) -> list[int]:
+        return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+    texts, groups = [], []
+    for group, (length, own) in enumerate(zip(prompts, answers, strict=True)):
+        prompt = draw(length)
+        texts += [(prompt, draw(answer)) for answer in own]
+        groups += [group] * len(own)
+    width = max(len(prompt) + len(answer) for prompt, answer in texts) + 2
+    ids = torch.zeros(len(texts), width, dtype=torch.long)
+    mask, response = torch.zeros_like(ids).bool(), torch.zeros_like(ids).bool()
+    for index, (prompt, answer) in enumerate(texts):
+        whole = [*prompt, *answer]
+        ids[index, : len(whole)] = torch.tensor(whole)
+        mask[index, : len(whole)] = True
+        response[index, len(prompt) : len(whole)] = True
+    batch = SequenceBatch(
+        input_ids=ids,
+        attention_mask=mask,
+        response_mask=response,
+        group_ids=torch.tensor(groups),
+    )
+    order = torch.randperm(len(texts), generator=generator) if shuffle else torch.arange(len(texts))
+    return batch.select(order)
+
+
+BATCH = responses([11, 4, 1], [[6, 6, 5, 1], [9, 3], [7]])
+
+
+def gradients(
+    model: PreTrainedModel, compute: Callable[[], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The result, and the gradients of a sum in which every entry weighs differently."""
+    model.zero_grad()
+    result = compute()
+    weights = torch.linspace(-1, 1, result.numel()).view_as(result)
+    (result * weights).sum().backward()
+    found = {
+        name: weight.grad.clone()
+        for name, weight in model.named_parameters()
+        if weight.grad is not None
+    }
+    return result.detach(), found
+
+
+def assert_equal_paths(
+    model: PreTrainedModel, compute: Callable[[], Tensor], *, atol: float = 2e-5
+) -> None:
+    assert not packs(model)
+    plain, plain_gradients = gradients(model, compute)
+    assert allow_packing(model)
+    packed, packed_gradients = gradients(model, compute)
+    assert_close(packed, plain, rtol=0, atol=atol)
+    assert packed_gradients.keys() == plain_gradients.keys()
+    # what is zero but for rounding, as the gradient of a key's bias, has no scale of its own
+    least = 1e-3 * max(float(gradient.abs().max()) for gradient in plain_gradients.values())
+    for name, gradient in plain_gradients.items():
+        scale = max(float(gradient.abs().max()), least)
+        assert_close(packed_gradients[name], gradient, rtol=0, atol=atol * scale, msg=name)
+
+
+@pytest.fixture(autouse=True, params=["run by run", "all at once"])
+def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention as it is computed on a CPU, and as on other devices."""
+    if request.param == "all at once":
+        monkeypatch.setattr(packing, "RUN_BY_RUN", ())
+
+
+# ------------------------------------------------------------------ the layout
+
+
+def test_trees_hold_what_rows_begin_with_and_what_follows() -> None:
+    ids = torch.tensor(
+        [[7, 8, 9, 1, 2, 0], [7, 8, 9, 3, 0, 0], [7, 8, 5, 0, 0, 0], [7, 8, 9, 4, 4, 4]]
+    )
+    mask = ids != 0
+    rows = compact(ids, mask)
+    assert find_trees(rows, torch.tensor([4, 4, 2, 4])) == [
+        Tree(rows=(3, 0, 1), prefix=3, branches=(3, 2, 1)),
+        Tree(rows=(2,), prefix=3, branches=()),
+    ]
+    together = find_trees(rows, torch.zeros(4))
+    assert together == [Tree(rows=(3, 0, 1, 2), prefix=2, branches=(4, 3, 2, 1))]
+    assert together[0].tokens == 2 + 4 + 3 + 2 + 1
+    alone = find_trees(rows, None)
+    assert [tree.rows for tree in alone] == [(3,), (0,), (1,), (2,)]
+    assert [tree.tokens for tree in alone] == [6, 5, 4, 3]
+
+
+def test_rows_that_begin_differently_or_are_equal_are_trees_too() -> None:
+    rows = compact(torch.tensor([[1, 2], [2, 2]]), torch.ones(2, 2).bool())
+    assert {tree.rows for tree in find_trees(rows, torch.zeros(2))} == {(0,), (1,)}
+    rows = compact(
+        torch.tensor([[1, 2, 0], [1, 2, 3]]), torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
+    )
+    assert find_trees(rows, torch.zeros(2)) == [Tree(rows=(1, 0), prefix=2, branches=(1, 0))]
+
+
+def test_a_packed_row_has_every_token_once_and_the_index_finds_it() -> None:
+    rows = compact(BATCH.input_ids, BATCH.attention_mask)
+    trees = find_trees(rows, BATCH.group_ids)
+    packed = pack(rows, trees)
+    # 11 + 18, 4 + 12 and 1 + 7 tokens: prompts once
+    assert packed.tokens == (11 + 18) + (4 + 12) + (1 + 7)
+    flat = rows.input_ids.flatten()[packed.source]
+    assert torch.equal(flat[packed.index][rows.attention_mask], rows.input_ids[rows.attention_mask])
+
+
+# ------------------------------------------------------------------ the numbers
+
+
+@pytest.mark.parametrize("build", PACKED_FAMILIES)
+def test_log_probabilities_and_gradients_are_those_of_padded_rows(
+    build: Callable[[], PreTrainedModel],
+) -> None:
+    model = seeded(build)
+    assert_equal_paths(model, lambda: sequence_logprobs(model, BATCH))
+
+
+@pytest.mark.parametrize("build", [llama, qwen2])
+def test_rows_without_groups_are_packed_too(build: Callable[[], PreTrainedModel]) -> None:
+    model = seeded(build)
+    assert_equal_paths(model, lambda: sequence_logprobs(model, replace(BATCH, group_ids=None)))
+
+
+def test_where_the_padding_is_does_not_matter() -> None:
+    model = seeded(llama)
+    assert allow_packing(model)
+    right = sequence_logprobs(model, BATCH)[BATCH.response_mask]
+    moved = left_padded(replace(BATCH, group_ids=None), extra=3)
+    moved = replace(moved, group_ids=BATCH.group_ids)
+    assert_close(sequence_logprobs(model, moved)[moved.response_mask], right)
+
+
+@torch.no_grad()
+def test_neither_the_order_nor_the_cut_of_rows_matters() -> None:
+    model = seeded(llama)
+    assert allow_packing(model)
+    whole = sequence_logprobs(model, BATCH)
+    order = torch.tensor([6, 2, 0, 5, 1, 4, 3])
+    assert_close(sequence_logprobs(model, BATCH.select(order)), whole[order])
+    for rows in torch.arange(7).split(3):
+        assert_close(sequence_logprobs(model, BATCH.select(rows)), whole[rows])
+
+
+@pytest.mark.parametrize("build", [llama, qwen2])
+def test_long_branches_go_block_by_block(
+    build: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_BLOCK", 4)
+    model = seeded(build)
+    assert_equal_paths(model, lambda: sequence_logprobs(model, BATCH))
+
+
+def test_adapters_and_recomputed_activations_are_part_of_it() -> None:
+    base = seeded(llama)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    base.enable_input_require_grads()
+    base.train()
+    assert_equal_paths(base, lambda: sequence_logprobs(model, BATCH))
+
+
+def test_values_and_entropies_come_from_the_same_pass() -> None:
+    model = seeded(llama)
+    head = ValueHead(16, "linear")
+    torch.nn.init.normal_(head.output.weight)
+
+    def outputs() -> Tensor:
+        out = sequence_outputs(model, BATCH, entropy=True, value_head=head)
+        assert out.entropy is not None
+        assert out.values is not None
+        return torch.stack([out.logprobs, out.entropy, out.values])
+
+    assert_equal_paths(model, outputs)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean", "attention"])
+@pytest.mark.parametrize("layer", [-1, 2])
+def test_scores_of_pairs_are_those_of_padded_rows(pooling: str, layer: int) -> None:
+    model = seeded(llama).base_model
+    backbone = HeadedBackbone(model, HeadConfig(names=("a", "b"), pooling=pooling, layer=layer))
+    network = RewardNetwork(backbone)
+    assert packs(model)
+    model.config._attn_implementation = "sdpa"
+    assert_equal_paths(model, lambda: network(BATCH))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_responses_about_the_same_images_share_them(family: str) -> None:
+    vlm = build_vlm(family)
+    texts = [row(vlm, [1, 2], answer=answer) for answer in ("one!", "two", "a third answer")]
+    shown = texts[0].media
+    texts = [replace(text, media=shown) for text in texts]
+    texts += [row(vlm, [3], answer="no"), row(vlm, question="nothing?", answer="none")]
+    batch = replace(batch_of(texts), group_ids=torch.tensor([0, 0, 0, 1, 2]))
+    if family == "gemma3":  # its images are seen both ways
+        assert allow_packing(vlm.model)
+        marks = list(placeholder_ids(vlm.model.config).values())
+        states = hidden_states(vlm.model, batch)
+        assert states.computed.shape == batch.input_ids.shape
+        assert torch.isin(batch.input_ids, torch.tensor(marks)).any()
+        return
+    assert_equal_paths(vlm.model, lambda: sequence_logprobs(vlm.model, batch), atol=5e-5)
+    states = hidden_states(vlm.model, batch)
+    saved = 2 * int((batch.attention_mask & ~batch.response_mask)[0].sum())
+    assert states.computed.numel() <= int(batch.lengths.sum()) - saved
+
+
+def test_rows_that_show_different_images_share_nothing() -> None:
+    vlm = build_vlm("qwen2_vl")
+    texts = [row(vlm, [0], answer="one!"), row(vlm, [4], answer="one!")]
+    assert texts[0].input_ids == texts[1].input_ids
+    batch = replace(batch_of(texts), group_ids=torch.zeros(2, dtype=torch.long))
+    assert_equal_paths(vlm.model, lambda: sequence_logprobs(vlm.model, batch), atol=5e-5)
+    assert hidden_states(vlm.model, batch).computed.numel() == int(batch.lengths.sum())
+
+
+def test_experts_are_balanced_over_whole_rows() -> None:
+    model = seeded(llama)
+    assert allow_packing(model)
+    shared: HiddenStates = hidden_states(model, BATCH)
+    whole = hidden_states(model, BATCH, share=False)
+    assert shared.computed.numel() < whole.computed.numel() == int(BATCH.lengths.sum())
+
+
+# ------------------------------------------------------------------ which models
+
+
+def mamba() -> PreTrainedModel:
+    return FalconMambaForCausalLM(
+        FalconMambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, state_size=4)
+    )
+
+
+def qwen2_moe(**options: object) -> PreTrainedModel:
+    # it sees a window through its mask alone, and does not tell the attention of it
+    kinds = ["sliding_attention"] * 3
+    window = {"use_sliding_window": True, "sliding_window": 16, "layer_types": kinds}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**_SIZES, **{**window, **options}))
+
+
+def jamba() -> PreTrainedModel:
+    sizes = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2}
+    mamba = {"mamba_dt_rank": 2, "num_experts": 2}
+    return JambaForCausalLM(JambaConfig(**_SIZES, **sizes, **mamba))
+
+
+def falcon() -> PreTrainedModel:
+    return FalconForCausalLM(
+        FalconConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            alibi=True,
+        )
+    )
+
+
+def bert_as_made() -> PreTrainedModel:
+    model = bert()
+    for weight in model.parameters():  # so small that what tokens see hardly matters
+        weight.data.mul_(0.05)
+    return model
+
+
+def test_a_window_that_a_family_has_and_does_not_use_is_no_obstacle() -> None:
+    kinds = ["full_attention"] * 3
+    model = seeded(lambda: qwen2_moe(use_sliding_window=False, layer_types=kinds))
+    assert_equal_paths(model, lambda: sequence_logprobs(model, BATCH))
+
+
+def test_a_vocabulary_of_a_few_tokens_will_do() -> None:
+    sizes = {**_SIZES, "vocab_size": 3, "eos_token_id": 2}
+    model = seeded(lambda: LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)))
+    assert allow_packing(model)
+
+
+@torch.no_grad()
+def test_rows_without_tokens_are_no_matter() -> None:
+    model = seeded(llama)
+    assert allow_packing(model)
+    expected = sequence_logprobs(model, BATCH)
+    empty = BATCH.attention_mask.clone()
+    empty[2] = False
+    some = replace(BATCH, attention_mask=empty)
+    found = sequence_logprobs(model, some)
+    assert not found[2].any()
+    kept = torch.tensor([0, 1, 3, 4, 5, 6])
+    assert_close(found[kept], expected[kept])
+    assert not sequence_logprobs(model, replace(BATCH, attention_mask=empty & False)).any()
+
+
+def test_media_belong_to_their_own_row() -> None:
+    vlm = build_vlm("qwen2_vl")
+    assert allow_packing(vlm.model)
+    texts = [row(vlm, [1, 2], answer="one!"), row(vlm, [3], answer="no")]
+    batch = batch_of(texts)
+    assert batch.media is not None
+    with pytest.raises(ValueError, match="do not belong together"):
+        sequence_logprobs(vlm.model, replace(batch, media=batch.media[::-1]))
+
+
+def test_a_long_row_does_not_widen_the_short_ones() -> None:
+    rows = responses([4, 5, 60], [[3, 2], [3, 40], [2, 2]])
+    compacted = compact(rows.input_ids, rows.attention_mask)
+    table = pack(compacted, find_trees(compacted, rows.group_ids)).segments.table
+    if table is None:
+        return
+    cells = sum(part.numel() for part in table.prefixes)
+    assert cells <= 1.5 * (4 + 5 + 60)
+    cells = sum(part.branches.numel() + part.prefixes.numel() for part in table.branches)
+    assert cells <= 1.5 * (3 + 2 + 3 + 40 + 2 + 2 + 2 * 4 + 2 * 5 + 2 * 60)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (qwen2_moe, "its layers do not say how far they see"),
+        (jamba, "it has layers of the kind 'linear_attention'"),
+        (falcon, "padded rows"),
+        (bert_as_made, "its tokens see what follows them"),
+        (mamba, "its attention is 'eager'"),
+        (bert, "its tokens see what follows them"),
+    ],
+)
+def test_other_models_go_on_with_padded_rows_and_the_log_says_so(
+    build: Callable[[], PreTrainedModel],
+    said: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = seeded(build)
+    with caplog.at_level(logging.INFO, "lrlhf"):
+        assert not allow_packing(model)
+    assert not packs(model)
+    assert said in caplog.text
+
+
+def test_eager_attention_stays_eager() -> None:
+    model = seeded(llama)
+    model.set_attn_implementation("eager")
+    assert not allow_packing(model)
+    assert model.config._attn_implementation == "eager"
+
+
+@torch.no_grad()
+def test_generation_is_as_before() -> None:
+    model = seeded(llama)
+    prompts = torch.tensor([[0, 0, 5, 6, 7], [3, 4, 5, 6, 7]])
+    options = {"attention_mask": (prompts != 0).long(), "max_new_tokens": 8, "do_sample": False}
+    before = model.generate(prompts, **options)
+    assert allow_packing(model)
+    assert torch.equal(model.generate(prompts, **options), before)
+
+
+def test_exports_name_no_attention_of_ours(tmp_path: object) -> None:
+    model = seeded(llama)
+    assert allow_packing(model)
+    model.save_pretrained(str(tmp_path))
+    loaded = type(model).from_pretrained(str(tmp_path))
+    assert loaded.config._attn_implementation == "sdpa"

@@ -1,0 +1,117 @@
+"""Two processes leave out the same steps, whichever of them found the reason."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+
+from lrlhf.datamodules import PromptDataModule
+from lrlhf.modules import RLOO, Guard, OptimizerConfig, Reference, Update, replay_dump
+from lrlhf.modules.dump import read_dump
+from lrlhf.rewards import Rewards
+from lrlhf.rollout import Sampling
+from lrlhf.strategies import FSDP2, DeepSpeed
+from tests.conftest import build_language_model, build_tokenizer
+from tests.distributed.strategy_runs import _whole
+from tests.modules.policy_runs import letters
+from tests.modules.test_guard import Meddler
+
+pytestmark = [
+    pytest.mark.slow,
+    # of DeepSpeed's own code
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+def build() -> RLOO:
+    tokenizer = build_tokenizer()
+    return RLOO(
+        build_language_model(tokenizer),
+        Rewards([letters]),
+        tokenizer=tokenizer,
+        num_generations=2,
+        sampling=Sampling(max_new_tokens=6),
+        reference=Reference(kl_coef=0.05),
+        update=Update(loss="token_clip", num_iterations=2),
+        optimizer=OptimizerConfig(lr=1e-3),
+        guard=Guard(max_ratio=1e3),
+        seed=3,
+    )
+
+
+def spoil(module: L.LightningModule, experience: Any) -> None:
+    """Have one response of the second process look far less likely when it was drawn."""
+    if module.global_rank == 1:
+        experience.old_logprobs[0][experience.response_mask[0]] -= 12.0
+
+
+class KeepWeights(L.Callback):
+    """Writes what each process has before and after the step that is spoilt."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        self._write(trainer, module, f"before{trainer.global_step}")
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        self._write(trainer, module, f"after{trainer.global_step - 1}")
+
+    def _write(self, trainer: L.Trainer, module: Any, name: str) -> None:
+        from lrlhf.models.sharding import state_of  # noqa: PLC0415  keeps the top of workers small
+
+        weights = _whole(state_of(module.policy))
+        counts = dict(module.step_guard.kinds)
+        torch.save((weights, counts), self.folder / f"{name}.rank{trainer.global_rank}.pt")
+
+
+STRATEGIES: dict[str, Any] = {
+    "ddp": lambda: DDPStrategy(find_unused_parameters=True, start_method="fork"),
+    "fsdp2": lambda: FSDP2(start_method="fork"),
+    "deepspeed_zero2": lambda: DeepSpeed(stage=2, start_method="fork"),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_one_process_finds_both_leave_out(name: str, tmp_path: Path) -> None:
+    rows = [{"prompt": f"say {word}"} for word in "abcdefgh"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    strategy: Strategy = STRATEGIES[name]()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_steps=2,
+        max_epochs=-1,
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[Meddler(spoil, step=1), KeepWeights(tmp_path)],
+    )
+    data = PromptDataModule(train=str(tmp_path / "rows.jsonl"), batch_size=4)
+    trainer.fit(build(), datamodule=data)
+    for rank in (0, 1):
+        before, nothing = torch.load(tmp_path / f"before1.rank{rank}.pt")
+        after, counts = torch.load(tmp_path / f"after1.rank{rank}.pt")
+        assert nothing == {}
+        assert counts == {"ratio": 2}  # both passes over the iteration
+        for weight, value in before.items():
+            assert torch.equal(after[weight], value), weight
+    first = [torch.load(tmp_path / f"before{step}.rank0.pt")[0] for step in (0, 1)]
+    assert any(not torch.equal(first[0][key], first[1][key]) for key in first[0])
+    (dump,) = (tmp_path / "dumps").iterdir()
+    assert dump.name == "step_000001"
+    (anomaly,) = read_dump(dump).anomalies
+    assert (anomaly.kind, anomaly.rank) == ("ratio", 1)
+    again = replay_dump(build(), dump)
+    assert again.reproduced
+    assert {one.rank for one in again.found} == {1}
+    assert again.found[0].value == pytest.approx(anomaly.value, rel=1e-4)

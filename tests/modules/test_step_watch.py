@@ -1,0 +1,82 @@
+"""What the guard takes down of micro-batches, and when it looks at it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lrlhf.modules.guard import Guard
+from lrlhf.modules.step_guard import StepWatch
+from lrlhf.strategies import Collectives
+
+
+def alone() -> Collectives:
+    return Collectives(SimpleNamespace(world_size=1, global_rank=0))  # type: ignore[arg-type]
+
+
+def watch(rows: int = 4, device: str = "cpu") -> StepWatch:
+    return StepWatch(Guard(), rows=rows, device=torch.device(device), replayed=False)
+
+
+def test_losses_and_ratios_are_not_read_before_the_verdict() -> None:
+    # on the meta device every read fails
+    seen = watch(device="meta")
+    seen.see_loss(torch.empty((), device="meta"), lambda: "nowhere")
+    seen.see_ratios(torch.empty(4, device="meta"))
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        seen.judge(alone())
+
+
+def test_the_place_of_a_bad_loss_is_asked_for_with_what_its_micro_batch_had() -> None:
+    seen = watch()
+    asked: list[tuple[list[int], list[str]]] = []
+
+    def place() -> str:
+        asked.append((seen.rows.tolist(), list(seen.outputs)))
+        return "here"
+
+    for rows, loss in (([3, 1], 0.5), ([0], torch.inf), ([2], torch.nan)):
+        seen.turn_to(torch.tensor(rows))
+        seen.outputs[f"of {rows}"] = torch.zeros(1)
+        seen.see_loss(torch.tensor(loss), place)
+    assert asked == []
+    verdict = seen.judge(alone())
+    assert verdict.skips
+    assert [anomaly.text for anomaly in verdict.found] == ["the loss is not finite (here)"]
+    assert asked == [([0], ["of [0]"])]
+
+
+def test_a_place_that_knows_nothing_gives_way_to_the_next() -> None:
+    seen = watch()
+    for text in ("", "there"):
+        seen.see_loss(torch.tensor(torch.nan), lambda text=text: text)
+    assert seen.judge(alone()).found[0].text == "the loss is not finite (there)"
+
+
+def test_finite_losses_pass_and_ask_for_no_place() -> None:
+    seen = watch()
+
+    def place() -> str:
+        raise AssertionError("asked although all is well")
+
+    for _ in range(3):
+        seen.see_loss(torch.tensor(1.0, requires_grad=True), place)
+    assert seen.judge(alone()) == (False, [])
+
+
+def test_moves_are_those_of_the_rows_in_their_order() -> None:
+    seen = watch()
+    moves: dict[tuple[int, ...], Tensor] = {
+        (2, 0): torch.tensor([0.5, -0.25]),
+        (3,): torch.tensor([20.0]),
+    }
+    for rows, log_ratios in moves.items():
+        seen.turn_to(torch.tensor(rows))
+        seen.see_ratios(log_ratios)
+    expected = torch.tensor([0.25, torch.nan, 0.5, 20.0])
+    torch.testing.assert_close(seen.log_ratios, expected, equal_nan=True)
+    verdict = seen.judge(alone())
+    # e^20 is above the guard's 1e4
+    assert verdict.skips
+    assert "row 3 have moved by 20 nats" in verdict.found[0].text

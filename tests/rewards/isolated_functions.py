@@ -1,0 +1,165 @@
+"""Reward functions that behave badly on purpose; nothing heavy is imported here."""
+
+import asyncio
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def lengths(completions: Sequence[str]) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def about(
+    completions: Sequence[str], answer: Sequence[Any], log_metric: Any, log_extra: Any
+) -> Any:
+    log_metric("half", 0.5)
+    log_extra("shown", [f"{text}:{value}" for text, value in zip(completions, answer, strict=True)])
+    return [float(value) for value in answer]
+
+
+def everything(**arguments: Any) -> list[float]:
+    arguments["log_extra"]("names", [sorted(arguments)] * len(arguments["completions"]))
+    return [0.0] * len(arguments["completions"])
+
+
+def pixels(images: Sequence[Sequence[Any]]) -> list[float]:
+    return [float(sum(image.getpixel((0, 0))[0] for image in row)) for row in images]
+
+
+async def halves(completions: Sequence[str]) -> list[float]:
+    await asyncio.sleep(0)
+    return [0.5] * len(completions)
+
+
+class Scaled:
+    def __init__(self, factor: float = 2.0) -> None:
+        self.factor = factor
+
+    def __call__(self, completions: Sequence[str]) -> list[float]:
+        return [self.factor * len(text) for text in completions]
+
+
+def surroundings(completions: Sequence[str], log_extra: Any) -> list[float]:
+    seen = {"cwd": str(Path.cwd()), "env": dict(os.environ), "pid": os.getpid()}
+    log_extra("seen", [seen] * len(completions))
+    return [0.0] * len(completions)
+
+
+def returns(completions: Sequence[str]) -> Any:
+    """Return what the first completion names."""
+    return {
+        "nan": [float("nan"), 1.0],
+        "infinite": [float("inf"), 1.0],
+        "text": ["1", 1.0],
+        "an object": [object(), 1.0],
+        "none": [None, 1.0],
+        "short": [1.0],
+        "nothing": None,
+        "a dict": {"a": 1},
+        "huge": [1.0] * 10**6,
+        "a huge integer": [10**400, 1.0],
+    }[completions[0]]
+
+
+# what a single completion does to its process
+
+
+def _loop() -> None:
+    while True:
+        pass
+
+
+def _hang_in_c() -> None:
+    """Hold the interpreter's lock for long."""
+    ctypes.PyDLL(None).sleep(60)
+
+
+def _eat() -> None:
+    hoard = []
+    while True:
+        hoard.append(bytearray(2**26))
+
+
+def _recurse(depth: int = 0) -> int:
+    return _recurse(depth + 1) + 1
+
+
+def _segfault() -> None:
+    ctypes.string_at(0)
+
+
+def _leave() -> None:
+    os._exit(7)
+
+
+def _sys_exit() -> None:
+    sys.exit(3)
+
+
+def _raise() -> None:
+    raise KeyError("broken")
+
+
+def _print() -> None:
+    sys.stdout.write('{"values": [9.0]}\n' * 1000)
+    sys.stderr.write("to the errors")
+    os.write(1, b"\n{}\n" * 100_000)
+
+
+def _abandon() -> None:
+    """Leave a grandchild behind, then hang."""
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    _loop()
+
+
+def _spoil_replies() -> None:
+    """Write into every pipe that there is."""
+    for end in range(3, 256):
+        try:
+            os.write(end, b'{"values": "mine"}\n')
+        except OSError:
+            continue
+
+
+def _close_everything() -> None:
+    os.closerange(0, 256)
+
+
+def _kill_group() -> None:
+    os.killpg(0, 9)
+
+
+ACTS = {
+    "loop": _loop,
+    "hang in c": _hang_in_c,
+    "eat": _eat,
+    "recurse": _recurse,
+    "segfault": _segfault,
+    "leave": _leave,
+    "sys.exit": _sys_exit,
+    "raise": _raise,
+    "print": _print,
+    "abandon": _abandon,
+    "spoil": _spoil_replies,
+    "close": _close_everything,
+    "kill group": _kill_group,
+}
+
+
+def acting(completions: Sequence[str]) -> list[float]:
+    """Do what a completion names, and score the others by their length."""
+    for text in completions:
+        if text in ACTS:
+            ACTS[text]()
+    return lengths(completions)
+
+
+def slow_together(completions: Sequence[str]) -> list[float]:
+    time.sleep(0.4 * (len(completions) - 1))
+    return lengths(completions)

@@ -1,0 +1,342 @@
+import copy
+import gc
+import logging
+import math
+import os
+import pickle
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from jsonargparse import ArgumentParser
+from PIL import Image
+
+from lrlhf.rewards import IsolatedReward, RewardError, RewardResult, Rewards
+from tests.rewards import isolated_functions
+
+HERE = "tests.rewards.isolated_functions."
+
+
+def children() -> list[psutil.Process]:
+    """Processes that this one has started; W&B's service, which other tests leave, is none."""
+    found = psutil.Process().children(recursive=True)
+    return [child for child in found if child.name() != "wandb-core"]
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert children() == []
+
+
+def ask(
+    reward: IsolatedReward, completions: Sequence[str], quota: float = 1.0, **columns: Sequence[Any]
+) -> RewardResult:
+    """Score through `Rewards`, as a run does."""
+    rewards = Rewards([reward], max_unscorable_fraction=quota, max_failures_in_a_row=None)
+    count = len(completions)
+    try:
+        return rewards.score(
+            [f"p{row}" for row in range(count)],
+            completions,
+            [[row] for row in range(count)],
+            [{name: values[row] for name, values in columns.items()} for row in range(count)],
+        )
+    finally:
+        reward.close()
+
+
+# ---------------------------------------------------------------------- as in the same process
+
+
+def test_a_function_gives_the_values_that_it_gives_in_process() -> None:
+    assert ask(IsolatedReward(f"{HERE}lengths"), ["a", "bbb", ""]).scores.tolist() == [1, 3, 0]
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_several_processes_share_a_batch_and_keep_its_order(workers: int) -> None:
+    reward = IsolatedReward(f"{HERE}lengths", workers=workers)
+    texts = ["x" * row for row in range(4)]
+    assert ask(reward, texts).scores.tolist() == [0, 1, 2, 3]
+
+
+def test_columns_metrics_and_extras_pass() -> None:
+    reward = IsolatedReward(f"{HERE}about", workers=2)
+    result = ask(reward, ["a", "b", "c"], answer=[5, 6, 7], other=[0, 0, 0])
+    assert result.scores.tolist() == [5, 6, 7]
+    assert result.extras == {"shown": ["a:5", "b:6", "c:7"]}
+    assert result.metrics == {
+        "half": 0.5,
+        "isolated/restarts": 0.0,
+        "isolated/failures": 0.0,
+        "isolated_reward/unscored_fraction": 0.0,
+    }
+
+
+def test_a_function_of_everything_gets_everything() -> None:
+    result = ask(IsolatedReward(f"{HERE}everything"), ["a"], answer=[5])
+    assert result.extras["names"] == [
+        ["answer", "completion_ids", "completions", "log_extra", "log_metric", "prompts"]
+    ]
+
+
+def test_a_missing_column_is_told_as_in_process() -> None:
+    with pytest.raises(RewardError, match=r"'about' takes an argument 'answer'.*'anser'"):
+        ask(IsolatedReward(f"{HERE}about"), ["a"], anser=[5])
+
+
+def test_async_functions_classes_and_objects_work() -> None:
+    assert ask(IsolatedReward(f"{HERE}halves"), ["a"]).scores.tolist() == [0.5]
+    assert ask(IsolatedReward(f"{HERE}Scaled"), ["abc"]).scores.tolist() == [6.0]
+    scaled = isolated_functions.Scaled(10.0)
+    assert ask(IsolatedReward(scaled), ["abc"]).scores.tolist() == [30.0]
+    assert ask(IsolatedReward(isolated_functions.lengths), ["abc"]).scores.tolist() == [3.0]
+
+
+def test_images_pass() -> None:
+    image = Image.new("RGB", (3, 2), (77, 1, 2))
+    result = ask(IsolatedReward(f"{HERE}pixels"), ["a", "b"], images=[[], [image, image]])
+    assert result.scores.tolist() == [0.0, 154.0]
+
+
+def test_no_responses_give_no_values() -> None:
+    assert ask(IsolatedReward(f"{HERE}lengths"), []).scores.tolist() == []
+
+
+@pytest.mark.slow  # the library is imported in the process
+def test_the_functions_of_the_library_work_and_may_stop_the_run() -> None:
+    result = ask(IsolatedReward("exact_match", start_timeout=120), ["a", "b"], answer=["a", "a"])
+    assert result.scores.tolist() == [1.0, 0.0]
+    path = "tests.rewards.isolated_library_functions.stops_the_run"
+    with pytest.raises(RewardError, match="no reward for 2"):
+        ask(IsolatedReward(path, start_timeout=120), ["a", "b"])
+
+
+# ---------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    ("first", "reported"),
+    [
+        ("nan", r"position 0: nan"),
+        ("infinite", r"position 0: inf"),
+        ("text", r"position 0: \"'1' \(str\)\""),
+        ("an object", r"position 0: .<object object"),
+        ("a huge integer", r"position 0: 1000"),
+    ],
+)
+def test_a_value_that_is_no_number_is_reported_as_in_process(first: str, reported: str) -> None:
+    result = ask(IsolatedReward(f"{HERE}returns"), [first, ""])
+    assert result.scores[0].isnan()
+    assert result.scores[1] == 1.0
+    assert re.search(reported, result.failures[0])
+
+
+def test_none_is_no_value_and_no_failure() -> None:
+    result = ask(IsolatedReward(f"{HERE}returns"), ["none", ""])
+    assert [math.isnan(score) for score in result.scores] == [True, False]
+    assert not result.failures
+
+
+@pytest.mark.parametrize("first", ["short", "nothing", "a dict"])
+def test_values_that_belong_to_no_response_stop_the_run(first: str) -> None:
+    with pytest.raises(RewardError, match="'returns' returned"):
+        ask(IsolatedReward(f"{HERE}returns"), [first, ""])
+
+
+def test_a_result_without_end_is_not_read() -> None:
+    result = ask(IsolatedReward(f"{HERE}returns", max_reply_mb=1, timeout=40), ["huge"])
+    assert "its result is longer than 1000000 bytes" in result.failures[0]
+
+
+# ---------------------------------------------------------------------- what may go wrong
+
+FATES = {
+    "loop": "no result after 1 s",
+    "hang in c": "no result after 1 s",
+    "eat": "MemoryError",
+    "recurse": "RecursionError",
+    "segfault": "killed by SIGSEGV",
+    "leave": "ended with exit status 7",
+    "sys.exit": "called sys.exit(3)",
+    "raise": "KeyError: 'broken'",
+    "abandon": "no result after 1 s",
+    "spoil": "reply",
+    "close": "ended with exit status",
+    "kill group": "killed by SIGKILL",
+}
+
+
+@pytest.mark.parametrize("act", FATES)
+def test_a_response_that_makes_it_fail_costs_the_others_nothing(act: str) -> None:
+    reward = IsolatedReward(
+        f"{HERE}acting", timeout=1 if "after 1 s" in FATES[act] else 5, memory_gb=0.1
+    )
+    result = ask(reward, ["a", act, "ccc"])
+    assert result.scores[[0, 2]].tolist() == [1.0, 3.0]
+    assert result.scores[1].isnan()
+    (failure,) = result.failures
+    assert "acting failed on 1 of 3 responses, the first is response 1" in failure
+    assert FATES[act] in failure
+    assert result.metrics["isolated/failures"] == 1.0
+
+
+def test_what_is_printed_disturbs_nothing() -> None:
+    result = ask(IsolatedReward(f"{HERE}acting"), ["a", "print", "ccc"])
+    assert result.scores.tolist() == [1.0, 5.0, 3.0]
+    assert not result.failures
+
+
+def test_the_stack_of_a_crash_is_told() -> None:
+    result = ask(IsolatedReward(f"{HERE}acting"), ["segfault"])
+    assert "Segmentation fault" in result.failures[0]
+    assert "_segfault" in result.failures[0]
+    assert result.failures[0].splitlines()[-1].endswith("was killed by SIGSEGV")
+
+
+def test_cpu_time_is_limited_for_each_call() -> None:
+    reward = IsolatedReward(f"{HERE}acting", timeout=30, cpu_seconds=1)
+    result = ask(reward, ["loop"])
+    assert "used more than 1 s of CPU time" in result.failures[0]
+
+
+def test_all_attempts_together_have_a_time_limit() -> None:
+    reward = IsolatedReward(f"{HERE}acting", timeout=0.4, total_timeout=1.5)
+    reward.prepare()
+    started = time.monotonic()
+    result = ask(reward, ["loop"] * 20)
+    assert time.monotonic() - started < 10
+    assert "failed on 20 of 20 responses" in result.failures[0]
+    assert result.scores.isnan().all()
+
+
+def test_a_batch_that_is_too_slow_as_a_whole_is_scored_one_by_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    result = ask(IsolatedReward(f"{HERE}slow_together", timeout=0.7), ["a", "bb", "ccc"])
+    assert result.scores.tolist() == [1.0, 2.0, 3.0]
+    assert not result.failures
+    assert result.metrics["isolated/restarts"] == 1.0
+    assert "failed on 3 responses at once and is asked about each" in caplog.text
+
+
+def test_the_next_batch_has_a_new_process() -> None:
+    reward = IsolatedReward(f"{HERE}acting", timeout=1)
+    rewards = Rewards([reward], max_unscorable_fraction=1.0)
+    assert rewards.score(["p"], ["leave"], [[0]], [{}]).scores.isnan().all()
+    assert rewards.score(["p"], ["abc"], [[0]], [{}]).scores.tolist() == [3.0]
+    reward.close()
+
+
+def test_a_process_that_is_killed_between_two_batches_is_started_again() -> None:
+    reward = IsolatedReward(f"{HERE}lengths")
+    reward.prepare()
+    (process,) = children()
+    process.kill()
+    assert ask(reward, ["ab", "c"]).scores.tolist() == [2.0, 1.0]
+
+
+def test_quotas_of_rewards_apply() -> None:
+    with pytest.raises(RewardError, match=r"1 of 2 responses.*(?s:.*)sys\.exit\(3\)"):
+        ask(IsolatedReward(f"{HERE}acting"), ["a", "sys.exit"], quota=0.1)
+
+
+# ---------------------------------------------------------------------- surroundings
+
+
+def test_a_process_has_no_secrets_and_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("MY_SETTING", "given")
+    result = ask(IsolatedReward(f"{HERE}surroundings", env=["MY_SETTING"]), ["a"])
+    (seen,) = result.extras["seen"]
+    assert "WANDB_API_KEY" not in seen["env"]
+    assert seen["env"]["MY_SETTING"] == "given"
+    assert seen["pid"] != os.getpid()
+    assert seen["cwd"] != str(Path.cwd())
+    assert not Path(seen["cwd"]).exists()  # removed at the end
+
+
+def test_a_process_ends_with_its_reward() -> None:
+    reward = IsolatedReward(f"{HERE}lengths", workers=2)
+    reward.prepare()
+    assert len(children()) == 2
+    del reward
+    gc.collect()
+    assert children() == []
+
+
+def test_copies_have_processes_of_their_own() -> None:
+    reward = IsolatedReward(f"{HERE}lengths")
+    reward.prepare()
+    for copied in (pickle.loads(pickle.dumps(reward)), copy.deepcopy(reward)):
+        assert ask(copied, ["ab"]).scores.tolist() == [2.0]
+    assert ask(reward, ["ab"]).scores.tolist() == [2.0]
+
+
+# ---------------------------------------------------------------------- settings
+
+
+def test_a_function_that_cannot_be_loaded_stops_the_start() -> None:
+    for path, said in [
+        ("no.such.module", "No module named 'no'"),
+        (f"{HERE}no_such", "no_such"),
+        (f"{HERE}ACTS", "is a dict, not a function"),
+    ]:
+        with pytest.raises(RewardError, match=f"cannot be loaded in its process(?s:.*){said}"):
+            IsolatedReward(path).prepare()
+
+
+def test_a_start_that_takes_too_long_is_told() -> None:
+    with pytest.raises(RewardError, match="cannot be started in a process: no result after"):
+        IsolatedReward(f"{HERE}lengths", start_timeout=0.001).prepare()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"function": lambda completions: [0.0]}, "cannot be sent to another process"),
+        ({"function": "no_such_builtin"}, "unknown reward function"),
+        ({"function": 3}, "cannot be called"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"memory_gb": -1}, "memory_gb is -1"),
+        ({"workers": 0}, "workers is 0"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        IsolatedReward(**{"function": f"{HERE}lengths"} | settings)
+
+
+def test_a_function_of_the_script_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated_functions.lengths, "__module__", "__main__")
+    with pytest.raises(ValueError, match="move it to a module"):
+        IsolatedReward(isolated_functions.lengths)
+
+
+def test_a_yaml_isolates_functions_and_classes() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--rewards", type=Rewards)
+    text = f"""
+        functions:
+          plain:
+            class_path: IsolatedReward
+            init_args: {{function: {HERE}lengths, workers: 2}}
+          scaled:
+            class_path: lrlhf.rewards.IsolatedReward
+            init_args:
+              function: {{class_path: {HERE}Scaled, init_args: {{factor: 5}}}}
+              timeout: 7
+    """
+    config = parser.parse_object(
+        {"rewards": {"class_path": "lrlhf.rewards.Rewards", "init_args": yaml.safe_load(text)}}
+    )
+    rewards = parser.instantiate(parser.parse_string(parser.dump(config))).rewards
+    result = rewards.score(["p"], ["abc"], [[1]], [{}])
+    assert result.per_function.tolist() == [[3.0, 15.0]]

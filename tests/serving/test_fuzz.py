@@ -1,0 +1,230 @@
+"""Whatever is sent, a service answers in time, in words, and not with an error of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from lrlhf.rewards import LearnedReward
+from lrlhf.serving import RequestLimits, RewardService
+from tests.serving.conftest import Client, file_of, text_of, wait_until
+from tests.vlms import picture
+
+_SECONDS = 20.0
+_EXAMPLES = int(os.environ.get("LRLHF_FUZZ_EXAMPLES", "60"))
+fuzzed = settings(
+    derandomize=True,
+    max_examples=_EXAMPLES,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+PNG = text_of(file_of(Image.new("RGB", (30, 30))))
+JPEG = text_of(file_of(picture(0), "JPEG"))
+GIF = text_of(file_of(picture(0), "GIF", save_all=True, append_images=[picture(4)], duration=500))
+TEXT = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(
+        ["", "a", "<|image_pad|>", "<|pad|>", "\x00", "\ud800", "{{ 7 * 7 }}", "é" * 400, "\u202e"]
+    ),
+)
+NUMBER = st.one_of(
+    st.integers(),
+    st.floats(),
+    st.sampled_from([10**400, -(10**18), 1e308, -0.0, float("nan"), float("inf")]),
+)
+LEAF = st.one_of(st.none(), st.booleans(), NUMBER, TEXT)
+ANYTHING = st.recursive(
+    LEAF,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(TEXT, inner, max_size=4)),
+    max_leaves=12,
+)
+FILE = st.one_of(
+    st.sampled_from([PNG, JPEG, GIF, PNG[:40], JPEG[:-100], "AAAA", "data:image/png;base64,AAAA"]),
+    st.builds(
+        lambda text, place, letters: text[:place] + letters + text[place + len(letters) :],
+        st.sampled_from([PNG, JPEG, GIF]),
+        st.integers(0, 2000),
+        st.text("ABCDabcd0123+/", min_size=1, max_size=8),
+    ),
+    st.binary(max_size=60).map(text_of),
+    ANYTHING,
+)
+PART = st.one_of(
+    st.sampled_from([{"type": "image"}, {"type": "video"}, {"type": "text", "text": "what?"}]),
+    st.fixed_dictionaries({"type": st.just("text"), "text": TEXT}),
+    ANYTHING,
+)
+MESSAGE = st.one_of(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system", "tool", "", "\ud800"])},
+        optional={
+            "content": st.one_of(TEXT, st.lists(PART, max_size=4), ANYTHING),
+            "tool_calls": ANYTHING,
+            "name": ANYTHING,
+        },
+    ),
+    ANYTHING,
+)
+TURNS = st.one_of(TEXT, st.lists(MESSAGE, max_size=3), ANYTHING)
+SHOWN = st.lists(st.one_of(st.none(), st.lists(FILE, max_size=3), ANYTHING), max_size=3)
+BODY = st.fixed_dictionaries(
+    {},
+    optional={
+        "prompts": st.one_of(st.lists(TURNS, max_size=3), ANYTHING),
+        "completions": st.one_of(st.lists(TURNS, max_size=3), ANYTHING),
+        "images": st.one_of(SHOWN, ANYTHING),
+        "videos": st.one_of(SHOWN, ANYTHING),
+        "columns": st.one_of(st.dictionaries(TEXT, st.lists(ANYTHING, max_size=3)), ANYTHING),
+        "queries": st.one_of(st.lists(TEXT, max_size=3), ANYTHING),
+        "references": ANYTHING,
+    },
+)
+
+
+@st.composite
+def nearly_right(draw: st.DrawFn) -> dict[str, Any]:
+    """As many entries as there should be, so that what is inside them gets looked at."""
+    count = draw(st.integers(1, 3))
+    rows = {"min_size": count, "max_size": count}
+    good = st.lists(
+        st.fixed_dictionaries(
+            {"role": st.sampled_from(["user", "assistant"])},
+            optional={"content": st.one_of(TEXT, st.lists(PART, max_size=3))},
+        ),
+        min_size=1,
+        max_size=2,
+    )
+    body: dict[str, Any] = {
+        "prompts": draw(st.lists(st.one_of(TEXT, good), **rows)),
+        "completions": draw(st.lists(st.one_of(TEXT, good), **rows)),
+    }
+    for key in ("images", "videos"):
+        if draw(st.booleans()):
+            body[key] = draw(st.lists(st.one_of(st.none(), st.lists(FILE, max_size=2)), **rows))
+    return body
+
+
+@pytest.fixture(scope="module", params=["text", "vision"])
+def client(
+    request: pytest.FixtureRequest, text_reward: str, vision_reward: str
+) -> Iterator[Client]:
+    folder = text_reward if request.param == "text" else vision_reward
+    service = RewardService(LearnedReward(folder), limits=RequestLimits(max_megapixels=4.0))
+    service.batcher.start()
+    wait_until(lambda: service.batcher.served is not None)
+    yield Client(service)
+    service.close()
+
+
+def check(client: Client, content: bytes, path: str, **headers: str) -> None:
+    started = time.perf_counter()
+    answer = client.raw(content, path, **headers)
+    assert time.perf_counter() - started < _SECONDS
+    assert answer.status_code in (200, 413, 415, 422), (answer.status_code, answer.text)
+    read = answer.json()
+    if answer.status_code == 200:
+        key = "scores" if path == "/v1/score" else "rewards"
+        assert all(score is None or abs(score) < 1e6 for score in read[key])
+    else:
+        assert read.keys() == {"detail"}
+        assert len(read["detail"]) > 10
+        assert "Traceback" not in read["detail"]
+
+
+@fuzzed
+@given(content=st.binary(max_size=200), path=st.sampled_from(["/v1/score", "/get_reward"]))
+def test_any_bytes(client: Client, content: bytes, path: str) -> None:
+    check(client, content, path)
+
+
+@fuzzed
+@given(body=st.one_of(BODY, ANYTHING), path=st.sampled_from(["/v1/score", "/get_reward"]))
+def test_any_json(client: Client, body: Any, path: str) -> None:
+    check(client, json.dumps(body).encode(), path)
+
+
+@fuzzed
+@given(body=nearly_right())
+def test_nearly_right_requests(client: Client, body: dict[str, Any]) -> None:
+    check(client, json.dumps(body).encode(), "/v1/score")
+
+
+@fuzzed
+@given(
+    queries=st.lists(TEXT, min_size=2, max_size=2),
+    images=st.lists(st.one_of(st.none(), st.lists(FILE, max_size=3)), min_size=2, max_size=2),
+)
+def test_nearly_right_requests_of_lightrft(
+    client: Client, queries: list[str], images: list[Any]
+) -> None:
+    body = {"queries": queries, "prompts": [query[:2] for query in queries], "images": images}
+    check(client, json.dumps(body).encode(), "/get_reward")
+
+
+@fuzzed
+@given(
+    place=st.integers(0, 4000),
+    letters=st.text("ABCDabcd0123+/", min_size=1, max_size=40),
+    file=st.sampled_from([PNG, JPEG, GIF]),
+    kind=st.sampled_from(["images", "videos"]),
+)
+def test_damaged_media(client: Client, place: int, letters: str, file: str, kind: str) -> None:
+    place %= len(file)
+    damaged = (file[:place] + letters + file[place + len(letters) :])[: len(file)]
+    part = {"type": kind[:-1]}
+    body = {
+        "prompts": [[{"role": "user", "content": [part]}]],
+        "completions": ["a"],
+        kind: [[damaged]],
+    }
+    check(client, json.dumps(body).encode(), "/v1/score")
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":', '[{"prompts":', '{"prompts":[['])
+@pytest.mark.parametrize("depth", [30, 2000, 300_000])
+def test_deep_nesting(client: Client, opening: str, depth: int) -> None:
+    check(client, (opening * depth).encode(), "/v1/score")
+
+
+@pytest.mark.parametrize("value", ["9" * 4000, "9" * 100_000, "1e999999999", "-1e-99999999"])
+def test_huge_numbers(client: Client, value: str) -> None:
+    content = f'{{"prompts": ["a"], "completions": ["b"], "columns": {{"c": [{value}]}}}}'
+    check(client, content.encode(), "/v1/score")
+
+
+def test_many_at_once_are_all_answered(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "lrlhf")
+    good = {"prompts": ["a"], "completions": ["b"]}
+    bad: list[Any] = [{}, None, {"prompts": [1]}, good | {"images": [["AAAA"]]}, good | {"x": 1}]
+
+    async def crowd() -> list[int]:
+        sent = [client.send("POST", "/v1/score", json=body) for body in [good, *bad] * 5]
+        return [answer.status_code for answer in await asyncio.gather(*sent)]
+
+    assert asyncio.run(crowd()) == [200, 422, 422, 422, 422, 422] * 5
+    assert caplog.text == ""
+
+
+def test_the_strategies_reach_what_is_scored(client: Client) -> None:
+    """Else the tests above would see refusals only."""
+    statuses: list[int] = []
+
+    @settings(derandomize=True, max_examples=40, deadline=None, database=None)
+    @given(body=nearly_right())
+    def run(body: dict[str, Any]) -> None:
+        statuses.append(client.raw(json.dumps(body).encode()).status_code)
+
+    run()
+    assert statuses.count(200) >= 3
+    assert statuses.count(422) >= 3

@@ -1,0 +1,422 @@
+"""What a service answers to anything but a good request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+
+from lrlhf.rewards import LearnedReward
+from tests.serving.conftest import Client, body_of, file_of, text_of, wait_until
+from tests.vlms import picture
+
+Serving = Callable[..., Client]
+
+TOKEN = "s3cret-token"
+PNG = text_of(file_of(Image.new("RGB", (8, 8))))
+
+
+def lengths(*, completions: list[Any]) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (None, 401),
+        ("Bearer wrong", 401),
+        ("Bearer", 401),
+        (f"Basic {TOKEN}", 401),
+        (TOKEN, 401),
+        (f"Bearer {TOKEN}x", 401),
+        ("Bearer \xff\xfe", 401),
+        (f"Bearer {TOKEN}", 200),
+        (f"bearer  {TOKEN}", 200),
+    ],
+)
+def test_only_who_has_the_token_is_answered(
+    serving: Serving, header: str | None, status: int
+) -> None:
+    client = serving(lengths, token=TOKEN)
+    headers = {} if header is None else {"authorization": header.encode("latin-1")}
+    for path in ("/v1/score", "/get_reward", "/"):
+        body = body_of() if path == "/v1/score" else {"queries": ["a"], "prompts": ["a"]}
+        answer = client.post(path, body, headers=headers)
+        assert answer.status_code == status, path
+        if status == 401:
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert "Authorization: Bearer" in answer.json()["detail"]
+    for path in ("/version", "/metrics"):
+        assert client.get(path, headers=headers).status_code == status
+    assert client.get("/health").json() == {"status": "ok"}
+
+
+def test_health_is_told_once_the_model_is_there(serving: Serving) -> None:
+    loaded = threading.Event()
+
+    class Slow(LearnedReward):
+        def __init__(self) -> None:
+            super().__init__("nowhere")
+
+        def prepare(self) -> None:
+            assert loaded.wait(30)
+            raise ValueError("no such model")
+
+    client = serving(Slow(), wait=False)
+    for answer in (client.get("/health"), client.post(body=body_of()), client.get("/version")):
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "2"
+        assert answer.json() == {"detail": "the model is being loaded"}
+    loaded.set()
+    wait_until(lambda: client.service.batcher.failure is not None)
+    answer = client.get("/health")
+    assert answer.status_code == 503
+    assert "could not be loaded" in answer.json()["detail"]
+
+
+def test_the_version_follows_the_weights(serving: Serving, text_reward: str, tmp_path: Any) -> None:
+    import shutil  # noqa: PLC0415
+
+    from safetensors.torch import load_file, save_file  # noqa: PLC0415
+
+    told = serving(LearnedReward(text_reward)).get("/version").json()
+    assert told["model"] == text_reward
+    assert told["heads"] == ["reward"]
+    assert set(told) == {"model", "version", "lrlhf", "heads", "head"}
+
+    shutil.copytree(text_reward, tmp_path / "copy")
+    assert (
+        serving(LearnedReward(str(tmp_path / "copy"))).get("/version").json()["version"]
+        == (told["version"])
+    )
+    file = tmp_path / "copy" / "model.safetensors"
+    weights = load_file(file)
+    weights["score.weight"][0, 0] += 1e-3
+    save_file(weights, file, {"format": "pt"})
+    other = serving(LearnedReward(str(tmp_path / "copy"))).get("/version").json()
+    assert other["version"] != told["version"]
+    template = serving(LearnedReward(text_reward, chat_template="x")).get("/version").json()
+    assert template["version"] != told["version"]
+
+
+MALFORMED: list[tuple[bytes, str]] = [
+    (b"", "it is no JSON"),
+    (b"{", "it is no JSON"),
+    (b"\xff\xfe", "not UTF-8"),
+    (b"\xef\xbb\xbf{}", "it is no JSON"),
+    (b"[]", "expected an object with prompts, completions"),
+    (b"null", "expected an object"),
+    (b"{}", "prompts: is missing"),
+    (b'{"prompts": [], "completions": 3}', "completions: expected a list, found a number"),
+    (b'{"prompts": ["a"], "completions": []}', "prompts: 1 entries for 0 responses"),
+    (b'{"prompts": [3], "completions": ["a"]}', "prompts[0]: expected text or a list of messages"),
+    (b'{"prompts": [[]], "completions": ["a"]}', "prompts[0]: a chat needs a message"),
+    (b'{"prompts": [["a"]], "completions": ["a"]}', "prompts[0][0]: expected a message"),
+    (b'{"prompts": [[{"content": "a"}]], "completions": ["a"]}', "prompts[0][0].role: expected"),
+    (b'{"prompts": [[{"role": "a"}]], "completions": ["a"]}', "prompts[0][0].content: expected"),
+    (
+        b'{"prompts": [[{"role": "a", "content": [3]}]], "completions": ["a"]}',
+        "prompts[0][0].content[0]: expected a part",
+    ),
+    (
+        b'{"prompts": [[{"role": "a", "content": [{"type": "image", "url": "http://x"}]}]],'
+        b' "completions": ["a"]}',
+        'expected {"type": "image"} alone',
+    ),
+    (
+        b'{"prompts": ["a"], "completions": [[{"role": "a", "content": [{"type": "image"}]}]]}',
+        "completions[0][0].content[0]: a response consists of text",
+    ),
+    (b'{"prompts": ["a"], "completions": ["a"], "image": []}', "'image': no such key; there are"),
+    (b'{"prompts": ["a"], "completions": ["a"], "images": "x"}', "images: expected a list"),
+    (b'{"prompts": ["a"], "completions": ["a"], "images": ["x"]}', "images[0]: expected null or"),
+    (b'{"prompts": ["a"], "completions": ["a"], "images": [[3]]}', "images[0][0]: expected base64"),
+    (
+        b'{"prompts": ["a"], "completions": ["a"], "images": [["/etc/passwd"]]}',
+        "not by path or address",
+    ),
+    (
+        b'{"prompts": ["a"], "completions": ["a"], "images": [["/etc/hosts/a"]]}',
+        "images[0][0]: it cannot be read; expected one of PNG, JPEG, WEBP",
+    ),
+    (
+        b'{"prompts": ["a"], "completions": ["a"], "images": [["http://localhost/x.png"]]}',
+        "not by path or address",
+    ),
+    (b'{"prompts": ["a"], "completions": ["a"], "images": [[""]]}', "images[0][0]: an empty file"),
+    (
+        b'{"prompts": ["a"], "completions": ["a"], "videos": [["I0VYVE0zVQo="]]}',  # #EXTM3U
+        "videos[0][0]: no video: expected MP4",
+    ),
+    (b'{"prompts": ["a"], "completions": ["a"], "columns": []}', "columns: expected an object"),
+    (b'{"prompts": ["a"], "completions": ["a"], "columns": {"b": [1, 2]}}', "columns.b: expected"),
+    (
+        b'{"prompts": ["a"], "completions": ["a"], "columns": {"log_metric": [1]}}',
+        "columns.log_metric: no name for a column",
+    ),
+    (b'{"prompts": ["a"], "completions": ["a"], "columns": {"b": [NaN]}}', "NaN is no JSON number"),
+    (b'{"prompts": ["a"], "completions": ["a"], "columns": {"b": [-Infinity]}}', "-Infinity is no"),
+    (b'{"prompts": ["a"], "completions": ["a"], "columns": {"b": [1e999]}}', "too large for a"),
+    (
+        b'{"prompts": ["a"], "completions": ["a"], "columns": {"b": [' + b"9" * 5000 + b"]}}",
+        "an integer of thousands of digits",
+    ),
+    (b'{"prompts": ["\\ud800"], "completions": ["a"]}', "half of a surrogate pair"),
+    (b'{"prompts": ["a"], "completions": ["a"], "\\ud800": 1}', "half of a surrogate pair"),
+    (b"[" * 100_000, "nested more than 32 levels deep"),
+    (b"[" * 40 + b"]" * 40, "nested more than 32 levels deep"),
+]
+
+
+@pytest.mark.parametrize(("content", "detail"), MALFORMED)
+def test_what_is_no_request_is_told_so(serving: Serving, content: bytes, detail: str) -> None:
+    client = serving(lengths)
+    answer = client.raw(content)
+    assert answer.status_code == 422
+    assert detail in answer.json()["detail"]
+    assert "Traceback" not in answer.text
+    assert client.post(body=body_of()).json()["scores"] == [2.0]  # and it goes on
+
+
+@pytest.mark.parametrize(
+    ("headers", "detail"),
+    [
+        ({"content-type": "text/plain"}, "must be application/json"),
+        ({"content-type": "application/x-www-form-urlencoded"}, "must be application/json"),
+        ({"content-encoding": "gzip"}, "compressed bodies are not accepted"),
+    ],
+)
+def test_other_types_of_content_are_refused(
+    serving: Serving, headers: dict[str, str], detail: str
+) -> None:
+    answer = serving(lengths).raw(json.dumps(body_of()).encode(), **headers)
+    assert answer.status_code == 415
+    assert detail in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/score", 405), ("POST", "/v1/score/", 404), ("GET", "/docs", 404),
+     ("GET", "/openapi.json", 404), ("PUT", "/", 405), ("POST", "/health", 405)],
+)  # fmt: skip
+def test_other_paths_and_methods_are_told_what_there_is(
+    serving: Serving, method: str, path: str, status: int
+) -> None:
+    answer = asyncio.run(serving(lengths).send(method, path))
+    assert answer.status_code == status
+    assert "POST /v1/score" in answer.json()["detail"]
+
+
+def test_limits_are_kept_to(serving: Serving) -> None:
+    limits = {"max_items": 2, "max_chars": 10, "max_request_mb": 0.001}
+    client = serving(lengths, limits=limits)
+    fine = client.post(body={"prompts": ["12345", ""], "completions": ["67890", ""]})
+    assert fine.status_code == 200
+    for body, detail in [
+        ({"prompts": [""] * 3, "completions": [""] * 3}, "3 responses in one request, and 2 are"),
+        (body_of(prompts=["123456"], completions=["67890"]), "completions[0]: 11 characters"),
+        (
+            body_of(prompts=[[{"role": "user", "content": "123456"}]], completions=["6"]),
+            "completions[0]: 11 characters",  # 4 + 6 + 1
+        ),
+        (body_of(columns={"a": ["x" * 1000]}), "the body has more than 0.001 MB"),
+    ]:
+        answer = client.post(body=body)
+        assert answer.status_code == 413
+        assert detail in answer.json()["detail"]
+
+
+def test_the_size_is_counted_and_not_believed(serving: Serving) -> None:
+    client = serving(lengths, limits={"max_request_mb": 0.001})
+    sent: list[int] = []
+
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(100_000):
+            sent.append(100)
+            yield b" " * 100
+
+    headers = {"content-type": "application/json", "content-length": "10"}
+    for given in (headers, {"content-type": "application/json"}):
+        sent.clear()
+        options = {"content": endless(), "headers": given}
+        answer = asyncio.run(client.send("POST", "/v1/score", **options))
+        assert answer.status_code == 413
+
+
+IMAGE_LIMITS = {"max_images": 2, "max_megapixels": 0.02, "max_frames": 3}
+
+
+def _shown(image: str | None = None, video: str | None = None, **values: Any) -> dict[str, Any]:
+    return body_of(images=image and [[image]], videos=video and [[video]], **values)
+
+
+def test_images_that_are_too_many_or_too_large_are_refused(serving: Serving) -> None:
+    client = serving(lengths, limits=IMAGE_LIMITS)
+    other, third = (text_of(file_of(Image.new("RGB", (9, side)))) for side in (8, 9))
+    assert client.post(body=body_of(images=[[PNG] * 9 + [other]])).status_code == 200
+    answer = client.post(body=body_of(images=[[PNG, other, third]]))
+    assert (answer.status_code, "more than 2 images" in answer.text) == (422, True)
+    # 201 * 100 pixels are more than 20000; all black, so that the file is small
+    bomb = text_of(file_of(Image.new("L", (201, 100))))
+    answer = client.post(body=_shown(bomb))
+    assert (answer.status_code, "more than 0.02 million pixels" in answer.text) == (422, True)
+
+
+def test_a_decompression_bomb_is_not_unpacked(serving: Serving) -> None:
+    bomb = file_of(Image.new("1", (30_000, 30_000)))  # 900 million pixels
+    assert len(bomb) < 200_000
+    started = time.perf_counter()
+    answer = serving(lengths).post(body=_shown(text_of(bomb)))
+    assert answer.status_code == 422
+    assert time.perf_counter() - started < 5
+
+
+def _animation(format: str, count: int, size: int = 8) -> str:
+    frames = [Image.fromarray(np.full((size, size, 3), 20 * i, np.uint8)) for i in range(count)]
+    content = file_of(frames[0], format, save_all=True, append_images=frames[1:], duration=100)
+    return text_of(content)
+
+
+@pytest.mark.parametrize("format", ["PNG", "GIF", "WEBP"])
+def test_animations_are_videos_up_to_a_number_of_frames(serving: Serving, format: str) -> None:
+    seen: list[Any] = []
+
+    def noted(*, completions: list[str], videos: list[Any]) -> list[float]:
+        seen.extend(videos)
+        return [0.0] * len(completions)
+
+    client = serving(noted, limits=IMAGE_LIMITS | {"max_megapixels": 1})
+    answer = client.post(body=_shown(video=_animation(format, 3)))
+    assert answer.status_code == 200, answer.text
+    assert seen[0][0].frames.shape == (3, 8, 8, 3)
+    assert seen[0][0].fps == pytest.approx(10.0)
+    answer = client.post(body=_shown(video=_animation(format, 4)))
+    assert (answer.status_code, "more than 3 frames" in answer.text) == (422, True)
+    client = serving(noted, limits={"max_megapixels": 0.05})
+    answer = client.post(body=_shown(video=_animation(format, 4)))
+    assert (answer.status_code, "million pixels" in answer.text) == (422, True)
+
+
+@pytest.mark.parametrize("kind", ["images", "videos"])
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_damaged_files_are_refused(serving: Serving, kind: str, format: str) -> None:
+    client = serving(lengths)
+    content = file_of(picture(1), format)
+    draw = np.random.RandomState(0)
+    for cut in (3, 20, len(content) // 2):
+        answer = client.post(body=body_of(**{kind: [[text_of(content[:cut])]]}))
+        assert answer.status_code == 422, (kind, format, cut)
+        assert answer.json()["detail"].startswith(f"{kind}[0][0]: ")
+    for _ in range(10):
+        damaged = bytearray(content)
+        for place in draw.randint(0, len(content), 20):
+            damaged[place] = draw.randint(256)
+        assert client.post(body=body_of(**{kind: [[text_of(damaged)]]})).status_code in (200, 422)
+
+
+def test_more_requests_than_may_wait_are_sent_away(serving: Serving) -> None:
+    asked, go = threading.Event(), threading.Event()
+
+    def slow(*, completions: list[str]) -> list[float]:
+        asked.set()
+        assert go.wait(30)
+        return lengths(completions=completions)
+
+    client = serving(slow, max_queue=3)
+
+    async def crowd() -> list[Any]:
+        first = [asyncio.create_task(client.send("POST", "/", json=LIGHT)) for _ in range(3)]
+        await asyncio.to_thread(asked.wait, 30)
+        refused = [await client.send("POST", "/", json=LIGHT) for _ in range(2)]
+        told = await client.send("GET", "/metrics")
+        go.set()
+        return [*refused, told, *(await asyncio.gather(*first))]
+
+    *refused, told, one, two, three = asyncio.run(crowd())
+    for answer in refused:
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "1"
+        assert "3 requests wait already" in answer.json()["detail"]
+    assert "\nlrlhf_reward_queue_requests 3.0\n" in told.text
+    assert [answer.json()["rewards"] for answer in (one, two, three)] == [[1.0]] * 3
+    assert client.metrics()["lrlhf_reward_queue_requests"] == 0
+
+
+LIGHT = {"queries": ["a"], "prompts": [""]}
+
+
+def test_a_request_that_takes_too_long_is_given_up(serving: Serving) -> None:
+    go, calls = threading.Event(), []
+
+    def slow(*, completions: list[str]) -> list[float]:
+        calls.append(completions)
+        assert go.wait(30)
+        return lengths(completions=completions)
+
+    client = serving(slow, timeout_s=0.3, max_batch_size=1)
+    answers = client.together([LIGHT, LIGHT], "/")
+    for answer in answers:
+        assert answer.status_code == 503
+        assert "no scores within 0.3 s" in answer.json()["detail"]
+        assert answer.headers["retry-after"] == "1"
+    go.set()
+    assert client.post("/", LIGHT).json()["rewards"] == [1.0]
+    assert len(calls) == 2  # what was given up while it waited is not scored
+
+
+def test_a_body_that_drips_is_given_up(serving: Serving) -> None:
+    async def drips() -> AsyncIterator[bytes]:
+        yield b'{"prompts": '
+        await asyncio.sleep(1)
+        yield b"[]}"
+
+    headers = {"content-type": "application/json"}
+    client = serving(lengths, timeout_s=0.2)
+    answer = asyncio.run(client.send("POST", "/v1/score", content=drips(), headers=headers))
+    assert answer.status_code == 408
+    assert "did not arrive within 0.2 s" in answer.json()["detail"]
+
+
+def test_metrics_are_what_prometheus_reads(serving: Serving) -> None:
+    client = serving(lengths)
+    client.post(body=body_of())
+    client.post(body={})
+    asyncio.run(client.send("GET", "/some/secret/path"))
+    text = client.get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    requests = {
+        (sample.labels["path"], sample.labels["status"]): sample.value
+        for sample in families["lrlhf_reward_requests"].samples
+        if sample.name.endswith("_total")
+    }
+    assert requests == {("/v1/score", "200"): 1, ("/v1/score", "422"): 1, ("other", "404"): 1}
+    (reason,) = [
+        sample.labels
+        for sample in families["lrlhf_reward_rejected"].samples
+        if sample.name.endswith("_total")
+    ]
+    assert reason == {"reason": "malformed"}
+    values = client.metrics()
+    assert values["lrlhf_reward_request_seconds_count"] == 2
+    assert values["lrlhf_reward_items_total"] == 1
+    assert values["lrlhf_reward_batch_items_count"] == 1
+    assert "secret" not in text
+
+
+def test_nothing_of_a_request_is_logged(serving: Serving, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(0)
+    client = serving(lengths, token=TOKEN, headers={"authorization": f"Bearer {TOKEN}"})
+    client.post(body=body_of(completions=["a private answer"]))
+    client.post(body=body_of(completions=[["a private answer"]]))
+    client.post(body={"a private answer": 1})
+    ours = [record.getMessage() for record in caplog.records if "httpx" not in record.name]
+    assert "private" not in " ".join(ours)
+    assert TOKEN not in caplog.text

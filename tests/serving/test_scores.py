@@ -1,0 +1,261 @@
+"""Scores that come through the service are those of the model, however requests are batched."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lrlhf.media import Video
+from lrlhf.rewards import LearnedReward
+from tests.serving.conftest import Client, body_of, file_of, text_of
+from tests.vlms import clip, picture
+
+Serving = Callable[..., Client]
+Scores = Callable[..., list[float | None]]
+
+CHAT = [{"role": "user", "content": "Hi"}]
+ROWS: list[tuple[Any, Any]] = [
+    ("2 + 2 =", " 4"),
+    ("Say something nice:", " you look well today"),
+    ("x", ""),
+    (CHAT, "Hello"),
+    (CHAT, [{"role": "assistant", "content": "Hello"}]),
+    ([{"role": "system", "content": "Be kind."}, *CHAT], "Ünïcödé ✓"),
+]
+
+
+def test_scores_are_those_of_the_model_to_the_last_bit(
+    serving: Serving, text_reward: str, text_scores: Scores
+) -> None:
+    client = serving(LearnedReward(text_reward))
+    prompts, completions = zip(*ROWS, strict=True)
+
+    answer = client.post(body={"prompts": prompts, "completions": completions})
+
+    assert answer.status_code == 200
+    expected = text_scores(list(prompts), list(completions))
+    assert answer.json()["scores"] == expected
+    assert len(set(expected)) == 5  # the two ways to write a turn are one
+    assert answer.json()["model"] == text_reward
+    assert answer.json()["version"] == client.get("/version").json()["version"]
+
+
+def test_what_is_too_long_gets_null(serving: Serving, text_reward: str) -> None:
+    client = serving(LearnedReward(text_reward))  # made for 256 positions
+    answer = client.post(body={"prompts": ["a", "a"], "completions": ["b" * 300, "b"]})
+    scores = answer.json()["scores"]
+    assert scores[0] is None
+    assert isinstance(scores[1], float)
+    assert client.metrics()["lrlhf_reward_unscored_items_total"] == 1
+
+
+def test_no_responses_get_no_scores(serving: Serving, text_reward: str) -> None:
+    client = serving(LearnedReward(text_reward))
+    answer = client.post(body={"prompts": [], "completions": []})
+    assert (answer.status_code, answer.json()["scores"]) == (200, [])
+
+
+def test_requests_at_once_get_the_scores_of_requests_alone(
+    serving: Serving, text_reward: str
+) -> None:
+    draw = random.Random(0)
+    texts = ["".join(draw.choices("abc 123é", k=draw.randint(1, 90))) for _ in range(40)]
+    bodies = [{"prompts": [text[:3]] * 2, "completions": [text[3:], text]} for text in texts]
+    alone = serving(LearnedReward(text_reward), max_batch_size=1)
+    expected = [alone.post(body=body).json()["scores"] for body in bodies]
+    assert alone.metrics()["lrlhf_reward_batch_items_count"] == 40
+
+    client = serving(LearnedReward(text_reward), max_wait_ms=200.0)
+    answers = client.together(bodies)
+
+    found = [answer.json()["scores"] for answer in answers]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0, atol=1e-6)
+    metrics = client.metrics()
+    assert metrics["lrlhf_reward_batch_items_count"] < 20  # they were together
+    assert metrics["lrlhf_reward_batch_items_sum"] == 80
+    assert metrics["lrlhf_reward_items_total"] == 80
+
+
+def test_a_request_that_cannot_be_scored_is_refused_without_the_others(
+    serving: Serving, text_reward: str, text_scores: Scores
+) -> None:
+    template = "{% for m in messages %}{{ m['content'] + 1 if m['role'] == 'odd' }}{% endfor %}x"
+    client = serving(LearnedReward(text_reward, chat_template=template), max_wait_ms=200.0)
+    odd = {"prompts": [[{"role": "odd", "content": "a"}]], "completions": ["b"]}
+
+    first, broken, last = client.together([body_of(), odd, body_of()])
+
+    assert broken.status_code == 422
+    assert "refuses the messages" in broken.json()["detail"]
+    expected = text_scores(["2 + 2 ="], [" 4"])
+    assert first.json()["scores"] == last.json()["scores"] == expected
+
+
+def _direct(folder: str, **columns: Any) -> list[float | None]:
+    return LearnedReward(folder)(log_metric=lambda name, value: None, **columns)
+
+
+def _question(*kinds: str) -> list[dict[str, Any]]:
+    parts = [*({"type": kind} for kind in kinds), {"type": "text", "text": "what?"}]
+    return [{"role": "user", "content": parts}]
+
+
+def test_images_and_videos_are_shown_to_the_model(serving: Serving, vision_reward: str) -> None:
+    prompts = [_question(), _question("image"), _question("image", "image"), _question("video")]
+    completions = ["seven", "one!", "three", "moves"]
+    pictures = [[], [picture(0)], [picture(1), picture(2)], []]
+    film = clip(1)
+    frames = [Image.fromarray(frame) for frame in film.frames]
+    apng = file_of(frames[0], save_all=True, append_images=frames[1:], duration=500)
+    client = serving(LearnedReward(vision_reward))
+
+    answer = client.post(
+        body={
+            "prompts": prompts,
+            "completions": completions,
+            "images": [[text_of(file_of(image)) for image in row] or None for row in pictures],
+            "videos": [None, None, None, [text_of(apng)]],
+        }
+    )
+
+    assert answer.status_code == 200, answer.text
+    expected = _direct(
+        vision_reward,
+        prompts=prompts,
+        completions=completions,
+        images=pictures,
+        videos=[[], [], [], [film]],
+    )
+    # rows that are computed together, which the service decides, are rounded together
+    assert answer.json()["scores"] == pytest.approx(expected, abs=1e-6)
+    blind = _direct(
+        vision_reward,
+        prompts=prompts,
+        completions=completions,
+        images=[[], [picture(3)], [picture(3), picture(2)], []],
+        videos=[[], [], [], [Video(film.frames[::-1].copy(), 2.0)]],
+    )
+    assert blind[0] == pytest.approx(expected[0], abs=1e-6)
+    assert all(one != other for one, other in zip(blind[1:], expected[1:], strict=True))
+
+
+def test_an_image_that_several_responses_share_is_read_once(
+    serving: Serving, vision_reward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lrlhf.serving.base64_media as module  # noqa: PLC0415  its name is replaced
+
+    read = module.read_image
+    seen: list[int] = []
+
+    def counted(content: bytes, options: Any) -> Image.Image:
+        seen.append(len(content))
+        return read(content, options)
+
+    monkeypatch.setattr(module, "read_image", counted)
+    client = serving(LearnedReward(vision_reward))
+    text = text_of(file_of(picture(0)))
+    answer = client.post(
+        body={
+            "prompts": [_question("image")] * 3,
+            "completions": ["a", "b", "c"],
+            "images": [[text]] * 3,
+        }
+    )
+    assert answer.status_code == 200, answer.text
+    assert len(set(answer.json()["scores"])) == 3
+    assert len(seen) == 1
+
+
+def test_any_reward_function_can_be_served(serving: Serving) -> None:
+    threads: set[str] = set()
+
+    def longest(*, completions: list[str], goal: list[int]) -> list[float | None]:
+        threads.add(threading.current_thread().name)
+        return [
+            len(text) - 1.0 * aim if aim >= 0 else float("nan")
+            for text, aim in zip(completions, goal, strict=True)
+        ]
+
+    client = serving(longest)
+    body = {"prompts": ["a", "b"], "completions": ["four", "12"], "columns": {"goal": [1, -1]}}
+    assert client.post(body=body).json()["scores"] == [3.0, None]
+    assert threads == {"reward-model"}
+    assert client.get("/version").json()["model"] == "longest"
+    missing = client.post(body=body_of())
+    assert missing.status_code == 422
+    assert "'goal'" in missing.json()["detail"]
+
+
+def test_an_async_reward_function_can_be_served(serving: Serving) -> None:
+    async def doubled(*, completions: list[str]) -> np.ndarray[Any, Any]:
+        return np.array([2.0 * len(text) for text in completions])
+
+    assert serving(doubled).post(body=body_of()).json()["scores"] == [4.0]
+
+
+def test_requests_with_other_columns_are_scored_apart(serving: Serving) -> None:
+    sizes: list[tuple[int, list[str]]] = []
+
+    def noted(*, completions: list[str], **columns: Any) -> list[float]:
+        sizes.append((len(completions), sorted(set(columns) & {"a", "b"})))
+        return [float(len(text)) for text in completions]
+
+    client = serving(noted, max_wait_ms=200.0)
+    bodies = [body_of(columns={"a": [1]}), body_of(columns={"b": [1]}), body_of(columns={"a": [2]})]
+    assert [answer.json()["scores"] for answer in client.together(bodies)] == [[2.0]] * 3
+    # on a busy machine the third may come too late to join the first
+    assert sorted(sizes) in ([(1, ["b"]), (2, ["a"])], [(1, ["a"]), (1, ["a"]), (1, ["b"])])
+
+
+@pytest.mark.parametrize("returned", [[1.0, 2.0], "one", None])
+def test_a_reward_function_that_is_broken_is_no_fault_of_the_client(
+    serving: Serving, returned: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(**_: Any) -> Any:
+        return returned
+
+    answer = serving(broken).post(body=body_of(completions=["top secret"]))
+    assert answer.status_code == 500
+    assert "failed with BrokenRewardError" in answer.json()["detail"]
+    assert "secret" not in caplog.text + answer.text
+
+
+def test_an_exception_of_a_reward_function_is_logged_without_what_was_scored(
+    serving: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*, completions: list[str]) -> Any:
+        raise KeyError(completions[0])
+
+    answer = serving(broken).post(body=body_of(completions=["top secret"]))
+    assert answer.status_code == 500
+    assert "KeyError" in caplog.text
+    assert "in broken" in caplog.text
+    assert "secret" not in caplog.text + answer.text
+
+
+def test_a_function_that_ends_the_process_ends_no_service(serving: Serving) -> None:
+    def leaves(*, completions: list[str]) -> list[float]:
+        if "leave" in completions:
+            raise SystemExit(3)
+        return [1.0] * len(completions)
+
+    client = serving(leaves)
+    assert client.post(body=body_of(completions=["leave"])).status_code == 500
+    assert client.post(body=body_of(completions=["stay"])).json()["scores"] == [1.0]
+
+
+def test_functions_that_read_token_ids_are_not_served() -> None:
+    from lrlhf.serving import Scorer  # noqa: PLC0415
+
+    def by_ids(*, completion_ids: list[list[int]]) -> list[float]:
+        return [float(len(ids)) for ids in completion_ids]
+
+    with pytest.raises(ValueError, match="reads the token ids"):
+        Scorer(by_ids)

@@ -1,0 +1,211 @@
+"""A phase that takes too long ends the run, which says where it was."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lrlhf.callbacks import Deadlines
+from lrlhf.strategies.deadlines import DeadlineError, DeadlineWatch, Limits, PhaseClock
+from tests.distributed.runs import ROOT, environment, living
+from tests.strategies.hanging import run
+
+# the option of the deadline, and what the phase is called
+PHASES = {
+    "setup": "set-up",
+    "load": "loading",
+    "data": "data",
+    "sync": "sync",
+    "generate": "generate",
+    "reward": "reward",
+    "logprob": "logprob",
+    "update": "update",
+    "train": "train",
+    "validation": "validation",
+    "save": "saving",
+    "end": "end",
+}
+
+
+def looking() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "deadlines"]
+
+
+def test_every_deadline_is_tried_below() -> None:
+    options = set(Limits.__dataclass_fields__)
+    assert options - {"grace"} == set(PHASES)
+    assert set(Deadlines().limits.__dataclass_fields__) == options
+
+
+@pytest.mark.parametrize(("option", "phase"), PHASES.items())
+def test_a_phase_that_hangs_in_python_is_interrupted_and_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], option: str, phase: str
+) -> None:
+    before = signal.getsignal(signal.SIGURG)
+    started = time.monotonic()
+    with pytest.raises(DeadlineError) as raised:
+        run(tmp_path, option, "python", seconds=1.0)
+    assert time.monotonic() - started < 60
+    assert (tmp_path / "hangs").exists()
+    step = {"setup": 1, "load": 1, "validation": 3, "save": 3, "end": 5}.get(option, 2)
+    where = f"in phase '{phase}' of iteration {step}"
+    said = rf"rank 0 has been {where} for \d+ s, and its deadline is 1 s"
+    assert re.match(said, str(raised.value)), raised.value
+    assert f"another {option} gives it more time" in str(raised.value)
+    stacks = (tmp_path / "stacks_rank0.txt").read_text()
+    for dump in (stacks, capfd.readouterr().err):
+        assert "hang_here" in dump
+        assert f"in phase '{phase}'" in dump
+    assert signal.getsignal(signal.SIGURG) == before
+
+
+def test_a_run_that_is_not_late_hears_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module = run(tmp_path, "data", "never", seconds=60)
+    assert module.trainer.global_step == 4
+    assert not (tmp_path / "stacks_rank0.txt").exists()
+    assert "deadline" not in capfd.readouterr().err
+    deadline = time.monotonic() + 10
+    waiting = [thread for thread in looking() if _is_new(thread)]
+    while waiting and time.monotonic() < deadline:
+        waiting = [thread for thread in waiting if thread.is_alive()]
+        time.sleep(0.05)
+    assert waiting == []
+
+
+def _is_new(thread: threading.Thread) -> bool:
+    # those of the tests above wait for the end of the interpreter, as they should
+    return thread not in LEFT_OVER
+
+
+LEFT_OVER: list[threading.Thread] = []
+
+
+@pytest.fixture(autouse=True)
+def _note_threads() -> None:
+    LEFT_OVER[:] = looking()
+
+
+def test_a_save_inside_a_step_has_a_time_of_its_own() -> None:
+    clock = PhaseClock()
+    clock.enter("train")
+    time.sleep(0.2)
+    with clock.inside("saving"):
+        time.sleep(0.3)
+        assert clock.read()[0] == "saving"
+        assert 0.3 <= clock.read()[1] < 0.45
+    phase, seconds = clock.read()
+    assert phase == "train"
+    assert 0.2 <= seconds < 0.35
+
+
+def test_time_is_forgiven_but_never_given() -> None:
+    clock = PhaseClock()
+    time.sleep(0.1)
+    clock.forgive(1000)
+    assert 0 <= clock.read()[1] < 0.05
+
+
+def test_unknown_phases_have_the_deadline_of_a_step() -> None:
+    limits = Limits(train=7.0)
+    assert limits.of("between phases") == limits.of("an own phase") == ("train", 7.0)
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_a_deadline_is_a_number_of_seconds(value: float) -> None:
+    with pytest.raises(ValueError, match=r"deadline reward is .*; give seconds above 0, or null"):
+        Deadlines(reward=value)
+    with pytest.raises(ValueError, match="deadline grace is"):
+        Deadlines(grace=value)
+
+
+def test_null_is_no_deadline() -> None:
+    assert Deadlines(generate=None).limits.of("generate") == ("generate", None)
+
+
+def test_a_disk_without_room_for_the_stacks_does_not_keep_the_run_alive(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    watch = DeadlineWatch(
+        PhaseClock(),
+        Limits(),
+        rank=3,
+        folder=blocked,
+        whereabouts=lambda: "in a test",
+        ranks=set(),
+        poll_s=0.05,
+    )
+    where = watch.write_stacks("late")
+    assert where.startswith("the stacks above (no file of them: ")
+    assert "test_a_disk_without_room" in capfd.readouterr().err
+
+
+# ---- processes
+
+
+@contextmanager
+def hanging(folder: Path, phase: str, how: str, seconds: float) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.strategies.hanging", str(folder), phase, how]
+    process = subprocess.Popen(
+        [*command, str(seconds)],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(path: Path, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} did not come"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [False, True])
+def test_a_phase_that_hangs_in_c_ends_the_process_and_its_children(
+    tmp_path: Path, told: bool
+) -> None:
+    with hanging(tmp_path, "update", "c", 2.0) as process:
+        wait_for(tmp_path / "hangs")
+        if told:  # SIGTERM only takes a note, and no step ever ends
+            process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    last = output.splitlines()[-1]
+    assert last.startswith("error: rank 0 has been in phase 'update' of iteration 2 for ")
+    assert "hang_here" in (tmp_path / "stacks_rank0.txt").read_text()
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert [pid for pid in pids if pid in living()] == []
+
+
+@pytest.mark.slow
+def test_time_in_which_the_process_is_stopped_does_not_count(tmp_path: Path) -> None:
+    # the phase itself takes no time; 4 s of stop are twice the deadline
+    with hanging(tmp_path, "generate", "pause", 2.0) as process:
+        wait_for(tmp_path / "hangs")
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(4)
+        os.kill(process.pid, signal.SIGCONT)
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert output.endswith("done\n")
+    assert not (tmp_path / "stacks_rank0.txt").exists()
