@@ -6,7 +6,7 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,17 @@ from tests.rewards import isolated_functions
 HERE = "tests.rewards.isolated_functions."
 
 
-def children() -> list[psutil.Process]:
-    """Processes that this one has started; W&B's service, which other tests leave, is none."""
-    found = psutil.Process().children(recursive=True)
-    return [child for child in found if child.name() != "wandb-core"]
-
-
 @pytest.fixture(autouse=True)
-def no_process_is_left() -> Iterator[None]:
-    yield
+def children() -> Iterator[Callable[[], set[psutil.Process]]]:
+    """Processes that the test has started; none may be left. Other tests leave theirs."""
+    before = set(psutil.Process().children(recursive=True))
+
+    def started() -> set[psutil.Process]:
+        return set(psutil.Process().children(recursive=True)) - before
+
+    yield started
     gc.collect()
-    assert children() == []
+    assert started() == set()
 
 
 def ask(
@@ -235,7 +235,9 @@ def test_the_next_batch_has_a_new_process() -> None:
     reward.close()
 
 
-def test_a_process_that_is_killed_between_two_batches_is_started_again() -> None:
+def test_a_process_that_is_killed_between_two_batches_is_started_again(
+    children: Callable[[], set[psutil.Process]],
+) -> None:
     reward = IsolatedReward(f"{HERE}lengths")
     reward.prepare()
     (process,) = children()
@@ -263,13 +265,15 @@ def test_a_process_has_no_secrets_and_a_folder_of_its_own(monkeypatch: pytest.Mo
     assert not Path(seen["cwd"]).exists()  # removed at the end
 
 
-def test_a_process_ends_with_its_reward() -> None:
+def test_a_process_ends_with_its_reward(
+    children: Callable[[], set[psutil.Process]],
+) -> None:
     reward = IsolatedReward(f"{HERE}lengths", workers=2)
     reward.prepare()
     assert len(children()) == 2
     del reward
     gc.collect()
-    assert children() == []
+    assert children() == set()
 
 
 def test_copies_have_processes_of_their_own() -> None:
