@@ -25,6 +25,7 @@ from lrlhf.modules.settings import Advantage, Update
 from lrlhf.rollout import Sampling
 from lrlhf.strategies import (
     SplitsModels,
+    keep_host_memory,
     minds_idle_parts,
     resume_where_it_stopped,
     use_atomic_checkpoints,
@@ -76,6 +77,8 @@ def prepare_trainer(trainer: L.Trainer, stage: str) -> None:
     if stage == "fit":
         watch_over(trainer)
         resume_where_it_stopped(trainer)
+        if trainer.strategy.root_device.type == "cpu":
+            keep_host_memory()
 
 
 def refuse_other_splitting(trainer: L.Trainer) -> None:
