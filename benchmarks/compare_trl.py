@@ -203,11 +203,13 @@ def _run_child(options: argparse.Namespace, folder: Path, system: str) -> Run:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(options.threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
+    if getattr(options, "engine", None) == "vllm":
+        # two pools of threads share the cores: those that wait must not keep the others from them
+        environment["OMP_WAIT_POLICY"] = "PASSIVE"
     command = [sys.executable, str(Path(__file__).resolve()), "--job", str(job)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:

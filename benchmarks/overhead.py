@@ -15,7 +15,7 @@ checkpoints), on made-up sums of different length. Wall time is split without ga
 
 The table has medians over the iterations after the warm-up. ``--profile`` runs the same under
 cProfile as well, and prints which functions the rest is made of (slower, so the table is not
-printed then). On a CPU set OMP_WAIT_POLICY=PASSIVE.
+printed then). With ``--engine vllm`` on a CPU set OMP_WAIT_POLICY=PASSIVE.
 """
 
 from __future__ import annotations
