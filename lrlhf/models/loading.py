@@ -174,6 +174,7 @@ def load_pretrained(
             **shared,
         )
     _check_complete(report, spec.source, type(model).__name__)
+    _keep_4_bit_layout(model)
     if not spec.dropout:
         silence_dropout(model)
     return model  # type: ignore[no-any-return]
@@ -250,6 +251,17 @@ def _refuse_tied_embeddings(model: PreTrainedModel, lora: LoRA) -> None:
             f"lora: {', '.join(sorted(ends))} shares its weights with the other end of the model "
             "(tie_word_embeddings). Leave it out of target_modules and modules_to_save."
         )
+
+
+def _keep_4_bit_layout(model: nn.Module) -> None:
+    """Keep bitsandbytes from packing 4-bit weights anew in the first pass of an evaluation.
+
+    On CPUs with AVX512-BF16 it does, in place, for a product that has no gradient: adapters that
+    are trained after it would learn nothing. It also fails on layers smaller than a block.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _bitsandbytes(spec: PretrainedSpec) -> BitsAndBytesConfig | None:

@@ -1,5 +1,6 @@
 """What is said before vLLM runs, and what it is asked; vLLM itself may or may not be there."""
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -418,6 +419,7 @@ def test_a_server_of_another_version_is_refused(attached) -> None:
         attached()._check_description({"logprobs_mode": "processed_logprobs", "vllm": "0.19.0"})
 
 
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="asks vLLM for its device")
 @pytest.mark.usefixtures("on_cpu")
 def test_experts_are_refused_on_a_cpu(attached, language_model) -> None:
     engine = attached()
