@@ -261,7 +261,7 @@ def _keep_4_bit_layout(model: nn.Module) -> None:
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def _bitsandbytes(spec: PretrainedSpec) -> BitsAndBytesConfig | None:
