@@ -1,12 +1,14 @@
 """Seeds, and a language model small enough to build in code for every test that wants one."""
 
 import os
+import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -31,6 +33,15 @@ CHAT_TEMPLATE = (
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     L.seed_everything(1, verbose=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_tracking_left() -> Iterator[None]:
+    """End a test's W&B run: the next logger of this process would go on with it, and say so."""
+    yield
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.finish()
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
