@@ -28,6 +28,7 @@ from lrlhf.strategies import (
     keep_host_memory,
     minds_idle_parts,
     resume_where_it_stopped,
+    return_host_memory,
     use_atomic_checkpoints,
     watch_over,
 )
@@ -79,6 +80,12 @@ def prepare_trainer(trainer: L.Trainer, stage: str) -> None:
         resume_where_it_stopped(trainer)
         if trainer.strategy.root_device.type == "cpu":
             keep_host_memory()
+
+
+def release_trainer(trainer: L.Trainer, stage: str) -> None:
+    """Leave the process as others want it after a fit; from the modules' ``teardown``."""
+    if stage == "fit" and trainer.strategy.root_device.type == "cpu":
+        return_host_memory()
 
 
 def refuse_other_splitting(trainer: L.Trainer) -> None:

@@ -6,7 +6,7 @@ from lrlhf.strategies.contracts import SplitsModels
 from lrlhf.strategies.deadlines import DeadlineError
 from lrlhf.strategies.deepspeed import DeepSpeed
 from lrlhf.strategies.fsdp import FSDP2
-from lrlhf.strategies.host_memory import keep_host_memory
+from lrlhf.strategies.host_memory import keep_host_memory, return_host_memory
 from lrlhf.strategies.registry import register_strategies
 from lrlhf.strategies.resumed_loop import resume_where_it_stopped
 from lrlhf.strategies.rl_loop import count_iterations_as_steps
@@ -30,6 +30,7 @@ __all__ = [
     "keep_host_memory",
     "minds_idle_parts",
     "resume_where_it_stopped",
+    "return_host_memory",
     "run_seed",
     "sample_seeds",
     "seed_everything_for",
