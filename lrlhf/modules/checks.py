@@ -28,7 +28,6 @@ from lrlhf.strategies import (
     keep_host_memory,
     minds_idle_parts,
     resume_where_it_stopped,
-    return_host_memory,
     use_atomic_checkpoints,
     watch_over,
 )
@@ -79,13 +78,7 @@ def prepare_trainer(trainer: L.Trainer, stage: str) -> None:
         watch_over(trainer)
         resume_where_it_stopped(trainer)
         if trainer.strategy.root_device.type == "cpu":
-            keep_host_memory()
-
-
-def release_trainer(trainer: L.Trainer, stage: str) -> None:
-    """Leave the process as others want it after a fit; from the modules' ``teardown``."""
-    if stage == "fit" and trainer.strategy.root_device.type == "cpu":
-        return_host_memory()
+            keep_host_memory()  # given back by the watch, however the fit ends
 
 
 def refuse_other_splitting(trainer: L.Trainer) -> None:

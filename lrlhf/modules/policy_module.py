@@ -28,7 +28,6 @@ from lrlhf.modules.checks import (
     refuse_idle_encoder,
     refuse_other_weights,
     refuse_pure_low_precision,
-    release_trainer,
 )
 from lrlhf.modules.guard import Guard, with_quota
 from lrlhf.modules.importance import ImportanceSampling, check_importance_sampling
@@ -231,7 +230,6 @@ class PolicyModule(PolicyRollout):
         if self._ahead is not None:
             self._ahead.drop()
         self.engine.close()
-        release_trainer(self.trainer, stage)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         built = self._optimizers(self.trainer.estimated_stepping_batches)

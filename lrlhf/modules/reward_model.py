@@ -23,7 +23,6 @@ from lrlhf.modules.checks import (
     refuse_idle_encoder,
     refuse_other_weights,
     refuse_pure_low_precision,
-    release_trainer,
     uses_loss_scaler,
 )
 from lrlhf.modules.gradient_window import ClosedWindow, GradientWindow
@@ -162,9 +161,6 @@ class RewardModel(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         prepare_trainer(self.trainer, stage)
-
-    def teardown(self, stage: str) -> None:
-        release_trainer(self.trainer, stage)
 
     def on_fit_start(self) -> None:
         refuse_pure_low_precision(self.trainer, self.network)

@@ -7,8 +7,14 @@ import os
 import sys
 from typing import Any
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # M_TRIM_THRESHOLD… of malloc.h
 _NEVER = -1
+_KEEP = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER))
+"""All blocks come from the heap, and its end stays with the process."""
+_RETURN = ((_MMAP_MAX, 2**16), (_MMAP_THRESHOLD, 2**25), (_TRIM_THRESHOLD, 2**26))
+"""What glibc comes to by itself after a few large blocks (64-bit)."""
+
+_kept = False
 
 
 def keep_host_memory() -> bool:
@@ -17,8 +23,9 @@ def keep_host_memory() -> bool:
     By default glibc returns the end of its heap to the system as soon as 64 MB of it are free, and
     at once every block of 32 MB or more. Both is so after each pass, and the next one waits for the
     system to clear each page of it again. The largest amount that the process holds stays about
-    what it is (where blocks of many sizes take turns, 12 % more were seen), and is held for longer:
-    until :func:`return_host_memory`.
+    what it is (where blocks of many sizes took turns, 12 % more were seen), and is held for longer:
+    until :func:`return_host_memory`. Blocks of threads other than the main one are not affected
+    where they are large.
 
     Settings of the user (``MALLOC_*``, ``GLIBC_TUNABLES``) win, and another allocator that was
     loaded before (``LD_PRELOAD``) has its own ways and ignores this.
@@ -26,31 +33,36 @@ def keep_host_memory() -> bool:
     Returns:
         Whether it was set.
     """
+    global _kept
     chosen = any(
         name.startswith("MALLOC_") or (name == "GLIBC_TUNABLES" and "malloc" in value)
         for name, value in os.environ.items()
     )
-    mallopt = _of_glibc("mallopt")
-    if chosen or mallopt is None:
+    if chosen:
         return False
-    # no block is the system's own any more: all come from the heap, whose end is not given back
-    given = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER))
-    return all(mallopt(option, value) == 1 for option, value in given)
+    _kept = _set(_KEEP)
+    return _kept
 
 
-def return_host_memory() -> bool:
-    """Give what is free back to the system, as after a fit in a notebook that goes on.
+def return_host_memory() -> None:
+    """Give what is free back to the system, and let glibc go its own way again.
 
-    Returns:
-        Whether the C library can.
+    After a fit, for a notebook that goes on. Memory that is in use now and becomes free later, as
+    that of the optimizers, serves this process; glibc returns what lies at the end of its heap.
+    Does nothing where :func:`keep_host_memory` is not in effect.
     """
-    trim = _of_glibc("malloc_trim")
-    if trim is None:
-        return False
-    trim(ctypes.c_size_t(0))
-    return True
+    global _kept
+    if _kept:
+        _set(_RETURN)
+        _of_glibc("malloc_trim")(ctypes.c_size_t(0))
+        _kept = False
 
 
-def _of_glibc(name: str) -> Any | None:
-    """Return a function that glibc has and others, such as musl and macOS's, have not."""
+def _set(options: tuple[tuple[int, int], ...]) -> bool:
+    mallopt = _of_glibc("mallopt")
+    return mallopt is not None and all(mallopt(*option) == 1 for option in options)
+
+
+def _of_glibc(name: str) -> Any:
+    """Return a function that glibc has and others, such as musl and macOS's, have not, or None."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

@@ -36,6 +36,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lrlhf.rollout import RolloutListener
 from lrlhf.strategies.deadlines import DeadlineWatch, Limits, PhaseClock, SetsDeadlines
+from lrlhf.strategies.host_memory import return_host_memory
 from lrlhf.strategies.run_folder import run_folder
 from lrlhf.strategies.signals import STATUS, LostProcessError, Termination
 
@@ -164,6 +165,7 @@ class Watch(L.Callback, RolloutListener):
         if self._deadlines is not None:
             self._deadlines.finish()
             self._deadlines = None
+        return_host_memory()
 
     # ---- what this process is doing
 

