@@ -1,5 +1,6 @@
 """Seeds, and a language model small enough to build in code for every test that wants one."""
 
+import logging
 import os
 import sys
 
@@ -42,6 +43,16 @@ def _no_tracking_left() -> Iterator[None]:
     wandb = sys.modules.get("wandb")
     if wandb is not None and wandb.run is not None:
         wandb.finish()
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """Undo what a command that ran in this process has set for all of lrlhf's messages."""
+    ours = logging.getLogger("lrlhf")
+    level, handlers = ours.level, list(ours.handlers)
+    yield
+    ours.setLevel(level)
+    ours.handlers = handlers
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
