@@ -17,7 +17,7 @@ from lrlhf.callbacks import AtomicCheckpointIO, RLCheckpoint
 from lrlhf.callbacks.checkpoint_sizes import checkpoint_sizes, remove_leftovers
 from lrlhf.strategies.atomic import atomic_link
 from lrlhf.strategies.checkpoint_search import newest_intact
-from lrlhf.strategies.checksums import NotACheckpointError, _file_flaw
+from lrlhf.strategies.checksums import NotACheckpointError, _file_flaw, flaw_of
 from lrlhf.strategies.sharded_checkpoint import convert_checkpoint
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 
@@ -57,6 +57,21 @@ def flip(path: Path) -> None:
     content[place] ^= 1
     path.write_bytes(content)
     assert torch.load(path, weights_only=True)["state_dict"]["policy.trained"] != 4.0
+
+
+def flip_at(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 16
+    path.write_bytes(content)
+
+
+def fit_to_a_folder(tmp_path: Path) -> Path:
+    """Train 4 steps, and turn the newest checkpoint into a folder of shards."""
+    fit(tmp_path, 4)
+    newest = tmp_path / "ck" / "step=000004.ckpt"
+    newest.rename(tmp_path / "file")
+    convert_checkpoint(tmp_path / "file", newest, "sharded")
+    return newest
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -132,27 +147,46 @@ def test_a_link_that_leads_nowhere_is_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*is passed over")
-@pytest.mark.parametrize("part", ["__0_0.distcp", "meta.pt", ".metadata", "checksums.json"])
+@pytest.mark.parametrize("part", ["__0_0.distcp", "meta.pt", ".metadata"])
 @pytest.mark.parametrize("how", ["missing", "flipped"])
 def test_a_folder_with_a_damaged_part_is_passed_over(part: str, how: str, tmp_path: Path) -> None:
-    fit(tmp_path, 4)
-    newest = tmp_path / "ck" / "step=000004.ckpt"
-    newest.rename(tmp_path / "file")
-    convert_checkpoint(tmp_path / "file", newest, "sharded")
+    newest = fit_to_a_folder(tmp_path)
     assert newest_intact(tmp_path / "ck", "last").path == tmp_path / "ck" / "last.ckpt"
     if how == "missing":
         (newest / part).unlink()
     else:
-        content = bytearray((newest / part).read_bytes())
-        content[len(content) // 3] ^= 16
-        (newest / part).write_bytes(content)
-    if (part, how) == ("checksums.json", "missing"):
-        return  # a checkpoint of an older version
+        flip_at(newest / part, (newest / part).stat().st_size // 3)
     found = newest_intact(tmp_path / "ck", "last")
     assert found.path == tmp_path / "ck" / "step=000002.ckpt"
-    reason = next(iter(found.passed.values()))
+    assert part in next(iter(found.passed.values()))
+
+
+def test_a_damaged_list_of_parts_is_found_wherever_the_damage_is(tmp_path: Path) -> None:
+    """At every byte, since what is in the list differs from run to run."""
+    newest = fit_to_a_folder(tmp_path)
+    content = (newest / "checksums.json").read_bytes()
+    flaws = []
+    for place in range(len(content)):
+        flip_at(newest / "checksums.json", place)
+        flaws.append(flaw_of(newest))
+        (newest / "checksums.json").write_bytes(content)
+    assert flaw_of(newest) == ""
+    assert all(flaws), content[flaws.index("") :][:20]
     # a list that is readable and wrong puts the blame on what it lists
-    assert "has other bytes" in reason if part == "checksums.json" else part in reason
+    for words in ("checksums.json cannot be read", "has other bytes", "is not there"):
+        assert any(words in flaw for flaw in flaws), words
+
+    blamed = next(place for place, flaw in enumerate(flaws) if "has other bytes" in flaw)
+    flip_at(newest / "checksums.json", blamed)
+    found = newest_intact(tmp_path / "ck", "last")
+    assert found.path == tmp_path / "ck" / "step=000002.ckpt"
+    assert "has other bytes" in next(iter(found.passed.values()))
+
+
+def test_a_folder_without_a_list_of_parts_is_taken(tmp_path: Path) -> None:
+    """One that an older version wrote."""
+    (fit_to_a_folder(tmp_path) / "checksums.json").unlink()
+    assert newest_intact(tmp_path / "ck", "last").path == tmp_path / "ck" / "last.ckpt"
 
 
 def test_the_steps_count_and_not_the_times_of_the_files(tmp_path: Path) -> None:
