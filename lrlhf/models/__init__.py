@@ -1,6 +1,7 @@
 """How a policy, a reference and a reward model come to be, and what they say about tokens."""
 
 from lrlhf.models.backbone import allow_packing, hidden_states, packs
+from lrlhf.models.compiling import compile_layers, is_compiled
 from lrlhf.models.experts import check_has_experts
 from lrlhf.models.export import merged_state_dict, merged_weights, save_model, skeleton_of
 from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead
@@ -52,11 +53,13 @@ __all__ = [
     "cache_dir",
     "check_has_experts",
     "check_output_head",
+    "compile_layers",
     "eos_token_ids",
     "evaluating",
     "forget_offsets",
     "frozen_reference",
     "hidden_states",
+    "is_compiled",
     "load_config",
     "load_processor",
     "load_tokenizer",

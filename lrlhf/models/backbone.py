@@ -21,7 +21,7 @@ from lrlhf.models.media_inputs import (
     placeholder_ids,
     ruled_out_ids,
 )
-from lrlhf.models.modes import evaluating
+from lrlhf.models.modes import evaluating, trial
 from lrlhf.models.output_head import plain_model
 from lrlhf.models.packed_attention import PACKED_ATTENTION, SEGMENTS
 from lrlhf.models.packing import Compacted, Packed, compact, find_trees, pack
@@ -278,6 +278,7 @@ def _windowed_layers(plain: PreTrainedModel) -> int:
     return kinds.count("sliding_attention") if kinds else int(config.num_hidden_layers)
 
 
+@trial()
 @torch.no_grad()
 def _trial(plain: PreTrainedModel) -> tuple[Tensor, list[int | None]]:
     """Compute two rows with a common beginning and a longer one that has nothing in common.

@@ -1,10 +1,11 @@
-"""Train and eval mode, module by module."""
+"""How modules run: in train or eval mode, compiled or as they are written."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 
@@ -18,3 +19,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextlib.contextmanager
+def trial() -> Iterator[None]:
+    """Run modules as they are written: nothing is compiled for what is computed once."""
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lrlhf.functional.linear_logprobs import LinearHead
 from lrlhf.models.media_inputs import ruled_out_ids
+from lrlhf.models.modes import trial
 from lrlhf.models.sharding import is_split
 
 
@@ -104,6 +105,7 @@ def _multiplier(config: dict[str, Any]) -> float:
     return float(multiplier) / float(scaling)
 
 
+@trial()
 @torch.no_grad()
 def check_output_head(model: PreTrainedModel | PeftModel) -> None:
     """Compare the model's logits for two tokens with those of :func:`output_head`.

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from lrlhf.models.backbone import HiddenStates, allow_packing, hidden_states
 from lrlhf.models.heads import HeadConfig, RewardHead
 from lrlhf.models.media_inputs import media_modules
+from lrlhf.models.modes import trial
 from lrlhf.models.output_head import plain_model
 from lrlhf.models.packing import compact
 from lrlhf.types import SequenceBatch
@@ -131,6 +132,7 @@ class HeadedBackbone(Scorer):
                 f"{type(plain).__name__} returns, or -1 for the last hidden state."
             )
 
+    @trial()
     def _freeze_unused(self) -> None:
         plain = self.plain
         blocks = blocks_of(plain)

@@ -17,6 +17,7 @@ from lrlhf.models.export import merged_state_dict, save_model
 from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead
 from lrlhf.models.loading import PretrainedSpec
 from lrlhf.models.logprobs import sequence_values
+from lrlhf.models.modes import trial
 from lrlhf.models.output_head import plain_model
 from lrlhf.models.reward_files import load_backbone, load_scorer
 from lrlhf.models.scorers import HeadedBackbone
@@ -137,6 +138,7 @@ def new_value_head(model: PreTrainedModel | PeftModel, kind: HeadKind) -> ValueH
 
 
 @torch.no_grad()
+@trial()
 def _check_causal(model: PreTrainedModel) -> None:
     """Compare the first state of two texts that differ in the last token only."""
     tokens = torch.tensor([[1, 1], [1, 2]], device=model.device)

@@ -7,6 +7,8 @@ from typing import Protocol, runtime_checkable
 import lightning as L
 from torch import nn
 
+from lrlhf.models import is_compiled
+
 
 @runtime_checkable
 class Trains(Protocol):
@@ -43,6 +45,19 @@ def refuse_quantised(model: nn.Module, strategy: str, remedy: str) -> None:
         raise ValueError(
             f"{strategy} cannot split weights that are quantised (quantization: 4bit or 8bit); "
             f"drop quantization, or {remedy}"
+        )
+
+
+def refuse_compiled(model: nn.Module, strategy: str, remedy: str) -> None:
+    """Refuse a model whose compiled layers would wait for weights that hooks gather.
+
+    Raises:
+        ValueError: Its layers are compiled.
+    """
+    if is_compiled(model):
+        raise ValueError(
+            f"{strategy} gathers weights inside of layers, which cannot be compiled then; "
+            f"set compile: false, or {remedy}"
         )
 
 

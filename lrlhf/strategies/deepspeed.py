@@ -23,7 +23,12 @@ from torch.optim import Optimizer
 
 from lrlhf.models import zero
 from lrlhf.models.sharding import CheckpointMismatchError
-from lrlhf.strategies.contracts import leave_inference_mode, refuse_quantised, trained_models
+from lrlhf.strategies.contracts import (
+    leave_inference_mode,
+    refuse_compiled,
+    refuse_quantised,
+    trained_models,
+)
 from lrlhf.strategies.deepspeed_config import (
     check_further_options,
     engine_config,
@@ -168,7 +173,7 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
         optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
         check_ownership(module, models, optimizers)
         for model in models.values() if self.stage == 3 else ():
-            refuse_quantised(model, "strategy.stage 3", "set strategy.stage: 2")
+            _refuse(model)
         self._engines = [
             TrainedEngine(model, optimizer, self.engine_config, self.root_device)
             for model, optimizer in zip(models.values(), optimizers, strict=True)
@@ -215,7 +220,7 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
         if whole or self.stage != 3:
             self._compute_whole(model)
         elif not any(engine.module is model for engine in self._frozen):
-            refuse_quantised(model, "strategy.stage 3", "set strategy.stage: 2")
+            _refuse(model)
             self._frozen.append(split_frozen(model, frozen_config(self.engine_config)))
 
     def teardown(self) -> None:
@@ -293,6 +298,12 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
     def _names(self) -> dict[int, str]:
         assert self.lightning_module is not None
         return {id(weight): name for name, weight in self.lightning_module.named_parameters()}
+
+
+def _refuse(model: nn.Module) -> None:
+    """Refuse what stage 3 cannot split."""
+    refuse_quantised(model, "strategy.stage 3", "set strategy.stage: 2")
+    refuse_compiled(model, "strategy.stage 3", "take strategy.stage: 2 or strategy: fsdp2")
 
 
 def _prepare_cpu() -> None:

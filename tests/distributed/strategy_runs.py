@@ -93,21 +93,25 @@ def ppo(folder: Path, *, own_critic: bool = False) -> PPO:
     )
 
 
-def lora(folder: Path) -> RLOO:
+def from_folder(folder: Path, lr: float, **options: Any) -> RLOO:
     tokenizer = build_tokenizer()
     L.seed_everything(3, verbose=False)
     return RLOO(
-        CausalLM(source=str(folder), lora=LoRA(r=2), gradient_checkpointing=True),
+        CausalLM(source=str(folder), **options),
         Rewards([letters]),
         tokenizer=tokenizer,
         num_generations=2,
         sampling=Sampling(max_new_tokens=6),
         reference=Reference(kl_coef=0.05),
         update=Update(micro_batch_tokens=40),
-        # no draw of this run lies within 1e-5 of the next token, so that two orders of a sum,
-        # which end some 1e-6 apart, draw the same ones
-        optimizer=adamw(3e-3),
+        optimizer=adamw(lr),
     )
+
+
+def lora(folder: Path) -> RLOO:
+    # no draw of this run lies within 1e-5 of the next token, so that two orders of a sum, which
+    # end some 1e-6 apart, draw the same ones
+    return from_folder(folder, 3e-3, lora=LoRA(r=2), gradient_checkpointing=True)
 
 
 def through_an_engine(_folder: Path) -> RLOO:
@@ -132,6 +136,7 @@ MODULES: dict[str, Callable[[Path], L.LightningModule]] = {
     "ppo with its own critic": lambda folder: ppo(folder, own_critic=True),
     "rloo with lora": lora,
     "rloo through an engine": through_an_engine,
+    "rloo compiled": lambda folder: from_folder(folder, 5e-3, compile=True),
 }
 
 

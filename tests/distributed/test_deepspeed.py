@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lrlhf.models import zero
+from lrlhf.models import CausalLM, zero
 from lrlhf.models.sharding import CheckpointMismatchError, within
 from lrlhf.modules.optimizers import parameter_groups
 from lrlhf.strategies.deepspeed import DeepSpeed
@@ -691,6 +691,13 @@ def test_further_options_are_put_over_our_own() -> None:
 def test_fp16_is_refused() -> None:
     with pytest.raises(ValueError, match="bf16-mixed"):
         EnginePrecision("16-mixed")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of DeepSpeed's own code
+def test_stage_3_refuses_compiled_layers(model_folder: str) -> None:
+    model = CausalLM(source=model_folder, compile=True).load(trainable=False)
+    with pytest.raises(ValueError, match=r"compile: false, or take strategy\.stage: 2"):
+        DeepSpeed(stage=3).shard_frozen(model)
 
 
 def test_batches_keep_their_precision() -> None:

@@ -16,6 +16,8 @@ pytestmark = [
     pytest.mark.slow,
     # a run that goes on from another one's checkpoint writes its own somewhere else
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    # of what compiles
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
     # of DeepSpeed's own code
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -70,6 +72,8 @@ CASES = [
     for strategy in STRATEGIES
     # these are about weights that no rank has whole
     if strategy in SPLIT or name not in ("rloo with lora", "rloo through an engine")
+    # and this is about how a strategy wraps or hooks what is compiled
+    if name != "rloo compiled" or strategy not in ("deepspeed_zero1", "deepspeed_zero3")
 ]
 
 

@@ -1,0 +1,173 @@
+"""Compiled layers compute what they did, and are compiled for what trains only."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.testing import assert_close
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lrlhf.models import (
+    CausalLM,
+    LoRA,
+    ScoreModel,
+    ValueModel,
+    allow_packing,
+    compile_layers,
+    frozen_reference,
+    packs,
+    plain_model,
+    sequence_logprobs,
+)
+from lrlhf.rollout import Sampling
+from tests.models.families import cohere2, gemma2, gpt2, granite, llama
+from tests.models.test_packing import BATCH, gradients, responses
+from tests.rollout.test_transformers_engine import generate
+
+pytestmark = [
+    # of what compiles
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def graphs() -> int:
+    """How many pieces of code were compiled in this test."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+def assert_same(model: PreTrainedModel, compute: Callable[[], Tensor]) -> None:
+    """Compare what `compute` gives before and after the layers are compiled, with gradients."""
+    plain, plain_gradients = gradients(model, compute)
+    assert graphs() == 0
+    compile_layers(model)
+    fused, fused_gradients = gradients(model, compute)
+    assert graphs() > 0
+    assert_close(fused, plain, rtol=0, atol=2e-5)
+    assert fused_gradients.keys() == plain_gradients.keys()
+    least = 1e-3 * max(float(gradient.abs().max()) for gradient in plain_gradients.values())
+    for name, gradient in plain_gradients.items():
+        scale = max(float(gradient.abs().max()), least)
+        assert_close(fused_gradients[name], gradient, rtol=0, atol=2e-5 * scale, msg=name)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        llama,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (gpt2, gemma2, cohere2, granite)),
+    ],
+)
+def test_packed_rows_of_any_length_get_the_numbers_of_plain_layers(
+    build: Callable[[], PreTrainedModel],
+) -> None:
+    torch.manual_seed(0)
+    model = build().eval()
+    names = list(model.state_dict())
+    assert allow_packing(model)
+    assert_same(model, lambda: sequence_logprobs(model, BATCH))
+    assert list(model.state_dict()) == names
+
+    # other rows: nothing is compiled again
+    before, other = graphs(), responses([9, 3, 2], [[5, 4], [3, 3], [9, 8]])
+    fused = sequence_logprobs(model, other)
+    assert graphs() == before
+    with torch.compiler.set_stance("force_eager"):
+        assert_close(fused, sequence_logprobs(model, other), rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_padded_rows_get_the_numbers_of_plain_layers() -> None:
+    torch.manual_seed(0)
+    model = llama().eval()
+    assert not packs(model)
+    assert_same(model, lambda: sequence_logprobs(model, BATCH))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, LoRA(r=2)])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_and_recomputed_activations_get_the_gradients_of_plain_layers(
+    model_folder: str, lora: LoRA | None, checkpointing: bool
+) -> None:
+    found = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        spec = CausalLM(
+            source=model_folder, lora=lora, gradient_checkpointing=checkpointing, compile=fused
+        )
+        model = spec.load().train()
+        if lora is not None:  # an adapter starts at 0, and its first half then has no gradient
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:
+                    nn.init.normal_(weight, std=0.1)
+        assert graphs() == 0
+        found.append(gradients(model, partial(sequence_logprobs, model, BATCH)))
+        assert (graphs() > 0) == fused
+    (plain, plain_gradients), (other, other_gradients) = found
+    assert_close(other, plain, rtol=0, atol=2e-5)
+    assert other_gradients.keys() == plain_gradients.keys()
+    for name, gradient in plain_gradients.items():
+        scale = float(gradient.abs().max())
+        assert_close(other_gradients[name], gradient, rtol=0, atol=1e-4 * scale, msg=name)
+
+
+def test_loading_and_drawing_compile_nothing(
+    model_folder: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    drawn = []
+    for fused in (False, True):
+        policy = CausalLM(source=model_folder, compile=fused).load()
+        ScoreModel(source=model_folder, compile=fused).load()
+        ValueModel(source=model_folder, compile=fused).load()
+        drawn.append(generate(policy, tokenizer, Sampling(max_new_tokens=5), num_generations=2))
+    assert graphs() == 0
+    assert torch.equal(drawn[0].input_ids, drawn[1].input_ids)
+
+
+def test_a_reference_keeps_its_own_weights(model_folder: str) -> None:
+    policy = CausalLM(source=model_folder, compile=True).load()
+    with torch.compiler.set_stance("force_eager"):
+        before = sequence_logprobs(policy, BATCH).detach()
+        reference, twin = frozen_reference(policy), copy.deepcopy(policy)
+        with torch.no_grad():
+            for weight in policy.parameters():
+                weight.mul_(0.5)
+        assert torch.equal(reference.logprobs(BATCH), before)
+        assert torch.equal(sequence_logprobs(twin, BATCH), before)
+        assert not torch.equal(sequence_logprobs(policy, BATCH), before)
+
+
+def test_a_machine_without_a_compiler_is_told_what_is_missing(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"no C\+\+ compiler .*apt install g\+\+.*compile: false"):
+        CausalLM(source=model_folder, compile=True).load()
+    monkeypatch.setenv("CXX", "strange-compiler")
+    with pytest.raises(ValueError, match=r"no C\+\+ compiler \(strange-compiler\)"):
+        CausalLM(source=model_folder, compile=True).load()
+
+
+def test_a_model_whose_blocks_are_not_found_is_refused(model_folder: str) -> None:
+    model = plain_model(CausalLM(source=model_folder).load())
+    model.base_model.layers = nn.ModuleList()
+    with pytest.raises(ValueError, match="the blocks of LlamaForCausalLM were not found"):
+        compile_layers(model)
