@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import shutil
+import sys
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -12,6 +17,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
+from lrlhf.models.experts import has_experts
+from lrlhf.models.modes import in_trial
 from lrlhf.models.packed_attention import PACKED_ATTENTION, packed_attention
 from lrlhf.models.scorers import blocks_of
 
@@ -31,17 +38,18 @@ def compile_layers(model: PreTrainedModel) -> None:
         model: On any device; changed in place.
 
     Raises:
-        ValueError: This machine has no C++ compiler, or the blocks of the model are not found.
+        ValueError: This machine has no C++ compiler; the model has experts, whose routers are
+            listened to in ways that compiled code leaves out; or its blocks are not found.
     """
     _check_compiler()
-    blocks = blocks_of(model)
+    name, blocks = type(model).__name__, blocks_of(model)
+    if has_experts(model):
+        raise ValueError(f"compile: {name} has experts, whose layers are not compiled; drop it.")
     if not blocks:
-        raise ValueError(f"compile: the blocks of {type(model).__name__} were not found.")
+        raise ValueError(f"compile: the blocks of {name} were not found; drop it.")
     # it looks at lengths and writes down what layers say of themselves
     attention = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
     AttentionInterface.register(PACKED_ATTENTION, attention)
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, _VARIANTS)
     fused: dict[type[nn.Module], _Compiled] = {}
     for block in blocks:
         kind = type(block)
@@ -60,20 +68,28 @@ class _Compiled:
     """The forward pass of a kind of block, as it is written where a cache is filled."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)  # its signature is asked for
         self._plain = forward
-        # sizes are symbols from the beginning: a run that is resumed gets the code of one that
-        # was not
-        self._fused = torch.compile(forward, dynamic=True)
+        # sizes are symbols from the beginning: the code should not depend on which came first
+        known = inspect.signature(torch.compile).parameters  # older ones stop at 8 variants
+        limit: Any = {"recompile_limit": _VARIANTS} if "recompile_limit" in known else {}
+        self._fused: Callable[..., Any] = torch.compile(forward, dynamic=True, **limit)
 
     def __call__(self, block: nn.Module, *inputs: Any, **options: Any) -> Any:
         cached = any(isinstance(one, Cache) for one in (*inputs, *options.values()))
-        return (self._plain if cached else self._fused)(block, *inputs, **options)
+        forward = self._plain if cached or in_trial() else self._fused
+        return forward(block, *inputs, **options)
 
 
 def _check_compiler() -> None:
-    named = os.environ.get("CXX")
-    if not any(map(shutil.which, [named] if named else ["g++", "clang++", "c++"])):
+    # the one that torch.compile takes
+    name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    missing = [] if shutil.which(name) else [f"a C++ compiler ({name})"]
+    missing += [] if header.is_file() else [f"Python's headers ({header})"]
+    if missing:
         raise ValueError(
-            f"compile: there is no C++ compiler ({named or 'g++ or clang++'}), which torch.compile "
-            "needs. Install one (Debian and Ubuntu: apt install g++), or set compile: false."
+            f"compile: torch.compile needs {' and '.join(missing)}, not found here. Install what "
+            "is missing (Debian and Ubuntu: apt install g++ python3-dev), name another compiler "
+            "in CXX, or set compile: false."
         )

@@ -42,6 +42,11 @@ def load_balancing_loss(
     return loss
 
 
+def has_experts(model: PreTrainedModel | PeftModel) -> bool:
+    """Tell whether layers of a model choose experts for every token."""
+    return bool(_text_config(plain_model(model)).get("num_experts_per_tok"))
+
+
 def check_has_experts(model: PreTrainedModel | PeftModel) -> None:
     """Check that a load-balancing loss of the model exists.
 
@@ -49,7 +54,7 @@ def check_has_experts(model: PreTrainedModel | PeftModel) -> None:
         ValueError: The model has no experts, or its family no such loss.
     """
     model = plain_model(model)
-    if _family_loss(model) is None or "num_experts_per_tok" not in _text_config(model):
+    if _family_loss(model) is None or not has_experts(model):
         raise ValueError(
             f"update.router_loss_coef is set, but {type(model).__name__} has no experts whose load "
             "could be balanced; set it to 0"

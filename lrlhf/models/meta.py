@@ -83,7 +83,8 @@ def policy_skeleton(spec: CausalLM, *, trainable: bool = True) -> PreTrainedMode
 def body_skeleton(spec: PretrainedSpec, *, trainable: bool) -> PreTrainedModel | PeftModel:
     """Build a model without any head on the meta device; arguments as of `policy_skeleton`."""
     body = _from_config(spec, config_without_weights(spec), AutoModel)
-    body.config.use_cache = False
+    for config in (body.config, body.config.get_text_config()):
+        config.use_cache = False
     assume_packing(body)
     return _finished(body, body, spec, trainable=trainable, task_type="FEATURE_EXTRACTION")
 

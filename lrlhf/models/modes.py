@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 
-import torch
 from torch import nn
+
+_trying: ContextVar[bool] = ContextVar("trying", default=False)
 
 
 @contextlib.contextmanager
@@ -24,5 +26,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def trial() -> Iterator[None]:
     """Run modules as they are written: nothing is compiled for what is computed once."""
-    with torch.compiler.set_stance("force_eager"):
+    token = _trying.set(True)
+    try:
         yield
+    finally:
+        _trying.reset(token)
+
+
+def in_trial() -> bool:
+    """Tell whether this thread runs modules as they are written, see `trial`."""
+    return _trying.get()

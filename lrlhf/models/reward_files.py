@@ -103,7 +103,8 @@ def load_backbone(
 def _finished(
     model: PreTrainedModel, spec: PretrainedSpec, *, trainable: bool, task_type: str
 ) -> PreTrainedModel | PeftModel:
-    model.config.use_cache = False  # nothing is generated
+    for config in (model.config, model.config.get_text_config()):
+        config.use_cache = False  # nothing is generated
     if not trainable:
         return model.requires_grad_(False)
     return finish_for_training(model, spec, task_type=task_type)

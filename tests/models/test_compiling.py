@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sysconfig
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,17 +28,15 @@ from lrlhf.models import (
     plain_model,
     sequence_logprobs,
 )
+from lrlhf.models.modes import in_trial, trial
 from lrlhf.rollout import Sampling
 from tests.models.families import cohere2, gemma2, gpt2, granite, llama
-from tests.models.test_packing import BATCH, gradients, responses
+from tests.models.test_packing import BATCH, gradients, qwen2_moe, responses
 from tests.rollout.test_transformers_engine import generate
+from tests.vlms import batch_of, build_vlm, rows_of, save_vlm
 
-pytestmark = [
-    # of what compiles
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+# a compiler and what it imports may warn as they like
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def test_packed_rows_of_any_length_get_the_numbers_of_plain_layers(
     before, other = graphs(), responses([9, 3, 2], [[5, 4], [3, 3], [9, 8]])
     fused = sequence_logprobs(model, other)
     assert graphs() == before
-    with torch.compiler.set_stance("force_eager"):
+    with trial():
         assert_close(fused, sequence_logprobs(model, other), rtol=0, atol=2e-5)
 
 
@@ -98,6 +98,33 @@ def test_padded_rows_get_the_numbers_of_plain_layers() -> None:
     model = llama().eval()
     assert not packs(model)
     assert_same(model, lambda: sequence_logprobs(model, BATCH))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_rows_with_images_get_the_numbers_of_plain_layers(family: str) -> None:
+    vlm = build_vlm(family)
+    batch = batch_of(rows_of(vlm))
+    assert allow_packing(vlm.model)
+    assert_same(vlm.model, lambda: sequence_logprobs(vlm.model, batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_vl"])
+def test_scores_and_values_of_images_are_compiled_too(family: str, tmp_path: Path) -> None:
+    save_vlm(family, tmp_path)
+    batch = batch_of(rows_of(build_vlm(family)))
+    for load in (
+        ScoreModel(source=str(tmp_path), compile=True).load,
+        ValueModel(source=str(tmp_path), compile=True).load,
+    ):
+        network, before = load(), graphs()
+        with torch.no_grad():
+            found = network(batch)
+            assert graphs() > before
+            with trial():
+                assert_close(found, network(batch), rtol=0, atol=2e-5)
+        torch.compiler.reset()
 
 
 @pytest.mark.slow
@@ -143,7 +170,7 @@ def test_loading_and_drawing_compile_nothing(
 
 def test_a_reference_keeps_its_own_weights(model_folder: str) -> None:
     policy = CausalLM(source=model_folder, compile=True).load()
-    with torch.compiler.set_stance("force_eager"):
+    with trial():
         before = sequence_logprobs(policy, BATCH).detach()
         reference, twin = frozen_reference(policy), copy.deepcopy(policy)
         with torch.no_grad():
@@ -154,16 +181,47 @@ def test_a_reference_keeps_its_own_weights(model_folder: str) -> None:
         assert not torch.equal(sequence_logprobs(policy, BATCH), before)
 
 
-def test_a_machine_without_a_compiler_is_told_what_is_missing(
+def test_a_machine_that_cannot_compile_is_told_what_is_missing(
     model_folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match=r"no C\+\+ compiler .*apt install g\+\+.*compile: false"):
-        CausalLM(source=model_folder, compile=True).load()
+    spec = CausalLM(source=model_folder, compile=True)
     monkeypatch.setenv("CXX", "strange-compiler")
-    with pytest.raises(ValueError, match=r"no C\+\+ compiler \(strange-compiler\)"):
-        CausalLM(source=model_folder, compile=True).load()
+    with pytest.raises(ValueError, match=r"needs a C\+\+ compiler \(strange-compiler\), not found"):
+        spec.load()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"\(g\+\+\).*apt install g\+\+.*compile: false"):
+        spec.load()
+    monkeypatch.setattr(sysconfig, "get_path", lambda _name: str(tmp_path))
+    with pytest.raises(ValueError, match=r"and Python's headers .*python3-dev"):
+        spec.load()
+
+
+def test_a_trial_in_one_thread_leaves_the_others_alone() -> None:
+    """Whichever ends first."""
+    inside, ended = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with trial():
+            inside.set()
+            ended.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(10)
+    assert not in_trial()
+    with trial():
+        with trial():
+            assert in_trial()
+        ended.set()
+        thread.join()
+        assert in_trial()
+    assert not in_trial()
+
+
+def test_a_model_with_experts_is_refused() -> None:
+    with pytest.raises(ValueError, match="Qwen2MoeForCausalLM has experts"):
+        compile_layers(qwen2_moe())
 
 
 def test_a_model_whose_blocks_are_not_found_is_refused(model_folder: str) -> None:
