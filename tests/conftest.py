@@ -14,7 +14,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-import setuptools  # noqa: F401  # torch.compile wants it before anything imports distutils
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE

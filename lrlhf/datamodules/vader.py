@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import importlib.metadata
 import io
 import os
 import subprocess
@@ -152,7 +152,9 @@ def _download() -> bytes:
         f"Where a network is: `pip download --no-deps --no-binary :all: {_REQUIREMENT}`, then give "
         "the .tar.gz file as VaderRatings' `archive`"
     )
-    if importlib.util.find_spec("pip") is None:
+    # asked for as a module, pip would take setuptools' distutils from everyone in this process,
+    # and torch.compile could not start its compiler any more
+    if next(iter(importlib.metadata.distributions(name="pip")), None) is None:
         raise BadDataError(
             "VaderRatings downloads its texts with pip, which this environment lacks: run "
             f"`{sys.executable} -m ensurepip`. {by_hand}"

@@ -1,4 +1,5 @@
 import hashlib
+import importlib.metadata
 import io
 import subprocess
 import sys
@@ -229,6 +230,31 @@ def test_vader_downloads_once(sdist: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(list(VaderRatings().rows())) == 1
     fake_pip(monkeypatch, None)  # a second download would fail
     assert len(list(VaderRatings().rows())) == 1
+
+
+def test_vader_does_not_look_for_pip_as_a_module(
+    sdist: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Setuptools, once it sees that, gives the standard library's distutils to all that ask."""
+
+    class Guard:
+        def find_spec(self, name: str, *_: Any) -> None:
+            assert name != "pip"
+
+    content = sdist.read_bytes()
+    monkeypatch.setattr(vader, "_SDIST_SHA256", hashlib.sha256(content).hexdigest())
+    fake_pip(monkeypatch, content)
+    monkeypatch.setattr(sys, "meta_path", [Guard(), *sys.meta_path])
+    assert len(list(VaderRatings().rows())) == 1
+
+
+def test_vader_without_pip_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LRLHF_CACHE", str(tmp_path))
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda **_: iter(()))
+    with pytest.raises(BadDataError, match=r"which this environment lacks: run .* -m ensurepip"):
+        list(VaderRatings().rows())
 
 
 def test_vader_says_what_to_do_where_nothing_can_be_downloaded(
