@@ -9,6 +9,7 @@ turns on the same rows; shown are medians of the seconds, and of the ratios of t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
 
@@ -78,10 +79,8 @@ def rows(options: argparse.Namespace, seed: int) -> SequenceBatch:
 def measure(model: PreTrainedModel, batch: SequenceBatch, *, gradients: bool, plain: bool) -> float:
     """Return the seconds of one pass."""
     start = time.perf_counter()
-    with torch.set_grad_enabled(gradients):
-        logprobs = (
-            trial()(sequence_logprobs)(model, batch) if plain else sequence_logprobs(model, batch)
-        )
+    with torch.set_grad_enabled(gradients), trial() if plain else contextlib.nullcontext():
+        logprobs = sequence_logprobs(model, batch)
         if gradients:
             logprobs.sum().backward()
             model.zero_grad()

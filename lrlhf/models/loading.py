@@ -186,6 +186,12 @@ def load_pretrained(
     return model  # type: ignore[no-any-return]
 
 
+def keep_no_cache(model: PreTrainedModel) -> None:
+    """Have a body that generates nothing keep no keys and values of its passes."""
+    for config in (model.config, model.config.get_text_config()):
+        config.use_cache = False
+
+
 def finish_for_training(
     model: PreTrainedModel, spec: PretrainedSpec, *, task_type: str
 ) -> PreTrainedModel | peft.PeftModel:

@@ -36,6 +36,7 @@ from lrlhf.models.loading import (
     PretrainedSpec,
     clear_dropout,
     finish_for_training,
+    keep_no_cache,
     silence_dropout,
 )
 from lrlhf.models.logprobs import sequence_values
@@ -83,8 +84,7 @@ def policy_skeleton(spec: CausalLM, *, trainable: bool = True) -> PreTrainedMode
 def body_skeleton(spec: PretrainedSpec, *, trainable: bool) -> PreTrainedModel | PeftModel:
     """Build a model without any head on the meta device; arguments as of `policy_skeleton`."""
     body = _from_config(spec, config_without_weights(spec), AutoModel)
-    for config in (body.config, body.config.get_text_config()):
-        config.use_cache = False
+    keep_no_cache(body)
     assume_packing(body)
     return _finished(body, body, spec, trainable=trainable, task_type="FEATURE_EXTRACTION")
 

@@ -30,7 +30,12 @@ from transformers import (
 from lrlhf.models.export import merged_state_dict, save_model, skeleton_of
 from lrlhf.models.freezing import freeze_modules
 from lrlhf.models.heads import HeadConfig
-from lrlhf.models.loading import PretrainedSpec, finish_for_training, load_pretrained
+from lrlhf.models.loading import (
+    PretrainedSpec,
+    finish_for_training,
+    keep_no_cache,
+    load_pretrained,
+)
 from lrlhf.models.output_head import plain_model
 from lrlhf.models.scorers import HeadedBackbone, Scorer, StockClassifier
 from lrlhf.models.sources import explained, load_config, resolve_source
@@ -103,8 +108,7 @@ def load_backbone(
 def _finished(
     model: PreTrainedModel, spec: PretrainedSpec, *, trainable: bool, task_type: str
 ) -> PreTrainedModel | PeftModel:
-    for config in (model.config, model.config.get_text_config()):
-        config.use_cache = False  # nothing is generated
+    keep_no_cache(model)
     if not trainable:
         return model.requires_grad_(False)
     return finish_for_training(model, spec, task_type=task_type)

@@ -133,16 +133,25 @@ def assert_equal_paths(
     model: PreTrainedModel, compute: Callable[[], Tensor], *, atol: float = 2e-5
 ) -> None:
     assert not packs(model)
-    plain, plain_gradients = gradients(model, compute)
+    expected = gradients(model, compute)
     assert allow_packing(model)
-    packed, packed_gradients = gradients(model, compute)
-    assert_close(packed, plain, rtol=0, atol=atol)
-    assert packed_gradients.keys() == plain_gradients.keys()
+    assert_same_gradients(gradients(model, compute), expected, atol=atol)
+
+
+def assert_same_gradients(
+    actual: tuple[Tensor, dict[str, Tensor]],
+    expected: tuple[Tensor, dict[str, Tensor]],
+    *,
+    atol: float,
+) -> None:
+    """Compare what `gradients` returned, each gradient on its own scale."""
+    assert_close(actual[0], expected[0], rtol=0, atol=atol)
+    assert actual[1].keys() == expected[1].keys()
     # what is zero but for rounding, as the gradient of a key's bias, has no scale of its own
-    least = 1e-3 * max(float(gradient.abs().max()) for gradient in plain_gradients.values())
-    for name, gradient in plain_gradients.items():
+    least = 1e-3 * max(float(gradient.abs().max()) for gradient in expected[1].values())
+    for name, gradient in expected[1].items():
         scale = max(float(gradient.abs().max()), least)
-        assert_close(packed_gradients[name], gradient, rtol=0, atol=atol * scale, msg=name)
+        assert_close(actual[1][name], gradient, rtol=0, atol=atol * scale, msg=name)
 
 
 @pytest.fixture(autouse=True, params=["run by run", "all at once"])
