@@ -8,7 +8,7 @@ import logging
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -19,11 +19,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lrlhf.rewards import RewardFunction
-from lrlhf.serving.batcher import Batcher, Ticket
+from lrlhf.serving.batcher import Batcher
 from lrlhf.serving.body import Body, check_headers, parse_json
 from lrlhf.serving.lightrft import read_lightrft_request
 from lrlhf.serving.limits import QueueOptions, RequestLimits
 from lrlhf.serving.measures import Measures
+from lrlhf.serving.pixels import PixelRoom
+from lrlhf.serving.places import Place
 from lrlhf.serving.refused import RefusedRequestError
 from lrlhf.serving.score_request import ScoreRequest, read_score_request
 from lrlhf.serving.scorer import Scorer, Scores, Served
@@ -33,8 +35,9 @@ logger = logging.getLogger(__name__)
 
 _SCORING: Final = ("/v1/score", "/get_reward", "/")
 _TELLING: Final = ("/health", "/version", "/metrics")
-_READERS: Final = 2
-"""Threads that parse bodies and decode images."""
+_SMALL: Final = 65_536
+"""Bytes of a body that does not wait until larger ones are parsed."""
+_DECODERS: Final = 2
 
 Read = Callable[[Any], ScoreRequest]
 
@@ -63,13 +66,22 @@ class RewardService:
         self._measures = Measures()
         scorer = scorer if isinstance(scorer, Scorer) else Scorer(scorer)
         self.batcher = Batcher(scorer, self._queue, self._measures)
-        self._readers = ThreadPoolExecutor(_READERS, "reward-reader")
+        self._readers = ThreadPoolExecutor(1, "reward-reader")
+        self._small_readers = ThreadPoolExecutor(1, "reward-small-reader")
+        self._decoders = ThreadPoolExecutor(_DECODERS, "reward-decoder")
+        self._room = PixelRoom(self._limits.max_megapixels * 1e6)
         self.app = self._build()
 
     def close(self) -> None:
         """Score what waits, and end the threads."""
         self.batcher.close()
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._room.close()
+        for threads in (self._readers, self._small_readers, self._decoders):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def count_refused(self, reason: str) -> None:
+        """Count what came to no request, or to no answer, by reason."""
+        self._measures.rejected.labels(reason).inc()
 
     def _build(self) -> FastAPI:
         app = FastAPI(
@@ -141,24 +153,34 @@ class RewardService:
             self._check_token(request)
             check_headers(request)
             served = self._loaded()
-            with self.batcher.admitted() as ticket:
-                return served, await self._in_time(body, read, ticket)
+            with self.batcher.places.taken(body.weight(self._limits.max_bytes)) as place:
+                return served, await self._in_time(body, read, place)
         except RefusedRequestError:
             await body.discard()
             raise
 
-    async def _in_time(self, body: Body, read: Read, ticket: Ticket) -> Scores:
+    async def _in_time(self, body: Body, read: Read, place: Place) -> Scores:
         seconds = self._queue.timeout_s
-        content: bytearray | None = None
         try:
-            async with asyncio.timeout(seconds):
-                content = await body.read(self._limits.max_bytes)
-                scored = await asyncio.get_running_loop().run_in_executor(
-                    self._readers, self._submitted, content, read, ticket
-                )
+            async with asyncio.timeout(seconds) as limit:
+                place.leave = lambda: limit.reschedule(asyncio.get_running_loop().time())
+                request = await self._request(body, read, place)
+                if request.files is None:
+                    scored = self.batcher.submit(request, place)
+                else:
+                    scored = await asyncio.get_running_loop().run_in_executor(
+                        self._decoders, self._submitted, request, place
+                    )
+                del request  # media wait decoded, and not as files too
                 return await asyncio.wrap_future(scored)
         except TimeoutError as error:
-            if content is None:
+            if place.left:
+                raise RefusedRequestError(
+                    "the body came so slowly that it had to make room for others",
+                    status=408,
+                    reason="slow body",
+                ) from error
+            if not place.has_arrived:
                 raise RefusedRequestError(
                     f"the body did not arrive within {seconds:g} s", status=408, reason="slow body"
                 ) from error
@@ -170,11 +192,29 @@ class RewardService:
                 retry_after=1,
             ) from error
 
-    def _submitted(self, content: bytearray, read: Read, ticket: Ticket) -> Any:
-        return self.batcher.submit(read(parse_json(content)), ticket)
+    async def _request(self, body: Body, read: Read, place: Place) -> ScoreRequest:
+        content = await body.read(self._limits.max_bytes, place)
+        readers = self._small_readers if len(content) <= _SMALL else self._readers
+        return await asyncio.get_running_loop().run_in_executor(
+            readers, lambda: read(parse_json(content, self._limits))
+        )
+
+    def _submitted(self, request: ScoreRequest, place: Place) -> Future[Scores]:
+        """Decode the media of a request when there is room for them, and have it scored."""
+        assert request.files is not None
+        pixels = request.files.pixels()
+        self._room.take(pixels)
+        try:
+            scored = self.batcher.submit(request.decoded(), place)
+        except BaseException:
+            self._room.release(pixels)
+            raise
+        scored.add_done_callback(lambda _: self._room.release(pixels))
+        return scored
 
     def _check_token(self, request: Request) -> None:
         if self._token is None or is_accepted(request.headers.get("authorization"), self._token):
+            request.state.known = True  # see Connection
             return
         raise RefusedRequestError(
             "a token is needed: send the header `Authorization: Bearer TOKEN` with this service's",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import importlib
 import io
 import struct
 import zlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from PIL import Image
 
@@ -42,8 +43,17 @@ _BROKEN = (
 """How Pillow's readers fail at damaged files."""
 
 
-class MediaReader:
-    """Reads the media of one request, each file once, and keeps count of the pixels.
+class MediaFile(NamedTuple):
+    """A file as it was sent."""
+
+    kind: str
+    content: bytes
+    place: str
+    """Where in the body it stood first."""
+
+
+class MediaFiles:
+    """The media of one request, each file once: collected, then measured, then decoded.
 
     No path and no address is ever opened: a text is base64 of a file's content or refused, and
     only formats that cannot refer to other files are read.
@@ -55,56 +65,82 @@ class MediaReader:
     def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
         # completions of one prompt show the same: the model then looks once
-        self._known: dict[tuple[str, str], Any] = {}
-        self._pixels = 0
+        self._known: dict[tuple[str, bytes], MediaFile] = {}
 
-    def image(self, text: Any, place: str) -> Image.Image:
-        """Decode an image file: PNG, JPEG or WebP.
+    def __len__(self) -> int:
+        return len(self._known)
 
-        Args:
-            text: Base64 of its content.
-            place: Where in the body it stands.
-
-        Raises:
-            RefusedRequestError: It is not, is broken, or exceeds a limit.
-        """
-        found: Image.Image = self._once("image", text, place, self._image)
-        return found
-
-    def video(self, text: Any, place: str) -> Video:
-        """Decode a video file: MP4, MOV, Matroska, WebM, AVI, animated PNG, GIF or WebP.
+    def image(self, text: Any, place: str) -> MediaFile:
+        """Take an image file: PNG, JPEG or WebP.
 
         Args:
             text: Base64 of its content.
             place: Where in the body it stands.
 
         Raises:
-            RefusedRequestError: It is not, is broken, or exceeds a limit.
+            RefusedRequestError: It is not, or there are too many.
         """
-        found: Video = self._once("video", text, place, self._video)
-        return found
+        return self._once("image", text, place)
 
-    def _once(
-        self, kind: str, text: Any, place: str, decode: Callable[[bytes, str], _Seen]
-    ) -> _Seen:
+    def video(self, text: Any, place: str) -> MediaFile:
+        """Take a video file: MP4, MOV, Matroska, WebM, AVI, animated PNG, GIF or WebP.
+
+        Args:
+            text: Base64 of its content.
+            place: Where in the body it stands.
+
+        Raises:
+            RefusedRequestError: It is not, or there are too many.
+        """
+        return self._once("video", text, place)
+
+    def pixels(self) -> int:
+        """Count the pixels of all files by their heads, before anything is decoded.
+
+        Raises:
+            RefusedRequestError: There are too many, or a file is none of these formats.
+        """
+        total = 0
+        for file in self._known.values():
+            count = _image_pixels if file.kind == "image" else _film_pixels
+            total += count(file.content, file.place)
+            if total > self._limits.max_megapixels * 1e6:
+                raise _refused(
+                    file.place,
+                    f"the media of the request have more than {self._limits.max_megapixels:g} "
+                    "million pixels: send fewer or smaller ones, or raise the service's "
+                    "max_megapixels",
+                )
+        return total
+
+    def decoded(self) -> dict[MediaFile, Any]:
+        """Decode all files.
+
+        Returns:
+            A ``PIL.Image`` or `lrlhf.media.Video` for each.
+
+        Raises:
+            RefusedRequestError: One is broken, or has too many frames.
+        """
+        decode = {"image": self._image, "video": self._video}
+        return {file: decode[file.kind](file.content, file.place) for file in self._known.values()}
+
+    def _once(self, kind: str, text: Any, place: str) -> MediaFile:
         if not isinstance(text, str):
             raise malformed(place, f"expected base64 of a file, found {kind_of(text)}")
-        key = (kind, text)
+        key = (kind, hashlib.sha256(text.encode()).digest())  # not the text, which is longer
         if key not in self._known:
             if len(self._known) >= self._limits.max_images:
                 raise _refused(
                     place, f"the request has more than {self._limits.max_images} images and videos"
                 )
-            self._known[key] = decode(decoded(text, place), place)
-        seen: _Seen = self._known[key]
-        return seen
+            self._known[key] = MediaFile(kind, decoded(text, place), place)
+        return self._known[key]
 
     def _image(self, content: bytes, place: str) -> Image.Image:
-        self._count(_measured(content, _PICTURES, place, frames=False), place)
         return _readable(lambda: read_image(content, self._options), place)
 
     def _video(self, content: bytes, place: str) -> Video:
-        self._count(_film_pixels(content, place), place)
         video = _readable(lambda: read_video(content, self._options), place)
         if len(video.frames) > self._limits.max_frames:
             raise _refused(
@@ -121,15 +157,6 @@ class MediaReader:
             fps=self._limits.fps or _ALL,
             max_frames=self._limits.max_frames + 1,  # one more tells that there are too many
         )
-
-    def _count(self, pixels: int, place: str) -> None:
-        self._pixels += pixels
-        if self._pixels > self._limits.max_megapixels * 1e6:
-            raise _refused(
-                place,
-                f"the media of the request have more than {self._limits.max_megapixels:g} million "
-                "pixels: send fewer or smaller ones, or raise the service's max_megapixels",
-            )
 
 
 def decoded(text: str, place: str) -> bytes:
@@ -153,6 +180,10 @@ def kind_of(value: Any) -> str:
     """Return what JSON calls a value."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
     return "null" if value is None else names.get(type(value), "a number")
+
+
+def _image_pixels(content: bytes, place: str) -> int:
+    return _measured(content, _PICTURES, place, frames=False)
 
 
 def _measured(content: bytes, formats: tuple[str, ...], place: str, *, frames: bool) -> int:

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Final, NamedTuple
+from typing import Final
 
 from lrlhf.serving.limits import QueueOptions
 from lrlhf.serving.measures import Measures
-from lrlhf.serving.refused import RefusedRequestError
+from lrlhf.serving.places import Place, Places
 from lrlhf.serving.score_request import ScoreRequest
-from lrlhf.serving.scorer import Scorer, Scores, Served
+from lrlhf.serving.scorer import Part, Scorer, Scores, Served
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 10.0
 
 
-class _Job(NamedTuple):
-    request: ScoreRequest
-    future: Future[Scores]
+class _Job:
+    """A request that waits, in the parts that it is scored in."""
 
-
-class Ticket:
-    """A request's place in the service, from its head to its answer."""
-
-    def __init__(self) -> None:
-        self.being_read = True
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = collections.deque(parts)
+        self.scores: Scores = []
+        self.future: Future[Scores] = Future()
 
 
 class Batcher:
@@ -48,10 +44,9 @@ class Batcher:
         self._options = options
         self._measures = measures
         self._changed = threading.Condition()
-        self._jobs: collections.deque[_Job] = collections.deque()
-        self._admitted = 0
-        self._being_read = 0
-        self._closing = False
+        self.places = Places(options, measures, self._changed)
+        self._jobs: list[_Job] = []
+        self._oldest_first = False
         self._thread: threading.Thread | None = None
         self.served: Served | None = None
         """What is served; None: it is not loaded yet."""
@@ -61,7 +56,7 @@ class Batcher:
     def start(self) -> None:
         """Start to load the model; does nothing when that was done before."""
         with self._changed:
-            if self._thread is None and not self._closing:
+            if self._thread is None and not self.places.closing:
                 # a daemon: a reward that hangs must not keep the process alive
                 self._thread = threading.Thread(target=self._run, name="reward-model", daemon=True)
                 self._thread.start()
@@ -69,63 +64,33 @@ class Batcher:
     def close(self) -> None:
         """Score what waits, and end the thread."""
         with self._changed:
-            self._closing = True
+            self.places.closing = True
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
 
-    @contextlib.contextmanager
-    def admitted(self) -> Iterator[Ticket]:
-        """Hold a place from the head of a request to its answer.
-
-        Raises:
-            RefusedRequestError: All places are taken, or the service ends.
-        """
-        ticket = self._admit()
-        try:
-            yield ticket
-        finally:
-            with self._changed:
-                self._admitted -= 1
-                self._measures.waiting.set(self._admitted)
-                self._leave_reading(ticket)
-
-    def submit(self, request: ScoreRequest, ticket: Ticket) -> Future[Scores]:
+    def submit(self, request: ScoreRequest, place: Place) -> Future[Scores]:
         """Have a request scored.
 
         Returns:
-            Its scores, or a `RefusedRequestError`; may be cancelled while it waits.
+            Its scores, or a `RefusedRequestError`. Where it is cancelled nothing of the request is
+            kept, and what is left of it is not scored.
         """
-        job = _Job(request, Future())
+        job = _Job(self._scorer.parts(request))
         with self._changed:
-            self._jobs.append(job)
-            self._leave_reading(ticket)
+            place.being_read = False
+            if place.left:
+                job.future.cancel()
+            else:
+                self._jobs.append(job)
+            self._changed.notify_all()
+        job.future.add_done_callback(lambda _: self._drop(job))
         return job.future
 
-    def _admit(self) -> Ticket:
+    def _drop(self, job: _Job) -> None:
         with self._changed:
-            if self._closing:
-                raise RefusedRequestError(
-                    "the service ends", status=503, reason="closing", retry_after=5
-                )
-            if self._admitted >= self._options.max_queue:
-                raise RefusedRequestError(
-                    f"{self._admitted} requests wait already: try again, or raise the service's "
-                    "max_queue",
-                    status=429,
-                    reason="queue full",
-                    retry_after=1,
-                )
-            self._admitted += 1
-            self._being_read += 1
-            self._measures.waiting.set(self._admitted)
-        return Ticket()
-
-    def _leave_reading(self, ticket: Ticket) -> None:
-        if ticket.being_read:
-            ticket.being_read = False
-            self._being_read -= 1
-        self._changed.notify_all()
+            if job in self._jobs:
+                self._jobs.remove(job)
 
     def _run(self) -> None:
         try:
@@ -135,26 +100,37 @@ class Batcher:
             self.failure = error
             return
         while jobs := self._next_batch():
+            parts = [job.parts.popleft() for job in jobs]
             started = time.perf_counter()
-            results = self._scorer.score([job.request for job in jobs])
+            results = self._scorer.score([part.request for part in parts])
             self._measures.scoring.observe(time.perf_counter() - started)
-            self._measures.batches.observe(sum(len(job.request) for job in jobs))
+            self._measures.batches.observe(sum(len(part.request) for part in parts))
             for job, result in zip(jobs, results, strict=True):
-                self._settle(job, result)
+                self._go_on(job, result)
+            del jobs, parts, results  # nothing is kept while this waits for the next ones
 
-    def _settle(self, job: _Job, result: Scores | Exception) -> None:
+    def _go_on(self, job: _Job, result: Scores | Exception) -> None:
+        if not isinstance(result, Exception):
+            job.scores += result
+            if job.parts:
+                with self._changed:
+                    if not job.future.cancelled():
+                        self._jobs.append(job)
+                return
+        if not job.future.set_running_or_notify_cancel():
+            return
         if isinstance(result, Exception):
             job.future.set_exception(result)
             return
-        self._measures.items.inc(len(result))
-        self._measures.unscored.inc(result.count(None))
-        job.future.set_result(result)
+        self._measures.items.inc(len(job.scores))
+        self._measures.unscored.inc(job.scores.count(None))
+        job.future.set_result(job.scores)
 
     def _next_batch(self) -> list[_Job]:
         """Wait for requests; none: the service has ended."""
         with self._changed:
             while True:
-                while not self._jobs and not self._closing:
+                while not self._jobs and not self.places.closing:
                     self._changed.wait()
                 if not self._jobs:
                     return []
@@ -165,25 +141,34 @@ class Batcher:
     def _wait_for_others(self) -> None:
         """Wait a little for what is being read, unless there is enough for a batch."""
         until = time.monotonic() + self._options.max_wait_ms / 1e3
-        while self._being_read and not self._closing:
-            items = sum(len(job.request) for job in self._jobs)
+        while self.places.being_read and not self.places.closing:
+            items = sum(len(job.parts[0].request) for job in self._jobs)
             remaining = until - time.monotonic()
             if items >= self._options.max_batch_size or remaining <= 0:
                 return
             self._changed.wait(remaining)
 
     def _taken(self) -> list[_Job]:
-        """Take what is scored together, the longest waiting first; what was given up is dropped."""
-        jobs: list[_Job] = []
-        left: list[_Job] = []
-        items = 0
-        while self._jobs:
-            job = self._jobs.popleft()
-            room = items + len(job.request) <= self._options.max_batch_size
-            if jobs and not (room and self._scorer.fits(jobs[0].request, job.request)):
-                left.append(job)
-            elif job.future.set_running_or_notify_cancel():
+        """Take those whose next parts are scored together.
+
+        The request with the fewest parts left leads, so that a long one holds nobody up, and every
+        second time the one that came first, so that it is not held up for ever itself.
+        """
+        if not self._jobs:  # they were given up in the meantime
+            return []
+        self._oldest_first = not self._oldest_first
+        first = min(self._jobs, key=lambda job: 0 if self._oldest_first else len(job.parts))
+        jobs, part = [first], first.parts[0]
+        items, cost = len(part.request), part.cost
+        for job in self._jobs:
+            other = job.parts[0]
+            items_with, cost_with = items + len(other.request), cost + other.cost
+            if (
+                job is not first
+                and items_with <= self._options.max_batch_size
+                and self._scorer.fits(part, other, cost_with)
+            ):
                 jobs.append(job)
-                items += len(job.request)
-        self._jobs.extend(left)
+                items, cost = items_with, cost_with
+        self._jobs = [job for job in self._jobs if job not in jobs]
         return jobs

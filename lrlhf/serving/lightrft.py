@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lrlhf.rewards.learned import TextMarks
-from lrlhf.serving.base64_media import MediaReader, decoded, kind_of
+from lrlhf.serving.base64_media import MediaFiles, decoded, kind_of
 from lrlhf.serving.limits import RequestLimits
 from lrlhf.serving.refused import malformed
 from lrlhf.serving.score_request import (
@@ -46,8 +46,8 @@ def read_lightrft_request(body: Any, limits: RequestLimits, marks: TextMarks) ->
     prompts = _texts(body, "prompts", count) if body.get("prompts") is not None else [""] * count
     for row, query in enumerate(queries):
         check_chars(row, prompts[row], query, limits)
-    reader = MediaReader(limits)
-    images = shown({"images": _separated(body.get("images"))}, "images", count, reader.image)
+    files = MediaFiles(limits)
+    images = shown({"images": _separated(body.get("images"))}, "images", count, files.image)
     rows = [
         _split(query, prompt, marks, bool(images and images[row]))
         for row, (query, prompt) in enumerate(zip(queries, prompts, strict=True))
@@ -61,6 +61,7 @@ def read_lightrft_request(body: Any, limits: RequestLimits, marks: TextMarks) ->
             for name in ("references", "labels")
             if body.get(name) is not None
         },
+        files=files or None,
     )
 
 
@@ -84,18 +85,16 @@ def _plain(text: str, marks: TextMarks, shows: bool) -> str:
     for mark in marks.media if shows else ():
         # of a run that the policy's processor made of one mark, the first is left
         text = re.sub(rf"({re.escape(mark)})(?:{re.escape(mark)})+", r"\1", text)
-    start, end = 0, len(text)
-    while start < end and (mark := _which(text.startswith, marks.padding, start, end)):
-        start += len(mark)
-    while start < end and (mark := _which(text.endswith, marks.padding, start, end)):
-        end -= len(mark)
-    return text[start:end]
+    text = text[_padded(text, marks.padding) :]
+    # a pattern that is looked for at the end would be tried at every letter
+    backwards = [mark[::-1] for mark in marks.padding]
+    return text[: len(text) - _padded(text[::-1], backwards)]
 
 
-def _which(
-    matches: Callable[[str, int, int], bool], marks: Sequence[str], start: int, end: int
-) -> str:
-    return next((mark for mark in marks if matches(mark, start, end)), "")
+def _padded(text: str, marks: Sequence[str]) -> int:
+    """Count the letters of the marks that a text begins with."""
+    run = re.match(f"(?:{'|'.join(map(re.escape, marks))})*", text) if marks else None
+    return run.end() if run else 0
 
 
 def _separated(rows: Any) -> Any:

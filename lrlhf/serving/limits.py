@@ -23,11 +23,14 @@ class RequestLimits:
 
     Args:
         max_request_mb: Size of the body in millions of bytes.
+        max_values: Objects, lists, texts, numbers and so on in the body, roughly: its commas and
+            opening brackets are counted before anything is made of them.
         max_items: Responses in one request.
         max_chars: Characters of one response and its prompt.
         max_images: Images in one request, and videos; one that is repeated counts once.
         max_megapixels: Millions of pixels in all images and video frames of one request, counted
-            before anything is decoded.
+            before anything is decoded. No more than these are held decoded at a time, for all
+            requests together: media wait as files.
         max_frames: Frames of one video, after ``fps`` has chosen.
         fps: Frames per second that are taken from a video; null: all that it has.
         max_pixels: Images and frames with more pixels are scaled down to this many; null: only
@@ -35,6 +38,7 @@ class RequestLimits:
     """
 
     max_request_mb: float = 32.0
+    max_values: int = 200_000
     max_items: int = 512
     max_chars: int = 200_000
     max_images: int = 512
@@ -57,18 +61,22 @@ class QueueOptions:
     """How requests wait for the model and for each other.
 
     Args:
-        max_batch_size: Responses of several requests that are scored together at most; a request
-            is never split, so that a larger one is scored by itself. 1: every request by itself.
+        max_batch_size: Responses of several requests that are scored together at most; a larger
+            request is scored by itself. 1: every request by itself. A request is split only where a
+            learned reward gets very long ones, so that others are served in between.
         max_wait_ms: Milliseconds that the model waits for requests that are being read, so that
             they are scored together; it never waits when there are none.
         max_queue: Requests that are read, wait or are scored at once; others are refused with
-            status 429.
+            status 429, unless one of them arrives so slowly that it has to make room.
+        max_queue_mb: Size of their bodies in all, in millions of bytes, where those count that have
+            more than one.
         timeout_s: Seconds after which a request is given up.
     """
 
     max_batch_size: int = 64
     max_wait_ms: float = 5.0
     max_queue: int = 64
+    max_queue_mb: float = 512.0
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lrlhf.rewards.function import RESERVED, Completion
-from lrlhf.serving.base64_media import MediaReader, kind_of
+from lrlhf.serving.base64_media import MediaFiles, kind_of
 from lrlhf.serving.limits import RequestLimits
 from lrlhf.serving.refused import RefusedRequestError, malformed
 from lrlhf.types import Message, Prompt
 
 _KEYS = ("prompts", "completions", "images", "videos", "columns")
 _TAKEN = (*RESERVED, "images", "videos")
+_PIXELS_PER_LETTER = 200
+"""How many pixels take a model as long as a letter: a token is about 4, or 28 x 28 pixels."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,9 +25,12 @@ class ScoreRequest:
     Args:
         prompts: Text, or the turns of a chat.
         completions: Text, or the turns that the policy added.
-        images: ``PIL.Image`` of each row; None: no row has any.
-        videos: `lrlhf.media.Video` of each row; None: no row has any.
+        images: Of each row; None: no row has any. A `MediaFile` each, and ``PIL.Image`` when they
+            are decoded.
+        videos: Of each row; None: no row has any. A `MediaFile` each, and `lrlhf.media.Video` when
+            they are decoded.
         columns: Further values of each row, by name.
+        files: Of the images and videos; None: there are none, or they are decoded.
     """
 
     prompts: Sequence[Prompt]
@@ -33,9 +38,43 @@ class ScoreRequest:
     images: Sequence[Sequence[Any]] | None = None
     videos: Sequence[Sequence[Any]] | None = None
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    files: MediaFiles | None = None
 
     def __len__(self) -> int:
         return len(self.completions)
+
+    def decoded(self) -> ScoreRequest:
+        """Return the request with images and videos in the place of files.
+
+        Raises:
+            RefusedRequestError: One of them is broken.
+        """
+        if self.files is None:
+            return self
+        seen = self.files.decoded()
+        images, videos = (
+            kind and [[seen[file] for file in row] for row in kind]
+            for kind in (self.images, self.videos)
+        )
+        return replace(self, images=images, videos=videos, files=None)
+
+    def rows(self, start: int, end: int) -> ScoreRequest:
+        """Return a request with some of the rows, whose media are decoded."""
+        return ScoreRequest(
+            prompts=self.prompts[start:end],
+            completions=self.completions[start:end],
+            images=self.images and self.images[start:end],
+            videos=self.videos and self.videos[start:end],
+            columns={name: values[start:end] for name, values in self.columns.items()},
+        )
+
+    def cost(self, row: int) -> int:
+        """Return the letters of a row, with so many for its media as take a model as long."""
+        pixels = sum(image.width * image.height for image in self.images[row]) if self.images else 0
+        if self.videos:
+            pixels += sum(video.frames.size // 3 for video in self.videos[row])
+        chars = _chars(self.prompts[row]) + _chars(self.completions[row])
+        return chars + pixels // _PIXELS_PER_LETTER
 
 
 def read_score_request(body: Any, limits: RequestLimits) -> ScoreRequest:
@@ -61,13 +100,14 @@ def read_score_request(body: Any, limits: RequestLimits) -> ScoreRequest:
     ]
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         check_chars(row, prompt, completion, limits)
-    media = MediaReader(limits)
+    files = MediaFiles(limits)
     return ScoreRequest(
         prompts=prompts,
         completions=completions,
-        images=shown(body, "images", count, media.image),
-        videos=shown(body, "videos", count, media.video),
+        images=shown(body, "images", count, files.image),
+        videos=shown(body, "videos", count, files.video),
         columns=_columns(body.get("columns"), count),
+        files=files or None,
     )
 
 
@@ -127,7 +167,7 @@ def shown(
         body: Of the request.
         key: Under which they stand: null, or per row null or a list.
         count: Rows.
-        read: Makes an image of an entry and its place.
+        read: Makes a file of an entry and its place.
     """
     if body.get(key) is None:
         return None

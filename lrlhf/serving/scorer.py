@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import itertools
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 Scores = list[float | None]
 
+_PART_COST = 200_000
+"""Letters that are scored before others have their turn: a fraction of a second of a tokenizer."""
+
 
 class BrokenRewardError(RuntimeError):
     """A reward function that does not return one value per response."""
@@ -44,6 +48,14 @@ class Served(NamedTuple):
     head: str
     """The one that is served."""
     marks: TextMarks
+
+
+class Part(NamedTuple):
+    """Rows of a request that are scored at once."""
+
+    request: ScoreRequest
+    cost: int
+    """Letters, or what takes as long; 0 where only the function knows."""
 
 
 class Scorer:
@@ -72,6 +84,8 @@ class Scorer:
         self._name = name
         self._version = version
         self._dispatcher = Dispatcher(timeout=None)
+        self._is_learned = isinstance(self._bound.function, LearnedReward)
+        self._taken = _taken_names(self._bound.function)
 
     def load(self) -> Served:
         """Load the model.
@@ -95,10 +109,25 @@ class Scorer:
             marks=facts.marks,
         )
 
-    def fits(self, one: ScoreRequest, other: ScoreRequest) -> bool:
-        """Whether two requests can be scored together."""
-        learned = isinstance(self._bound.function, LearnedReward)  # reads no columns
-        return learned or one.columns.keys() == other.columns.keys()
+    def parts(self, request: ScoreRequest) -> list[Part]:
+        """Split a request that others would wait long for, if its rows are scored one by one."""
+        if not self._is_learned:
+            return [Part(request, 0)]
+        parts: list[Part] = []
+        start = cost = 0
+        for row in range(len(request)):
+            one = request.cost(row)
+            if row > start and cost + one > _PART_COST:
+                parts.append(Part(request.rows(start, row), cost))
+                start, cost = row, 0
+            cost += one
+        return [*parts, Part(request.rows(start, len(request)), cost)]
+
+    def fits(self, one: Part, other: Part, cost: int) -> bool:
+        """Whether parts of two requests can be scored together, with others of this cost in all."""
+        if self._is_learned:
+            return cost <= _PART_COST
+        return one.request.columns.keys() == other.request.columns.keys()
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Scores | Exception]:
         """Score the rows of several requests together.
@@ -145,9 +174,8 @@ class Scorer:
             function.prepare()
         journal = Journal(self._bound.name, sum(len(request) for request in requests))
         logs = {"log_metric": journal.log_metric, "log_extra": journal.log_extra}
-        call = Call(
-            self._bound.name, function, chosen_arguments(self._bound, _joined(requests) | logs)
-        )
+        given = _joined(requests) | ({} if self._is_learned else self._columns(requests)) | logs
+        call = Call(self._bound.name, function, chosen_arguments(self._bound, given))
         if not is_async(function):
             try:
                 return function(**call.arguments)
@@ -157,6 +185,31 @@ class Scorer:
         if outcome.error is not None:
             raise outcome.error
         return outcome.value
+
+    def _columns(self, requests: Sequence[ScoreRequest]) -> dict[str, Any]:
+        names = set.intersection(*(set(request.columns) for request in requests))
+        if clash := sorted(names & self._taken):
+            raise RewardError(
+                f"columns.{clash[0]}: no name for a column: Python itself fills the argument "
+                f"{clash[0]!r} of the reward function; rename the column"
+            )
+        return {
+            name: [value for request in requests for value in request.columns[name]]
+            for name in names
+        }
+
+
+def _taken_names(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of arguments that a call cannot give, such as ``self``."""
+    plain: Any = function
+    while isinstance(plain, functools.partial):
+        plain = plain.func
+    if not inspect.isroutine(plain):
+        plain = type(plain).__call__
+    plain = getattr(plain, "__func__", plain)
+    return frozenset(inspect.signature(plain).parameters) - frozenset(
+        inspect.signature(function).parameters
+    )
 
 
 def _check_arguments(bound: BoundFunction) -> None:
@@ -169,7 +222,7 @@ def _check_arguments(bound: BoundFunction) -> None:
 
 
 def _joined(requests: Sequence[ScoreRequest]) -> dict[str, Any]:
-    """Return the rows of all requests as arguments of a reward function."""
+    """Return what every reward function may read of the rows of all requests."""
     arguments: dict[str, Any] = {
         "prompts": [prompt for request in requests for prompt in request.prompts],
         "completions": [text for request in requests for text in request.completions],
@@ -178,8 +231,6 @@ def _joined(requests: Sequence[ScoreRequest]) -> dict[str, Any]:
         arguments["images"] = [row for one in requests for row in one.images or [()] * len(one)]
     if any(request.videos for request in requests):
         arguments["videos"] = [row for one in requests for row in one.videos or [()] * len(one)]
-    for name in set.intersection(*(set(request.columns) for request in requests)):
-        arguments[name] = [value for request in requests for value in request.columns[name]]
     return arguments
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
@@ -13,11 +14,12 @@ from types import FrameType
 import uvicorn
 
 from lrlhf.serving.app import RewardService
+from lrlhf.serving.connections import KEEP_ALIVE_SECONDS, Connection, Door, room_for
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 256
-_SPARE_CONNECTIONS = 1024  # idle ones count too
+_SPARE_CONNECTIONS = 448  # idle ones count too
 _WATCH_SECONDS = 0.05
 
 
@@ -41,14 +43,17 @@ def serve(
         Exception: What loading the model raised.
     """
     listener = _listening(host, port)
+    door = Door(room_for(max_queue + _SPARE_CONNECTIONS), grace_seconds, service.count_refused)
     config = uvicorn.Config(
         service.app,
+        # httptools, which uvicorn would take where it is installed, has no limit to a head
+        http=functools.partial(Connection, door),  # type: ignore[arg-type]
+        backlog=_BACKLOG,
         access_log=False,
         log_config=None,
-        log_level="warning",
+        log_level="error",  # or a line for every request that is none
         server_header=False,
-        limit_concurrency=max_queue + _SPARE_CONNECTIONS,
-        timeout_keep_alive=30,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=max(1, round(grace_seconds)),
         ws="none",
     )
