@@ -155,8 +155,9 @@ class RewardService:
             served = self._loaded()
             with self.batcher.places.taken(body.weight(self._limits.max_bytes)) as place:
                 return served, await self._in_time(body, read, place)
-        except RefusedRequestError:
-            await body.discard()
+        except RefusedRequestError as error:
+            if error.status != 408:
+                await body.discard()
             raise
 
     async def _in_time(self, body: Body, read: Read, place: Place) -> Scores:

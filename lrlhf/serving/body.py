@@ -155,7 +155,7 @@ def holds_more_values(content: bytes | bytearray, most: int) -> bool:
     Every step is one pass in C over the whole.
     """
     without_escaped = content.replace(rb"\\", b"").replace(rb"\"", b"")
-    if without_escaped.count(b'"') > 4 * most:  # a text has two, and a name comes with each value
+    if without_escaped.count(b'"') > 4 * (most + 1):  # a text has two, and a value may have a name
         return True
     outside = b"".join(without_escaped.split(b'"')[::2])
     return sum(outside.count(mark) for mark in (b",", b"[", b"{")) > most

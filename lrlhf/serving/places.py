@@ -64,6 +64,9 @@ class Places:
         self._places: dict[Place, None] = {}  # as a set that keeps the order
         self.closing = False
 
+    def __len__(self) -> int:
+        return len(self._places)
+
     @property
     def being_read(self) -> bool:
         """Whether a body is being read."""

@@ -43,6 +43,16 @@ def serve(
         Exception: What loading the model raised.
     """
     listener = _listening(host, port)
+    server = new_server(service, max_queue=max_queue, grace_seconds=grace_seconds)
+    with listener, _noted_signals() as notes:
+        asyncio.run(_serve(service, server, listener))
+    if service.batcher.failure is not None:
+        raise service.batcher.failure
+    return notes[0] if notes else None
+
+
+def new_server(service: RewardService, *, max_queue: int, grace_seconds: float) -> uvicorn.Server:
+    """Build what listens, see `serve`; connections end by themselves, see `Connection`."""
     door = Door(room_for(max_queue + _SPARE_CONNECTIONS), grace_seconds, service.count_refused)
     config = uvicorn.Config(
         service.app,
@@ -57,12 +67,7 @@ def serve(
         timeout_graceful_shutdown=max(1, round(grace_seconds)),
         ws="none",
     )
-    server = uvicorn.Server(config)
-    with listener, _noted_signals() as notes:
-        asyncio.run(_serve(service, server, listener))
-    if service.batcher.failure is not None:
-        raise service.batcher.failure
-    return notes[0] if notes else None
+    return uvicorn.Server(config)
 
 
 async def _serve(service: RewardService, server: uvicorn.Server, listener: socket.socket) -> None:

@@ -1,0 +1,455 @@
+"""Hostile clients: each is answered or cut off, costs little, and holds nobody else up.
+
+The same at full size, with memory and times, is `benchmarks/service_attacks.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+import lrlhf.serving.connections as connections
+import lrlhf.serving.server as server_module
+from lrlhf.rewards import LearnedReward, RewardFunction
+from lrlhf.serving import QueueOptions, RequestLimits, RewardService
+from lrlhf.serving.body import holds_more_values
+from tests.serving.conftest import Client, body_of, file_of, text_of, wait_until
+
+Serving = Callable[..., Client]
+
+TOKEN = "s3cret-token"
+HEAD = b"POST /v1/score HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+KNOWN = HEAD + f"authorization: Bearer {TOKEN}\r\n".encode()
+_PATIENCE = 20.0
+
+
+def lengths(*, completions: list[str]) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+class Address:
+    """A service that listens, and its clients."""
+
+    def __init__(self, port: int, service: RewardService, server: Any) -> None:
+        self.port = port
+        self.service = service
+        self.open = server.server_state.connections
+        self._opened = contextlib.ExitStack()
+
+    def connect(self, *parts: bytes) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=_PATIENCE)
+        self._opened.enter_context(connection)
+        for part in parts:
+            connection.sendall(part)
+        return connection
+
+    def score(self, token: str | None = TOKEN) -> int:
+        """Ask over a connection of its own, as an honest client does."""
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        url = f"http://127.0.0.1:{self.port}/v1/score"
+        return httpx.post(url, json=body_of(), headers=headers, timeout=_PATIENCE).status_code
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+@pytest.fixture
+def listening() -> Iterator[Callable[..., Address]]:
+    """Start services that listen, each with an event loop in a thread of its own."""
+    with contextlib.ExitStack() as stack:
+
+        def start(token: str | None = TOKEN, **queue: Any) -> Address:
+            options = QueueOptions(**queue)
+            service = RewardService(lengths, token=token, queue=options)
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            server = server_module.new_server(
+                service, max_queue=options.max_queue, grace_seconds=options.timeout_s
+            )
+            thread = threading.Thread(target=asyncio.run, args=(server.serve([listener]),))
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(setattr, server, "should_exit", True)
+            address = Address(listener.getsockname()[1], service, server)
+            stack.callback(address.close)
+            wait_until(lambda: service.batcher.served is not None)
+            return address
+
+        yield start
+
+
+@pytest.fixture
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_HEAD_SECONDS", "_ANSWER_SECONDS", "KEEP_ALIVE_SECONDS"):
+        monkeypatch.setattr(connections, name, 0.4)
+
+
+def said(connection: socket.socket) -> str:
+    """Read one answer in JSON."""
+    content = b""
+    while b"}" not in content:
+        content += connection.recv(65536)
+    return content.decode()
+
+
+def answer_of(connection: socket.socket) -> str:
+    """Read until the service closes: its status line, or nothing."""
+    content = b""
+    with contextlib.suppress(ConnectionError):
+        while part := connection.recv(65536):
+            content += part
+    return content.split(b"\r\n")[0].decode().removeprefix("HTTP/1.1 ").strip()
+
+
+def pour(connection: socket.socket, part: bytes, times: int, pause: float = 0.05) -> None:
+    for _ in range(times):
+        connection.sendall(part)
+        time.sleep(pause)
+
+
+@pytest.mark.parametrize(
+    ("start", "block", "status"),
+    [
+        (HEAD, b"x: " + b"a" * 97 + b"\r\n", "431"),  # many headers, none of them long
+        (HEAD + b"x: ", b"a" * 100, "431"),
+        (b"POST /?", b"a" * 100, "431"),
+        (b"GET", b" " * 100, "431"),
+        (b"", b"\x16\x03\x01" + b"\x00" * 97, "400"),  # TLS
+        (HEAD, b" folded" + b" " * 91 + b"\r\n", "431"),
+    ],
+)
+def test_a_head_without_an_end_is_cut_at_16_kb(
+    listening: Callable[..., Address], start: bytes, block: bytes, status: str
+) -> None:
+    connection = listening().connect(start)
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        while sent < 50_000_000:
+            connection.sendall(block * 300)
+            sent += 300 * len(block)
+    assert sent < 50_000_000
+    assert answer_of(connection) in (status, "")  # what is sent meanwhile may break the connection
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (HEAD + b"x: " + b"a" * 40_000 + b"\r\n\r\n", "431"),  # all at once
+        (HEAD + b"x: 1\r\n" * 99 + b"\r\n", "431"),
+        (HEAD + b"x: 1\r\n" * 98 + b"\r\n", "401"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n", "411"),
+        (KNOWN + b"transfer-encoding: chunked\r\n\r\n1;" + b"a" * 100_000, "411"),
+        (HEAD + b"transfer-encoding: gzip\r\n\r\n", "501"),
+        (b"nothing\r\n\r\n", "400"),
+    ],
+)
+def test_what_costs_more_than_a_request_is_refused_in_words(
+    listening: Callable[..., Address], head: bytes, status: str
+) -> None:
+    address = listening()
+    connection = address.connect(head)
+    content = said(connection)
+    assert content.startswith(f"HTTP/1.1 {status} ")
+    assert len(json.loads(content.partition("\r\n\r\n")[2])["detail"]) > 10
+    assert address.score() == 200
+
+
+@pytest.mark.parametrize("start", [b"", b"P", HEAD, HEAD + b"x: "])
+@pytest.mark.usefixtures("_soon")
+def test_a_request_that_stays_half_sent_is_cut(
+    listening: Callable[..., Address], start: bytes
+) -> None:
+    address = listening()
+    began = time.monotonic()
+    assert answer_of(address.connect(start)) == ""
+    assert time.monotonic() - began < _PATIENCE / 2
+
+
+@pytest.mark.usefixtures("_soon")
+def test_a_drip_of_letters_does_not_keep_a_connection(listening: Callable[..., Address]) -> None:
+    connection = listening().connect(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+    assert said(connection).startswith("HTTP/1.1 200 ")
+    with pytest.raises(ConnectionError):
+        pour(connection, b"G", 200)  # a second request, in letters
+
+
+@pytest.mark.usefixtures("_soon")
+def test_a_body_without_an_end_is_cut_after_the_answer(listening: Callable[..., Address]) -> None:
+    head = b"GET /health HTTP/1.1\r\nhost: a\r\ncontent-length: 999999999999\r\n\r\n"
+    connection = listening().connect(head)
+    assert said(connection).startswith("HTTP/1.1 200 ")
+    with pytest.raises(ConnectionError):
+        pour(connection, b"a" * 10_000, 200)
+
+
+@pytest.mark.usefixtures("_soon")
+def test_a_client_that_does_not_read_its_answers_is_cut(
+    listening: Callable[..., Address],
+) -> None:
+    address = listening(timeout_s=0.4)
+    connection = address.connect()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    request = f"GET /metrics HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {TOKEN}\r\n\r\n".encode()
+    connection.settimeout(0.5)
+    with contextlib.suppress(OSError):  # until nobody reads it
+        pour(connection, request * 50, 1000, 0.0)
+    wait_until(lambda: not address.open)
+
+
+def test_strangers_make_room_for_others_and_clients_with_a_token_stay(
+    listening: Callable[..., Address], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_SPARE_CONNECTIONS", 6)
+    address = listening(max_queue=2)  # 8 connections
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    with httpx.Client(base_url=f"http://127.0.0.1:{address.port}", headers=headers) as client:
+        assert client.post("/v1/score", json=body_of()).status_code == 200
+        kept = {id(pooled) for pooled in client._transport._pool.connections}  # type: ignore[attr-defined]
+        held = [address.connect(HEAD) for _ in range(30)]
+        assert address.score() == 200
+        assert client.post("/v1/score", json=body_of()).status_code == 200
+        assert {id(pooled) for pooled in client._transport._pool.connections} == kept  # type: ignore[attr-defined]
+    assert [answer_of(connection) for connection in held[:20]] == [""] * 20
+
+
+def test_more_clients_with_a_token_than_there_is_room_for_lose_idle_connections(
+    listening: Callable[..., Address], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_SPARE_CONNECTIONS", 1)
+    address = listening(max_queue=2)  # 3 connections
+    request = KNOWN + b"content-length: 2\r\n\r\n{}"
+    held = [address.connect(request) for _ in range(3)]
+    for connection in held:
+        assert said(connection).startswith("HTTP/1.1 422 ")
+    assert address.score() == 200
+    assert answer_of(held[0]) == ""  # the first
+
+
+def test_bodies_that_do_not_arrive_make_room_for_others(
+    listening: Callable[..., Address],
+) -> None:
+    address = listening(max_queue=3, timeout_s=30)
+    slow = [address.connect(KNOWN, b"content-length: 1000\r\n\r\n{") for _ in range(3)]
+    wait_until(lambda: len(address.service.batcher.places) == 3)
+    assert address.score() == 429  # they have a second
+    time.sleep(1.1)
+    assert address.score() == 200
+    slow[0].sendall(b"a")
+    assert said(slow[0]).startswith("HTTP/1.1 408 ")
+
+
+def test_heavy_bodies_leave_room_for_light_ones(serving: Serving) -> None:
+    asked, go = threading.Event(), threading.Event()
+
+    def slow(*, completions: list[str]) -> list[float]:
+        asked.set()
+        assert go.wait(30)
+        return lengths(completions=completions)
+
+    client = serving(slow, max_queue_mb=3.0, max_batch_size=1)
+    heavy = body_of(completions=["a" * 150_000], columns={"b": ["a" * 1_500_000]})
+
+    async def crowd() -> list[Any]:
+        first = [asyncio.create_task(client.send("POST", "/v1/score", json=heavy))]
+        await asyncio.to_thread(asked.wait, 30)
+        refused = await client.send("POST", "/v1/score", json=heavy | {"videos": None})
+        first.append(asyncio.create_task(client.send("POST", "/v1/score", json=body_of())))
+        while len(client.service.batcher.places) < 2:
+            await asyncio.sleep(0.01)
+        go.set()
+        return [refused, *(await asyncio.gather(*first))]
+
+    refused, one, light = asyncio.run(crowd())
+    assert (refused.status_code, "max_queue_mb" in refused.json()["detail"]) == (429, True)
+    assert [one.status_code, light.status_code] == [200, 200]
+    assert client.post(body=heavy).status_code == 200
+
+
+def _values(value: Any) -> int:
+    """Count by walking: commas and opening brackets are entries but one, and containers."""
+    if not isinstance(value, dict | list):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(0, len(value) - 1) + sum(_values(entry) for entry in inner)
+
+
+def test_values_are_counted_before_they_are_made() -> None:
+    draw = random.Random(0)
+    texts = ["", "a", ",", "[", '"', "\\", '\\"', '\\\\",[{', "é,", "\n"]
+
+    def any_value(depth: int) -> Any:
+        kind = draw.choice("tnld" if depth else "tn")
+        if kind == "t":
+            return "".join(draw.choices(texts, k=draw.randint(0, 4)))
+        if kind == "n":
+            return draw.choice([0, 1.5, None, True])
+        entries = [any_value(depth - 1) for _ in range(draw.randint(0, 4))]
+        if kind == "l":
+            return entries
+        return {f"{draw.choice(texts)}{place}": entry for place, entry in enumerate(entries)}
+
+    for _ in range(300):
+        value = any_value(4)
+        for ascii_only in (True, False):
+            content = json.dumps(value, ensure_ascii=ascii_only).encode()
+            assert not holds_more_values(content, _values(value))
+            assert holds_more_values(content, _values(value) - 1)
+
+
+@pytest.mark.parametrize("value", ["[]", "{}", '{"a":1}', '""', "1", '"\\""', '"\\\\"', "[[]]"])
+def test_millions_of_values_are_refused_at_once(serving: Serving, value: str) -> None:
+    client = serving(lengths, limits={"max_values": 1000})
+    body = '{"prompts": ["a"], "completions": ["b"], "columns": {"c": [[%s]]}}'
+    content = (body % ",".join([value] * 1001)).encode()
+    answer = client.raw(content)
+    assert (answer.status_code, "more than 1000 values" in answer.text) == (413, True)
+    assert client.raw((body % ",".join([value] * 200)).encode()).status_code == 200
+
+
+def _shown(size: int) -> dict[str, Any]:
+    return body_of(images=[[text_of(file_of(Image.new("1", (size, size))))]])
+
+
+def test_media_wait_as_files_until_there_is_room_for_their_pixels(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lrlhf.serving.base64_media as module  # noqa: PLC0415  its name is replaced
+
+    asked, go, decoded = threading.Event(), threading.Event(), []
+
+    def slow(*, images: Any) -> list[float]:
+        asked.set()
+        assert go.wait(30)
+        return [float(row[0].width) for row in images]
+
+    read = module.read_image
+    monkeypatch.setattr(module, "read_image", lambda *a: decoded.append(1) or read(*a))
+    client = serving(slow, limits={"max_megapixels": 0.025}, max_batch_size=1)
+
+    async def crowd() -> list[Any]:
+        tasks = []
+        for size in (100, 101, 102, 103):  # a hundredth of a million pixels each
+            tasks.append(asyncio.create_task(client.send("POST", "/v1/score", json=_shown(size))))
+            await asyncio.to_thread(asked.wait, 30)
+        while len(client.service.batcher.places) < 4:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        assert len(decoded) == 2  # one is scored, one waits decoded
+        go.set()
+        return await asyncio.gather(*tasks)
+
+    answers = asyncio.run(crowd())
+    assert [answer.json()["scores"] for answer in answers] == [[100.0], [101.0], [102.0], [103.0]]
+    assert len(decoded) == 4
+
+
+def test_who_gives_up_while_media_wait_gives_the_room_back(serving: Serving) -> None:
+    go = threading.Event()
+
+    def slow(*, completions: list[str]) -> list[float]:
+        assert go.wait(30)
+        return lengths(completions=completions)
+
+    client = serving(slow, limits={"max_megapixels": 0.015}, timeout_s=0.5, max_batch_size=1)
+    answers = client.together([_shown(100), _shown(101), _shown(102)])
+    assert {answer.status_code for answer in answers} == {503}
+    go.set()
+    assert client.post(body=_shown(120)).status_code == 200
+
+
+class AnyColumn(RewardFunction):
+    def __call__(self, *, completions: Any, **columns: Any) -> list[float]:  # type: ignore[override]
+        return [float("self" in columns)] * len(completions)
+
+
+def test_a_column_may_have_any_name_that_python_can_pass(
+    serving: Serving, text_reward: str
+) -> None:
+    learned, function = serving(LearnedReward(text_reward)), serving(AnyColumn())
+    for name in ("cls", "a b", "__class__", "columns", "function", "for", ""):
+        body = body_of(columns={name: [1]})
+        assert [client.post(body=body).status_code for client in (learned, function)] == [200, 200]
+    body = body_of(columns={"self": [1]})
+    assert learned.post(body=body).status_code == 200  # it reads none
+    refused = function.post(body=body)
+    assert refused.status_code == 422
+    assert "columns.self: no name for a column" in refused.json()["detail"]
+    with_plain_function = serving(lambda completions, **columns: [float(len(columns["self"]))])
+    assert with_plain_function.post(body=body).json()["scores"] == [1.0]
+
+
+def test_a_long_request_is_scored_in_parts_and_others_in_between(
+    serving: Serving, text_reward: str, text_scores: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lrlhf.serving.scorer as module  # noqa: PLC0415  its number is replaced
+
+    monkeypatch.setattr(module, "_PART_COST", 150)
+    entered, go = threading.Event(), threading.Event()
+
+    class Watched(LearnedReward):
+        def __call__(self, **arguments: Any) -> Any:
+            entered.set()
+            assert go.wait(30)
+            return super().__call__(**arguments)
+
+    client = serving(Watched(text_reward))
+    texts = [f"{row} " + "x" * 100 for row in range(20)]
+    ended: list[str] = []
+
+    async def ask(name: str, body: Any) -> Any:
+        answer = await client.send("POST", "/v1/score", json=body)
+        ended.append(name)
+        return answer
+
+    async def crowd() -> list[Any]:
+        long = asyncio.create_task(ask("long", {"prompts": [""] * 20, "completions": texts}))
+        await asyncio.to_thread(entered.wait, 30)
+        shorts = [asyncio.create_task(ask("short", body_of())) for _ in range(3)]
+        while len(client.service.batcher.places) < 4:
+            await asyncio.sleep(0.01)
+        go.set()
+        return await asyncio.gather(long, *shorts)
+
+    long, *shorts = asyncio.run(crowd())
+    assert ended == ["short"] * 3 + ["long"]
+    assert long.json()["scores"] == pytest.approx(text_scores([""] * 20, texts), abs=1e-6)
+    expected = pytest.approx(text_scores(["2 + 2 ="], [" 4"]), abs=1e-6)
+    assert [short.json()["scores"] for short in shorts] == [expected] * 3
+    assert client.metrics()["lrlhf_reward_items_total"] == 23
+
+
+def test_what_nobody_waits_for_is_not_scored_on(
+    serving: Serving, text_reward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lrlhf.serving.scorer as module  # noqa: PLC0415  its number is replaced
+
+    monkeypatch.setattr(module, "_PART_COST", 150)
+    rows: list[int] = []
+
+    class Slow(LearnedReward):
+        def __call__(self, *, completions: Any, **arguments: Any) -> Any:
+            rows.append(len(completions))
+            time.sleep(0.05)
+            return super().__call__(completions=completions, **arguments)
+
+    client = serving(Slow(text_reward), timeout_s=0.3)
+    answer = client.post(body={"prompts": [""] * 60, "completions": ["x" * 100] * 60})
+    assert answer.status_code == 503
+    assert client.post(body=body_of()).status_code == 200
+    assert sum(rows) < 60
+
+
+def test_limits_of_the_queue_are_documented_options() -> None:
+    assert RequestLimits().max_values == 200_000
+    with pytest.raises(ValueError, match="max_queue_mb is 0"):
+        QueueOptions(max_queue_mb=0)
