@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 import traceback
@@ -164,7 +165,7 @@ class RewardService:
         seconds = self._queue.timeout_s
         try:
             async with asyncio.timeout(seconds) as limit:
-                place.leave = lambda: limit.reschedule(asyncio.get_running_loop().time())
+                place.leave = functools.partial(_end_now, limit)
                 request = await self._request(body, read, place)
                 if request.files is None:
                     scored = self.batcher.submit(request, place)
@@ -296,6 +297,11 @@ class _Outermost:
         self._measures.requests.labels(known, status).inc()
         if path in _SCORING:
             self._measures.latency.observe(seconds)
+
+
+def _end_now(limit: asyncio.Timeout) -> None:
+    if not limit.expired():
+        limit.reschedule(asyncio.get_running_loop().time())
 
 
 def _refusal(error: RefusedRequestError) -> JSONResponse:

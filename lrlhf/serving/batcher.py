@@ -89,6 +89,7 @@ class Batcher:
 
     def _drop(self, job: _Job) -> None:
         with self._changed:
+            job.parts.clear()
             if job in self._jobs:
                 self._jobs.remove(job)
 
@@ -100,14 +101,16 @@ class Batcher:
             self.failure = error
             return
         while jobs := self._next_batch():
-            parts = [job.parts.popleft() for job in jobs]
-            started = time.perf_counter()
-            results = self._scorer.score([part.request for part in parts])
-            self._measures.scoring.observe(time.perf_counter() - started)
-            self._measures.batches.observe(sum(len(part.request) for part in parts))
-            for job, result in zip(jobs, results, strict=True):
-                self._go_on(job, result)
-            del jobs, parts, results  # nothing is kept while this waits for the next ones
+            self._score(jobs)
+
+    def _score(self, jobs: dict[_Job, ScoreRequest]) -> None:
+        started = time.perf_counter()
+        results = self._scorer.score(list(jobs.values()))
+        self._measures.scoring.observe(time.perf_counter() - started)
+        self._measures.batches.observe(sum(map(len, jobs.values())))
+        for job, result in zip(jobs, results, strict=True):
+            self._go_on(job, result)
+        jobs.clear()  # media are not kept while the next ones are waited for
 
     def _go_on(self, job: _Job, result: Scores | Exception) -> None:
         if not isinstance(result, Exception):
@@ -126,17 +129,17 @@ class Batcher:
         self._measures.unscored.inc(job.scores.count(None))
         job.future.set_result(job.scores)
 
-    def _next_batch(self) -> list[_Job]:
-        """Wait for requests; none: the service has ended."""
+    def _next_batch(self) -> dict[_Job, ScoreRequest]:
+        """Wait for requests, and take the rows that are scored next; none: the service ended."""
         with self._changed:
             while True:
                 while not self._jobs and not self.places.closing:
                     self._changed.wait()
                 if not self._jobs:
-                    return []
+                    return {}
                 self._wait_for_others()
                 if jobs := self._taken():
-                    return jobs
+                    return {job: job.parts.popleft().request for job in jobs}
 
     def _wait_for_others(self) -> None:
         """Wait a little for what is being read, unless there is enough for a batch."""
