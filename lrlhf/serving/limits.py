@@ -29,8 +29,8 @@ class RequestLimits:
         max_chars: Characters of one response and its prompt.
         max_images: Images in one request, and videos; one that is repeated counts once.
         max_megapixels: Millions of pixels in all images and video frames of one request, counted
-            before anything is decoded. No more than these are held decoded at a time, for all
-            requests together: media wait as files.
+            before anything is decoded. Media wait as files: a quarter of these pixels is held
+            decoded at a time, for all requests together, or one request alone that has more.
         max_frames: Frames of one video, after ``fps`` has chosen.
         fps: Frames per second that are taken from a video; null: all that it has.
         max_pixels: Images and frames with more pixels are scaled down to this many; null: only
@@ -54,6 +54,11 @@ class RequestLimits:
     def max_bytes(self) -> int:
         """Of a body."""
         return int(self.max_request_mb * 1e6)
+
+    @property
+    def held_pixels(self) -> int:
+        """That are decoded at a time, unless one request has more."""
+        return int(self.max_megapixels * 1e6 / 4)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -228,9 +228,10 @@ def test_more_clients_with_a_token_than_there_is_room_for_lose_idle_connections(
     monkeypatch.setattr(server_module, "_SPARE_CONNECTIONS", 1)
     address = listening(max_queue=2)  # 3 connections
     request = KNOWN + b"content-length: 2\r\n\r\n{}"
-    held = [address.connect(request) for _ in range(3)]
-    for connection in held:
-        assert said(connection).startswith("HTTP/1.1 422 ")
+    held = []
+    for _ in range(3):
+        held.append(address.connect(request))
+        assert said(held[-1]).startswith("HTTP/1.1 422 ")
     assert address.score() == 200
     assert answer_of(held[0]) == ""  # the first
 
@@ -334,7 +335,7 @@ def test_media_wait_as_files_until_there_is_room_for_their_pixels(
 
     read = module.read_image
     monkeypatch.setattr(module, "read_image", lambda *a: decoded.append(1) or read(*a))
-    client = serving(slow, limits={"max_megapixels": 0.025}, max_batch_size=1)
+    client = serving(slow, limits={"max_megapixels": 0.1}, max_batch_size=1)
 
     async def crowd() -> list[Any]:
         tasks = []
@@ -360,7 +361,7 @@ def test_who_gives_up_while_media_wait_gives_the_room_back(serving: Serving) -> 
         assert go.wait(30)
         return lengths(completions=completions)
 
-    client = serving(slow, limits={"max_megapixels": 0.015}, timeout_s=0.5, max_batch_size=1)
+    client = serving(slow, limits={"max_megapixels": 0.06}, timeout_s=0.5, max_batch_size=1)
     answers = client.together([_shown(100), _shown(101), _shown(102)])
     assert {answer.status_code for answer in answers} == {503}
     go.set()
