@@ -1,12 +1,12 @@
 """Trained reward models as a service: reward functions behind HTTP, with batches and limits."""
 
 try:
-    import fastapi  # noqa: F401  looked for here, so that one message names the extra
-    import prometheus_client  # noqa: F401
+    import prometheus_client  # noqa: F401  looked for here, so that one message names the extra
+    import starlette  # noqa: F401
     import uvicorn  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"serving rewards needs FastAPI, uvicorn and prometheus_client ({error}): "
+        f"serving rewards needs Starlette, uvicorn and prometheus_client ({error}): "
         "pip install 'lrlhf[serve]'"
     ) from error
 

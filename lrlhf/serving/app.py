@@ -13,10 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any, Final
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.requests import ClientDisconnect
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lrlhf.rewards import RewardFunction
@@ -70,7 +72,7 @@ class RewardService:
         self._readers = ThreadPoolExecutor(1, "reward-reader")
         self._small_readers = ThreadPoolExecutor(1, "reward-small-reader")
         self._decoders = ThreadPoolExecutor(_DECODERS, "reward-decoder")
-        self._room = PixelRoom(self._limits.max_megapixels * 1e6)
+        self._room = PixelRoom(self._limits.held_pixels)
         self.app = self._build()
 
     def close(self) -> None:
@@ -84,29 +86,26 @@ class RewardService:
         """Count what came to no request, or to no answer, by reason."""
         self._measures.rejected.labels(reason).inc()
 
-    def _build(self) -> FastAPI:
-        app = FastAPI(
-            title="lrlhf reward service",
-            # the pages would load scripts from elsewhere
-            docs_url=None,
-            redoc_url=None,
-            openapi_url=None,
-            # would answer with an address made of the client's own Host header
-            redirect_slashes=False,
+    def _build(self) -> Starlette:
+        app = Starlette(
+            routes=[
+                Route("/v1/score", self._score, methods=["POST"]),
+                Route("/get_reward", self._get_reward, methods=["POST"]),
+                Route("/", self._get_reward, methods=["POST"]),
+                Route("/health", self._health, methods=["GET"]),
+                Route("/version", self._version, methods=["GET"]),
+                Route("/metrics", self._metrics, methods=["GET"]),
+            ],
+            middleware=[Middleware(_Outermost, measures=self._measures)],
+            exception_handlers={HTTPException: _answer_http_error},
             lifespan=self._lifespan,
         )
-        app.add_api_route("/v1/score", self._score, methods=["POST"])
-        for path in ("/get_reward", "/"):
-            app.add_api_route(path, self._get_reward, methods=["POST"])
-        app.add_api_route("/health", self._health, methods=["GET"])
-        app.add_api_route("/version", self._version, methods=["GET"])
-        app.add_api_route("/metrics", self._metrics, methods=["GET"])
-        app.add_exception_handler(StarletteHTTPException, _answer_http_error)
-        app.add_middleware(_Outermost, measures=self._measures)
+        # would answer with an address made of the client's own Host header
+        app.router.redirect_slashes = False
         return app
 
     @contextlib.asynccontextmanager
-    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self.batcher.start()
         try:
             yield
@@ -121,7 +120,7 @@ class RewardService:
         _, scores = await self._scores(request, lambda body: self._read_lightrft(body))
         return JSONResponse({"rewards": scores})
 
-    async def _health(self) -> Response:
+    async def _health(self, _: Request) -> Response:
         self._loaded()
         return JSONResponse({"status": "ok"})
 
@@ -244,7 +243,7 @@ def create_app(
     token: str | None = None,
     limits: RequestLimits | None = None,
     queue: QueueOptions | None = None,
-) -> FastAPI:
+) -> Starlette:
     """Return the service as an application for any ASGI server.
 
     Args:
@@ -319,7 +318,7 @@ def _log_defect(error: Exception) -> None:
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, StarletteHTTPException)
+    assert isinstance(error, HTTPException)
     await Body(request).discard()
     paths = f"POST {', POST '.join(_SCORING)}, GET {', GET '.join(_TELLING)}"
     what = {404: "no such path", 405: "not by this method"}.get(error.status_code)
