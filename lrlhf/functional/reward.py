@@ -17,13 +17,14 @@ def bradley_terry_loss(
 ) -> Float[Tensor, " B"]:
     """Negative log-likelihood that the chosen answer wins, by at least a margin.
 
-        ℓ = -(1 - s) log σ(c - r - m) - s log σ(r - c)
+        ℓ = -(1 - s) log σ(z) - s log σ(-z)          with z = c - r - m
 
     Args:
         chosen: Scores c of the better answers.
         rejected: Scores r of the worse answers.
         margin: Gap m by which the chosen should lead, in score units; one for all or one per pair.
-        label_smoothing: Probability s that a label is wrong. A flipped pair has no margin.
+        label_smoothing: Probability s that a label is wrong. The loss is smallest where the lead
+            c - r is m + log((1 - s) / s).
 
     Raises:
         ValueError: A margin of another shape, or a smoothing outside [0, 0.5).
@@ -40,10 +41,11 @@ def bradley_terry_loss(
         )
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must lie in [0, 0.5)")
-    loss = -F.logsigmoid(chosen - rejected - margin)
+    lead = chosen - rejected - margin
+    loss = -F.logsigmoid(lead)
     if label_smoothing == 0:
         return loss
-    return (1 - label_smoothing) * loss - label_smoothing * F.logsigmoid(rejected - chosen)
+    return (1 - label_smoothing) * loss - label_smoothing * F.logsigmoid(-lead)
 
 
 def log_exp_loss(chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"]) -> Float[Tensor, " B"]:

@@ -45,14 +45,25 @@ def test_a_margin_that_would_broadcast_is_refused(shape: tuple[int, ...]) -> Non
         bradley_terry_loss(CHOSEN, REJECTED, margin=torch.zeros(shape))
 
 
-def test_smoothing_mixes_in_the_flipped_pair_without_the_margin() -> None:
+def test_smoothing_mixes_in_the_other_outcome_of_the_same_margin() -> None:
     loss = bradley_terry_loss(CHOSEN, REJECTED, margin=0.5, label_smoothing=0.1)
-    # gap 1: 0.9 softplus(-(1 - 0.5)) + 0.1 softplus(1)
+    # leads 1 and -2, of which the margin leaves 0.5 and -2.5
     expected = [
-        0.9 * softplus(-0.5) + 0.1 * softplus(1),
-        0.9 * softplus(2.5) + 0.1 * softplus(-2),
+        0.9 * softplus(-0.5) + 0.1 * softplus(0.5),
+        0.9 * softplus(2.5) + 0.1 * softplus(-2.5),
     ]
     assert loss.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("margin", [0.0, 3.0])
+def test_a_smoothed_loss_is_smallest_at_the_margin_plus_the_log_odds_of_the_label(
+    margin: float,
+) -> None:
+    lead = torch.tensor([margin + math.log(0.8 / 0.2)], dtype=torch.float64, requires_grad=True)
+    loss = bradley_terry_loss(lead, torch.zeros_like(lead), margin=margin, label_smoothing=0.2)
+    loss.sum().backward()
+    assert lead.grad is not None
+    assert lead.grad.item() == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize("smoothing", [-0.1, 0.5, 1.0, float("nan")])

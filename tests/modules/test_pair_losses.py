@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lrlhf.functional.reward import bradley_terry_loss
 from lrlhf.modules.pair_losses import PairObjective, resolve_losses
 
 NAN = float("nan")
@@ -70,6 +71,15 @@ def test_centering_counts_for_preferences_and_ties() -> None:
 def test_label_smoothing_mixes_in_the_opposite_label() -> None:
     value = objective(label_smoothing=0.2, margin=0.5)(column(2), column(1), column(1))
     assert value.item() == pytest.approx(0.8 * softplus(-0.5) + 0.2 * softplus(0.5))
+
+
+def test_a_smoothed_preference_with_a_margin_is_the_smoothed_function() -> None:
+    chosen, rejected, margin = torch.randn(3, 5)
+    value = objective(label_smoothing=0.2)(
+        chosen[:, None], rejected[:, None], torch.ones(5, 1), margin
+    )
+    expected = bradley_terry_loss(chosen, rejected, margin=margin, label_smoothing=0.2)
+    torch.testing.assert_close(value[:, 0], expected)
 
 
 def test_a_mix_is_the_weighted_sum_and_takes_functions_by_path() -> None:
