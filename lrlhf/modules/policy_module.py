@@ -30,7 +30,7 @@ from lrlhf.modules.checks import (
     refuse_pure_low_precision,
 )
 from lrlhf.modules.guard import Guard, with_quota
-from lrlhf.modules.importance import ImportanceSampling, check_importance_sampling
+from lrlhf.modules.importance import ImportanceSampling
 from lrlhf.modules.iteration import Iteration
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
@@ -88,8 +88,8 @@ class PolicyModule(PolicyRollout):
         advantage: How scores become advantages.
         update: How advantages become optimizer steps.
         importance_sampling: Weights against the mismatch of engine and trainer; None: truncated
-            ratios of tokens or responses, whichever the loss is about, where the engine is not
-            exact or its weights were older than the policy's, else none.
+            ratios of tokens where the engine is not exact or its weights were older than the
+            policy's, else none.
         optimizer: AdamW and its schedule, counted in iterations.
         guard: What counts as an anomaly, whose step is left out, and when to give up.
         dynamic_sampling: Train on groups with different scores only; None: on all.
@@ -149,7 +149,6 @@ class PolicyModule(PolicyRollout):
             allow_truncated_sampling=allow_truncated_sampling,
             needs_groups=dynamic_sampling is not None,
         )
-        check_importance_sampling(importance_sampling, update.function)
         self.kl_coef = reference.kl_coef
         self.samples_per_step = 0
         quota = with_quota(guard, "update.max_skipped_steps", update.max_skipped_steps)

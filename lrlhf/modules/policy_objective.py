@@ -226,7 +226,7 @@ def policy_loss(
     Args:
         logprobs: `[B, T]` of the current policy, with gradient.
         experience: The rows, ``advantages`` and ``loss_mask`` set; ``importance_weights`` multiply
-            the policy term only, and no denominator.
+            each token's gradient in the policy term; no other term, and no denominator.
         update: Loss and its options.
         reference: Estimator of the KL term.
         kl_coef: Strength of the KL term of the loss; 0 where the penalty is in the reward.
@@ -238,12 +238,15 @@ def policy_loss(
     mask = experience.loss_mask
     selected = mask if experience.selected is None else experience.selected
     old = experience.old_logprobs if experience.old_logprobs is not None else logprobs.detach()
-    advantages = experience.advantages
-    if function.level == "sequence":
+    advantages, weights = experience.advantages, experience.importance_weights
+    per_response = function.level == "sequence"
+    given = logprobs
+    if per_response:
         advantages = masked_mean(advantages, experience.response_mask, dim=1)
-    values = function.function(logprobs, old, advantages, selected, **function.defaults)
-    if experience.importance_weights is not None:
-        values = values * _of_values(experience.importance_weights, values, experience)
+        given = _with_weighted_gradient(logprobs, weights)
+    values = function.function(given, old, advantages, selected, **function.defaults)
+    if weights is not None and not per_response:
+        values = values * weights
 
     def share(term: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
         divisor = {
@@ -267,12 +270,16 @@ def policy_loss(
     return LossTerms(loss, policy.detach(), kl.detach(), bonus.detach())
 
 
-def _of_values(weights: Tensor, values: Tensor, experience: Experience) -> Tensor:
-    """Take from weights per token those of the values: of tokens, or of whole responses."""
-    if values.dim() == weights.dim():
-        return weights
-    first = experience.response_mask.long().argmax(dim=1, keepdim=True)
-    return weights.gather(1, first)[:, 0]
+def _with_weighted_gradient(logprobs: Tensor, weights: Tensor | None) -> Tensor:
+    """Weigh the gradient of every token and keep the values, of which a response's ratio is made.
+
+    So weights per token fit a loss that has one value per response: its gradient is a sum over
+    tokens, of which each takes its own weight.
+    """
+    if weights is None:
+        return logprobs
+    now = logprobs.detach()
+    return now + weights * (logprobs - now)
 
 
 def value_loss(

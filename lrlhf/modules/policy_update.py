@@ -29,8 +29,8 @@ from lrlhf.modules.batch_plan import BatchPlan
 from lrlhf.modules.checks import uses_loss_scaler
 from lrlhf.modules.dump import StepInputs
 from lrlhf.modules.importance import (
+    AUTOMATIC,
     ImportanceSampling,
-    automatic_mode,
     measure_importance,
     off_policy_rows,
     weighted,
@@ -374,7 +374,7 @@ class PolicyUpdate(PolicyGuard):
 
     @property
     def _importance(self) -> ImportanceSampling:
-        return self.importance_sampling or automatic_mode(self.update.function)
+        return self.importance_sampling or AUTOMATIC
 
     def _text_loss(
         self, text: SequenceBatch | None, metrics: MetricSums, collectives: Collectives

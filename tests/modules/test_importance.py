@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.callbacks import RolloutLog
 from lrlhf.datamodules import ReplayDataModule
-from lrlhf.functional import IMPORTANCE_MODES, POLICY_LOSSES
+from lrlhf.functional import IMPORTANCE_MODES, POLICY_LOSSES, importance_weights
 from lrlhf.models import CausalLM
 from lrlhf.modules import PPO, RLOO, Critic, ImportanceSampling, OptimizerConfig, Reference, Update
 from lrlhf.modules.importance import measure_importance, off_policy_rows, weighted
@@ -139,25 +139,30 @@ def same(first: PreTrainedModel, second: PreTrainedModel) -> bool:
     return all(torch.equal(weight, other[name]) for name, weight in first.named_parameters())
 
 
-SEQUENCE_CASES: list[tuple[Any, Callable[[list[OneToken]], float]]] = [
-    (None, lambda row: min(product(row), 2.0)),
-    (ImportanceSampling(mode="none"), lambda row: 1.0),
-    (ImportanceSampling(mode="sequence_truncate", high=1.3), lambda row: min(product(row), 1.3)),
+SEQUENCE_CASES: list[tuple[Any, Callable[[OneToken, list[OneToken]], float]]] = [
+    (None, lambda token, _: min(token.ratio, 2.0)),
+    (
+        ImportanceSampling(mode="token_mask", high=1.5),
+        lambda token, _: token.ratio if 0.5 <= token.ratio <= 1.5 else 0.0,
+    ),
+    (ImportanceSampling(mode="none"), lambda *_: 1.0),
+    (ImportanceSampling(mode="sequence_truncate"), lambda _, row: min(product(row), 2.0)),
+    (ImportanceSampling(mode="sequence_truncate", high=1.3), lambda _, row: min(product(row), 1.3)),
     (
         ImportanceSampling(mode="sequence_mask"),
-        lambda row: product(row) if product(row) <= 3 else 0.0,
+        lambda _, row: product(row) if product(row) <= 3 else 0.0,
     ),
     (
         ImportanceSampling(mode="sequence_mask", low=0.5, high=1.5),
-        lambda row: product(row) if 0.5 <= product(row) <= 1.5 else 0.0,
+        lambda _, row: product(row) if 0.5 <= product(row) <= 1.5 else 0.0,
     ),
     (
         ImportanceSampling(mode="sequence_mean_mask"),
-        lambda row: float(0.95 <= product(row) ** (1 / len(row)) <= 1.05),
+        lambda _, row: float(0.95 <= product(row) ** (1 / len(row)) <= 1.05),
     ),
     (
         ImportanceSampling(mode="sequence_mean_mask", low=0.8, high=1.3),
-        lambda row: float(0.8 <= product(row) ** (1 / len(row)) <= 1.3),
+        lambda _, row: float(0.8 <= product(row) ** (1 / len(row)) <= 1.3),
     ),
 ]
 
@@ -181,10 +186,11 @@ def test_an_rloo_step_is_that_of_an_independent_computation(
     rows = responses_of(policy, experience)
     # on-policy the ratio to the old policy is 1, so the surrogate's gradient is that of -A log p
     loss = -sum(
-        weight_of(row) * token.advantage * token.logprob for row in rows for token in row
+        weight_of(token, row) * token.advantage * token.logprob for row in rows for token in row
     ) / len(rows)
     assert_weights(module.policy, step_of(policy, loss))
-    used = [weight_of(row) for row in rows]
+    per_token = settings is None or settings.mode.startswith("token")
+    used = [weight_of(token, row) for row in rows for token in (row if per_token else row[:1])]
     if settings is None or settings.mode != "none":
         logged = trainer.logged_metrics
         assert float(logged["importance/weight_mean"]) == pytest.approx(
@@ -618,15 +624,38 @@ def test_bounds_that_make_no_sense_are_refused(options: dict[str, Any], culprit:
 
 
 @pytest.mark.parametrize("loss", ["sequence_clip", "gspo"])
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
-def test_weights_per_token_do_not_fit_a_loss_per_response(
-    language_model, tokenizer, mode: Any, loss: str
+def test_weights_per_token_weigh_the_tokens_of_a_loss_per_response(loss: str) -> None:
+    experience = random_experience()
+    mask, old = experience.response_mask, experience.old_logprobs
+    assert old is not None
+    given = torch.where(mask, torch.rand(8, 8) * 2, 1.0)
+    experience = replace(experience, importance_weights=given, ref_logprobs=None)
+    new = old.clone().requires_grad_()
+    totals = Denominators(*denominators(experience))
+    (gradient,) = torch.autograd.grad(loss_of(new, experience, Update(loss=loss), totals).loss, new)
+    # at the ratio 1: -w A of each token, over 8 responses, and for gspo over their tokens
+    lengths = mask.sum(dim=1, keepdim=True) if loss == "gspo" else 1
+    expected = torch.where(mask, -given * experience.advantages / lengths / 8, 0.0)
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
+def test_what_is_chosen_automatically_keeps_the_batch_at_4096_tokens(
+    language_model, tokenizer, loss: str
 ) -> None:
-    fitting = mode.replace("token", "sequence")
-    with pytest.raises(ValueError, match=f"take '{fitting}'"):
-        build(
-            language_model,
-            tokenizer,
-            importance_sampling=ImportanceSampling(mode=mode),
-            update=Update(loss=loss),
-        )
+    module = build(language_model, tokenizer, update=Update(loss=loss))
+    chosen = module._importance
+    # normal differences of 0.03 nats in the mean, so that a ratio is 1 in the mean
+    spread = 0.03 * math.sqrt(math.pi / 2)
+    difference = spread * torch.randn(200, 4096) - spread**2 / 2
+    weights = importance_weights(
+        difference,
+        torch.zeros_like(difference),
+        torch.ones_like(difference, dtype=torch.bool),
+        mode=chosen.mode,
+        low=chosen.bounds[0],
+        high=chosen.bounds[1],
+    )
+    per_row = weights.mean(dim=1)
+    effective = per_row.sum().square() / per_row.square().sum() / len(per_row)
+    assert float(effective) > 0.95
