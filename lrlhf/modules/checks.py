@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from lrlhf.media import MediaProcessor
 from lrlhf.models import media_modules
 from lrlhf.models.sharding import CheckpointMismatchError, check_same_names
-from lrlhf.modules.settings import Advantage, Update
+from lrlhf.modules.settings import Advantage, Reference, Update
 from lrlhf.rollout import Sampling
 from lrlhf.strategies import (
     SplitsModels,
@@ -206,10 +206,32 @@ def check_group_policy_options(
             f"advantage.estimator {advantage.estimator!r} gives one per token; choose a token "
             "loss (token_clip, dapo, cispo, reinforce)"
         )
-    if update.function.level == "sequence" and estimator.per_token and penalty_in_reward:
+    discounts = advantage.options.get("gamma", 1.0) != 1
+    if (
+        update.function.level == "sequence"
+        and estimator.per_token
+        and penalty_in_reward | discounts
+    ):
         raise ValueError(
             f"update.loss {update.loss!r} takes one advantage per response, but "
-            f"advantage.estimator {advantage.estimator!r} with a KL penalty in the reward gives "
-            "one per token; choose a token loss (token_clip, dapo, cispo, reinforce), or "
-            "reference.placement: loss"
+            f"advantage.estimator {advantage.estimator!r} with a KL penalty in the reward, or with "
+            "gamma below 1, gives one per token; choose a token loss (token_clip, dapo, cispo, "
+            "reinforce), or reference.placement: loss and no gamma"
+        )
+
+
+def check_penalty(reference: Reference, *, in_reward: bool) -> None:
+    """Refuse a KL penalty that does nothing.
+
+    The gradient of k1 in a loss is that of the log-probabilities, whose mean over a policy's own
+    samples is zero wherever the reference is (Tang & Munos 2025, https://arxiv.org/abs/2506.09477).
+
+    Raises:
+        ValueError: k1 is to be a term of the loss.
+    """
+    if reference.kl_coef > 0 and reference.kl_estimator == "k1" and not in_reward:
+        raise ValueError(
+            "reference.kl_estimator is k1 and the penalty is in the loss, where its gradient is "
+            "zero on average: it would add noise and hold the policy nowhere. Take k3 (the default "
+            "there) or k2, or move it with reference.placement: reward"
         )

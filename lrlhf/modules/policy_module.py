@@ -24,6 +24,7 @@ from lrlhf.models import (
 from lrlhf.modules.batch_plan import BatchPlan, plan_batches
 from lrlhf.modules.checks import (
     check_group_policy_options,
+    check_penalty,
     prepare_trainer,
     refuse_idle_encoder,
     refuse_other_weights,
@@ -153,6 +154,7 @@ class PolicyModule(PolicyRollout):
         self.samples_per_step = 0
         quota = with_quota(guard, "update.max_skipped_steps", update.max_skipped_steps)
         self.step_guard = StepGuard(self, *quota)
+        check_penalty(reference, in_reward=self._kl_in_reward)
         self._replayed = self._takes_drawn = self._moved = False
         self.moments = RunningMoments()
         self.policy, self.tokenizer, self.processor = load_policy(policy, tokenizer, processor)

@@ -349,6 +349,21 @@ def test_too_many_skipped_steps_stop_the_run(language_model, tokenizer, prompts,
             {"advantage": Advantage(estimator="reinforce"), "update": Update(loss="gspo")},
             "update.loss",
         ),
+        (
+            {
+                "advantage": Advantage(estimator="reinforce", options={"gamma": 0.9}),
+                "update": Update(loss="gspo"),
+                "reference": Reference(kl_coef=0.0),
+            },
+            "gamma below 1",
+        ),
+        (
+            {
+                "advantage": Advantage(estimator="grpo"),
+                "reference": Reference(kl_coef=0.1, kl_estimator="k1"),
+            },
+            "kl_estimator is k1 and the penalty is in the loss",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(
