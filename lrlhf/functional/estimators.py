@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,6 +17,7 @@ from lrlhf.functional.advantages import (
     leave_one_out_advantages,
 )
 from lrlhf.functional.kl import shape_rewards
+from lrlhf.functional.losses import Aggregate
 from lrlhf.functional.masking import masked_sum
 from lrlhf.functional.names import import_function, unknown_name
 
@@ -53,6 +54,11 @@ class Estimator(NamedTuple):
     """Whether it compares the responses to one prompt, and so needs two or more of them."""
     uses_values: bool = False
     """Whether it needs a critic."""
+    loss: str = "token_clip"
+    """Policy loss of its paper, a name from `lrlhf.functional.losses.POLICY_LOSSES`: what is
+    trained with unless the user says otherwise."""
+    aggregate: Aggregate | None = "token_mean"
+    """What its paper averages that loss over; None: as the loss has it."""
 
 
 def gae(inputs: EstimatorInputs, *, gamma: float = 1.0, lam: float = 0.95) -> Float[Tensor, "B T"]:
@@ -265,32 +271,25 @@ def _returns(
     return torch.where(counted[:, None], returns, 0.0)
 
 
-def _named(
-    function: Callable[..., Tensor],
-    *,
-    kl_in_reward: bool = True,
-    normalize: Literal["none", "sequence", "token"] = "none",
-    per_token: bool = False,
-    groups: bool = False,
-    uses_values: bool = False,
-) -> Estimator:
+def _named(function: Callable[..., Tensor], **wants: Any) -> Estimator:
     description = (function.__doc__ or "").strip().partition("\n")[0]
-    return Estimator(function, kl_in_reward, normalize, description, per_token, groups, uses_values)
+    return Estimator(function, description=description, **wants)
 
 
 ESTIMATORS: dict[str, Estimator] = {
     "gae": _named(gae, normalize="token", per_token=True, uses_values=True),
-    "rloo": _named(rloo, groups=True),
+    "rloo": _named(rloo, groups=True, loss="sequence_clip", aggregate=None),
+    # the code of OpenRLHF, and of REINFORCE++, which its authors wrote: PPO's loss, over all tokens
     "rloo_openrlhf": _named(rloo_openrlhf, per_token=True, groups=True),
-    "grpo": _named(grpo, kl_in_reward=False, groups=True),
-    "group_norm": _named(grpo, kl_in_reward=False, groups=True),
-    "dr_grpo": _named(dr_grpo, kl_in_reward=False, groups=True),
-    "reinforce": _named(reinforce, per_token=True),
+    "grpo": _named(grpo, kl_in_reward=False, groups=True, aggregate="sequence_mean"),
+    "group_norm": _named(grpo, kl_in_reward=False, groups=True, aggregate="sequence_mean"),
+    "dr_grpo": _named(dr_grpo, kl_in_reward=False, groups=True, loss="dr_grpo", aggregate=None),
+    "reinforce": _named(reinforce, per_token=True, loss="reinforce", aggregate=None),
     "reinforce_baseline": _named(
         reinforce_baseline, normalize="token", per_token=True, groups=True
     ),
     "reinforce_plus_plus": _named(reinforce_plus_plus, normalize="token", per_token=True),
-    "cpgd": _named(cpgd, kl_in_reward=False, groups=True),
+    "cpgd": _named(cpgd, kl_in_reward=False, groups=True, loss="cpgd", aggregate=None),
 }
 
 
@@ -298,12 +297,14 @@ def resolve_estimator(name: str) -> Estimator:
     """Look up an estimator by name, or import one by its dotted path.
 
     Args:
-        name: A key of `ESTIMATORS`, or the path of a function like those here, which then gets the
-            KL in the reward and is not whitened.
+        name: A key of `ESTIMATORS`, or the path of a function like those here. As nothing is known
+            of it, its advantages are not whitened and go into PPO's loss per token, which takes
+            them whether or not the tokens of a response differ, and the KL penalty goes into the
+            loss, where it counts whether or not the function looks at ``inputs.kl``.
 
     Raises:
         ValueError: Unknown name, or a path that leads to no function.
     """
     if name in ESTIMATORS:
         return ESTIMATORS[name]
-    return _named(import_function("estimator", name, ESTIMATORS))
+    return _named(import_function("estimator", name, ESTIMATORS), kl_in_reward=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from lrlhf.functional.policy import (
     sequence_clipped_policy_loss,
 )
 
+Aggregate: TypeAlias = Literal["sequence_mean", "token_mean", "constant"]
+"""What a loss per token may be averaged over."""
+
 
 class PolicyLoss(NamedTuple):
     """A loss, and what it wants from its caller."""
@@ -25,10 +28,21 @@ class PolicyLoss(NamedTuple):
     """``(logprobs, old_logprobs, advantages, response_mask, **options)``."""
     level: Literal["token", "sequence"]
     """Whether it takes advantages and returns losses ``[B, T]`` or ``[B]``."""
-    aggregate: Literal["sequence_mean", "token_mean", "constant"]
+    aggregate: Aggregate
     """Mode of :func:`lrlhf.functional.policy.aggregate`; for sequences, their mean."""
     defaults: dict[str, Any]
     """Options of the function."""
+
+    @property
+    def term_aggregate(self) -> Aggregate | Literal["sequence_sum"]:
+        """Mode for the terms per token beside it, KL and entropy.
+
+        That of the loss itself, so that terms and loss keep their proportion at any length: the
+        gradient of a ratio of whole responses is a sum over their tokens, and so is the term's.
+        """
+        if self.level == "token" or self.defaults.get("length_normalized"):
+            return self.aggregate
+        return "sequence_sum"
 
     @property
     def clip_range(self) -> tuple[float, float] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Real
@@ -13,7 +13,7 @@ from lrlhf.functional.kl import MAX_LOG_RATIO, kl_estimate
 from lrlhf.functional.masking import masked_mean, masked_sum
 from lrlhf.functional.names import unknown_name
 
-AGGREGATIONS = ("sequence_mean", "token_mean", "constant")
+AGGREGATIONS = ("sequence_mean", "sequence_sum", "token_mean", "constant")
 
 
 def clipped_policy_loss(
@@ -265,6 +265,7 @@ def aggregate(
     """Reduce a loss per token to one number.
 
         sequence_mean   Σ_sequences (mean over its tokens) / sequences
+        sequence_sum    Σ_tokens / sequences
         token_mean      Σ_tokens / tokens
         constant        Σ_tokens / (B · L_max)
 
@@ -292,8 +293,8 @@ def aggregate(
     if denominator is None:
         rows, width = loss.shape
         tokens = response_mask.sum()
-        own = {"sequence_mean": rows, "token_mean": tokens, "constant": rows * width}
-        denominator = cast(float | Tensor, own[mode])
+        own: dict[str, float | Tensor] = {"token_mean": tokens, "constant": rows * width}
+        denominator = own.get(mode, rows)
     divisor = torch.as_tensor(denominator, dtype=total.dtype, device=total.device)
     return total / torch.where(divisor == 0, 1.0, divisor)
 

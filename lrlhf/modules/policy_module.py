@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -103,6 +103,9 @@ class PolicyModule(PolicyRollout):
             the seed of ``seed_everything``.
     """
 
+    default_estimator: ClassVar[str] = "rloo"
+    """Where ``advantage`` names none."""
+
     def __init__(  # noqa: PLR0913  the constructor is the config schema
         self,
         policy: str | CausalLM | PreTrainedModel | PeftModel,
@@ -133,8 +136,10 @@ class PolicyModule(PolicyRollout):
             temperature=0.0, max_new_tokens=sampling.max_new_tokens, stop=sampling.stop
         )
         self.reference = reference
-        self.advantage = advantage
-        self.update = update
+        # named here and not by defaults of this signature: Python passes settings whole, YAML key
+        # by key on top of such defaults, and both must mean the same
+        self.advantage = advantage = advantage.named(self.default_estimator)
+        self.update = update = update.following(advantage.function)
         self.importance_sampling = importance_sampling
         self.optimizer_config = optimizer
         self.dynamic_sampling = dynamic_sampling
@@ -150,11 +155,11 @@ class PolicyModule(PolicyRollout):
             allow_truncated_sampling=allow_truncated_sampling,
             needs_groups=dynamic_sampling is not None,
         )
+        check_penalty(reference, in_reward=self._kl_in_reward)
         self.kl_coef = reference.kl_coef
         self.samples_per_step = 0
         quota = with_quota(guard, "update.max_skipped_steps", update.max_skipped_steps)
         self.step_guard = StepGuard(self, *quota)
-        check_penalty(reference, in_reward=self._kl_in_reward)
         self._replayed = self._takes_drawn = self._moved = False
         self.moments = RunningMoments()
         self.policy, self.tokenizer, self.processor = load_policy(policy, tokenizer, processor)

@@ -16,6 +16,7 @@ from torch import Tensor
 from lrlhf.functional.advantages import has_baseline
 from lrlhf.functional.estimators import EstimatorInputs
 from lrlhf.functional.kl import kl_estimate
+from lrlhf.functional.losses import PolicyLoss
 from lrlhf.functional.masking import masked_mean
 from lrlhf.functional.policy import aggregate
 from lrlhf.functional.value import clipped_value_loss
@@ -210,6 +211,17 @@ def denominators(experience: Experience) -> Tensor:
     return torch.stack([mask.sum() for mask in masks]).float()
 
 
+def summed_tokens(loss: PolicyLoss, *, tokens: Tensor, rows: Tensor) -> Tensor:
+    """Return how many tokens a row of the policy term sums over: 1 where it is a mean.
+
+    A mean per token that is no `LossTerms`, of pretraining texts or of a router, is multiplied by
+    it, so that it keeps its proportion too.
+    """
+    if loss.term_aggregate == "sequence_sum":
+        return tokens / rows.clamp(min=1)
+    return torch.ones_like(tokens)
+
+
 def policy_loss(
     logprobs: Tensor,
     experience: Experience,
@@ -249,16 +261,19 @@ def policy_loss(
         values = values * weights
 
     def share(term: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
+        mode = function.term_aggregate
         divisor = {
             "token_mean": tokens,
             "sequence_mean": totals.rows,
+            "sequence_sum": totals.rows,
             "constant": totals.rows * max_new_tokens,
-        }[function.aggregate].clamp(min=1)
-        if function.level == "sequence" and term.dim() == 1:
-            return term.sum() / divisor
-        return aggregate(term, mask, mode=function.aggregate, denominator=divisor)
+        }[mode].clamp(min=1)
+        return aggregate(term, mask, mode=mode, denominator=divisor)
 
-    policy = share(values, selected, totals.selected)
+    if per_response:
+        policy = values.sum() / totals.rows.clamp(min=1)
+    else:
+        policy = share(values, selected, totals.selected)
     zero = policy.detach() * 0
     kl = zero
     if kl_coef > 0 and experience.ref_logprobs is not None:

@@ -37,7 +37,12 @@ from lrlhf.modules.importance import (
 )
 from lrlhf.modules.metric_sums import MetricSums
 from lrlhf.modules.policy_guard import PolicyGuard
-from lrlhf.modules.policy_objective import Denominators, denominators, policy_loss
+from lrlhf.modules.policy_objective import (
+    Denominators,
+    denominators,
+    policy_loss,
+    summed_tokens,
+)
 from lrlhf.modules.rollout_metrics import measure_mismatch, measure_update
 from lrlhf.modules.settings import Reference, Update
 from lrlhf.rollout import Pass, RolloutEngine, Sampling, minibatches, plan_passes, trim
@@ -353,7 +358,8 @@ class PolicyUpdate(PolicyGuard):
         loss = terms.loss
         if out.router_loss is not None:
             weight = micro.loss_mask.sum() / totals.tokens.clamp(min=1)
-            loss = loss + self.update.router_loss_coef * weight * out.router_loss
+            summed = summed_tokens(self.update.function, tokens=totals.tokens, rows=totals.rows)
+            loss = loss + self.update.router_loss_coef * summed * weight * out.router_loss
             metrics.add("policy/router_loss", weight * out.router_loss.detach(), share)
         metrics.add("train/loss", loss, share)
         metrics.add("policy/loss", terms.policy, share)
@@ -385,15 +391,17 @@ class PolicyUpdate(PolicyGuard):
         texts = text.to(self.device)
         # what stands for an image is given, not said
         ruled_out = torch.tensor(ruled_out_ids(self.policy.config), device=self.device)
-        said = ~torch.isin(texts.input_ids, ruled_out)
-        texts = replace(texts, response_mask=texts.response_mask & said)
+        said = texts.response_mask & ~torch.isin(texts.input_ids, ruled_out)
+        texts = replace(texts, response_mask=said)
 
         def compute() -> Tensor:
-            tokens = collectives.sum(texts.response_mask.sum().float()).clamp(min=1)
+            own = torch.stack([said.sum(), said.any(dim=1).sum()])
+            tokens, rows = collectives.sum(own.float()).unbind()
             logprobs = sequence_logprobs(self.policy, texts, chunk_size=self.update.logprob_chunk)
-            loss = -logprobs.sum() / tokens
+            loss = -logprobs.sum() / tokens.clamp(min=1)
             metrics.add("policy/pretraining_loss", loss, 1 / collectives.world_size)
-            return self.update.pretraining_coef * loss
+            summed = summed_tokens(self.update.function, tokens=tokens, rows=rows)
+            return self.update.pretraining_coef * summed * loss
 
         return compute
 

@@ -26,7 +26,7 @@ from lrlhf.modules.policy_module import PolicyModule
 from lrlhf.modules.policy_objective import Denominators, value_loss
 from lrlhf.modules.policy_update import TakesStep, Turn
 from lrlhf.modules.rollout_metrics import measure_critic, measure_values
-from lrlhf.modules.settings import Advantage, Critic, Update
+from lrlhf.modules.settings import Critic
 from lrlhf.rewards import Rewards
 from lrlhf.strategies import Collectives, waits_for_every_parameter
 from lrlhf.types import Experience, Rollout, SequenceBatch
@@ -43,8 +43,6 @@ class PPO(PolicyModule):
         policy: As for `PolicyModule`.
         rewards: As for `PolicyModule`.
         critic: The value function; None for an estimator that needs none.
-        advantage: How scores and values become advantages.
-        update: How advantages become optimizer steps.
         options: The other arguments of `PolicyModule`.
 
     Reference:
@@ -52,17 +50,17 @@ class PPO(PolicyModule):
         Ouyang et al. 2022, §3.5, https://arxiv.org/abs/2203.02155
     """
 
+    default_estimator = "gae"
+
     def __init__(
         self,
         policy: str | CausalLM | PreTrainedModel | PeftModel,
         rewards: Rewards,
         *,
         critic: Critic | None = Critic(),  # noqa: B008  frozen
-        advantage: Advantage = Advantage(estimator="gae"),  # noqa: B008  frozen
-        update: Update = Update(loss="token_clip", aggregate="token_mean"),  # noqa: B008  frozen
         **options: Any,
     ) -> None:
-        super().__init__(policy, rewards, advantage=advantage, update=update, **options)
+        super().__init__(policy, rewards, **options)
         self.critic_settings = critic
         self.critic, self.value_head = self._value_function(critic)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
 
 from lrlhf.functional.estimators import Estimator, resolve_estimator
-from lrlhf.functional.losses import PolicyLoss, resolve_policy_loss
+from lrlhf.functional.losses import Aggregate, PolicyLoss, resolve_policy_loss
 from lrlhf.functional.names import unknown_name
 from lrlhf.models import CausalLM, HeadKind, ValueModel, ValueNetwork
 from lrlhf.modules.optimizers import OptimizerConfig
@@ -24,9 +24,11 @@ class Reference:
         kl_coef: Strength of the penalty on KL(policy || reference), in reward units per nat;
             0 loads no reference.
         kl_estimator: Estimator of the penalty per token: k1, k2 or k3. None: k1 in the reward, as
-            its mean is the KL, and k3 in the loss, as its gradient is of use there.
+            its mean is the KL, and k3 in the loss. k1 is refused in the loss, where it does
+            nothing but add noise.
         placement: Where the penalty goes: "reward" or "loss". None follows the estimator: the
-            RLOO and REINFORCE families in the reward, the GRPO family in the loss.
+            RLOO and REINFORCE families in the reward, the GRPO family and functions of your own in
+            the loss.
         sync_every: Mix the policy into the reference every so many iterations (TR-DPO, Gorbatovski
             et al. 2024, https://arxiv.org/abs/2404.09656, eq. 2); None: never.
         mixup: Weight of the policy in that mix; 1 replaces the reference.
@@ -61,7 +63,8 @@ class Advantage:
     Args:
         estimator: A name from `lrlhf.functional.estimators.ESTIMATORS` (gae, rloo, rloo_openrlhf,
             grpo, dr_grpo, reinforce, reinforce_baseline, reinforce_plus_plus, cpgd; group_norm is
-            another name of grpo), or the import path of a function of the same signature.
+            another name of grpo), or the import path of a function of the same signature. None:
+            rloo; in PPO gae.
         options: Keyword arguments of that function.
         scale_rewards: Divide scores by the running standard deviation of all scores so far
             ("std"), or also subtract their running mean ("mean_std"); before everything else.
@@ -77,7 +80,7 @@ class Advantage:
             truncated ones. "trl": no advantage, but counted in the mean, as in TRL.
     """
 
-    estimator: str = "rloo"
+    estimator: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     scale_rewards: Literal["none", "std", "mean_std"] = "none"
     reward_clip_range: tuple[float, float] | None = None
@@ -87,7 +90,9 @@ class Advantage:
     unscorable: Literal["exclude", "trl"] = "exclude"
 
     def __post_init__(self) -> None:
-        _check_options("advantage", self.function.function, self.options)
+        if self.estimator is not None:
+            where = f"advantage.options (estimator {self.estimator})"
+            _check_options(where, self.function.function, self.options)
         if self.reward_clip_range is not None and not (
             self.reward_clip_range[0] < self.reward_clip_range[1]
         ):
@@ -101,7 +106,11 @@ class Advantage:
     @property
     def function(self) -> Estimator:
         """The estimator that the name stands for."""
-        return resolve_estimator(self.estimator)
+        return resolve_estimator(self.estimator or "rloo")
+
+    def named(self, default: str) -> Advantage:
+        """Return these settings with the estimator of a module where they name none."""
+        return replace(self, estimator=self.estimator or default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +120,13 @@ class Update:
     Args:
         loss: A name from `lrlhf.functional.losses.POLICY_LOSSES` (sequence_clip, token_clip, gspo,
             cispo, dapo, dr_grpo, cpgd, reinforce), or the import path of a function of the same
-            signature.
+            signature. None: that of the estimator's paper.
         options: Keyword arguments of that function, for example ``clip_high: 0.28``.
-        aggregate: What a loss per token is averaged over: token_mean, sequence_mean or constant;
-            None: as the loss's paper has it.
+        aggregate: What a loss per token, and the KL and entropy terms beside it, are averaged over:
+            token_mean, sequence_mean or constant. None: as the estimator's paper has it for its own
+            loss, else as the loss's paper. With one ratio per response the terms are summed over
+            each response (sequence_clip) or averaged (gspo), as the logarithm of the ratio is; the
+            router's and the texts' losses follow.
         num_iterations: Passes over each rollout.
         minibatch_size: Responses of all processes per optimizer step; None: all of a rollout.
         micro_batch_tokens: Tokens of one forward pass as they are computed: the prompt of several
@@ -135,9 +147,9 @@ class Update:
         max_skipped_steps: Older name of ``guard.max_skipped``; null: that decides.
     """
 
-    loss: str = "sequence_clip"
+    loss: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    aggregate: Literal["token_mean", "sequence_mean", "constant"] | None = None
+    aggregate: Aggregate | None = None
     num_iterations: int = 1
     minibatch_size: int | None = None
     micro_batch_tokens: int | None = None
@@ -152,7 +164,8 @@ class Update:
     max_skipped_steps: int | None = None
 
     def __post_init__(self) -> None:
-        _check_options("update", self.function.function, self.options)
+        if self.loss is not None:
+            self._check_loss()
         for name in ("num_iterations", "minibatch_size", "micro_batch_tokens", "logprob_chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -177,23 +190,34 @@ class Update:
                 f"update.high_entropy_fraction is {self.high_entropy_fraction}; it must lie in "
                 "(0, 1]"
             )
-        if self.function.level == "sequence":
-            self._refuse_token_options()
 
-    def _refuse_token_options(self) -> None:
+    def _check_loss(self) -> None:
+        function = self.function
+        _check_options(f"update.options (loss {self.loss})", function.function, self.options)
         for name, given in (
             ("aggregate", self.aggregate is not None),
             ("high_entropy_fraction", self.high_entropy_fraction < 1),
         ):
-            if given:
+            if given and function.level == "sequence":
                 raise ValueError(
                     f"update.{name} is about tokens, but update.loss {self.loss!r} has one value "
                     "per response; leave it out, or choose a token loss (token_clip, dapo, …)"
                 )
 
+    def following(self, estimator: Estimator) -> Update:
+        """Return these settings with the loss of an estimator's paper where they name none.
+
+        Raises:
+            ValueError: Options do not fit that loss.
+        """
+        name = self.loss or estimator.loss
+        own = estimator.aggregate if name == estimator.loss else None
+        return replace(self, loss=name, aggregate=self.aggregate or own)
+
     @property
     def function(self) -> PolicyLoss:
         """The loss that the name stands for, with the options in place."""
+        assert self.loss is not None, "the loss of an estimator: Update.following names it"
         loss = resolve_policy_loss(self.loss)
         return loss._replace(
             defaults={**loss.defaults, **self.options}, aggregate=self.aggregate or loss.aggregate
@@ -268,7 +292,7 @@ class Critic:
             raise ValueError("critic.head is set beside a critic.model that has its own: drop it")
 
 
-def _check_options(group: str, function: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
+def _check_options(where: str, function: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
     """Refuse options that the function does not have, before a rollout was paid for."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -276,4 +300,4 @@ def _check_options(group: str, function: Callable[..., Tensor], options: Mapping
     known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     for name in options:
         if name not in known:
-            raise unknown_name(f"option in {group}.options", name, known)
+            raise unknown_name(f"option in {where}", name, known)

@@ -152,6 +152,21 @@ def test_presets_follow_their_papers() -> None:
     assert whitened == {"gae", "reinforce_baseline", "reinforce_plus_plus"}
 
 
+def test_every_estimator_comes_with_the_loss_of_its_paper() -> None:
+    assert {name: (e.loss, e.aggregate) for name, e in ESTIMATORS.items()} == {
+        "gae": ("token_clip", "token_mean"),  # Schulman et al. 2017, eq. 7
+        "rloo": ("sequence_clip", None),  # TRL
+        "rloo_openrlhf": ("token_clip", "token_mean"),  # OpenRLHF
+        "grpo": ("token_clip", "sequence_mean"),  # Shao et al. 2024, eq. 3
+        "group_norm": ("token_clip", "sequence_mean"),
+        "dr_grpo": ("dr_grpo", None),  # Liu et al. 2025, §3.2
+        "reinforce": ("reinforce", None),  # Williams 1992
+        "reinforce_baseline": ("token_clip", "token_mean"),  # OpenRLHF
+        "reinforce_plus_plus": ("token_clip", "token_mean"),  # OpenRLHF
+        "cpgd": ("cpgd", None),  # Liu et al. 2025 (CPGD), §4
+    }
+
+
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_plus_plus", "rloo_openrlhf"])
 def test_gamma_discounts_towards_the_last_token(name: str) -> None:
     full = estimate(name, without_kl())
@@ -240,7 +255,10 @@ def test_names_and_paths_resolve() -> None:
     assert resolve_estimator("grpo") is ESTIMATORS["grpo"]
     found = resolve_estimator(f"{__name__}.mine")
     assert found.function(INPUTS).shape == (4, 4)
-    assert found.kl_in_reward
+    # nothing is known of it: a penalty counts although this one ignores inputs.kl, and advantages
+    # per token reach a loss per token
+    assert not found.kl_in_reward
+    assert (found.loss, found.aggregate) == ("token_clip", "token_mean")
     assert found.normalize == "none"
     assert found.description == "Nothing is an advantage."
 

@@ -275,14 +275,15 @@ COUNTS = ~LOSS.isnan()
 @pytest.mark.parametrize(
     ("mode", "expected"),
     # (2 + 5 + 0) / 3 rows; (1 + 3 + 5) / 3 tokens; 9 / (3 rows · width 3)
-    [("sequence_mean", 7 / 3), ("token_mean", 3), ("constant", 1)],
+    [("sequence_mean", 7 / 3), ("sequence_sum", 3), ("token_mean", 3), ("constant", 1)],
 )
 def test_aggregation_by_hand(mode: str, expected: float) -> None:
     assert aggregate(LOSS, COUNTS, mode=mode).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
-    ("mode", "total"), [("sequence_mean", 7), ("token_mean", 9), ("constant", 9)]
+    ("mode", "total"),
+    [("sequence_mean", 7), ("sequence_sum", 9), ("token_mean", 9), ("constant", 9)],
 )
 @pytest.mark.parametrize("divisor", [6.0, 6, torch.tensor(6), torch.tensor(6.0)])
 def test_a_given_denominator_replaces_the_own_one(
@@ -293,7 +294,7 @@ def test_a_given_denominator_replaces_the_own_one(
     assert loss.item() == pytest.approx(total / 6)
 
 
-@pytest.mark.parametrize("mode", ["sequence_mean", "token_mean", "constant"])
+@pytest.mark.parametrize("mode", ["sequence_mean", "sequence_sum", "token_mean", "constant"])
 @pytest.mark.parametrize("divisor", [None, 0.0, torch.tensor(0)])
 def test_rows_without_tokens_cost_nothing(mode: str, divisor: float | Tensor | None) -> None:
     loss = aggregate(LOSS, torch.zeros_like(COUNTS), mode=mode, denominator=divisor)
@@ -303,7 +304,8 @@ def test_rows_without_tokens_cost_nothing(mode: str, divisor: float | Tensor | N
 
 
 @pytest.mark.parametrize(
-    ("mode", "denominator"), [("sequence_mean", 5.0), ("token_mean", 13.0), ("constant", 35.0)]
+    ("mode", "denominator"),
+    [("sequence_mean", 5.0), ("sequence_sum", 5.0), ("token_mean", 13.0), ("constant", 35.0)],
 )
 def test_micro_batches_add_up_to_the_batch(mode: str, denominator: float) -> None:
     mask = torch.arange(7) < torch.tensor([3, 1, 0, 7, 2])[:, None]

@@ -1,6 +1,7 @@
 """One fixed rollout through the module's own path gives TRL's advantages and TRL's loss."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from lrlhf.modules.policy_objective import (
     compute_advantages,
     denominators,
     policy_loss,
+    summed_tokens,
 )
 from lrlhf.modules.settings import Advantage, Reference, Update
 from lrlhf.rewards import Rewards
@@ -162,6 +164,55 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(name: str)
     torch.testing.assert_close(sum(shares), loss)
 
 
+@pytest.mark.parametrize("length", [16, 512])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in POLICY_LOSSES), ("sequence_clip", {"length_normalized": True})],
+)
+def test_kl_and_entropy_keep_their_proportion_to_the_policy_term(
+    name: str, options: dict[str, Any], length: int
+) -> None:
+    mask = torch.ones(2, length, dtype=torch.bool)
+    rollout = rollout_of(mask, torch.zeros(2, dtype=torch.bool), 2)
+    old = torch.full(rollout.response_mask.shape, -0.7)
+    experience = as_experience(
+        rollout, scores=torch.zeros(2), old_logprobs=old, ref_logprobs=old - 0.5
+    )
+    experience = replace(experience, advantages=torch.ones_like(old) * rollout.response_mask)
+    new = old.clone().requires_grad_()
+
+    def gradient(kl_coef: float, entropy_coef: float) -> Tensor:
+        terms = policy_loss(
+            new,
+            experience,
+            update=Update(loss=name, options=options, entropy_coef=entropy_coef),
+            reference=Reference(),
+            kl_coef=kl_coef,
+            totals=Denominators(*denominators(experience)),
+            max_new_tokens=512,
+            entropy=new.exp(),
+        )
+        return torch.autograd.grad(terms.loss, new)[0]
+
+    policy = gradient(0.0, 0.0)
+    # a token's gradient is -1 (advantage 1, ratio 1) beside 0.3 (1 - e^-0.5) of k3, and beside
+    # -0.2 e^-0.7 of the "entropy" e^logprob, whatever the terms are summed over
+    for change, expected in (
+        (gradient(0.3, 0.0) - policy, -0.3 * (1 - math.exp(-0.5))),
+        (gradient(0.0, 0.2) - policy, 0.2 * math.exp(-0.7)),
+    ):
+        torch.testing.assert_close(change, expected * policy, rtol=1e-3, atol=1e-7)
+
+
+def test_means_per_token_are_summed_where_the_policy_term_is() -> None:
+    tokens, rows = torch.tensor([600.0, 4.0])
+    summed = {
+        name: float(summed_tokens(loss, tokens=tokens, rows=rows))
+        for name, loss in POLICY_LOSSES.items()
+    }
+    assert summed == {name: 150.0 if name == "sequence_clip" else 1.0 for name in POLICY_LOSSES}
+
+
 def test_an_excluded_truncated_response_changes_nothing_for_its_siblings() -> None:
     # scores 1, 0, 5 of which the third is truncated: without it, 1 - 0 and 0 - 1
     mask = torch.ones(3, 2, dtype=torch.bool)
@@ -231,7 +282,7 @@ def test_unscorable_responses_get_no_advantage_even_when_whitened() -> None:
         (lambda: Update(loss="sequence_clp"), "sequence_clip"),
         (lambda: Update(loss="dapo", options={"clip_hgih": 0.3}), "clip_high"),
         (lambda: Update(loss="cpgd", options={"clip_low": 0.3}), "update.options"),
-        (lambda: Advantage(options={"gamma": 0.9}), "advantage.options"),
+        (lambda: Advantage(estimator="rloo", options={"gamma": 0.9}), "advantage.options"),
         (lambda: Update(num_iterations=0), "update.num_iterations"),
         (lambda: Update(micro_batch_tokens=0), "update.micro_batch_tokens"),
         (lambda: Update(max_grad_norm=0.0), "update.max_grad_norm"),

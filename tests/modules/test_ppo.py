@@ -683,6 +683,35 @@ def test_pretraining_texts_become_likelier(tokenizer, prompts, tmp_path) -> None
     assert float(trainer.logged_metrics["policy/pretraining_loss"]) > 0
 
 
+def test_pretraining_texts_keep_their_proportion_to_a_loss_that_sums_over_tokens(
+    tokenizer, prompts, tmp_path
+) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("\n".join(['{"text": "the quick brown fox"}'] * 4))
+    changes = []
+    for loss in ("token_clip", "gspo", "sequence_clip"):
+        module = build(
+            build_language_model(tokenizer),
+            tokenizer,
+            critic=None,
+            reference=Reference(kl_coef=0.0),
+            # the same score for all: the texts alone move the policy
+            advantage=Advantage(estimator="rloo", reward_clip_range=(-2.0, -1.0)),
+            optimizer=OptimizerConfig(lr=0.1, optimizer_class="torch.optim.SGD"),
+            update=Update(loss=loss, pretraining_coef=1.0, max_grad_norm=math.inf),
+        )
+        before = weights(module.policy)
+        data = PromptDataModule(
+            train=str(prompts), batch_size=4, pretraining=str(texts), pretraining_batch_size=4
+        )
+        fit(module, prompts, tmp_path, steps=1, data=data)
+        changes.append({name: new - before[name] for name, new in weights(module.policy).items()})
+    text = next(iter(data.train_dataloader())).pretraining.response_mask[0]
+    assert_same(changes[0], changes[1])
+    summed = {name: change * int(text.sum()) for name, change in changes[0].items()}
+    assert_same(summed, changes[2], rtol=1e-3, atol=1e-6)
+
+
 def test_experience_that_waits_in_cpu_memory_gives_the_same_update(
     tokenizer, prompts, tmp_path
 ) -> None:
@@ -1003,7 +1032,7 @@ def test_rloo_sends_an_estimator_with_values_to_ppo(language_model, tokenizer) -
         (lambda: Critic(freeze_steps=-1), "freeze_steps"),
         (lambda: Critic(model="x", backbone_coef=0.5), "backbone_coef"),
         (lambda: Update(high_entropy_fraction=0.0, loss="dapo"), "high_entropy_fraction"),
-        (lambda: Update(aggregate="token_mean"), "one value per response"),
+        (lambda: Update(loss="gspo", aggregate="token_mean"), "one value per response"),
         (lambda: Update(pretraining_coef=-1.0), "pretraining_coef"),
         (lambda: Update(entropy_coef=-0.1), "entropy_coef"),
         (lambda: Update(max_skipped_steps=-1), "max_skipped_steps"),

@@ -107,7 +107,9 @@ CASES = {
         "--trainer.precision=bf16-true", says=["bf16-true", "bf16-mixed"]
     ),
     "a loss that does not fit the estimator": rlhf(
-        "--model.advantage.estimator=reinforce", says=["update.loss", "reinforce"]
+        "--model.advantage.estimator=reinforce",
+        "--model.update.loss=sequence_clip",
+        says=["update.loss", "reinforce"],
     ),
     "a checkpoint that is not there": rlhf("--ckpt_path=no.ckpt", says=["no.ckpt"]),
     "a negative KL coefficient": rlhf("--model.reference.kl_coef=-1", says=["reference.kl_coef"]),
