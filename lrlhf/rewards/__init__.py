@@ -1,5 +1,6 @@
 """What scores a response: functions, learned models, and weighted mixtures of them."""
 
+from lrlhf.rewards.dispatch import out_of_time
 from lrlhf.rewards.function import (
     Completion,
     PartialValues,
@@ -37,4 +38,5 @@ __all__ = [
     "RewardValues",
     "Rewards",
     "completion_text",
+    "out_of_time",
 ]

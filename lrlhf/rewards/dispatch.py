@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import inspect
 import threading
@@ -12,6 +13,19 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
 
+_GIVEN_UP: contextvars.ContextVar[threading.Event] = contextvars.ContextVar("given_up")
+"""Of the call that runs in this thread: set when it has run out of time."""
+
+
+def out_of_time() -> bool:
+    """Whether the call of the reward function that asks has run out of time.
+
+    A thread cannot be stopped from outside: a function that computes for long asks now and then,
+    and stops if nobody waits for its values any more. Async functions are cancelled instead.
+    """
+    given_up = _GIVEN_UP.get(None)
+    return given_up is not None and given_up.is_set()
+
 
 class Call(NamedTuple):
     """One function and what it is called with."""
@@ -19,6 +33,15 @@ class Call(NamedTuple):
     name: str
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
+    unlimited: bool = False
+    """It may take as long as it takes."""
+
+
+class _Started(NamedTuple):
+    """A call under way."""
+
+    future: Future[Any]
+    given_up: threading.Event
 
 
 class Outcome(NamedTuple):
@@ -35,12 +58,13 @@ class CallTimeoutError(TimeoutError):
 class Dispatcher:
     """Runs plain functions in threads and async ones on one event loop in the background.
 
-    A thread cannot be stopped: one that ran out of time is left behind with its result, and its
-    function is not entered again before it is done. The threads are daemons, so that a function
-    that hangs does not keep the process alive (which is why this is no ThreadPoolExecutor).
+    A thread cannot be stopped: one that ran out of time is told so (`out_of_time`) and left behind
+    with its result, and its function is not entered again before it is done. The threads are
+    daemons, so that a function that hangs does not keep the process alive (which is why this is no
+    ThreadPoolExecutor).
 
     Args:
-        timeout: Seconds that every function may take; None: no limit.
+        timeout: Seconds that every function may take whose call is not unlimited; None: no limit.
     """
 
     def __init__(self, timeout: float | None) -> None:
@@ -55,49 +79,65 @@ class Dispatcher:
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
         """Run all calls at once, and wait until the last has ended or run out of time."""
         deadline = None if self._timeout is None else time.monotonic() + self._timeout
-        futures = [self._start(call) for call in calls]
+        started = [self._start(call) for call in calls]
         return [
-            self._outcome(call, future, deadline)
-            for call, future in zip(calls, futures, strict=True)
+            self._outcome(call, its, None if call.unlimited else deadline)
+            for call, its in zip(calls, started, strict=True)
         ]
 
-    def _start(self, call: Call) -> Future[Any]:
+    def _start(self, call: Call) -> _Started:
+        given_up = threading.Event()
         work = functools.partial(call.function, **call.arguments)
         if is_async(call.function):
-            return asyncio.run_coroutine_threadsafe(_awaited(work), self._running_loop())
-        future: Future[Any] = Future()
+            awaited = asyncio.run_coroutine_threadsafe(_awaited(work), self._running_loop())
+            return _Started(awaited, given_up)
+        started = _Started(Future(), given_up)
         lock = self._busy.setdefault(call.name, threading.Lock())
+        timeout = None if call.unlimited else self._timeout
         threading.Thread(
-            target=self._work, args=(future, lock, work), name=f"reward-{call.name}", daemon=True
+            target=self._work,
+            args=(started, lock, work, timeout),
+            name=f"reward-{call.name}",
+            daemon=True,
         ).start()
-        return future
+        return started
 
-    def _work(self, future: Future[Any], lock: threading.Lock, work: Callable[[], Any]) -> None:
-        if not lock.acquire(timeout=-1 if self._timeout is None else self._timeout):
+    def _work(
+        self,
+        started: _Started,
+        lock: threading.Lock,
+        work: Callable[[], Any],
+        timeout: float | None,
+    ) -> None:
+        future = started.future
+        if not lock.acquire(timeout=-1 if timeout is None else timeout):
             return  # an earlier call still hangs
+        _GIVEN_UP.set(started.given_up)
         try:
             if future.set_running_or_notify_cancel():  # else out of time before its turn came
-                future.set_result(self._settled(work()))
+                future.set_result(self._settled(work(), timeout))
         except BaseException as error:  # noqa: BLE001  whatever it is, the caller is told
             future.set_exception(error)
         finally:
             lock.release()
 
-    def _settled(self, result: Any) -> Any:
+    def _settled(self, result: Any, timeout: float | None) -> Any:
         """Wait for what a plain function returned, if it is an awaitable."""
         if not inspect.isawaitable(result):
             return result
         inner = asyncio.run_coroutine_threadsafe(_awaited(lambda: result), self._running_loop())
         try:
-            return inner.result(self._timeout)
+            return inner.result(timeout)
         finally:
             inner.cancel()
 
-    def _outcome(self, call: Call, future: Future[Any], deadline: float | None) -> Outcome:
+    def _outcome(self, call: Call, started: _Started, deadline: float | None) -> Outcome:
+        future = started.future
         remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
             error = future.exception(remaining)
         except TimeoutError:
+            started.given_up.set()
             future.cancel()
             return Outcome(None, CallTimeoutError(self._too_slow(call)))
         except CancelledError as cancelled:  # by the function itself

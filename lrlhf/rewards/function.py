@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from lrlhf.types import Message, Prompt
 
@@ -13,7 +13,7 @@ Completion = str | Sequence[Message]
 """Text, or for a chat the turns that the policy added."""
 
 RewardValues = Sequence[float | None]
-"""One number per response; None: this function has no opinion on the response."""
+"""One number per response; None: this function has no value for the response."""
 
 LogMetric = Callable[[str, float], None]
 LogExtra = Callable[[str, Sequence[Any]], None]
@@ -30,7 +30,8 @@ class PartialValues(list[float | None]):
     """Values of which some are missing for a reason that is to be reported.
 
     Args:
-        values: One per response; None: the reason applies to it.
+        values: One per response; None: the reason applies to it. Without any None, the reason says
+            how values came about that are to be doubted.
         failure: The reason, for the log; the last line sums it up.
     """
 
@@ -46,6 +47,9 @@ class RewardFunction(ABC):
     a function that looks at text alone is ``def __call__(self, *, completions, **columns)``.
     ``__call__`` may be ``async``.
     """
+
+    ends_by_itself: ClassVar[bool] = False
+    """Its work ends, or has limits of its own: `Rewards` sets it none unless it is told to."""
 
     def prepare(self) -> None:  # noqa: B027  most functions have nothing to load
         """Load what is heavy; must be cheap when it is loaded already.
@@ -77,7 +81,8 @@ class RewardFunction(ABC):
             columns: Every other column of the data, as a list with one value per response.
 
         Returns:
-            One finite number per response, or None where it has no opinion.
+            One finite number per response, or None where it has none. The response then has no
+            score at all, unless the function is among the optional ones of `Rewards`.
         """
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from lrlhf.rewards.builtins import BUILTINS
 from lrlhf.rewards.fresh_copies import CopiesStartAfresh
@@ -65,8 +65,7 @@ class IsolatedReward(CopiesStartAfresh):
         function: Import path, the short name of a built-in one, or ``class_path`` with
             ``init_args``. An import path is imported in the process only.
         timeout: Seconds for a batch of responses, and for each one that is asked about alone.
-        total_timeout: Seconds for all that together; below the timeout of ``Rewards``, so that
-            what was scored in time counts.
+        total_timeout: Seconds for all that together; what was scored by then counts.
         memory_gb: GB of address space that the function may use on top of what is mapped when it
             is loaded; null: no limit, which is what functions on a GPU need.
         cpu_seconds: Seconds of CPU time for a batch; null: no limit.
@@ -76,13 +75,14 @@ class IsolatedReward(CopiesStartAfresh):
         max_reply_mb: Largest result of a batch, with what is logged.
     """
 
+    ends_by_itself: ClassVar[bool] = True
     _not_copied = ("_workers", "_signature", "_lock")
 
     def __init__(  # noqa: PLR0913  the keys of a user's config
         self,
         function: NamedFunction,
         timeout: float = 10.0,
-        total_timeout: float = 50.0,
+        total_timeout: float = 600.0,
         memory_gb: float | None = 4.0,
         cpu_seconds: float | None = None,
         workers: int = 1,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from jinja2 import TemplateError
@@ -23,6 +23,7 @@ from lrlhf.models import (
     ruled_out_ids,
 )
 from lrlhf.models.loading import DType
+from lrlhf.rewards.dispatch import CallTimeoutError, out_of_time
 from lrlhf.rewards.function import (
     Completion,
     LogMetric,
@@ -35,6 +36,7 @@ from lrlhf.rewards.function import (
 from lrlhf.types import Media, Message, Prompt, SequenceBatch
 from lrlhf.vllm_worker.fingerprint import fingerprint
 
+_Step = TypeVar("_Step")
 _NO_LIMIT = 10**9  # tokenizers without a limit name one of 30 digits
 
 
@@ -103,6 +105,8 @@ class LearnedReward(RewardFunction):
         trust_remote_code: Run Python code that comes with the model.
         offload: Keep the model in main memory between two calls.
     """
+
+    ends_by_itself: ClassVar[bool] = True
 
     def __init__(  # noqa: PLR0913  the keys of a user's config
         self,
@@ -188,8 +192,8 @@ class LearnedReward(RewardFunction):
         nothing: list[Sequence[Any]] = [()] * len(prompts)
         rows = [
             self._row(loaded, *given)
-            for given in zip(
-                prompts, completions, images or nothing, videos or nothing, strict=True
+            for given in _while_wanted(
+                zip(prompts, completions, images or nothing, videos or nothing, strict=True)
             )
         ]
         rows = _sharing(rows, prompts, images or nothing, videos or nothing)
@@ -210,7 +214,7 @@ class LearnedReward(RewardFunction):
         )
         scores: list[float | None] = [None] * len(rows)
         with looking_once(), self._in_place(loaded):
-            for start in range(0, len(short), self._batch_size):
+            for start in _while_wanted(range(0, len(short), self._batch_size)):
                 chosen = short[start : start + self._batch_size]
                 found = _score(loaded, [scored[row] for row in chosen])
                 for row, score in zip(chosen, found, strict=True):
@@ -312,6 +316,14 @@ class LearnedReward(RewardFunction):
                 "chat_template"
             ) from error
         return str(text)
+
+
+def _while_wanted(steps: Iterable[_Step]) -> Iterator[_Step]:
+    """Go on as long as somebody waits for the scores: the device may have other work by then."""
+    for step in steps:
+        if out_of_time():
+            raise CallTimeoutError("the rest is not scored, as the call has run out of time")
+        yield step
 
 
 def _fingerprint(network: RewardNetwork, settings: str) -> str:

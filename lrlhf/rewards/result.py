@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lrlhf.rewards.function import RewardError
@@ -17,7 +17,7 @@ class RewardResult:
     """Scores of a batch of responses, and where they come from."""
 
     scores: Float[Tensor, " B"]
-    """Weighted sum of what the functions returned; NaN: none of them could score the response."""
+    """Weighted sum of what the functions returned; NaN: a part of it is missing."""
     per_function: Float[Tensor, "B K"]
     """What each function returned, unweighted; NaN: nothing."""
     names: tuple[str, ...]
@@ -31,22 +31,29 @@ class RewardResult:
 
 
 def weighted_sum(
-    per_function: Float[Tensor, "B K"], weights: Float[Tensor, "B K"]
+    per_function: Float[Tensor, "B K"],
+    weights: Float[Tensor, "B K"],
+    *,
+    optional: Bool[Tensor, " K"],
 ) -> Float[Tensor, " B"]:
     """Add up what counts, per response.
 
+    A sum without one of its parts cannot be compared with others: beside a penalty, it would rank
+    a response that a reward model failed to score above those that it scored low.
+
     Args:
         per_function: Values, NaN where a function has none.
-        weights: NaN where a function was not asked; a weight of 0 only logs, so that a response
-            with no other value is unscorable.
+        weights: NaN where a function was not asked; a weight of 0 only logs.
+        optional: The functions whose value may be missing, so that the others' count alone.
 
     Returns:
-        Float32 sums; NaN where nothing counts.
+        Float32 sums; NaN where a value is missing that is not optional, or where nothing counts.
 
     Raises:
         RewardError: A sum is too large for float32.
     """
-    counts = per_function.isfinite() & weights.isfinite() & (weights != 0)
+    wanted = weights.isfinite() & (weights != 0)
+    counts = per_function.isfinite() & wanted
     terms = torch.where(counts, per_function.double() * weights, 0.0)
     scores = terms.sum(dim=1).float()
     if scores.isinf().any():
@@ -55,4 +62,5 @@ def weighted_sum(
             f"the weighted rewards of response {row} add up to more than float32 can hold: "
             f"{per_function[row].tolist()}; scale the reward functions down"
         )
-    return torch.where(counts.any(dim=1), scores, torch.nan)
+    complete = (counts | ~wanted | optional).all(dim=1)
+    return torch.where(complete & counts.any(dim=1), scores, torch.nan)

@@ -6,15 +6,22 @@ import logging
 import math
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lrlhf.rewards.builtins import BUILTINS
 from lrlhf.rewards.dispatch import Call, Dispatcher, Outcome
-from lrlhf.rewards.function import Completion, PartialValues, RewardError, RewardFunction
+from lrlhf.rewards.failures import FailureCount
+from lrlhf.rewards.function import (
+    Completion,
+    PartialValues,
+    RewardError,
+    RewardFunction,
+    did_you_mean,
+)
 from lrlhf.rewards.journal import Journal, Logged
 from lrlhf.rewards.lookup import BoundFunction, NamedFunction, bind_functions, chosen_arguments
 from lrlhf.rewards.result import RewardResult, weighted_sum
@@ -25,6 +32,8 @@ from lrlhf.types import Prompt
 logger = logging.getLogger(__name__)
 
 _MAX_LOGGED = 50
+_TIMEOUT_S = 1800.0
+"""For functions that may hang; far more than work takes."""
 
 
 class _Responses(NamedTuple):
@@ -57,9 +66,11 @@ class _Asked(NamedTuple):
 class Rewards:
     """Scores responses with several functions at once.
 
-    The score of a response is the weighted sum of what the functions return for it. A function
-    that raises, runs out of time or returns no number leaves its responses without its value, and
-    is reported; a response that is left without any value has no score.
+    The score of a response is the weighted sum of what the functions return for it. A response
+    for which a function returns None has no score, as its sum would lack a part, unless the
+    function is among ``optional``: then the others count alone. A function that raises, runs out
+    of time or returns no number leaves its responses without its value in the same way, and is
+    reported. Functions with weight 0, and those that the recipe does not ask, are never missed.
 
     Args:
         functions: List of reward functions: an import path (``my_rewards.brevity``), the short
@@ -67,38 +78,42 @@ class Rewards:
             mapping gives them names.
         weights: One per function, as a list or by name; all 1 by default. 0: only logged.
         names: Under which the functions are logged; by default their own.
-        timeout: Seconds that each function may take for a batch; null: no limit.
+        timeout: Seconds that each function may take for a batch; null: no limit. ``auto`` is half
+            an hour, and no limit for those that end by themselves: learned, remote and isolated
+            rewards.
         max_unscorable_fraction: Stop if more than this part of a batch has no score.
         max_failures_in_a_row: Stop if a function fails as a whole in so many batches without a
             success; null: never.
+        max_failures: Stop if a function fails in so many batches of the run, where a batch that
+            fails in part counts as that part, and ten without failure make up for one; null:
+            never. A resumed run counts anew.
         recipe: Weights by label instead of ``weights``: label, reward name, weight. A function is
             asked only about the responses whose label gives it a weight.
         label_column: Data column that holds the label for ``recipe``.
+        optional: Names of functions that may have no value for a response.
 
     Raises:
         ValueError: The functions, names, weights or recipe do not fit together.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the keys of a user's config
         self,
         functions: list[NamedFunction] | dict[str, NamedFunction],
         weights: list[float] | dict[str, float] | None = None,
         names: list[str] | None = None,
-        timeout: float | None = 60.0,
+        timeout: float | Literal["auto"] | None = "auto",
         max_unscorable_fraction: float = 0.1,
         max_failures_in_a_row: int | None = 5,
         recipe: dict[str, dict[str, float]] | None = None,
         label_column: str = "label",
+        max_failures: int | None = 10,
+        optional: list[str] | None = None,
     ) -> None:
-        if timeout is not None and not timeout > 0:
+        if isinstance(timeout, int | float) and not timeout > 0:
             raise ValueError(f"timeout is {timeout}; give seconds above 0, or null for no limit")
         if not 0 <= max_unscorable_fraction <= 1:
             raise ValueError(
                 f"max_unscorable_fraction is {max_unscorable_fraction}; it must lie in [0, 1]"
-            )
-        if max_failures_in_a_row is not None and max_failures_in_a_row < 1:
-            raise ValueError(
-                f"max_failures_in_a_row is {max_failures_in_a_row}; it must be 1 or more, or null"
             )
         if recipe is not None and weights is not None:
             raise ValueError("weights and recipe exclude each other: drop one of the two")
@@ -109,10 +124,11 @@ class Rewards:
             if recipe is None
             else weights_by_label(self.names, recipe, label_column)
         )
+        self._optional = _members(self.names, optional or [])
         self._max_unscorable_fraction = max_unscorable_fraction
-        self._max_failures_in_a_row = max_failures_in_a_row
-        self._failures_in_a_row = dict.fromkeys(self.names, 0)
-        self._dispatcher = Dispatcher(timeout)
+        self._failures = FailureCount(self.names, max_failures_in_a_row, max_failures)
+        self._spares_some = timeout == "auto"
+        self._dispatcher = Dispatcher(_TIMEOUT_S if timeout == "auto" else timeout)
         self._logged: set[str] = set()
 
     def prepare(self) -> None:
@@ -159,7 +175,7 @@ class Rewards:
             for bound, weight in zip(self._functions, weights.T, strict=True)
             if (rows := weight.isfinite().nonzero()[:, 0].tolist())
         ]
-        calls = [_call(entry, responses) for entry in asked]
+        calls = [_call(entry, responses, spared=self._spares_some) for entry in asked]
         outcomes = self._dispatcher.run(calls)
         return self._combine(asked, outcomes, weights)
 
@@ -179,8 +195,8 @@ class Rewards:
             if failure:
                 failures.append(f"{entry.bound.name}: {failure}")
         self._log(failures)
-        scores = weighted_sum(per_function, weights)
-        self._check_repeated(failures)
+        scores = weighted_sum(per_function, weights, optional=self._optional)
+        self._failures.check(failures)
         self._check_quota(scores, per_function, weights, failures)
         return RewardResult(
             scores=scores,
@@ -197,12 +213,13 @@ class Rewards:
         if isinstance(error, RewardError):
             raise RewardError(f"reward function {name!r}: {error}") from error
         if error is not None:
-            self._failures_in_a_row[name] += 1
+            self._failures.add(name, 1.0)
             return [math.nan] * len(entry.rows), _explain(error)
-        self._failures_in_a_row[name] = 0
-        values, failure = check_values(outcome.value, function=name, rows=entry.rows)
+        values, bad, failure = check_values(outcome.value, function=name, rows=entry.rows)
         if isinstance(outcome.value, PartialValues):
             failure = "\n".join(filter(None, (failure, outcome.value.failure)))
+            bad = sum(map(math.isnan, values))
+        self._failures.add(name, bad / len(entry.rows))
         return values, failure
 
     def _log(self, failures: Sequence[str]) -> None:
@@ -211,17 +228,6 @@ class Rewards:
             if summary not in self._logged and len(self._logged) < _MAX_LOGGED:
                 self._logged.add(summary)
                 logger.error("reward function %s", failure)
-
-    def _check_repeated(self, failures: Sequence[str]) -> None:
-        limit = self._max_failures_in_a_row
-        for name, count in self._failures_in_a_row.items():
-            if limit is not None and count >= limit:
-                last = next(text for text in failures if text.startswith(f"{name}: "))
-                raise RewardError(
-                    f"reward function {name!r} failed in {count} batches in a row, so that the "
-                    f"policy is trained on something else. Repair it, or raise "
-                    f"max_failures_in_a_row. The last failure: {last}"
-                )
 
     def _check_quota(
         self,
@@ -234,18 +240,23 @@ class Rewards:
         count = int(unscorable.sum())
         if count <= self._max_unscorable_fraction * len(scores):
             return
-        silent = (per_function.isnan() & weights.isfinite() & unscorable[:, None]).sum(dim=0)
+        wanted = weights.isfinite() & (weights != 0)
+        silent = (per_function.isnan() & wanted & unscorable[:, None]).sum(dim=0)
         blame = ", ".join(
             f"{name} ({missing} without a value)"
             for name, missing in zip(self.names, silent.tolist(), strict=True)
             if missing
         )
         first = failures[0] if failures else "none: the functions returned None"
+        several = len(self.names) > 1
+        # which may return None for a response that they have nothing to say about
+        advice = "list those whose value may be missing under optional, " if several else ""
         raise RewardError(
-            f"no reward could score {count} of {len(scores)} responses (the first is response "
-            f"{int(unscorable.nonzero()[0])}; allowed: {self._max_unscorable_fraction:.0%}). "
-            f"Functions: {blame}. Repair them, give them more time with timeout, or accept more "
-            f"with max_unscorable_fraction. First failure: {first}"
+            f"{'not every' if several else 'no'} reward could score {count} of {len(scores)} "
+            f"responses (the first is response {int(unscorable.nonzero()[0])}; allowed: "
+            f"{self._max_unscorable_fraction:.0%}). Functions: {blame}. Repair them, give them "
+            f"more time with timeout, {advice}or accept more with max_unscorable_fraction. First "
+            f"failure: {first}"
         )
 
     def _unscored(
@@ -259,12 +270,29 @@ class Rewards:
         }
 
 
-def _call(entry: _Asked, responses: _Responses) -> Call:
+def _members(names: Sequence[str], optional: Sequence[str]) -> Bool[Tensor, " K"]:
+    for name in optional:
+        if name not in names:
+            raise ValueError(
+                f"optional: there is no reward {name!r}{did_you_mean(name, names)} (rewards: "
+                f"{', '.join(names)})"
+            )
+    return torch.tensor([name in optional for name in names])
+
+
+def _call(entry: _Asked, responses: _Responses, *, spared: bool) -> Call:
+    """Return what is called; ``spared``: without a time limit if it needs none."""
+    function = entry.bound.function
     available = responses.arguments(entry.rows) | {
         "log_metric": entry.journal.log_metric,
         "log_extra": entry.journal.log_extra,
     }
-    return Call(entry.bound.name, entry.bound.function, chosen_arguments(entry.bound, available))
+    return Call(
+        entry.bound.name,
+        function,
+        chosen_arguments(entry.bound, available),
+        unlimited=spared and isinstance(function, RewardFunction) and function.ends_by_itself,
+    )
 
 
 def _explain(error: BaseException) -> str:

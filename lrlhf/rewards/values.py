@@ -21,6 +21,8 @@ class CheckedValues(NamedTuple):
     """One number per response, NaN where there is none."""
 
     values: list[float]
+    bad: int
+    """How many values were no finite numbers, and not None."""
     malformed: str
     """Which values were no finite numbers; empty: none."""
 
@@ -51,6 +53,7 @@ def check_values(returned: Any, *, function: str, rows: Sequence[int]) -> Checke
     bad = [row for row, value in enumerate(values) if value is None]
     return CheckedValues(
         values=[math.nan if value is None else value for value in values],
+        bad=len(bad),
         malformed=_describe(entries, bad, rows),
     )
 

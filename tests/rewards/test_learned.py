@@ -1,6 +1,7 @@
 import copy
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,26 @@ def test_no_more_than_the_batch_size_is_scored_at_once(classifier_folder: str) -
     )
     score(function)
     assert sizes == [2, 1]
+
+
+def test_a_call_that_ran_out_of_time_stops_between_two_batches(classifier_folder: str) -> None:
+    function = LearnedReward(classifier_folder, batch_size=1)
+    function.prepare()
+    assert function._loaded is not None
+    begun: list[float] = []
+
+    def slow(*_: Any) -> None:
+        begun.append(time.monotonic())
+        time.sleep(0.3)
+
+    function._loaded.network.register_forward_pre_hook(slow)
+    rewards = Rewards([function], timeout=0.5, max_unscorable_fraction=1.0)
+    result = rewards.score(PROMPTS * 3, TEXTS * 3, [[1]] * 9, [{}] * 9)
+    given_up = time.monotonic()
+    assert "no result after 0.5 s" in result.failures[0]
+    time.sleep(0.9)
+    assert 1 <= len(begun) <= 3
+    assert all(moment < given_up for moment in begun)
 
 
 def test_a_chat_is_rendered_by_the_reward_models_own_template(

@@ -1,6 +1,7 @@
 import asyncio
 import copy
 import functools
+import itertools
 import logging
 import math
 import pickle
@@ -14,7 +15,15 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lrlhf.rewards import RewardError, RewardFunction, RewardResult, Rewards
+from lrlhf.rewards import (
+    LearnedReward,
+    RewardError,
+    RewardFunction,
+    RewardResult,
+    Rewards,
+    out_of_time,
+)
+from lrlhf.rewards import rewards as rewards_module
 
 
 def score(rewards: Rewards, count: int = 2, **columns: Sequence[Any]) -> RewardResult:
@@ -92,10 +101,41 @@ def test_weights_may_be_given_by_name() -> None:
     assert score(rewards).scores.tolist() == [1.0, 11.0]
 
 
-def test_a_value_of_none_is_left_out_of_the_sum() -> None:
-    result = score(Rewards([first_only, row_numbers], weights=[4.0, 1.0]))
+def test_an_optional_value_of_none_is_left_out_of_the_sum() -> None:
+    rewards = Rewards([first_only, row_numbers], weights=[4.0, 1.0], optional=["first_only"])
+    result = score(rewards)
     assert result.scores.tolist() == [4.0, 1.0]
     assert result.per_function[1, 0].isnan()
+
+
+@pytest.mark.parametrize("missing", [None, math.nan, math.inf])
+def test_a_response_without_one_of_its_parts_has_no_score(missing: float | None) -> None:
+    def learned(**_: Any) -> list[float | None]:
+        return [-5.0, missing, -7.0]
+
+    def overlong(**_: Any) -> list[float]:
+        return [0.0, -1.0, 0.0]
+
+    rewards = Rewards([learned, overlong], max_unscorable_fraction=0.4)
+    scores = score(rewards, count=3).scores
+    assert scores[[0, 2]].tolist() == [-5.0, -7.0]
+    assert scores[1].isnan()  # and not -1, the best of all
+
+
+def test_a_failing_function_of_two_stops_the_run_by_the_quota() -> None:
+    with pytest.raises(RewardError, match=r"not every reward could score 2 of 2 (?s:.*)broken"):
+        score(Rewards([raising, ones]))
+
+
+def test_what_only_logs_or_is_not_asked_is_no_missing_part() -> None:
+    rewards = Rewards(
+        {"a": nothing, "b": ones, "c": nothing},
+        recipe={"x": {"a": 0.0, "b": 2.0}, "y": {"c": 1.0}},
+        max_unscorable_fraction=0.5,
+    )
+    scores = score(rewards, label=["x", "y"]).scores
+    assert scores[0] == 2.0
+    assert scores[1].isnan()
 
 
 def test_a_response_without_any_value_has_no_score() -> None:
@@ -254,7 +294,7 @@ def test_wrong_logging_fails_the_function(log: Any, message: str) -> None:
         log(log_metric, log_extra)
         return ones(completions)
 
-    result = score(Rewards([logs, ones]))
+    result = score(Rewards([logs, ones], optional=["logs"]))
     assert result.per_function[:, 0].isnan().all()
     assert len(result.failures) == 1
     assert re.search(message, result.failures[0])
@@ -264,7 +304,7 @@ def test_wrong_logging_fails_the_function(log: Any, message: str) -> None:
 
 
 def test_a_raising_function_leaves_its_values_out_and_its_traceback_behind() -> None:
-    result = score(Rewards([raising, ones]))
+    result = score(Rewards([raising, ones], optional=["raising"]))
     assert result.scores.tolist() == [1.0, 1.0]
     assert result.per_function[:, 0].isnan().all()
     (failure,) = result.failures
@@ -274,7 +314,7 @@ def test_a_raising_function_leaves_its_values_out_and_its_traceback_behind() -> 
 
 
 def test_a_failure_is_logged_once_per_message(caplog: pytest.LogCaptureFixture) -> None:
-    rewards = Rewards([raising, ones], max_failures_in_a_row=None)
+    rewards = Rewards([raising, ones], max_failures_in_a_row=None, optional=["raising"])
     with caplog.at_level(logging.ERROR):
         for count in (2, 2, 3):
             score(rewards, count=count)
@@ -283,7 +323,7 @@ def test_a_failure_is_logged_once_per_message(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_function_that_always_fails_stops_the_run() -> None:
-    rewards = Rewards([raising, ones], max_failures_in_a_row=2)
+    rewards = Rewards([raising, ones], max_failures_in_a_row=2, optional=["raising"])
     score(rewards)
     with pytest.raises(RewardError, match="'raising' failed in 2 batches in a row"):
         score(rewards)
@@ -297,8 +337,46 @@ def test_a_success_starts_the_count_of_failures_again() -> None:
             raise OSError("no answer")
         return ones(completions)
 
-    rewards = Rewards([flaky, ones], max_failures_in_a_row=2)
+    rewards = Rewards([flaky, ones], max_failures_in_a_row=2, optional=["flaky"])
     assert [len(score(rewards).failures) for _ in range(5)] == [1, 0, 1, 0, 1]
+
+
+def test_failures_are_counted_over_the_run_and_not_only_in_a_row() -> None:
+    fails = itertools.cycle([True, False])
+
+    def flaky(completions: Sequence[str]) -> list[float]:
+        if next(fails):
+            raise OSError("no answer")
+        return ones(completions)
+
+    rewards = Rewards([flaky, ones], optional=["flaky"])
+    for _ in range(20):
+        score(rewards)
+    # the 11th failure: 10 successes made up for one
+    with pytest.raises(RewardError, match=r"'flaky' failed in 10 batches(?s:.*)no answer"):
+        score(rewards)
+
+
+def test_one_failure_in_eleven_batches_never_stops_the_run() -> None:
+    fails = itertools.cycle([True] + [False] * 10)
+
+    def flaky(completions: Sequence[str]) -> list[float]:
+        return [math.nan if next(fails) else 1.0] * len(completions)
+
+    rewards = Rewards([flaky, ones], optional=["flaky"], max_failures=2)
+    assert sum(len(score(rewards).failures) for _ in range(66)) == 6
+
+
+def test_a_batch_that_fails_in_part_counts_in_part() -> None:
+    def half(**_: Any) -> list[float]:
+        return [math.inf, 1.0]
+
+    # each batch counts for 0.5, less half of a tenth: 0.45
+    rewards = Rewards([half, ones], optional=["half"], max_failures=1)
+    for _ in range(2):
+        score(rewards)
+    with pytest.raises(RewardError, match="'half' failed in 1 batches"):
+        score(rewards)
 
 
 def test_sys_exit_in_a_function_is_its_failure() -> None:
@@ -308,7 +386,7 @@ def test_sys_exit_in_a_function_is_its_failure() -> None:
     async def leaves_too(**_: Any) -> list[float]:
         raise SystemExit(3)
 
-    rewards = Rewards([leaves, leaves_too, halves])
+    rewards = Rewards([leaves, leaves_too, halves], optional=["leaves", "leaves_too"])
     assert len(score(rewards).failures) == 2
     assert score(rewards).scores.tolist() == [0.5, 0.5]  # the event loop still runs
 
@@ -317,7 +395,7 @@ def test_a_function_that_cancels_itself_has_failed() -> None:
     async def gives_up(**_: Any) -> list[float]:
         raise asyncio.CancelledError
 
-    result = score(Rewards([gives_up, ones]))
+    result = score(Rewards([gives_up, ones], optional=["gives_up"]))
     assert result.scores.tolist() == [1.0, 1.0]
     assert "CancelledError" in result.failures[0]
 
@@ -378,7 +456,8 @@ def test_functions_run_at_the_same_time() -> None:
 
 def test_a_slow_function_times_out_and_the_others_count() -> None:
     start = time.monotonic()
-    result = score(Rewards({"slow": sleeping(5.0, 9.0), "fast": ones}, timeout=0.2))
+    rewards = Rewards({"slow": sleeping(5.0, 9.0), "fast": ones}, timeout=0.2, optional=["slow"])
+    result = score(rewards)
     assert time.monotonic() - start < 2
     assert result.scores.tolist() == [1.0, 1.0]
     assert result.failures[0].startswith("slow: no result after 0.2 s")
@@ -395,7 +474,7 @@ def test_a_slow_async_function_is_cancelled() -> None:
             raise
         return ones(completions)
 
-    result = score(Rewards([slow, ones], timeout=0.1))
+    result = score(Rewards([slow, ones], timeout=0.1, optional=["slow"]))
     assert result.failures[0].startswith("slow: no result after 0.1 s")
     assert cancelled.wait(5)
 
@@ -413,7 +492,7 @@ def test_a_late_result_is_not_mixed_into_a_later_call() -> None:
         log_extra("value", [value] * len(completions))
         return [value] * len(completions)
 
-    rewards = Rewards([late, ones], timeout=0.3)
+    rewards = Rewards([late, ones], timeout=0.3, optional=["late"])
     first = score(rewards)
     assert "value" not in first.metrics
     release.set()
@@ -434,11 +513,52 @@ def test_a_function_is_not_entered_again_before_it_is_done() -> None:
         release.wait(10)
         return ones(completions)
 
-    rewards = Rewards([hangs, ones], timeout=0.1)
+    rewards = Rewards([hangs, ones], timeout=0.1, optional=["hangs"])
     for _ in range(3):
         assert score(rewards).failures[0].startswith("hangs: no result after 0.1 s")
     assert entered == [1]
     release.set()
+
+
+def test_the_default_timeout_spares_functions_that_end_by_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Slow(RewardFunction):
+        def __call__(self, *, completions: Sequence[Any], **columns: Any) -> list[float]:
+            time.sleep(0.4)
+            return [1.0] * len(completions)
+
+    class Computing(Slow):
+        ends_by_itself = True
+
+    assert 600 <= rewards_module._TIMEOUT_S <= 7200  # of the phase: see Deadlines
+    monkeypatch.setattr(rewards_module, "_TIMEOUT_S", 0.1)
+    assert score(Rewards([Computing()])).scores.tolist() == [1.0, 1.0]
+    (failure,) = score(Rewards([Slow(), ones], optional=["slow"])).failures
+    assert failure.startswith("slow: no result after 0.1 s")
+    (failure,) = score(Rewards([Computing(), ones], timeout=0.1, optional=["computing"])).failures
+    assert failure.startswith("computing: no result after 0.1 s")
+    assert LearnedReward.ends_by_itself
+
+
+def test_a_function_can_ask_whether_it_has_run_out_of_time() -> None:
+    asked: list[bool] = []
+    ended = threading.Event()
+
+    def computes(completions: Sequence[str]) -> list[float]:
+        asked.append(out_of_time())
+        for _ in range(100):
+            time.sleep(0.02)
+            if out_of_time():
+                ended.set()
+                break
+        return ones(completions)
+
+    result = score(Rewards([computes, ones], timeout=0.2, optional=["computes"]))
+    assert result.failures[0].startswith("computes: no result after 0.2 s")
+    assert ended.wait(1)
+    assert asked == [False]
+    assert not out_of_time()  # there is no call here
 
 
 def test_without_a_timeout_a_slow_function_is_waited_for() -> None:
@@ -565,6 +685,8 @@ def positional(completions: Sequence[str], /) -> list[float]:
         ({"functions": [ones], "timeout": 0.0}, "timeout is 0.0"),
         ({"functions": [ones], "max_unscorable_fraction": 1.5}, "max_unscorable_fraction is 1.5"),
         ({"functions": [ones], "max_failures_in_a_row": 0}, "max_failures_in_a_row is 0"),
+        ({"functions": [ones], "max_failures": 0}, "max_failures is 0"),
+        ({"functions": [ones], "optional": ["one"]}, "optional: .*'one'; did you mean 'ones'"),
     ],
 )
 def test_wrong_options_are_explained(options: dict[str, Any], message: str) -> None:
