@@ -1,4 +1,7 @@
-"""Comparing mathematical expressions with math-verify."""
+"""Comparing mathematical expressions with math-verify.
+
+A process of its own compares, with this file alone: it imports nothing of the library.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ import importlib
 import importlib.util
 import logging
 import re
+from collections.abc import Sequence
 from types import ModuleType
 
+MISSING = "use_math_verify needs the package math-verify: pip install 'lrlhf[math]'"
 _MAX_LENGTH = 300
-# what a computer algebra system would work out for ever: towers, huge powers, factorials
+# what a computer algebra system would work out for ever, and is not even tried: towers, huge
+# powers, factorials
 _EXPLOSIVE = re.compile(r"(?:\^|\*\*)[\s{(+-]*\d{4,}|(?:\^|\*\*)[^=,]*(?:\^|\*\*)|!")
 _MATH = re.compile(r"\$|\\boxed|\\\(|\\\[")
 
@@ -31,19 +37,22 @@ def load() -> ModuleType:
     try:
         package = importlib.import_module("math_verify")
     except ImportError as error:
-        raise ImportError(
-            "use_math_verify needs the package math-verify: pip install 'lrlhf[math]'"
-        ) from error
+        raise ImportError(MISSING) from error
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).addFilter(_is_no_timeout_remark)
     return package
 
 
+def equal_each(right: Sequence[str], given: Sequence[str]) -> list[float | None]:
+    """Compare expressions pair by pair, see `equal`."""
+    return [equal(*pair) for pair in zip(right, given, strict=True)]
+
+
 def equal(right: str, given: str) -> float | None:
     """Compare two expressions.
 
-    math-verify's own timeouts are signals, which only the main thread gets; they are off, and the
-    timeout of the rewards applies.
+    Whoever calls it limits the time: a binomial of six digits takes hours. math-verify's own
+    timeouts are signals, which do not end a computation in C; they are off.
 
     Args:
         right: The right answer: LaTeX, or an expression.

@@ -15,6 +15,7 @@ import os
 import pickle
 import pkgutil
 import resource
+import runpy
 import signal
 import struct
 import sys
@@ -157,12 +158,23 @@ _NOT_BY_NAME = (
 
 
 def _loaded(source: str | bytes) -> Callable[..., Any]:
-    found = pkgutil.resolve_name(source) if isinstance(source, str) else pickle.loads(source)
+    if isinstance(source, bytes):
+        found = pickle.loads(source)
+    elif ".py:" in source:
+        found = _from_file(*source.rsplit(":", 1))
+    else:
+        found = pkgutil.resolve_name(source)
     if isinstance(found, type):
         found = found()
     if not callable(found):
         raise TypeError(f"{source!r} is a {type(found).__name__}, not a function")
     return found  # type: ignore[no-any-return]
+
+
+def _from_file(path: str, name: str) -> Any:
+    """Run a file by itself, without the package that it lies in."""
+    found = runpy.run_path(path, run_name=f"{name} alone")
+    return found[name]
 
 
 async def _awaited(result: Any) -> Any:

@@ -50,7 +50,7 @@ class Worker:
     Requests are pickles, as their content is the parent's; replies are JSON, as it is not.
 
     Args:
-        function: Import path, or the pickle of a function.
+        function: Import path, ``file.py:name``, or the pickle of a function.
         limits: What it may use.
         env: Names of more environment variables that it gets.
         timeout: Seconds to load the function.

@@ -17,6 +17,7 @@ _NUMBER = re.compile(
 )
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}")
 _WITH_UNIT = re.compile(r"(\S+)(?:\s+[^\W\d_]{2,})+")
+_BRACE = re.compile(r"\\f?boxed\s*\{|[{}]")
 _REPLACED = {"−": "-", "–": "-", "\\$": "$", "\\%": "%", "\\!": "", "\\,": "", "{,}": ","}
 
 
@@ -40,13 +41,14 @@ def only_number(text: str) -> Fraction | None:
 
 def boxed(text: str) -> str | None:
     r"""Return what the last complete ``\boxed{...}`` holds, inner braces included."""
-    for start in reversed([match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)]):
-        depth = 1
-        for position in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[start:position]
-    return None
+    found: tuple[int, int] | None = None
+    unclosed: list[int | None] = []  # braces, of boxes where what they hold begins
+    for match in _BRACE.finditer(text):
+        if match[0] != "}":
+            unclosed.append(match.end() if "boxed" in match[0] else None)
+        elif unclosed and (start := unclosed.pop()) is not None and start > (found or (-1,))[0]:
+            found = (start, match.start())
+    return None if found is None else text[slice(*found)]
 
 
 def _tidy(text: str) -> str:

@@ -10,7 +10,8 @@ from typing import Any, Literal
 from lrlhf.rewards import expressions
 from lrlhf.rewards.function import Completion, RewardFunction, column_of, completion_text
 from lrlhf.rewards.numbers_in_text import boxed, numbers_in, only_number
-from lrlhf.rewards.text_rewards import compiled, last_match
+from lrlhf.rewards.one_by_one import OneByOne, UnjudgedError, judged, shared
+from lrlhf.rewards.text_patterns import TextPattern
 from lrlhf.rewards.values import shorten
 
 logger = logging.getLogger(__name__)
@@ -19,11 +20,12 @@ _MARK = "####"
 
 
 class NumericAnswer(RewardFunction):
-    r"""1 where the response gives the right number, else 0; no opinion without a right answer.
+    r"""1 where the response gives the right number, else 0; no value without a right answer.
 
     The right answer is what follows ``####`` in its column, else what ``\boxed{}`` holds, else
     all of it; units, currency and percent signs and thousands separators do not count. One that
-    is no number is compared as an expression, with ``math-verify``.
+    is no number is compared as an expression, with ``math-verify``, in a process of its own. A
+    response that it does not finish with in time counts 0, and is reported.
 
     Args:
         answer_column: Data column with the right answer, a number or text.
@@ -35,6 +37,7 @@ class NumericAnswer(RewardFunction):
         use_math_verify: ``auto``: for right answers that are no numbers, if it is installed
             (``pip install 'lrlhf[math]'``); true: also where numbers differ, as it reads more
             notations; false: never. Without it, answers that are no numbers give no score.
+        timeout: Seconds that comparing one response with ``math-verify`` may take.
     """
 
     def __init__(
@@ -43,32 +46,40 @@ class NumericAnswer(RewardFunction):
         which: str = "last",
         tolerance: float = 1e-6,
         use_math_verify: bool | Literal["auto"] = "auto",
+        timeout: float = 10.0,
     ) -> None:
+        if not timeout > 0:
+            raise ValueError(f"timeout is {timeout}; it must be above 0")
         if not 0 <= tolerance < 1:
             raise ValueError(f"tolerance is {tolerance}; it must lie in [0, 1)")
         self._answer_column = answer_column
         self._which = which
         named = which in ("last", "first", "boxed")
-        self._pattern = None if named else compiled(which, "which")
+        self._pattern = None if named else TextPattern(which, "which")
         self._tolerance = Fraction(tolerance)
         self._use_math_verify = use_math_verify
+        self._timeout = timeout
+        self._unreadable: set[str] = set()
+        """Right answers that math-verify does not finish reading."""
         self._told = False
 
     def prepare(self) -> None:
-        """Import math-verify, which takes seconds, if it is sure to be used.
+        """Start the process with math-verify, which takes a second, if it is sure to be used.
 
         Raises:
             ImportError: It must be used and is not installed.
         """
         if self._use_math_verify is True:
-            expressions.load()
+            if not expressions.available():
+                raise ImportError(expressions.MISSING)
+            _comparing().start()
 
     def __call__(self, *, completions: Sequence[Completion], **columns: Any) -> list[float | None]:
         answers = column_of(columns, self._answer_column, setting="answer_column")
-        return [
-            self._score(completion_text(completion), answer)
-            for completion, answer in zip(completions, answers, strict=True)
-        ]
+        return judged(
+            lambda row: self._score(completion_text(completions[row]), answers[row]),
+            len(completions),
+        )
 
     def _score(self, text: str, answer: object) -> float | None:
         if answer is None:
@@ -85,7 +96,31 @@ class NumericAnswer(RewardFunction):
             self._tell(answer)
             return None
         given_text = self._given_text(text)
-        return 0.0 if given_text is None else expressions.equal(right_text, given_text)
+        return 0.0 if given_text is None else self._equal(right_text, given_text)
+
+    def _equal(self, right: str, given: str) -> float | None:
+        if right in self._unreadable:
+            return None
+        try:
+            return _comparing().ask(self._timeout, right=right, given=given)
+        except UnjudgedError:
+            if self._readable(right):
+                raise  # it was the response
+            return None
+
+    def _readable(self, right: str) -> bool:
+        try:
+            _comparing().ask(self._timeout, right=right, given=right)
+        except UnjudgedError as error:
+            self._unreadable.add(right)
+            logger.warning(
+                "NumericAnswer: math-verify cannot read the right answer %s, which gives no "
+                "score: %s",
+                shorten(right),
+                str(error).splitlines()[-1],
+            )
+            return False
+        return True
 
     def _given_number(self, text: str) -> Fraction | None:
         if self._which == "boxed":
@@ -94,7 +129,7 @@ class NumericAnswer(RewardFunction):
         if self._which == "last" and _MARK in text:
             return next(iter(numbers_in(text.rpartition(_MARK)[2])), None)
         if self._pattern is not None:
-            text = last_match(self._pattern, text) or ""
+            text = self._pattern.last(text) or ""
         numbers = numbers_in(text)
         if not numbers:
             return None
@@ -103,7 +138,7 @@ class NumericAnswer(RewardFunction):
     def _given_text(self, text: str) -> str | None:
         """Return the part of the response that may be an expression."""
         if self._pattern is not None:
-            return last_match(self._pattern, text)
+            return self._pattern.last(text)
         if self._which == "boxed":
             return boxed(text)
         if self._which == "last" and _MARK in text:
@@ -123,6 +158,10 @@ class NumericAnswer(RewardFunction):
                 "answer_column to a column with numbers.",
                 shorten(answer),
             )
+
+
+def _comparing() -> OneByOne:
+    return shared("expressions.py:equal_each")
 
 
 def _right_part(answer: str) -> str:

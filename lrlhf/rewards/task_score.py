@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+import importlib.util
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lrlhf.rewards.function import (
@@ -15,22 +14,11 @@ from lrlhf.rewards.function import (
     RewardFunction,
     column_of,
     completion_text,
-    did_you_mean,
 )
-from lrlhf.rewards.text_rewards import compiled, last_match
+from lrlhf.rewards.one_by_one import judged, shared
+from lrlhf.rewards.text_patterns import TextPattern
 
-_Scorer = Callable[[str | None, Mapping[str, Any]], float]
-# what the tasks' scorers raise at answers that they do not expect, such as words for a number
-_UNREADABLE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
+_SCORERS = "task_scorers.py:score"
 
 
 class ReasoningGymScore(RewardFunction):
@@ -38,22 +26,29 @@ class ReasoningGymScore(RewardFunction):
 
     Needs the columns ``question``, ``answer`` and ``metadata`` of
     ``lrlhf.datamodules.ReasoningGym``; rows of several tasks may be mixed. Rows without
-    ``metadata`` get no score. A response that the task's scorer cannot read gets 0, and
-    ``rewards/reasoning_gym/unreadable`` counts it.
+    ``metadata`` get no score. A response that the task's scorer cannot read, or does not finish
+    with in time, gets 0, and ``rewards/reasoning_gym/unreadable`` counts it. The scorers run in a
+    process of their own: some of them compute whatever a response says.
 
     Args:
         strict: 1 for full marks, else 0; otherwise partial credit counts, which many tasks give
             to a right answer inside a longer text.
         extract: Regular expression; what its last match in the response holds (its first group,
             if it has one) is the answer. Without a match there is no answer.
+        timeout: Seconds that the task's scorer may take for one response.
     """
 
-    def __init__(self, strict: bool = False, extract: str | None = None) -> None:
+    def __init__(
+        self, strict: bool = False, extract: str | None = None, timeout: float = 10.0
+    ) -> None:
         self._strict = strict
-        self._extract = None if extract is None else compiled(extract, "extract")
+        if not timeout > 0:
+            raise ValueError(f"timeout is {timeout}; it must be above 0")
+        self._extract = None if extract is None else TextPattern(extract, "extract")
+        self._timeout = timeout
 
     def prepare(self) -> None:
-        """Import reasoning-gym, which takes seconds.
+        """Start the process with reasoning-gym, which takes seconds.
 
         Raises:
             ImportError: It is not installed.
@@ -71,25 +66,28 @@ class ReasoningGymScore(RewardFunction):
                 strict=True,
             )
         ]
-        scores = [
-            None if entry["metadata"] is None else self._score(completion_text(completion), entry)
-            for completion, entry in zip(completions, entries, strict=True)
-        ]
-        unreadable = sum(score == _NOT_READ for score in scores)
-        log_metric("reasoning_gym/unreadable", unreadable / max(1, len(scores)))
-        return [0.0 if score == _NOT_READ else score for score in scores]
+        unreadable: set[int] = set()
 
-    def _score(self, text: str, entry: Mapping[str, Any]) -> float:
-        score_answer = _scorer(_task_of(entry))
-        answer = text if self._extract is None else last_match(self._extract, text)
-        try:
-            score = float(score_answer(None if answer is None else answer.strip(), entry))
-        except _UNREADABLE:
-            return _NOT_READ
-        return float(score >= 1) if self._strict else score
+        def score(row: int) -> float | None:
+            entry = entries[row]
+            if entry["metadata"] is None:
+                return None
+            unreadable.add(row)
+            found = self._score(completion_text(completions[row]), entry)
+            if found is not None:
+                unreadable.remove(row)
+            return found or 0.0
 
+        scores = judged(score, len(entries))
+        log_metric("reasoning_gym/unreadable", len(unreadable) / max(1, len(scores)))
+        return scores
 
-_NOT_READ = -1.0
+    def _score(self, text: str, entry: Mapping[str, Any]) -> float | None:
+        task = _task_of(entry)
+        answer = text if self._extract is None else self._extract.last(text)
+        answer = None if answer is None else answer.strip()
+        score = shared(_SCORERS).ask(self._timeout, task=task, answer=answer, entry=entry)
+        return float(score >= 1) if self._strict and score is not None else score
 
 
 def _task_of(entry: Mapping[str, Any]) -> str:
@@ -103,23 +101,9 @@ def _task_of(entry: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-def _scorer(task: str) -> _Scorer:
-    package, known = _load()
-    if task not in known:
-        raise RewardError(f"reasoning-gym has no task {task!r}{did_you_mean(task, known)}")
-    scorer: _Scorer = package.get_score_answer_fn(task)
-    return scorer
-
-
-@functools.cache
-def _load() -> tuple[Any, Mapping[str, Any]]:
-    try:
-        with warnings.catch_warnings():
-            # a dependency compares text with `is`, which Python remarks on once
-            warnings.simplefilter("ignore", SyntaxWarning)
-            package = importlib.import_module("reasoning_gym")
-    except ImportError as error:
+def _load() -> None:
+    if importlib.util.find_spec("reasoning_gym") is None:
         raise ImportError(
             "ReasoningGymScore needs the package reasoning-gym: pip install 'lrlhf[tasks]'"
-        ) from error
-    return package, importlib.import_module("reasoning_gym.factory").DATASETS
+        )
+    shared(_SCORERS).start()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
 from lrlhf.rewards.function import Completion, RewardFunction, column_of, completion_text
+from lrlhf.rewards.one_by_one import judged
+from lrlhf.rewards.text_patterns import TextPattern
 
 _EDGES = " \t\n\r.,;:!?\"'`"
 
 
 class ExactMatch(RewardFunction):
-    """1 where the response is the answer, else 0; no opinion where the row has no answer.
+    """1 where the response is the answer, else 0; no value where the row has no answer.
 
     Args:
         answer_column: Data column with the answer, or with a list of accepted answers.
@@ -27,20 +28,20 @@ class ExactMatch(RewardFunction):
     ) -> None:
         self._answer_column = answer_column
         self._normalize = normalize
-        self._extract = None if extract is None else compiled(extract, "extract")
+        self._extract = None if extract is None else TextPattern(extract, "extract")
 
     def __call__(self, *, completions: Sequence[Completion], **columns: Any) -> list[float | None]:
         answers = column_of(columns, self._answer_column, setting="answer_column")
-        return [
-            self._score(completion_text(completion), answer)
-            for completion, answer in zip(completions, answers, strict=True)
-        ]
+        return judged(
+            lambda row: self._score(completion_text(completions[row]), answers[row]),
+            len(completions),
+        )
 
     def _score(self, text: str, answer: object) -> float | None:
         if answer is None:
             return None
         accepted = answer if isinstance(answer, list | tuple) else [answer]
-        found = text if self._extract is None else last_match(self._extract, text)
+        found = text if self._extract is None else self._extract.last(text)
         if found is None:
             return 0.0
         return float(self._form(found) in {self._form(str(entry)) for entry in accepted})
@@ -64,34 +65,15 @@ class RegexFormat(RewardFunction):
     """
 
     def __init__(self, pattern: str, full_match: bool = True, prefix: str = "") -> None:
-        self._pattern = compiled(pattern, "pattern")
+        self._pattern = TextPattern(pattern, "pattern")
         self._full_match = full_match
         self._prefix = prefix
 
-    def __call__(self, *, completions: Sequence[Completion], **columns: Any) -> list[float]:
-        return [self._score(self._prefix + completion_text(entry)) for entry in completions]
+    def __call__(self, *, completions: Sequence[Completion], **columns: Any) -> list[float | None]:
+        return judged(
+            lambda row: self._score(self._prefix + completion_text(completions[row])),
+            len(completions),
+        )
 
     def _score(self, text: str) -> float:
-        match = self._pattern.fullmatch if self._full_match else self._pattern.search
-        return float(match(text.strip()) is not None)
-
-
-def compiled(pattern: str, setting: str) -> re.Pattern[str]:
-    """Compile a regular expression whose ``.`` matches line breaks too.
-
-    Raises:
-        ValueError: It is not valid.
-    """
-    try:
-        return re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ValueError(f"{setting} {pattern!r} is no regular expression: {error}") from error
-
-
-def last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return what the last match holds: its first group, if there is one and it took part."""
-    matches = list(pattern.finditer(text))
-    if not matches:
-        return None
-    group = matches[-1].group(1) if pattern.groups else None
-    return matches[-1].group(0) if group is None else group
+        return float(self._pattern.matches(text.strip(), whole=self._full_match))

@@ -2,12 +2,13 @@ import importlib.util
 import logging
 import sys
 import threading
+import time
 from fractions import Fraction
 from typing import Any
 
 import pytest
 
-from lrlhf.rewards import NumericAnswer, RewardError, expressions
+from lrlhf.rewards import NumericAnswer, RewardError, RewardResult, Rewards, expressions
 from lrlhf.rewards.numbers_in_text import boxed, numbers_in, only_number
 from tests.rewards.test_text_rewards import value
 
@@ -131,6 +132,8 @@ def test_numeric_answer_reads_the_column_that_it_is_told() -> None:
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(ValueError, match=r"tolerance is 1.0"):
         NumericAnswer(tolerance=1.0)
+    with pytest.raises(ValueError, match=r"timeout is 0"):
+        NumericAnswer(timeout=0.0)
     with pytest.raises(ValueError, match="which '\\(' is no regular expression"):
         NumericAnswer(which="(")
 
@@ -151,6 +154,40 @@ def test_expressions_are_compared_by_value_and_in_threads(text: str, expected: f
     assert threading.current_thread() is threading.main_thread()  # the runner uses another
     function = NumericAnswer(which="boxed")
     assert value(function, text, answer=r"\sqrt{8}") == expected
+
+
+ENDLESS = r"\boxed{\binom{999999}{333333}}"
+
+
+def score(function: NumericAnswer, texts: list[str], answer: str) -> RewardResult:
+    """Score through `Rewards` with its own quota, as a run does."""
+    count = len(texts)
+    return Rewards([function]).score(
+        ["p"] * count, texts, [[1]] * count, [{"answer": answer}] * count
+    )
+
+
+def test_a_response_that_keeps_math_verify_busy_is_given_up_and_stops_nothing() -> None:
+    # one of three, as in a small batch, which a resumed run draws again
+    texts = [r"\boxed{\sqrt{8}}", ENDLESS, r"\boxed{2\sqrt{2}}"]
+    result = score(NumericAnswer(which="boxed", timeout=4.0), texts, r"\sqrt{8}")
+    assert result.scores.tolist() == [1.0, 0.0, 1.0]
+    (failure,) = result.failures
+    assert "1 of 3 responses could not be judged" in failure
+    assert failure.endswith("response 1: no result after 4 s")
+
+
+def test_a_right_answer_that_keeps_math_verify_busy_gives_no_score() -> None:
+    function = NumericAnswer(which="boxed", timeout=1.0)
+    start = time.monotonic()
+    assert [value(function, r"\boxed{\pi}", answer=ENDLESS) for _ in range(9)] == [None] * 9
+    assert time.monotonic() - start < 9  # it is tried once, alone and beside the response
+
+
+def test_boxes_that_are_never_closed_are_read_in_one_pass() -> None:
+    start = time.monotonic()
+    assert boxed(r"\boxed{1}" + r"\boxed{" * 5000) == "1"
+    assert time.monotonic() - start < 0.5
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from lrlhf.rewards import ReasoningGymScore, RewardError, Rewards, task_score
+from lrlhf.rewards import ReasoningGymScore, RewardError, Rewards, task_score, task_scorers
 
 SUM = {"question": "2 + 3 =", "answer": "5", "metadata": {"source_dataset": "chain_sum"}}
 GCD = {"question": "gcd of 4 and 6?", "answer": "2", "metadata": {"source_dataset": "gcd"}}
@@ -50,11 +50,30 @@ def test_a_response_that_the_scorer_cannot_read_gets_nothing_and_is_counted(
         assert answer is not None
         return float(int(answer) == int(entry["answer"]))
 
-    monkeypatch.setattr(task_score, "_scorer", lambda task: strict_number)
+    class InThisProcess:
+        def ask(self, timeout: float, **arguments: Any) -> float | None:
+            assert timeout == 10.0
+            lists = {name: [value] for name, value in arguments.items()}
+            return task_scorers.score(**lists)[0]
+
+    monkeypatch.setattr(task_scorers.reasoning_gym, "get_score_answer_fn", lambda _: strict_number)
+    monkeypatch.setattr(task_score, "shared", lambda _: InThisProcess())
+    monkeypatch.setattr(task_score, "_load", lambda: None)
     result = scores(ReasoningGymScore(), ("5", SUM), ("five", SUM), ("6", SUM), ("V", SUM))
     assert result.scores.tolist() == [1.0, 0.0, 0.0, 0.0]
     assert result.metrics["reasoning_gym/unreadable"] == 0.5
     assert result.failures == []
+
+
+def test_a_response_that_keeps_the_scorer_busy_is_given_up() -> None:
+    row = {"question": "make 3", "answer": "1 + 2"}
+    row |= {"metadata": {"source_dataset": "countdown", "numbers": [1, 2], "target": 3}}
+    result = scores(
+        ReasoningGymScore(strict=True, timeout=1), ("1 + 2", row), ("9**9**9**9", row), ("2+1", row)
+    )
+    assert result.scores.tolist() == [1.0, 0.0, 1.0]
+    assert result.metrics["reasoning_gym/unreadable"] == pytest.approx(1 / 3)
+    assert "1 of 3 responses could not be judged" in result.failures[0]
 
 
 @pytest.mark.parametrize(

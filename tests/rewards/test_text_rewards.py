@@ -1,4 +1,5 @@
 import math
+import re
 from typing import Any
 
 import pytest
@@ -6,11 +7,13 @@ import pytest
 from lrlhf.rewards import (
     Completion,
     ExactMatch,
+    NumericAnswer,
     RegexFormat,
     RewardError,
     RewardFunction,
     Rewards,
     completion_text,
+    text_patterns,
 )
 
 
@@ -94,3 +97,22 @@ def test_regex_format(options: dict[str, Any], completion: Completion, expected:
 def test_a_broken_regular_expression_is_refused(build: Any) -> None:
     with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
         build()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        RegexFormat(r"(x|xx)+$", full_match=False),
+        ExactMatch(extract=r"(x|xx)+$"),
+        NumericAnswer(which=r"(x|xx)+$"),
+    ],
+)
+def test_a_text_that_can_be_matched_in_too_many_ways_is_given_up(
+    function: RewardFunction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_patterns, "_TIMEOUT_S", 0.2)
+    texts = ["x" * 60 + "!", "no"]
+    rows = [{"answer": "1"}] * 2
+    result = Rewards([function]).score(["p"] * 2, texts, [[1]] * 2, rows)
+    assert result.scores.tolist() == [0.0, 0.0]
+    assert re.search(r"1 of 2 responses could not be judged .*response 0", result.failures[0])
