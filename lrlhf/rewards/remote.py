@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import httpx
@@ -38,6 +39,8 @@ from lrlhf.types import Prompt
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_TELL_S = 60.0
+"""Between two lines that say that the run waits."""
 _OPEN: set[asyncio.Task[None]] = set()
 """The tasks that hold a pool of connections each; an event loop itself holds them only weakly."""
 
@@ -72,6 +75,10 @@ class _Asked:
     retries: int = 0
     unanswered: int = 0
     """Responses without a score because no service answered."""
+    down_since: float | None = None
+    """Since when the retries are used up and nothing was answered, on the same clock."""
+    tell_at: float = -math.inf
+    """When to say next that the services are waited for."""
 
 
 class RemoteReward(CopiesStartAfresh):
@@ -80,8 +87,9 @@ class RemoteReward(CopiesStartAfresh):
     Responses are sent in batches, several at a time, each to the least busy service. A request
     that fails on one service is sent to the next, and again after a growing pause. A service that
     fails several times in a row is left alone for a while. Where no service answers in time, the
-    responses get no value, and the failure is reported; a request that a service refuses (a wrong
-    token, an unknown address, too large, malformed) stops the run.
+    responses get no value, and the failure is reported, which as a rule ends the run; with
+    ``max_wait`` the run waits for the services to come back instead. A request that a service
+    refuses (a wrong token, an unknown address, too large, malformed) stops the run.
 
     All services must have the same model: the scores must not depend on who answers.
 
@@ -92,8 +100,8 @@ class RemoteReward(CopiesStartAfresh):
             none is sent.
         token_file: File that holds the token, instead.
         timeout: Seconds for one request.
-        total_timeout: Seconds for all requests of one call together; below the timeout of
-            ``Rewards``, so that what was scored in time counts. null: no limit of its own.
+        total_timeout: Seconds for all requests of one call together; what was scored by then
+            counts. null: no limit.
         retries: How often a batch is sent again after a failure.
         first_pause: Seconds before the first repetition, doubled with every further one; a busy
             service is given the time that it asks for, at most 30 s.
@@ -106,10 +114,16 @@ class RemoteReward(CopiesStartAfresh):
         breaker_failures: Failures in a row after which a service is left alone.
         breaker_cooldown: Seconds for which it is.
         startup_timeout: Seconds that a service may take to come up when the run starts.
+        max_wait: Seconds that an outage may last in mid-run: while no service can be reached or is
+            ready (HTTP 408, 425, 429, 502 to 504), requests are repeated, on top of
+            ``total_timeout``, and a line a minute says so. null: however long. The deadline of the
+            phase ``reward`` (`Deadlines`), and a ``timeout`` that ``Rewards`` is given, end the
+            wait too.
         max_response_mb: Largest reply that is read.
         verify: Check the certificates of https addresses; a path: against the authorities in it.
     """
 
+    ends_by_itself: ClassVar[bool] = True
     _not_copied = ("_services", "_live", "_ready")
 
     def __init__(  # noqa: PLR0913  the keys of a user's config
@@ -118,8 +132,8 @@ class RemoteReward(CopiesStartAfresh):
         protocol: Literal["lrlhf", "lightrft"] = "lrlhf",
         token_env: str = DEFAULT_TOKEN_ENV,
         token_file: str | None = None,
-        timeout: float = 20.0,
-        total_timeout: float | None = 50.0,
+        timeout: float = 120.0,
+        total_timeout: float | None = 1800.0,
         retries: int = 4,
         first_pause: float = 0.5,
         batch_size: int = 32,
@@ -133,6 +147,7 @@ class RemoteReward(CopiesStartAfresh):
         startup_timeout: float = 60.0,
         max_response_mb: float = 16.0,
         verify: bool | str = True,
+        max_wait: float | None = 0.0,
     ) -> None:
         self._urls = [checked_url(url) for url in ([urls] if isinstance(urls, str) else urls)]
         if not self._urls or len(set(self._urls)) < len(self._urls):
@@ -155,6 +170,8 @@ class RemoteReward(CopiesStartAfresh):
         )  # fmt: skip
         if retries < 0:
             raise ValueError(f"retries is {retries}; it must be 0 or more")
+        if max_wait is not None and not max_wait >= 0:
+            raise ValueError(f"max_wait is {max_wait}; it must be 0 or more, or null for no limit")
         self._token_env = token_env
         self._token_file = token_file
         self._timeout = timeout
@@ -176,6 +193,7 @@ class RemoteReward(CopiesStartAfresh):
         self._breaker_failures = breaker_failures
         self._breaker_cooldown = breaker_cooldown
         self._startup_timeout = startup_timeout
+        self._max_wait = math.inf if max_wait is None else max_wait
         self._max_bytes = int(max_response_mb * 1e6)
         self._verify = verify
         self._start_afresh()
@@ -233,9 +251,9 @@ class RemoteReward(CopiesStartAfresh):
                 for column in self._columns
             },
         )
-        now = asyncio.get_running_loop().time()
-        limit = self._total_timeout
-        asked = _Asked(self._protocol(), log_metric, None if limit is None else now + limit)
+        limit = math.inf if self._total_timeout is None else self._total_timeout
+        deadline = asyncio.get_running_loop().time() + limit + self._max_wait
+        asked = _Asked(self._protocol(), log_metric, deadline if math.isfinite(deadline) else None)
         scores = await self._scores(asked, responses)
         log_metric("remote/retries", asked.retries)
         log_metric("remote/failures", asked.unanswered)
@@ -282,18 +300,40 @@ class RemoteReward(CopiesStartAfresh):
             service = await self._services.next(tried)
             try:
                 with service.asked():
-                    return await self._ask(service, exchange, asked, body, count)
+                    scores = await self._ask(service, exchange, asked, body, count)
             except ServiceError as error:
                 if error.wait is None:
                     failures += 1
                     tried.add(service)
-                if failures > self._retries:
+                if failures > self._retries and not self._waits(asked, error):
                     raise
+            else:
+                asked.down_since = None
+                return scores
             asked.retries += 1
             if len(tried) == len(self._services):
                 tried.clear()
                 rounds += 1
                 await asyncio.sleep(backoff(rounds, first=self._first_pause))
+
+    def _waits(self, asked: _Asked, error: ServiceError) -> bool:
+        """Whether an outage is waited for; say so now and then."""
+        now = asyncio.get_running_loop().time()
+        if asked.down_since is None:
+            asked.down_since = now
+        lasted = now - asked.down_since
+        if not error.down or lasted >= self._max_wait:
+            return False
+        if now >= asked.tell_at:
+            asked.tell_at = now + _TELL_S
+            logger.warning(
+                "no reward service has answered for %.0f s, and the run waits for them "
+                "(max_wait: %g s): %s",
+                lasted,
+                self._max_wait,
+                self._services.complaints(),
+            )
+        return True
 
     async def _ask(
         self, service: Service, exchange: Exchange, asked: _Asked, body: bytes, count: int

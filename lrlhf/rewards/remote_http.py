@@ -18,6 +18,9 @@ from lrlhf.rewards.function import RewardError
 _SHOWN = 300
 _TRANSIENT = (408, 425, 429)
 _BUSY = (429, 503)
+_DOWN = (*_TRANSIENT, 502, 503, 504)
+"""What a service that is not itself, or what stands in front of it, answers; not 500, which may be
+about the request and come back for ever."""
 _BUSY_S = 1.0
 """How long a service is left alone that has too many requests and does not say until when."""
 _ADVICE = {
@@ -35,12 +38,16 @@ class ServiceError(Exception):
         reason: What went wrong.
         wait: Seconds for which the service asked to be left alone; None: it did not ask.
         answered: There was a reply, whatever it said.
+        down: The service is unreachable or not in a state to answer anyone.
     """
 
-    def __init__(self, reason: str, *, wait: float | None = None, answered: bool = True) -> None:
+    def __init__(
+        self, reason: str, *, wait: float | None = None, answered: bool = True, down: bool = False
+    ) -> None:
         super().__init__(reason)
         self.wait = wait
         self.answered = answered
+        self.down = down
 
 
 @dataclass(frozen=True)
@@ -72,10 +79,11 @@ class Exchange:
             async with asyncio.timeout(self.timeout):
                 response, content = await self._read(method, url, body)
         except TimeoutError:
-            raise ServiceError(f"no reply within {self.timeout:g} s", answered=False) from None
+            reason = f"no reply within {self.timeout:g} s"
+            raise ServiceError(reason, answered=False, down=True) from None
         except httpx.TransportError as error:
             reason = self._shown(f"{type(error).__name__}: {error}")
-            raise ServiceError(reason, answered=False) from None
+            raise ServiceError(reason, answered=False, down=True) from None
         if response.status_code != httpx.codes.OK:
             raise self._refusal(url, response, content)
         return read_json(content)
@@ -104,7 +112,7 @@ class Exchange:
             target = self._shown(response.headers.get("location", "nowhere"))
             return ServiceError(f"HTTP {status}, a redirect to {target}, which is not followed")
         if status >= 500 or status in _TRANSIENT:
-            return ServiceError(reason, wait=_asked_wait(response))
+            return ServiceError(reason, wait=_asked_wait(response), down=status in _DOWN)
         advice = f"; {_ADVICE[status]}" if status in _ADVICE else ""
         return RewardError(f"the reward service {url} refuses the request: {reason}{advice}")
 

@@ -385,6 +385,46 @@ def test_all_requests_together_have_a_time_limit(server: Server) -> None:
     assert result.scores.isnan().all()
 
 
+OUTAGE: dict[str, Any] = {"retries": 0, "breaker_cooldown": 0.05}
+
+
+@pytest.mark.parametrize("down", [hangs_up, says({}, 502), says({}, 503), says({}, 504)])
+def test_an_outage_is_waited_for_if_one_chooses_so(
+    server: Server, down: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.always = down
+    timer = threading.Timer(0.8, lambda: setattr(server, "always", None))
+    timer.start()
+    # beyond the limit for a service that answers, without a failure, and said once
+    reward = remote(server, max_wait=None, total_timeout=0.2, **OUTAGE)
+    rewards = Rewards([reward], max_failures_in_a_row=1)
+    result = rewards.score(PROMPTS, COMPLETIONS, [[0]] * 11, [{}] * 11)
+    assert result.scores.tolist() == EXPECTED
+    assert not result.failures
+    said = [record for record in caplog.records if "the run waits" in record.getMessage()]
+    assert len(said) == 1
+    assert server.url in said[0].getMessage()
+    timer.join()
+
+
+def test_an_outage_is_waited_for_no_longer_than_allowed(server: Server) -> None:
+    server.always = hangs_up
+    started = time.monotonic()
+    result = ask(remote(server, max_wait=0.5, **OUTAGE), 3)
+    assert 0.5 < time.monotonic() - started < 4
+    assert result.scores.isnan().all()
+    assert "no reward service scored 3 of 3" in result.failures[0]
+
+
+@pytest.mark.parametrize("act", [says({}, 500), says({"scores": [1.0]}), sends(b"<html>")])
+def test_an_answer_that_is_wrong_is_not_waited_for(server: Server, act: Any) -> None:
+    server.always = act
+    started = time.monotonic()
+    result = ask(remote(server, max_wait=None, **OUTAGE), 3)
+    assert time.monotonic() - started < 4
+    assert result.scores.isnan().all()
+
+
 def test_a_timeout_of_rewards_ends_the_requests(server: Server) -> None:
     server.always = hangs
     reward = remote(server, total_timeout=None)
@@ -738,6 +778,7 @@ def test_waiting_leaves_the_random_state_of_the_run_alone(server: Server) -> Non
         ({"urls": "http://a?token=x"}, "address of a holds more"),
         ({"timeout": 0}, "timeout is 0"),
         ({"total_timeout": -1}, "total_timeout is -1"),
+        ({"max_wait": -1}, "max_wait is -1"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"retries": -1}, "retries is -1"),
         ({"max_concurrency": 0}, "max_concurrency is 0"),
