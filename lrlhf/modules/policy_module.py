@@ -133,7 +133,10 @@ class PolicyModule(PolicyRollout):
         self.num_generations = num_generations
         self.sampling = sampling
         self.eval_sampling = eval_sampling or Sampling(
-            temperature=0.0, max_new_tokens=sampling.max_new_tokens, stop=sampling.stop
+            temperature=0.0,
+            max_new_tokens=sampling.max_new_tokens,
+            stop=sampling.stop,
+            stop_in_text=sampling.stop_in_text,
         )
         self.reference = reference
         # named here and not by defaults of this signature: Python passes settings whole, YAML key

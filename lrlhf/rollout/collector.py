@@ -12,6 +12,7 @@ from lrlhf.rewards import RewardResult, Rewards
 from lrlhf.rollout.engine import RolloutEngine
 from lrlhf.rollout.records import completions_for_rewards, response_ids, rollout_records
 from lrlhf.rollout.sampling import Sampling
+from lrlhf.rollout.texts import response_texts
 from lrlhf.types import PromptBatch, Rollout
 
 
@@ -85,7 +86,7 @@ class Collector:
         rows = range(len(rollout))
         with phase("reward"):
             ids = response_ids(rollout)
-            texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+            texts = response_texts(prompts, rollout, self._tokenizer, sampling)
             columns = self._columns(prompts)
             rewards = self._rewards.score(
                 prompts=[prompts.prompts[row // num_generations] for row in rows],

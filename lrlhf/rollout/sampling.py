@@ -16,7 +16,9 @@ class Sampling:
         top_p: Keep the smallest set of tokens with this much probability; 1 keeps all.
         top_k: Keep this many of the likeliest tokens; 0 keeps all.
         min_p: Drop tokens less likely than this fraction of the likeliest one; 0 keeps all.
-        stop: Strings that end a response where they first appear; they stay part of it.
+        stop: Strings that end a response where they first appear. Their tokens stay part of it;
+            the text that rewards and logs get ends before them.
+        stop_in_text: Leave them in the text too, such as ``</answer>`` that a reward looks for.
 
     Raises:
         ValueError: An option is out of its range.
@@ -29,6 +31,7 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = field(default=())
+    stop_in_text: bool = False
 
     def __post_init__(self) -> None:
         if self.temperature < 0:

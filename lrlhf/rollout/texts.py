@@ -1,0 +1,86 @@
+"""Responses as text: for rewards, for logs, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.rollout.engine import prompt_token_ids
+from lrlhf.rollout.records import response_ids
+from lrlhf.rollout.sampling import Sampling
+from lrlhf.types import PromptBatch, Rollout
+
+_CONTEXT = 8
+_INCOMPLETE = "\ufffd"
+"""What a decoder writes for the first bytes of a letter."""
+
+
+def response_texts(
+    prompts: PromptBatch,
+    rollout: Rollout,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+) -> list[str]:
+    """Decode each response, without special tokens and without the stop string that ended it.
+
+    A response that goes on a text is decoded behind the end of its prompt: decoders of
+    SentencePiece drop the space before the first word of what they are given, so that ``2 + 2 =``
+    and ``4`` would be put together without the one that the policy wrote. The answer to a chat is
+    a turn of its own, and begins a text.
+
+    Args:
+        prompts: The unique prompts.
+        rollout: Their responses, rows of one prompt consecutive.
+        tokenizer: The policy's.
+        sampling: How they were drawn.
+    """
+    contexts = [
+        ids[-_CONTEXT:].tolist() if isinstance(prompt, str) else []
+        for prompt, ids in zip(prompts.prompts, prompt_token_ids(prompts), strict=True)
+    ]
+    num_generations = len(rollout) // len(prompts)
+    stops = () if sampling.stop_in_text else sampling.stop
+    texts = []
+    for row, ids in enumerate(response_ids(rollout)):
+        decoder = _Decoder(tokenizer, contexts[row // num_generations])
+        ended = bool(stops) and not bool(rollout.truncated[row])
+        texts.append(_before_stop(decoder, ids, stops) if ended else decoder.text(ids))
+    return texts
+
+
+class _Decoder(NamedTuple):
+    """Turns what follows some tokens into text."""
+
+    tokenizer: PreTrainedTokenizerBase
+    context: list[int]
+
+    def text(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of ids that follow the context, on request with special tokens."""
+        before, whole = (
+            str(self.tokenizer.decode(tokens, skip_special_tokens=not special))
+            for tokens in (self.context, [*self.context, *ids])
+        )
+        if whole.startswith(before):
+            return whole[len(before) :]
+        # the decoder rewrites what came before, such as spaces in front of a full stop
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+
+def _before_stop(decoder: _Decoder, ids: Sequence[int], stops: Sequence[str]) -> str:
+    """Return the text up to the stop string that the last token completes, if there is one.
+
+    A token may hold more than a piece of the stop string, and the string may be a special token.
+    """
+    full = decoder.text(ids, special=True)
+    earlier = len(decoder.text(ids[:-1], special=True).rstrip(_INCOMPLETE))
+    places = [full.find(stop, max(0, earlier - len(stop) + 1)) for stop in stops]
+    if max(places) < 0:
+        return decoder.text(ids)
+    end = min(place for place in places if place >= 0)
+    kept, said = len(ids), full
+    while len(said) > end or said.endswith(_INCOMPLETE):
+        kept -= 1
+        said = decoder.text(ids[:kept], special=True)
+    return decoder.text(ids[:kept]) + full[len(said) : end]
