@@ -27,17 +27,20 @@ class RewardError(ValueError):
 
 
 class PartialValues(list[float | None]):
-    """Values of which some are missing for a reason that is to be reported.
+    """Values of which some are missing, or stand in for others, for a reason to be reported.
 
     Args:
-        values: One per response; None: the reason applies to it. Without any None, the reason says
-            how values came about that are to be doubted.
+        values: One per response.
         failure: The reason, for the log; the last line sums it up.
+        failed: To how many responses the reason applies; None: to all without a value.
     """
 
-    def __init__(self, values: Iterable[float | None], failure: str) -> None:
+    def __init__(
+        self, values: Iterable[float | None], failure: str, failed: int | None = None
+    ) -> None:
         super().__init__(values)
         self.failure = failure
+        self.failed = sum(value is None for value in self) if failed is None else failed
 
 
 class RewardFunction(ABC):

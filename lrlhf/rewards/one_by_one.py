@@ -26,7 +26,8 @@ def judged(score: Callable[[int], float | None], count: int) -> list[float | Non
     """Score one response after the other; one that cannot be judged gets 0, and is reported.
 
     It is not shown to be right. Were it left out instead, one such response could stop a run of
-    small batches, and every resume of it, which draws the same responses.
+    small batches, and every resume of it, which draws the same responses. It counts as a failure,
+    so that a run ends in which what judges is itself broken.
 
     Args:
         score: Given the number of the response; raises `UnjudgedError`.
@@ -50,7 +51,7 @@ def judged(score: Callable[[int], float | None], count: int) -> list[float | Non
         f"{len(reasons)} of {count} responses could not be judged and count 0, the first is "
         f"response {first}: {summary}"
     )
-    return PartialValues(values, "\n".join([*details, told]))
+    return PartialValues(values, "\n".join([*details, told]), failed=len(reasons))
 
 
 class OneByOne:
@@ -77,7 +78,10 @@ class OneByOne:
             RewardError: The function cannot be loaded.
         """
         with self._lock:
-            self._running()
+            try:
+                self._running()
+            except WorkerError as error:
+                raise RewardError(f"{self._function} cannot be started: {error}") from error
 
     def ask(self, timeout: float, **arguments: Any) -> float | None:
         """Return what the function says of one response.

@@ -305,7 +305,7 @@ class RemoteReward(CopiesStartAfresh):
                 if error.wait is None:
                     failures += 1
                     tried.add(service)
-                if failures > self._retries and not self._waits(asked, error):
+                if failures > self._retries and not (error.down and self._waits(asked)):
                     raise
             else:
                 asked.down_since = None
@@ -316,13 +316,13 @@ class RemoteReward(CopiesStartAfresh):
                 rounds += 1
                 await asyncio.sleep(backoff(rounds, first=self._first_pause))
 
-    def _waits(self, asked: _Asked, error: ServiceError) -> bool:
+    def _waits(self, asked: _Asked) -> bool:
         """Whether an outage is waited for; say so now and then."""
         now = asyncio.get_running_loop().time()
         if asked.down_since is None:
             asked.down_since = now
         lasted = now - asked.down_since
-        if not error.down or lasted >= self._max_wait:
+        if lasted >= self._max_wait:
             return False
         if now >= asked.tell_at:
             asked.tell_at = now + _TELL_S

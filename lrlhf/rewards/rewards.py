@@ -218,7 +218,7 @@ class Rewards:
         values, bad, failure = check_values(outcome.value, function=name, rows=entry.rows)
         if isinstance(outcome.value, PartialValues):
             failure = "\n".join(filter(None, (failure, outcome.value.failure)))
-            bad = sum(map(math.isnan, values))
+            bad += outcome.value.failed
         self._failures.add(name, bad / len(entry.rows))
         return values, failure
 
