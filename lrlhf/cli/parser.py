@@ -21,7 +21,17 @@ class Parser(LightningArgumentParser):
 
     jsonargparse builds one parser per class with the type of the outer one, so each knows the
     options of its own class: the place to look for a near miss.
+
+    A text given for an option of a class is never taken for the name of a config file: jsonargparse
+    reads a file that is there, whatever it holds, wherever an option also takes an object
+    (``train: str | Source``), so that rows of a data set could name classes to import.
     """
+
+    def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
+        return super().add_class_arguments(*args, **{**kwargs, "sub_configs": False})
+
+    def add_function_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
+        return super().add_function_arguments(*args, **{**kwargs, "sub_configs": False})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise: for the outermost parser a `ValidationError`, else what jsonargparse expects."""
