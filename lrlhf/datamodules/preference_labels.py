@@ -119,24 +119,43 @@ def _label_of(value: object, column: str) -> float:
     return LABELS[key]
 
 
-def read_margin(row: Row, column: str | None) -> float | None:
-    """Read by how much the better candidate should win.
+@dataclass(frozen=True)
+class MarginReader:
+    """Reads by how much the better candidate should win.
 
     Args:
-        row: Has the column, or ``chosen_score`` and ``rejected_score``, or neither.
-        column: None: margins are not wanted.
+        column: Column with the margin; None: it is not read.
+        scores: Columns with the scores of the better and the worse candidate, whose difference is
+            the margin of a row that has none in ``column``; None: scores are columns like any.
     """
-    if column is None:
-        return None
-    margin = number_of(row, column)
-    if margin is None:
-        chosen, rejected = number_of(row, "chosen_score"), number_of(row, "rejected_score")
-        if chosen is None or rejected is None:
-            return None
-        margin = chosen - rejected
-        column = "chosen_score - rejected_score"
-    if margin < 0:
-        raise BadRow(
-            "negative margin", f"{column} is {margin:g}: the better one cannot win by less"
-        )
-    return margin
+
+    column: str | None = "margin"
+    scores: tuple[str, str] | None = None
+
+    def __call__(self, row: Row) -> float | None:
+        """Return the margin of a row; None where it has none.
+
+        Raises:
+            BadRow: It is no number, or negative, or a score is missing.
+        """
+        margin = None if self.column is None else number_of(row, self.column)
+        what = f"column {self.column!r}"
+        if margin is None and self.scores is not None:
+            better, worse = (self._score(row, name) for name in self.scores)
+            margin = better - worse
+            what = f"{self.scores[0]} - {self.scores[1]}"
+        if margin is not None and margin < 0:
+            raise BadRow(
+                "negative margin",
+                f"{what} is {margin:g}: the better one cannot win by less",
+                remedy="see which of the two candidates is the better one",
+            )
+        return margin
+
+    def _score(self, row: Row, column: str) -> float:
+        if column not in row:
+            raise missing_column(column, row, setting="score_columns")
+        score = number_of(row, column)
+        if score is None:
+            raise wrong_type(column, "a number", row[column])
+        return score

@@ -17,7 +17,7 @@ from lrlhf.datamodules.implicit_prompts import (
     transcript_messages,
 )
 from lrlhf.datamodules.media_rows import MediaPlaces, bare_parts, media_columns
-from lrlhf.datamodules.preference_labels import LabelReader, read_margin
+from lrlhf.datamodules.preference_labels import LabelReader, MarginReader
 from lrlhf.datamodules.prompt_rows import PromptTemplate
 from lrlhf.datamodules.rows import plain, text_of, wrong_type
 from lrlhf.datamodules.sources import Row
@@ -74,7 +74,7 @@ class PreferenceParser:
         chat: Renders chat messages.
         labels: Reads the labels.
         prompt_column: Text or messages; absent where both candidates are whole conversations.
-        margin_column: None: margins are ignored.
+        margins: Reads the margins.
         as_chat: Make plain prompts and answers the turns of a chat.
         hh_as_chat: Make ``Human: … Assistant: …`` transcripts the turns of a chat.
         vocabulary: Bound of token ids that the data brings.
@@ -88,7 +88,7 @@ class PreferenceParser:
     prompt_column: str = "prompt"
     chosen_column: str = "chosen"
     rejected_column: str = "rejected"
-    margin_column: str | None = "margin"
+    margins: MarginReader = field(default_factory=MarginReader)
     as_chat: bool = False
     hh_as_chat: bool = False
     media: MediaPlaces = field(default_factory=MediaPlaces)
@@ -175,14 +175,14 @@ class PreferenceParser:
         labels = self.labels.of_candidates(row) if unordered else self.labels.of_chosen(row)
         if _equal(pair) and any(abs(label) == 1 for label in labels):
             raise BadRow("identical candidates", f"columns {names[0]!r} and {names[1]!r} are equal")
-        used = {self.prompt_column, *names, "tools", "chat_template_kwargs", self.margin_column}
+        used = {self.prompt_column, *names, "tools", "chat_template_kwargs", self.margins.column}
         shows = isinstance(pair, TextPair) and any(pair.refs)
         if shows:
             used |= {*media_columns()}
         info = {key: plain(value) for key, value in row.items() if key not in used}
         if isinstance(pair, TextPair) and shows:
             info |= {"media0": list(pair.refs[0].names), "media1": list(pair.refs[1].names)}
-        return PairDraft(pair, keys, labels, read_margin(row, self.margin_column), info)
+        return PairDraft(pair, keys, labels, self.margins(row), info)
 
     def _candidate_columns(self, row: Row) -> tuple[str, str]:
         if "candidate0" in row or "candidate1" in row:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import lightning as L
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.attached import resolve_heads, resolve_processor, resolve_tokenizer
@@ -19,13 +21,15 @@ from lrlhf.datamodules.collate import PairRow, PreferenceCollator
 from lrlhf.datamodules.loader import EvalLoader, TrainLoader
 from lrlhf.datamodules.media_rows import RowReading
 from lrlhf.datamodules.pair_tokens import tokenize_pairs
-from lrlhf.datamodules.preference_labels import LabelReader
+from lrlhf.datamodules.preference_labels import LabelReader, MarginReader
 from lrlhf.datamodules.preference_rows import PairDraft, PreferenceParser
 from lrlhf.datamodules.prompt_rows import PromptTemplate
 from lrlhf.datamodules.sides import Preparation, Side, Sides, Split, prepare_sources
 from lrlhf.datamodules.sources import Source, Weighted
 from lrlhf.media import MediaOptions
 from lrlhf.types import PreferenceBatch
+
+logger = logging.getLogger(__name__)
 
 
 class PreferenceDataModule(L.LightningDataModule):
@@ -48,9 +52,8 @@ class PreferenceDataModule(L.LightningDataModule):
     Answers to a prompt that shows something have it in the parts of their messages, or in the
     columns ``image``, ``images``, ``video`` and ``videos``.
 
-    Plain text ends with the tokenizer's end-of-sequence token. A row's ``margin``, else its
-    ``chosen_score`` minus ``rejected_score``, says by how much the better answer should win.
-    All other columns end up in the batch's ``info``.
+    Plain text ends with the tokenizer's end-of-sequence token. A row's ``margin`` says by how much
+    the better answer should win. All other columns end up in the batch's ``info``.
 
     Args:
         train: One source or a list of them; `Weighted` entries give each a share of an epoch.
@@ -63,7 +66,10 @@ class PreferenceDataModule(L.LightningDataModule):
         prompt_column: Column with the prompt.
         chosen_column: Column with the better answer.
         rejected_column: Column with the worse answer.
-        margin_column: Column with the margin; null: margins are ignored.
+        margin_column: Column with the margin, where there is one; null: it is a column like any.
+        score_columns: Columns with the scores of the better and the worse answer, such as
+            ``[chosen_score, rejected_score]``: their difference is the margin of a row without
+            one. A negative difference makes a bad row.
         as_chat: Make plain prompts and answers the turns of a chat.
         hh_as_chat: Make ``Human: … Assistant: …`` transcripts the turns of a chat; else they are
             kept as they are.
@@ -100,6 +106,7 @@ class PreferenceDataModule(L.LightningDataModule):
         chosen_column: str = "chosen",
         rejected_column: str = "rejected",
         margin_column: str | None = "margin",
+        score_columns: tuple[str, str] | None = None,
         as_chat: bool = False,
         hh_as_chat: bool = False,
         chat_template: str | None = None,
@@ -138,7 +145,7 @@ class PreferenceDataModule(L.LightningDataModule):
             prompt_column=prompt_column,
             chosen_column=chosen_column,
             rejected_column=rejected_column,
-            margin_column=margin_column,
+            margins=MarginReader(margin_column, score_columns),
             as_chat=as_chat,
             hh_as_chat=hh_as_chat,
             instruction=None if instruction is None else PromptTemplate(instruction),
@@ -243,6 +250,8 @@ class PreferenceDataModule(L.LightningDataModule):
                 f"first is {without[0].place}: give every row one (also in the other sources), or "
                 "set margin_column to null to ignore margins"
             )
+        if side.rows and not without:
+            _tell_margins([row.margin for row in side.values if row.margin is not None], what)
         for index, head in enumerate(self._heads if what == "train" else ()):
             if all(math.isnan(row.labels[index]) for row in side.values):
                 columns = sorted({column for row in side.values for column in row.info})
@@ -252,6 +261,12 @@ class PreferenceDataModule(L.LightningDataModule):
                     "`label_columns`, or leave the head out of head_names"
                 )
         return side
+
+
+@rank_zero_only
+def _tell_margins(margins: Sequence[float], what: str) -> None:
+    mean = math.fsum(margins) / len(margins)
+    logger.info("the %s rows have margins: mean %.3g, largest %.3g", what, mean, max(margins))
 
 
 def _pair_tokens(row: PairRow) -> int:

@@ -101,7 +101,6 @@ PAIRS: list[tuple[str, Any, str, str]] = [
         "finite",
     ),
     ("negative margin", {**GOOD_PAIR, "margin": -1}, "negative margin", "-1"),
-    ("negative gap", {**GOOD_PAIR, "chosen_score": 1, "rejected_score": 2}, "negative margin", ""),
     ("unknown head", {**GOOD_PAIR, "head": "hlepful"}, "unknown head", "'hlepful'"),
     ("one list of ids", {"chosen_ids": [1, 2]}, "missing column", "'rejected_ids'"),
     ("ids are text", {"chosen_ids": "1 2", "rejected_ids": [1]}, "wrong type", "token ids"),

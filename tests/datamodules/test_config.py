@@ -104,6 +104,7 @@ data:
     head_names: [truth, style]
     label_columns: {truth: t}
     margin_column: null
+    score_columns: [score_chosen, score_rejected]
     hh_as_chat: true
     max_tokens: 256
 """

@@ -241,15 +241,20 @@ def test_label_columns_of_an_unknown_head_are_refused(
         load(path, tokenizer, head_names=["truth"], label_columns={"thruth": "t"})
 
 
+SCORES = {"score_columns": ("chosen_score", "rejected_score")}
+
+
 @pytest.mark.parametrize(
     ("columns", "options", "margin"),
     [
         ({"margin": 0.5}, {}, 0.5),
         ({"margin": "0.5"}, {}, 0.5),
         ({"gap": 2}, {"margin_column": "gap"}, 2.0),
-        ({"chosen_score": 3, "rejected_score": 1.5}, {}, 1.5),
+        ({"chosen_score": 3, "rejected_score": 1.5}, {}, None),
+        ({"chosen_score": 3, "rejected_score": 1.5}, SCORES, 1.5),
+        ({"chosen_score": 3, "rejected_score": 1.5, "margin": 0.5}, SCORES, 0.5),
+        ({"up": 3, "down": "1"}, {"score_columns": ("up", "down"), "margin_column": None}, 2.0),
         ({"margin": 0.5}, {"margin_column": None}, None),
-        ({"chosen_score": 3, "rejected_score": 1.5}, {"margin_column": None}, None),
     ],
 )
 def test_margins_come_from_a_column_or_from_two_scores(
@@ -264,6 +269,27 @@ def test_margins_come_from_a_column_or_from_two_scores(
     assert (None if batch.margin is None else batch.margin.tolist()) == (
         None if margin is None else [margin]
     )
+
+
+def test_a_better_answer_with_the_lower_score_counts_only_where_scores_make_margins(
+    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    scores = [(3, 1), (1, 2), (2, 2), (None, 1)]
+    pair = {"prompt": "Q", "chosen": " x", "rejected": " y"}
+    path = write_rows(
+        {**pair, "chosen_score": better, "rejected_score": worse} for better, worse in scores
+    )
+    load(path, tokenizer)
+    with pytest.raises(BadDataError) as raised:
+        load(path, tokenizer, **SCORES)
+    for said in (
+        "2 of 4 rows",
+        "1  negative margin",
+        "rows.jsonl:2: chosen_score - rejected_score is -1",
+        "1  wrong type",
+        "rows.jsonl:4: column 'chosen_score' should be a number",
+    ):
+        assert said in str(raised.value)
 
 
 def test_margins_are_given_for_all_rows_or_for_none(
