@@ -112,7 +112,8 @@ class BadRows:
         share = self.count / self.total
         head = f"{self.count} of {self.total} rows of the {self.what} data cannot be used"
         if self.count == self.total:
-            raise BadDataError(f"no usable rows: {head}.\n{self.table()}\n{self._advice()}")
+            alike = f": {next(iter(self.counts))}" if len(self.counts) == 1 else ""
+            raise BadDataError(f"no usable rows: {head}{alike}.\n{self.table()}\n{self._advice()}")
         if share > max_fraction:
             enough = math.ceil(share * 1e4) / 1e4
             raise BadDataError(

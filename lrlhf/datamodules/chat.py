@@ -132,7 +132,8 @@ class ChatFormat:
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             raise BadRow(
                 "refused by the chat template",
-                f"{type(error).__name__}: {error}",
+                f"{type(error).__name__}: {error} (the turns: "
+                f"{', '.join(str(message['role']) for message in messages)})",
                 remedy="check the roles and their order, or give another `chat_template`",
             ) from error
         if not isinstance(text, str):

@@ -11,10 +11,12 @@ from lrlhf.datamodules.bad_rows import BadRow, missing_column
 from lrlhf.datamodules.chat import ChatFormat, read_messages
 from lrlhf.datamodules.implicit_prompts import (
     is_transcript,
+    repeat_prompt,
     shared_length,
     split_messages,
     split_texts,
     transcript_messages,
+    without_prompt,
 )
 from lrlhf.datamodules.media_rows import MediaPlaces, bare_parts, media_columns
 from lrlhf.datamodules.preference_labels import LabelReader, MarginReader
@@ -163,7 +165,8 @@ class PreferenceParser:
         else:
             turns = ({"role": "user", "content": bare_parts(refs)},)
         if row.get(answer_column) is not None:
-            turns = (*turns, *self._turns(row, answer_column))
+            answer = self._turns(row, answer_column)
+            turns = sum(without_prompt(turns, answer, answer_column), ())
         turns, refs = self.media.of_messages(turns, refs, folder)
         return Text(self.chat.render(turns, row, prompt=False), complete=True), refs
 
@@ -203,41 +206,55 @@ class PreferenceParser:
         if isinstance(prompt, list | tuple) or any(
             isinstance(row[name], list | tuple) for name in (first, second)
         ):
-            return self._chat(
-                row, folder, prompt, self._turns(row, first), self._turns(row, second)
-            )
+            return self._chat(row, folder, *self._conversations(row, prompt, first, second))
         texts = text_of(row, first), text_of(row, second)
         if prompt is None:
             if self.hh_as_chat and is_transcript(texts[0]) and is_transcript(texts[1]):
-                return self._chat(row, folder, None, *map(transcript_messages, texts))
+                turns = split_messages(*map(transcript_messages, texts))
+                return self._chat(row, folder, *turns)
             prompt, *answers = split_texts(*texts)
         else:
             prompt = text_of(row, self.prompt_column, allow_empty=True)
             answers = list(texts)
+            if repeat_prompt(prompt, *texts, in_chat=self.as_chat):
+                answers = [text.removeprefix(prompt) for text in texts]
         for name, answer in zip((first, second), answers, strict=True):
             if not answer.strip():
                 raise BadRow("empty text", f"column {name!r} has nothing after the shared prompt")
         if self.as_chat:
-            turns = ((_turn("assistant", answer),) for answer in answers)
-            return self._chat(row, folder, prompt, *turns)
+            said = ((_turn("assistant", answer),) for answer in answers)
+            return self._chat(row, folder, _user(prompt), *said)
         pair = (Text(prompt + answers[0], False), Text(prompt + answers[1], False))
         refs = self.media.of_columns(row, folder)
         return TextPair(Text(prompt, False), pair, (refs, refs), refs), prompt
+
+    def _conversations(
+        self, row: Row, prompt: object, first: str, second: str
+    ) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]]:
+        """Return the turns of the prompt, and those of either answer alone."""
+        candidates = self._turns(row, first), self._turns(row, second)
+        given = _user(prompt) if isinstance(prompt, str) else ()
+        if not isinstance(prompt, str) and prompt is not None:
+            given = read_messages(prompt, self.prompt_column)
+        if not given:
+            return split_messages(*candidates)
+        before, answer = without_prompt(given, candidates[0], first)
+        other_before, other_answer = without_prompt(given, candidates[1], second)
+        if before != other_before:
+            raise BadRow(
+                "different prompts",
+                f"what stands before the answer is not the same in {first!r} and {second!r}",
+            )
+        return before, answer, other_answer
 
     def _chat(
         self,
         row: Row,
         folder: Path | None,
-        prompt: object,
+        turns: tuple[Message, ...],
         first: tuple[Message, ...],
         second: tuple[Message, ...],
     ) -> tuple[TextPair, str]:
-        if prompt is None:
-            turns, first, second = split_messages(first, second)
-        elif isinstance(prompt, str):
-            turns = (_turn("user", prompt),) if prompt.strip() else ()
-        else:
-            turns = read_messages(prompt, self.prompt_column)
         for answer in (first, second):
             if not any(turn.get("content") or turn.get("tool_calls") for turn in answer):
                 raise BadRow("empty text", "a candidate has no content after the shared prompt")
@@ -278,6 +295,10 @@ def _equal(pair: TextPair | TokenPair) -> bool:
     if isinstance(pair, TextPair) and pair.refs[0].key != pair.refs[1].key:
         return False
     return pair.candidates[0] == pair.candidates[1]
+
+
+def _user(prompt: str) -> tuple[Message, ...]:
+    return (_turn("user", prompt),) if prompt.strip() else ()
 
 
 def _turn(role: str, content: str) -> Message:

@@ -40,7 +40,8 @@ class PreferenceDataModule(L.LightningDataModule):
 
     Rows come as
 
-    - ``prompt``, ``chosen``, ``rejected``: text, or messages that the chat template renders;
+    - ``prompt``, ``chosen``, ``rejected``: text, or messages that the chat template renders; a
+      prompt that the other two begin with, as in UltraFeedback, counts once;
     - ``chosen`` and ``rejected`` that begin with the same prompt: messages, transcripts as in
       HH-RLHF, or text;
     - ``candidate0``, ``candidate1`` and a label per head: A, B or C (equal), see `LabelReader`;

@@ -137,6 +137,116 @@ def test_chats_are_rendered_with_the_template_and_get_no_further_end(
     ]
 
 
+SYSTEM = {"role": "system", "content": "Be brief."}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before"),
+    [
+        ("hi", [USER]),
+        ("hi\n", [USER]),
+        ([USER], [USER]),
+        ([PARTS], [USER]),
+        ("", [USER]),
+        ("hi", [SYSTEM, USER]),
+        ([USER], [SYSTEM, USER]),
+        ([SYSTEM, USER], [SYSTEM, USER]),
+        ([SYSTEM, USER], [USER]),
+        ("hi", [{"role": "user", "content": "a"}, said("b"), USER]),
+    ],
+)
+def test_a_prompt_that_the_conversations_repeat_counts_once(
+    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase, prompt: Any, before: list[Any]
+) -> None:
+    row = {"prompt": prompt} | {
+        name: [*before, said(text)] for name, text in (("chosen", "yes"), ("rejected", "no"))
+    }
+    asked = [SYSTEM, *before] if SYSTEM in [*prompt] and SYSTEM not in before else before
+    turns = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in asked]
+    rendered = "".join(turns) + "<|im_start|>assistant\n"
+    assert both(first(write_rows([row]), tokenizer), tokenizer) == [
+        (rendered, "yes<|im_end|>\n"),
+        (rendered, "no<|im_end|>\n"),
+    ]
+
+
+def test_the_answer_to_the_first_of_several_turns_begins_after_the_prompt(
+    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    more = {"role": "user", "content": "why"}
+    row = {
+        "prompt": "hi",
+        "chosen": [USER, said("yes"), more, said("so")],
+        "rejected": [USER, said("yes"), more, said("no")],
+    }
+    (before, answer), _ = both(first(write_rows([row]), tokenizer), tokenizer)
+    assert before == CHAT
+    assert answer.startswith("yes<|im_end|>")
+
+
+def test_conversations_with_another_prompt_are_bad_rows(
+    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    good = {"prompt": "hi", "chosen": [USER, said("yes")], "rejected": [USER, said("no")]}
+    path = write_rows(
+        [good, {**good, "prompt": "bye"}, {**good, "chosen": [SYSTEM, *good["chosen"]]}]
+    )
+    with pytest.raises(BadDataError) as raised:
+        load(path, tokenizer)
+    for said_of_it in (
+        "1  prompt not in the conversation",
+        "rows.jsonl:2: column 'chosen' begins with user 'hi' and does not hold the prompt, which "
+        "ends with user 'bye'",
+        "1  different prompts",
+        "rows.jsonl:3: what stands before the answer is not the same in 'chosen' and 'rejected'",
+    ):
+        assert said_of_it in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "stripped"),
+    [
+        ("Q: why? A:", {}, True),
+        ("Q", {}, True),
+        ("What is one plus one?", {"as_chat": True}, True),
+        ("Hi there", {"as_chat": True}, False),
+    ],
+)
+def test_texts_that_begin_with_their_prompt_have_it_once(
+    write_rows: WriteRows,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    options: dict[str, Any],
+    stripped: bool,
+) -> None:
+    alone = {"prompt": prompt, "chosen": " yes", "rejected": " no"}
+    whole = {"prompt": prompt, "chosen": f"{prompt} yes", "rejected": f"{prompt} no"}
+    one = {**alone, "rejected": f"{prompt} no"}  # an answer may repeat the question
+    found = [
+        both(first(write_rows([row]), tokenizer, **options), tokenizer)
+        for row in (alone, whole, one)
+    ]
+    assert (found[0] == found[1]) is stripped
+    assert prompt in found[2][1][1]
+
+
+def test_a_template_that_refuses_all_rows_gives_its_own_reason(
+    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    )
+    row = {"prompt": [SYSTEM, USER], "chosen": "yes", "rejected": "no"}
+    with pytest.raises(BadDataError) as raised:
+        load(write_rows([row, row]), tokenizer, chat_template=template)
+    for part in (
+        "2 of 2 rows of the train data cannot be used: refused by the chat template.",
+        "no system here (the turns: system, user)",
+    ):
+        assert part in str(raised.value)
+
+
 def test_plain_rows_can_be_made_chats(
     write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -97,6 +97,17 @@ def test_a_pair_of_message_lists_gives_its_shared_turns(
     assert batch.columns == ({"reference": "Hello."},)
 
 
+def test_a_pair_with_a_prompt_of_its_own_gives_it_once(
+    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    user = {"role": "user", "content": "hi"}
+    row = {"prompt": "hi"} | {
+        name: [user, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")
+    }
+    batch = first(write_rows([row]), tokenizer, as_chat=True)
+    assert batch.prompts == ((user,),)
+
+
 def test_a_pair_that_shares_no_prompt_is_a_bad_row(
     write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
 ) -> None:
