@@ -25,6 +25,7 @@ from lrlhf.datamodules.order import Order
 
 logger = logging.getLogger(__name__)
 
+_FILES = "images or other files that the train rows name have changed (the same names and rows)"
 _TOKENS = "the train data has other tokens (other texts, tokenizer or chat template)"
 
 RowT = TypeVar("RowT")
@@ -315,6 +316,8 @@ class TrainLoader(Generic[RowT, BatchT]):
         known = "data" in state  # checkpoints of earlier versions have no digests
         if known and state["data"] != self._fingerprint.data:
             return f"the train data has changed (still {state['rows']} usable rows, but others)"
+        if "files" in state and state["files"] != self._fingerprint.files:
+            return _FILES
         if known and state["tokens"] != self._fingerprint.tokens:
             return _TOKENS
         return ""

@@ -17,9 +17,12 @@ from lrlhf.datamodules.tokenizing import Text
 from lrlhf.media import MediaRefs
 from tests.conftest import build_tokenizer
 from tests.datamodules.conftest import WriteRows, numbered_prompts
+from tests.vlms import save_vlm
 
 
-def prompts(path: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> PromptDataModule:
+def prompts(
+    path: str, tokenizer: PreTrainedTokenizerBase | str, **options: Any
+) -> PromptDataModule:
     data = PromptDataModule(path, tokenizer=tokenizer, batch_size=2, **options)
     data.setup("fit")
     return data
@@ -107,7 +110,7 @@ def test_what_changed_can_be_accepted_and_is_still_said(
 def test_a_checkpoint_from_before_there_were_digests_goes_on(
     write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase, saved: dict[str, Any]
 ) -> None:
-    old = {key: value for key, value in saved.items() if key not in ("data", "tokens")}
+    old = {key: value for key, value in saved.items() if key not in ("data", "tokens", "files")}
     data = prompts(write_rows(changed_rows("a text")), tokenizer)
     data.load_state_dict(old)
     assert data.state_dict()["batches"] == 3
@@ -147,6 +150,80 @@ def test_pictures_count_by_name_or_by_what_is_in_them() -> None:
     assert fingerprint([shown({"bytes": b"1", "path": "x"})]) != fingerprint(
         [shown({"bytes": b"2", "path": "x"})]
     )
+
+
+def changed_at(content: bytes, place: int) -> bytes:
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+SMALL, LARGE = bytes(range(256)) * 256, bytes(range(256)) * 1000  # 64 KiB and 250 KiB
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (SMALL, changed_at(SMALL, 40_000)),
+        (SMALL, changed_at(SMALL, len(SMALL) - 1)),
+        (LARGE, changed_at(LARGE, 0)),
+        (LARGE, changed_at(LARGE, len(LARGE) - 1)),
+        (LARGE, changed_at(LARGE, len(LARGE) // 3)),
+        (LARGE, LARGE + b"!"),
+        (SMALL, None),
+    ],
+)
+@pytest.mark.parametrize("named", ["text", "in a part", "frames", "file to replay"])
+def test_what_is_in_a_file_that_a_row_names_counts(
+    tmp_path: Path, before: bytes, after: bytes | None, named: str
+) -> None:
+    def digests(folder: str, content: bytes | None) -> Any:
+        path = tmp_path / folder / "x.png"
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+        ways = {
+            "text": shown(str(path)),
+            "in a part": shown({"bytes": None, "path": str(path)}),
+            "frames": shown([path]),
+            "file to replay": path,
+        }
+        return fingerprint([ways[named]])
+
+    first = digests("a", before)
+    assert digests("b", before) == first
+    then = digests("a", after)
+    assert (then.data, then.tokens) == (first.data, first.tokens)
+    assert then.files != first.files
+
+
+def test_pictures_that_changed_places_are_seen(tmp_path: Path) -> None:
+    rows = [shown(str(tmp_path / name)) for name in ("x.png", "y.png")]
+    found = []
+    for contents in (b"12", b"21"):
+        for name, content in zip(("x.png", "y.png"), contents, strict=True):
+            (tmp_path / name).write_bytes(bytes([content]))
+        found.append(fingerprint(rows).files)
+    assert found[0] != found[1]
+
+
+def test_a_picture_that_was_painted_over_stops_the_run(
+    write_rows: WriteRows, tmp_path: Path
+) -> None:
+    def loaded() -> PromptDataModule:
+        rows = [{"prompt": "<image> what is it?", "image": f"{n}.png"} for n in range(4)]
+        data = prompts(write_rows(rows), str(tmp_path / "model"), as_chat=True)
+        data.train_dataloader()
+        return data
+
+    save_vlm("qwen2_vl", tmp_path / "model")
+    for number in range(4):
+        Image.new("L", (28, 28), number).save(tmp_path / f"{number}.png")
+    state = loaded().state_dict()
+    loaded().load_state_dict(state)
+    Image.new("L", (28, 28), 99).save(tmp_path / "2.png")
+    with pytest.raises(ValueError, match="files that the train rows name have changed"):
+        loaded().load_state_dict(state)
+    loaded().load_state_dict({key: value for key, value in state.items() if key != "files"})
 
 
 def test_rows_do_not_run_into_each_other() -> None:
