@@ -28,10 +28,12 @@ class Parser(LightningArgumentParser):
     """
 
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
-        return super().add_class_arguments(*args, **{**kwargs, "sub_configs": False})
+        added: list[str] = super().add_class_arguments(*args, **{**kwargs, "sub_configs": False})
+        return added
 
     def add_function_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
-        return super().add_function_arguments(*args, **{**kwargs, "sub_configs": False})
+        added: list[str] = super().add_function_arguments(*args, **{**kwargs, "sub_configs": False})
+        return added
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise: for the outermost parser a `ValidationError`, else what jsonargparse expects."""

@@ -68,12 +68,13 @@ class Loaders(Generic[RowT, BatchT]):
         trainer: Tells the ranks and the limits; None outside of one.
         order: Of the train rows; None: shuffled by ``options.seed``.
         extend: Adds to each train batch what goes with its number since the run began.
+        beside: The rows that it takes that from.
         read: Reads what rows only name, see `Fetching`.
         cost: Tokens of a row, by which each train batch is dealt to the ranks; None: dealt by
             chance.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what differs from one data module to another
         self,
         sides: Sides[RowT],
         options: LoaderOptions,
@@ -82,6 +83,7 @@ class Loaders(Generic[RowT, BatchT]):
         *,
         order: Order | None = None,
         extend: Callable[[BatchT, int], BatchT] | None = None,
+        beside: Sequence[object] = (),
         read: Callable[[RowT], RowT] | None = None,
         cost: Callable[[RowT], int] | None = None,
     ) -> None:
@@ -92,6 +94,7 @@ class Loaders(Generic[RowT, BatchT]):
         self._trainer = trainer
         self._order = order
         self._extend = extend
+        self._beside = beside
         self._cost = cost
         self._train: TrainLoader[RowT, BatchT] | None = None
 
@@ -119,6 +122,7 @@ class Loaders(Generic[RowT, BatchT]):
                 ranks=ranks,
                 pass_limit=trainer.limit_train_batches if trainer is not None else 1.0,
                 extend=self._extend,
+                beside=self._beside,
                 accept_changed=self._options.accept_changed,
             )
         return self._train

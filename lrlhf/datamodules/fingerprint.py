@@ -40,7 +40,7 @@ class Fingerprint(NamedTuple):
     """Of what is in the files that rows name, such as images: the size of each, and all of it up to
     64 KiB, else four pieces of 16 KiB evenly from its first to its last byte. A change of a
     compressed image or film goes on to its end, so it is seen; a change that leaves the size as
-    it is and lies between two pieces, as in a bitmap, is not."""
+    it is and lies between two pieces, as in a bitmap, is not. Empty where rows name no file."""
 
 
 class _Feeds(NamedTuple):
@@ -65,7 +65,8 @@ def fingerprint(rows: Iterable[object]) -> Fingerprint:
         with ThreadPoolExecutor(_THREADS) as pool:  # disks of a network answer late
             for content in pool.map(_content, feeds.files):
                 files.update(content)
-    return Fingerprint(data.hexdigest(), tokens.hexdigest(), files.hexdigest())
+    contents = files.hexdigest() if feeds.files else ""
+    return Fingerprint(data.hexdigest(), tokens.hexdigest(), contents)
 
 
 def _content(path: Path) -> bytes:

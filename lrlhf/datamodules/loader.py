@@ -20,12 +20,13 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
 from lrlhf.datamodules.bad_rows import BadDataError, BadRow
-from lrlhf.datamodules.fingerprint import Fingerprint, fingerprint
+from lrlhf.datamodules.fingerprint import fingerprint
 from lrlhf.datamodules.order import Order
 
 logger = logging.getLogger(__name__)
 
 _FILES = "images or other files that the train rows name have changed (the same names and rows)"
+_BESIDE = "the texts beside the prompts (pretraining) have changed"
 _TOKENS = "the train data has other tokens (other texts, tokenizer or chat template)"
 
 RowT = TypeVar("RowT")
@@ -186,11 +187,12 @@ class TrainLoader(Generic[RowT, BatchT]):
         pass_limit: Lightning's ``limit_train_batches``: a number of batches, or a share of the
             epoch. The next pass goes on where this one ended.
         extend: Adds to each batch what goes with its number in the stream.
+        beside: The rows that it takes that from.
         accept_changed: Go on although the rows are not those of the checkpoint: in no case, if
             only their ``tokens`` differ, or in ``all`` cases; it is said.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that the stream is a function of
         self,
         rows: Sequence[RowT],
         order: Order,
@@ -200,10 +202,12 @@ class TrainLoader(Generic[RowT, BatchT]):
         ranks: Ranks,
         pass_limit: int | float = 1.0,
         extend: Callable[[BatchT, int], BatchT] | None = None,
+        beside: Sequence[object] = (),
         accept_changed: Literal["nothing", "tokens", "all"] = "nothing",
     ) -> None:
         self._rows = rows
         self._order = order
+        self._beside = beside
         self._accept_changed = accept_changed
         self.batch_size = batch_size
         self._fetching = fetching
@@ -255,8 +259,9 @@ class TrainLoader(Generic[RowT, BatchT]):
         return [order[start : start + own].tolist() for start in starts]
 
     @cached_property
-    def _fingerprint(self) -> Fingerprint:
-        return fingerprint(self._rows)
+    def _digests(self) -> dict[str, str]:
+        beside = "-".join(fingerprint(self._beside)) if self._beside else ""
+        return {**fingerprint(self._rows)._asdict(), "beside": beside}
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the position in the stream and the rows' digests, the same on every rank."""
@@ -266,7 +271,7 @@ class TrainLoader(Generic[RowT, BatchT]):
             "seed": self._order.seed,
             "batch_size": self.batch_size,
             "ranks": self._ranks.world,
-            **self._fingerprint._asdict(),
+            **{name: digest for name, digest in self._digests.items() if digest},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -299,7 +304,7 @@ class TrainLoader(Generic[RowT, BatchT]):
         if not change:
             return
         if self._accept_changed == "nothing" or (
-            change != _TOKENS and self._accept_changed != "all"
+            change not in (_TOKENS, _BESIDE) and self._accept_changed != "all"
         ):
             raise ValueError(
                 f"cannot resume: {change} since the checkpoint was written, so rows would be left "
@@ -313,13 +318,16 @@ class TrainLoader(Generic[RowT, BatchT]):
         """Say what changed since ``state`` was taken; empty if nothing did."""
         if state["rows"] != len(self._order):
             return f"the train data had {state['rows']} usable rows and has {len(self._order)} now"
-        known = "data" in state  # checkpoints of earlier versions have no digests
-        if known and state["data"] != self._fingerprint.data:
-            return f"the train data has changed (still {state['rows']} usable rows, but others)"
-        if "files" in state and state["files"] != self._fingerprint.files:
-            return _FILES
-        if known and state["tokens"] != self._fingerprint.tokens:
-            return _TOKENS
+        changes = {
+            "data": f"the train data has changed (still {state['rows']} usable rows, but others)",
+            "files": _FILES,
+            "tokens": _TOKENS,
+            "beside": _BESIDE,
+        }
+        for name, change in changes.items():
+            # checkpoints of earlier versions have no digests, or not all of them
+            if state.get(name, self._digests[name]) != self._digests[name]:
+                return change
         return ""
 
     @rank_zero_only

@@ -192,7 +192,13 @@ class PromptDataModule(L.LightningDataModule):
         dated = self._chat_format(self.tokenizer).dated
         options = replace(self._options, dated=dated)
         self._loaders = Loaders(
-            self._sides, options, collate, self.trainer, extend=extend, read=self._reading
+            self._sides,
+            options,
+            collate,
+            self.trainer,
+            extend=extend,
+            beside=self._texts.values if extend is not None and self._texts is not None else (),
+            read=self._reading,
         )
 
     @property

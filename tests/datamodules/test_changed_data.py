@@ -110,7 +110,7 @@ def test_what_changed_can_be_accepted_and_is_still_said(
 def test_a_checkpoint_from_before_there_were_digests_goes_on(
     write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase, saved: dict[str, Any]
 ) -> None:
-    old = {key: value for key, value in saved.items() if key not in ("data", "tokens", "files")}
+    old = {key: value for key, value in saved.items() if key not in ("data", "tokens")}
     data = prompts(write_rows(changed_rows("a text")), tokenizer)
     data.load_state_dict(old)
     assert data.state_dict()["batches"] == 3
@@ -134,6 +134,23 @@ def test_a_pair_that_was_turned_round_stops_a_reward_model(
     swapped = [*pairs[:5], {**pairs[5], "chosen": "b 5", "rejected": "a 5"}]
     with pytest.raises(ValueError, match="data has other tokens"):
         loaded(swapped).load_state_dict(state)
+
+
+def test_other_texts_beside_the_prompts_stop_the_run(
+    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = write_rows(numbered_prompts(10))
+
+    def loaded(*texts: str) -> PromptDataModule:
+        beside = write_rows([{"text": text} for text in texts], "texts.jsonl")
+        data = prompts(path, tokenizer, pretraining=beside)
+        data.train_dataloader()
+        return data
+
+    state = loaded("one of two", "two of two").state_dict()
+    loaded("one of two", "two of two").load_state_dict(state)
+    with pytest.raises(ValueError, match="the texts beside the prompts"):
+        loaded("one of two", "two of 2").load_state_dict(state)
 
 
 def shown(image: Any) -> PromptRow:

@@ -281,6 +281,18 @@ def test_candidates_may_be_a_text_and_a_picture(write_rows: WriteRows, folder: s
     assert not {"candidate0", "candidate1", "image_0", "image_1"} & batch.info[0].keys()
 
 
+def test_a_prompt_that_the_texts_beside_pictures_repeat_counts_once(
+    write_rows: WriteRows, folder: str
+) -> None:
+    row = {"prompt": "draw a cat", "image_chosen": "1.png", "image_rejected": "2.png"} | {
+        name: [*asks("draw a cat"), {"role": "assistant", "content": "here"}]
+        for name in ("chosen", "rejected")
+    }
+    assert texts(only(write_rows([row]), folder)) == tuple(
+        turn("user", f"{images(number)}draw a cat") + turn("assistant", "here") for number in (1, 2)
+    )
+
+
 def test_what_both_started_from_comes_first(write_rows: WriteRows, folder: str) -> None:
     row = {"prompt": "more", "image": "3.png", "image_0": "1.png", "image_1": "2.png", "label": "A"}
     batch = only(write_rows([row]), folder)
