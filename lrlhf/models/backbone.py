@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
+from lrlhf.models.attention_trial import COMPARED_ATTENTION, comparing
 from lrlhf.models.media_inputs import (
     backbone_inputs,
     check_media,
@@ -23,7 +24,12 @@ from lrlhf.models.media_inputs import (
 )
 from lrlhf.models.modes import evaluating, trial
 from lrlhf.models.output_head import plain_model
-from lrlhf.models.packed_attention import PACKED_ATTENTION, SEGMENTS
+from lrlhf.models.packed_attention import (
+    OWN_ATTENTION,
+    PACKED_ATTENTION,
+    PACKED_OWN_ATTENTION,
+    SEGMENTS,
+)
 from lrlhf.models.packing import Compacted, Packed, compact, find_trees, pack
 from lrlhf.types import Media, SequenceBatch
 
@@ -31,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 _WINDOWED = {"full_attention", "sliding_attention"}
 """Kinds of layers whose attention packed rows know."""
+
+_REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
+"""What a model's code does with inputs that it was not written for."""
 
 _BOTH_WAYS = ("gemma4", "gemma4_unified", "deepseek_ocr2")
 """Families whose image tokens see each other, beside those that are told of them by
@@ -164,7 +173,8 @@ def packs(plain: PreTrainedModel, batch: SequenceBatch | None = None) -> bool:
         plain: The model, without adapters around it.
         batch: The rows; None: some without images and videos.
     """
-    if _attention_config(plain)._attn_implementation != PACKED_ATTENTION:
+    packing = (PACKED_ATTENTION, PACKED_OWN_ATTENTION)
+    if _attention_config(plain)._attn_implementation not in packing:
         return False
     # such models let the tokens of an image see each other, which only their own masks do
     return batch is None or batch.media is None or not _sees_images_both_ways(plain)
@@ -177,9 +187,12 @@ def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
     for attention functions, without layers that read the sequence in another way (convolutions,
     state spaces, chunks). What does not fit is computed in padded rows, and the log says so.
 
+    A model that asks for more than ``sdpa`` computes, such as Gemma 2 for bounded scores, gets the
+    attention of its own file instead, packed or not.
+
     Args:
         model: With its weights, on any device but meta. Its config names another attention
-            afterwards, which is ``sdpa`` in everything but packed rows.
+            afterwards, which computes the same, and knows packed rows.
 
     Returns:
         Whether it will.
@@ -190,14 +203,16 @@ def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
         return True
     if plain.device.type == "meta":
         return False
-    reason = _obstacle(plain) or _difference(plain)
-    if reason is None:
-        config._attn_implementation = PACKED_ATTENTION
+    reason = _obstacle(plain)
+    if config._attn_implementation == "sdpa":
+        fitting, expected = _fitting(plain)
+        reason = reason or _difference(plain, fitting, expected)
+        config._attn_implementation = fitting.padded if reason else fitting.packed
     # an encoder is not expected to pack, and other attention was asked for
-    expected = config._attn_implementation == "sdpa" and not _sees_what_follows(plain)
+    expects = config._attn_implementation in ("sdpa", OWN_ATTENTION)
     if reason is not None:
         logger.log(
-            logging.WARNING if expected else logging.INFO,
+            logging.WARNING if expects and not _sees_what_follows(plain) else logging.INFO,
             "%s computes padded rows, and what several rows begin with in each of them: %s.",
             type(plain).__name__,
             reason,
@@ -208,10 +223,49 @@ def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
 
 
 def assume_packing(model: PreTrainedModel | PeftModel) -> None:
-    """Let a model without weights pack rows as `allow_packing` would, without a trial."""
+    """Let a model without weights pack rows as `allow_packing` would, without their trial."""
     plain = plain_model(model)
-    if _obstacle(plain) is None:
-        _attention_config(plain)._attn_implementation = PACKED_ATTENTION
+    config = _attention_config(plain)
+    if config._attn_implementation != "sdpa":
+        return
+    obstacle, (fitting, _) = _obstacle(plain), _fitting(plain)
+    config._attn_implementation = fitting.padded if obstacle else fitting.packed
+
+
+class _Attention(NamedTuple):
+    """Names of the attention of a model, in padded and in packed rows."""
+
+    padded: str
+    packed: str
+
+
+def _fitting(plain: PreTrainedModel) -> tuple[_Attention, HiddenStates | None]:
+    """Find the attention that computes all that the layers ask for.
+
+    Returns:
+        The attention, and what it makes of the rows of the trial; None: it was not compared.
+    """
+    config = _attention_config(plain)
+    states, asking = None, []
+    try:
+        config._attn_implementation = COMPARED_ATTENTION
+        with comparing() as asking:
+            if plain.device.type == "meta":
+                _pass_without_weights(plain)
+            else:
+                states = _trial(plain)
+    except _REFUSALS as error:
+        logger.debug("the attention of %s was not compared: %s", type(plain).__name__, error)
+    finally:
+        config._attn_implementation = "sdpa"
+    if not asking:
+        return _Attention("sdpa", PACKED_ATTENTION), states
+    logger.info(
+        "%s asks for more than sdpa computes: its attention is that of its own file, which "
+        "transformers calls eager and which takes more memory.",
+        type(plain).__name__,
+    )
+    return _Attention(OWN_ATTENTION, PACKED_OWN_ATTENTION), states
 
 
 def _obstacle(plain: PreTrainedModel) -> str | None:
@@ -245,24 +299,34 @@ def _attention_config(plain: PreTrainedModel) -> Any:
     return body.get_decoder().config
 
 
-def _difference(plain: PreTrainedModel) -> str | None:
-    """Compute some rows both ways, and say what keeps packed ones from being the same."""
+def _difference(
+    plain: PreTrainedModel, attention: _Attention, padded: HiddenStates | None
+) -> str | None:
+    """Say what keeps packed rows from being the same as padded ones.
+
+    Args:
+        plain: The model.
+        attention: That is to be compared.
+        padded: What it makes of the rows of the trial; None: to be computed.
+    """
     config = _attention_config(plain)
+    before = config._attn_implementation
     try:
-        expected, _ = _trial(plain)
-        config._attn_implementation = PACKED_ATTENTION
-        actual, windows = _trial(plain)
-    # what a model's code does with inputs that it was not written for
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        config._attn_implementation = attention.padded
+        padded = padded or _trial(plain)
+        config._attn_implementation = attention.packed
+        packed = _trial(plain)
+    except _REFUSALS as error:
         return f"it refuses them ({type(error).__name__}: {error})"
     finally:
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = before
+    expected, actual = (one.of(one.rows.attention_mask).float() for one in (padded, packed))
     # 16 bits round the two orders of work differently
     exact = plain.dtype in (torch.float32, torch.float64)
     scale = expected.abs().amax(dim=1, keepdim=True)
     if ((actual - expected).abs() > (1e-4 if exact else 2e-2) * scale).any():
         return "its hidden states would differ"
-    if sum(window is not None for window in windows) < _windowed_layers(plain):
+    if sum(window is not None for window in packed.windows) < _windowed_layers(plain):
         return "its layers do not say how far they see"
     return None
 
@@ -280,12 +344,8 @@ def _windowed_layers(plain: PreTrainedModel) -> int:
 
 @trial()
 @torch.no_grad()
-def _trial(plain: PreTrainedModel) -> tuple[Tensor, list[int | None]]:
-    """Compute two rows with a common beginning and a longer one that has nothing in common.
-
-    Returns:
-        Hidden states `[N, H]` of their tokens, and how far each layer saw.
-    """
+def _trial(plain: PreTrainedModel) -> HiddenStates:
+    """Compute two rows with a common beginning and a longer one that has nothing in common."""
     marks = set(ruled_out_ids(plain.config))
     known = len(plain.get_input_embeddings().weight)  # type: ignore[arg-type]
     ids = [token for token in range(min(known, 64)) if token not in marks][:6]
@@ -301,8 +361,16 @@ def _trial(plain: PreTrainedModel) -> tuple[Tensor, list[int | None]]:
         group_ids=torch.tensor([0, 0, 1]),
     )
     with evaluating(plain):
-        states = hidden_states(plain, batch)
-    return states.of(batch.attention_mask).float(), states.windows
+        return hidden_states(plain, batch)
+
+
+@trial()
+def _pass_without_weights(plain: PreTrainedModel) -> None:
+    """Run the layers of a model on the meta device, where no padding can be looked for."""
+    ids = torch.zeros(1, 7, dtype=torch.long, device="meta")
+    mask = torch.ones(1, 1, 7, 7, dtype=torch.bool, device="meta")
+    with evaluating(plain):
+        plain.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
 
 
 def _sees_images_both_ways(plain: PreTrainedModel) -> bool:

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from lrlhf.models.experts import has_experts
 from lrlhf.models.modes import in_trial
-from lrlhf.models.packed_attention import PACKED_ATTENTION, packed_attention
+from lrlhf.models.packed_attention import FUNCTIONS
 from lrlhf.models.scorers import blocks_of
 
 _VARIANTS = 64
@@ -48,8 +48,9 @@ def compile_layers(model: PreTrainedModel) -> None:
     if not blocks:
         raise ValueError(f"compile: the blocks of {name} were not found; drop it.")
     # it looks at lengths and writes down what layers say of themselves
-    attention = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
-    AttentionInterface.register(PACKED_ATTENTION, attention)
+    for attention, function in FUNCTIONS.items():
+        uncompiled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        AttentionInterface.register(attention, uncompiled)
     fused: dict[type[nn.Module], _Compiled] = {}
     for block in blocks:
         kind = type(block)

@@ -1,12 +1,14 @@
 """Attention over packed rows: every segment sees itself, and a branch sees its prefix.
 
-It is registered with ``transformers`` under a name of its own. Without the segments of a packed
-row, as in generation, it is the library's ``sdpa``.
+It is registered with ``transformers`` under names of its own. Without the segments of a packed
+row, as in generation, it is the library's ``sdpa``, or for models that ask for more than that
+computes (Gemma 2's bounded scores) the attention that is written in the model's own file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -15,18 +17,33 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
+from lrlhf.models.modes import in_trial
 from lrlhf.models.packing import BranchRun, Run, Segments
 
 PACKED_ATTENTION = "lrlhf_packed"
-"""The name in a model's config."""
+"""The name in a model's config of attention that computes segments with ``sdpa``."""
+
+PACKED_OWN_ATTENTION = "lrlhf_packed_own"
+"""Of the one that computes them as the model's own file does."""
+
+OWN_ATTENTION = "lrlhf_own"
+"""Of that where the model computes padded rows."""
 
 SEGMENTS = "packed_segments"
 """Keyword of a forward pass under which the segments travel to the attention."""
 
 _BLOCK = 512
 """Queries of a long branch that are computed together: each block sees no key behind its end."""
+
+
+_IRRELEVANT = {
+    *("position_ids", "is_causal", "use_cache", "cache_position", "return_dict"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
+}
+"""Keywords that reach an attention function and say nothing that packed rows do not know."""
 
 
 def packed_attention(
@@ -44,6 +61,9 @@ def packed_attention(
 
     With ``packed_segments`` among the options no score exists of two tokens that do not see each
     other, apart from what is masked within blocks, and ``attention_mask`` is not read.
+
+    Raises:
+        ValueError: In the trial of a model, which asks for something that this leaves out.
     """
     segments: Segments | None = options.pop(SEGMENTS, None)
     if segments is None:
@@ -57,6 +77,7 @@ def packed_attention(
             scaling=scaling,
             **options,
         )
+    _check_known(options)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         result: Tensor = sdpa_attention_forward(
@@ -64,9 +85,100 @@ def packed_attention(
         )[0]
         return result
 
-    segments.windows.append(sliding_window)
+    return _in_segments(attend, segments, (query[0], key[0], value[0]), sliding_window), None
+
+
+def own_attention(
+    module: nn.Module,
+    query: Float[Tensor, "B Q N D"],
+    key: Float[Tensor, "B K N D"],
+    value: Float[Tensor, "B K N D"],
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Float[Tensor, "B N Q D"], None]:
+    """Compute what `packed_attention` does with the attention in the model's own file.
+
+    All scores of a segment exist at the same time, as they do in that attention.
+
+    Raises:
+        ValueError: In the trial of a model, which gives its attention tensors of its tokens.
+    """
+    segments: Segments | None = options.pop(SEGMENTS, None)
+    compute = own_function(module)
+    assert compute is not None
+    if segments is None:
+        is_causal = options.get("is_causal", True)
+        bias = additive(module, query, key, attention_mask, is_causal=is_causal)
+        return compute(module, query, key, value, bias, **options)[0], None
+    # a number or a weight says the same of every segment
+    _check_known(
+        {
+            name: option
+            for name, option in options.items()
+            if isinstance(option, Tensor) and not isinstance(option, nn.Parameter)
+        }
+    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            mask = _mask(segments, q.device, (q.shape[2], 0, 0), None)
+        result: Tensor = compute(module, q, k, v, additive(module, q, k, mask), **options)[0]
+        return result
+
+    window = options.get("sliding_window")
+    return _in_segments(attend, segments, (query[0], key[0], value[0]), window), None
+
+
+def own_function(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the attention function in the file of a layer, by the name that it has in all.
+
+    ``transformers`` calls it ``eager``: it is what the family's authors compute.
+    """
+    for kind in type(module).__mro__:
+        function = vars(sys.modules[kind.__module__]).get("eager_attention_forward")
+        if function is not None:
+            return function  # type: ignore[no-any-return]
+    return None
+
+
+def additive(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, *, is_causal: bool = True
+) -> Tensor | None:
+    """Return what is added to scores to mask them as ``sdpa`` does with ``mask``.
+
+    Args:
+        module: Says whether attention is causal where there is no mask.
+        query: `[B, Q, S, D]`.
+        key: `[B, K, T, D]`.
+        mask: True where a key is seen, or what is added already.
+        is_causal: What the call says of it.
+    """
+    if mask is None:
+        queries, keys = query.shape[2], key.shape[2]
+        if queries == 1 or not is_causal or not getattr(module, "is_causal", True):
+            return None
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask.dtype != torch.bool:
+        return mask
+    nothing = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device)
+    return nothing.masked_fill(~mask, torch.finfo(query.dtype).min)
+
+
+def _check_known(options: dict[str, Any]) -> None:
+    """Refuse, in the trial of a model, what would have to be known of every segment."""
+    if not in_trial():
+        return
+    unknown = {name for name, option in options.items() if option is not None} - _IRRELEVANT
+    if unknown:
+        raise ValueError(f"its attention is given {sorted(unknown)[0]!r}")
+
+
+def _in_segments(
+    attend: _Attend, segments: Segments, heads: _Heads, window: int | None
+) -> Float[Tensor, "1 N Q D"]:
+    segments.windows.append(window)
     compute = _by_run if segments.table is None else _by_table
-    return compute(attend, segments, (query[0], key[0], value[0]), sliding_window)[None], None
+    return compute(attend, segments, heads, window)[None]
 
 
 class _Attend(Protocol):
@@ -227,5 +339,13 @@ def _mask(
     return segments.masks[name]
 
 
-AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    PACKED_ATTENTION: packed_attention,
+    PACKED_OWN_ATTENTION: own_attention,
+    OWN_ATTENTION: own_attention,
+}
+for _name, _function in FUNCTIONS.items():
+    AttentionInterface.register(_name, _function)
 AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)
+AttentionMaskInterface.register(PACKED_OWN_ATTENTION, eager_mask)
+AttentionMaskInterface.register(OWN_ATTENTION, eager_mask)
