@@ -11,8 +11,9 @@ from typing import Self
 import torch
 from jaxtyping import Float
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -24,6 +25,7 @@ from lrlhf.models.sharding import (
     has_split_weights,
     load_state,
     own_part,
+    part_of,
     settle,
     state_of,
     whole_shape,
@@ -87,13 +89,14 @@ def frozen_reference(
     Args:
         model: The policy as it starts.
         spec: Another model as the reference, with the policy's tokenizer. None: the policy as it
-            is now, as a frozen copy, or with LoRA the policy with its adapters switched off,
-            which costs no memory.
+            is now, as a frozen copy, or with LoRA the policy itself, asked as it was: with its
+            adapters switched off where they are new, which costs no memory, or with a copy of
+            those that have learnt something before.
     """
     if spec is not None:
         return _FrozenModel(spec.load(trainable=False))
     if isinstance(model, PeftModel):
-        return _WithoutAdapters(model)
+        return _WithFirstAdapters(model)
     duplicate = copy.deepcopy(model)
     duplicate.gradient_checkpointing_disable()
     return _FrozenModel(duplicate)
@@ -159,25 +162,38 @@ class _FrozenModel(ReferencePolicy):
         return self
 
 
-class _WithoutAdapters(ReferencePolicy):
-    """The policy itself, its adapters switched off while it is asked."""
+class _WithFirstAdapters(ReferencePolicy):
+    """The policy itself, with the adapters that it started with while it is asked."""
 
     def __init__(self, policy: PeftModel) -> None:
         self.model = policy
+        self._first: dict[str, Tensor] | None = None
+        """This rank's parts of the weights that learn, as they were; None: they did nothing."""
+        if not _adapters_do_nothing(policy):
+            self._first = {
+                name: weight.detach().clone()
+                for name, weight in policy.named_parameters()
+                if weight.requires_grad
+            }
 
     @torch.no_grad()
     def logprobs(
         self, batch: SequenceBatch, *, temperature: float = 1.0, chunk_size: int = 1024
     ) -> Float[Tensor, "B T"]:
         # what is seen with the policy's adapters is not what the reference sees
-        with looking_once(), adapters_disabled(self.model), evaluating(self.model):
+        with looking_once(), self._as_it_was(), evaluating(self.model):
             return sequence_logprobs(
                 self.model, batch, temperature=temperature, chunk_size=chunk_size
             )
 
+    def _as_it_was(self) -> contextlib.AbstractContextManager[None]:
+        if self._first is None:
+            return adapters_disabled(self.model)
+        return replaced_weights(self.model, self._first)
+
     def mix(self, policy: PreTrainedModel | PeftModel, alpha: float) -> None:
         raise ValueError(
-            "With lora the reference is the model below the adapters and cannot follow the policy. "
+            "With lora the reference stays as the policy started and cannot follow the policy. "
             "Train every weight (drop lora), or switch the syncing of the reference off."
         )
 
@@ -192,13 +208,68 @@ class _WithoutAdapters(ReferencePolicy):
             )
 
     def split(self, shard: Callable[[nn.Module], None]) -> None:
-        """Leave it to the policy, which it is a part of."""
+        """Leave the model to the policy, whose it is, and keep what belongs to this rank."""
+        if self._first is not None:
+            weights = dict(self.model.named_parameters())
+            self._first = {
+                name: part_of(weights[name], full).clone() for name, full in self._first.items()
+            }
 
     def rest(self, *, offload: bool) -> None:
-        """Leave it to the policy, which it is a part of."""
+        if offload:
+            self.to("cpu")
 
     def to(self, device: torch.device | str) -> Self:
+        if self._first is not None:
+            self._first = {name: part.to(device) for name, part in self._first.items()}
         return self
+
+
+def _adapters_do_nothing(model: PeftModel) -> bool:
+    """Tell whether a model computes the same with its adapters switched off.
+
+    That is known of LoRA only, which starts from a product with zeros, and of copies of modules;
+    DoRA scales what it adds to as well.
+    """
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            second = (*layer.lora_B.parameters(), *layer.lora_embedding_B.parameters())
+            if layer.lora_magnitude_vector or any(bool(weight.any()) for weight in second):
+                return False
+        elif isinstance(layer, ModulesToSaveWrapper):
+            first = dict(layer.original_module.named_parameters())
+            for copied in layer.modules_to_save.values():
+                if any(not torch.equal(w, first[name]) for name, w in copied.named_parameters()):
+                    return False
+        elif isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            return False
+    return True
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def replaced_weights(model: nn.Module, parts: Mapping[str, Tensor]) -> Iterator[None]:
+    """Have other values in some of a model's weights, and put its own back, whatever happens.
+
+    Args:
+        model: Whole or split.
+        parts: This rank's parts of the values, by name.
+    """
+    settle(model)
+    weights = {name: w for name, w in model.named_parameters() if name in parts}
+    own = {name: own_part(weight).clone() for name, weight in weights.items()}
+
+    def write(values: Mapping[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            # under `data`, a pending backward pass does not take them for changed
+            own_part(weight).data.copy_(values[name])
+
+    try:
+        write(parts)
+        yield
+    finally:
+        settle(model)
+        write(own)
 
 
 @contextlib.contextmanager

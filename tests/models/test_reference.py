@@ -1,3 +1,5 @@
+from typing import Any
+
 import peft
 import pytest
 import torch
@@ -13,11 +15,15 @@ from tests.models.families import right_padded
 def adapted(model_folder: str) -> peft.PeftModel:
     """A policy with adapters that have learnt something."""
     model = CausalLM(source=model_folder, lora=LoRA(r=2)).load()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.requires_grad:
-                weight.add_(torch.randn(weight.shape))
+    learn(model)
     return model
+
+
+@torch.no_grad()
+def learn(model: peft.PeftModel) -> None:
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.add_(torch.randn(weight.shape))
 
 
 def shift(model: PreTrainedModel, amount: float) -> None:
@@ -54,15 +60,68 @@ def test_another_model_may_be_the_reference(
     assert_close(reference.logprobs(batch), before)
 
 
-def test_with_lora_it_is_the_model_below_the_adapters(
-    adapted: peft.PeftModel, language_model: PreTrainedModel
+def test_with_new_adapters_it_is_the_model_below_them(
+    model_folder: str, language_model: PreTrainedModel
 ) -> None:
     batch = right_padded([9, 6])
     expected = sequence_logprobs(language_model, batch).detach()
-    reference = frozen_reference(adapted)
+    policy = CausalLM(source=model_folder, lora=LoRA(r=2)).load()
+    reference = frozen_reference(policy)
+    learn(policy)
     assert_close(reference.logprobs(batch), expected)
-    assert not torch.allclose(sequence_logprobs(adapted, batch), expected)
+    assert not torch.allclose(sequence_logprobs(policy, batch), expected)
     assert reference.state_dict() == {}
+
+
+def test_with_adapters_that_have_learnt_it_is_the_policy_as_it_starts(
+    adapted: peft.PeftModel,
+) -> None:
+    batch = right_padded([9, 6])
+    expected = sequence_logprobs(adapted, batch).detach()
+    names = list(adapted.state_dict())
+    reference = frozen_reference(adapted)
+    learn(adapted)
+    now = sequence_logprobs(adapted, batch).detach()
+    assert torch.equal(reference.logprobs(batch), expected)
+    assert torch.equal(sequence_logprobs(adapted, batch), now)
+    assert not torch.allclose(now, expected, atol=0.1)
+    # nothing of it is stored, exported or trained
+    assert reference.state_dict() == {}
+    assert list(adapted.state_dict()) == names
+
+
+def test_the_policy_gets_its_adapters_back_after_an_error(adapted: peft.PeftModel) -> None:
+    batch = right_padded([9, 6])
+    reference = frozen_reference(adapted)
+    learn(adapted)
+    now = sequence_logprobs(adapted, batch).detach()
+    with pytest.raises(ValueError, match="temperature"):
+        reference.logprobs(batch, temperature=0.0)
+    assert torch.equal(sequence_logprobs(adapted, batch), now)
+
+
+@pytest.mark.parametrize("options", [{"init_lora_weights": "pissa"}, {"use_dora": True}])
+def test_adapters_that_start_with_an_effect_are_part_of_it(
+    language_model: PreTrainedModel, options: dict[str, Any]
+) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
+    policy = peft.get_peft_model(language_model, config)
+    batch = right_padded([9, 6])
+    expected = sequence_logprobs(policy, batch).detach()
+    reference = frozen_reference(policy)
+    learn(policy)
+    assert torch.equal(reference.logprobs(batch), expected)
+
+
+def test_a_module_trained_in_full_before_is_part_of_it(model_folder: str) -> None:
+    policy = CausalLM(source=model_folder, lora=LoRA(modules_to_save=["norm"])).load()
+    batch = right_padded([9, 6])
+    with torch.no_grad():
+        policy.base_model.model.model.norm.modules_to_save["default"].weight.mul_(3)
+    expected = sequence_logprobs(policy, batch).detach()
+    reference = frozen_reference(policy)
+    learn(policy)
+    assert torch.equal(reference.logprobs(batch), expected)
 
 
 def test_asking_the_reference_changes_neither_mode_nor_trainability(
@@ -109,11 +168,12 @@ def test_modules_trained_in_full_are_switched_off_too(model_folder: str) -> None
     spec = CausalLM(source=model_folder, lora=LoRA(modules_to_save=["norm"]))
     model, batch = spec.load(), right_padded([9, 6])
     before = sequence_logprobs(model, batch).detach()
+    reference = frozen_reference(model)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "modules_to_save" in name:
                 weight.mul_(3)
-    assert_close(frozen_reference(model).logprobs(batch), before)
+    assert_close(reference.logprobs(batch), before)
     assert not torch.allclose(sequence_logprobs(model, batch), before)
 
 
