@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,8 +35,11 @@ from lrlhf.models import (
     numbers_media,
     repeat_offsets,
     ruled_out_ids,
+    sequence_logprobs,
 )
-from lrlhf.models.sharding import gathered
+from lrlhf.models.modes import trial
+from lrlhf.models.sharding import gathered, has_split_weights
+from lrlhf.rollout.batching import Batching, parts, trial_prompts
 from lrlhf.rollout.engine import (
     Response,
     assemble_rollout,
@@ -46,9 +50,24 @@ from lrlhf.rollout.engine import (
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import Media, PromptBatch, Rollout
 
+logger = logging.getLogger(__name__)
+
+_EXACT_GAP = 1e-4
+_ROUNDED_GAP = 0.08
+"""Mean distances in nats up to which generation computes what a forward pass does."""
+
+_REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
+"""What a cache does that cannot be filled or copied from outside."""
+
 
 class TransformersEngine:
     """Generates with the policy itself, so its weights are never stale.
+
+    Before the first responses it compares what it gives a few tokens with a forward pass, as they
+    are trained in. Where a model reads the padding of shorter prompts, or mixes the rows of a
+    batch, prompts of equal length go together or every response by itself, see `Batching`; if
+    that does not help either, the engine is not ``exact``, and its log-probabilities are treated
+    as another model's.
 
     The prompt is computed once per group. Every response has a random stream of its own: the
     token at step ``t`` is where the cumulated probabilities pass the ``t``-th uniform number
@@ -61,13 +80,14 @@ class TransformersEngine:
             for models whose cache cannot be copied.
     """
 
-    exact = True
-
     def __init__(self, max_batch_size: int | None = None, share_prompts: bool = True) -> None:
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"engine.max_batch_size is {max_batch_size}; it must be 1 or more")
         self.max_batch_size = max_batch_size
         self.share_prompts = share_prompts
+        self.exact = True
+        self._batching = Batching.TOGETHER
+        self._tried: nn.Module | None = None
         self._policy: nn.Module | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -92,25 +112,24 @@ class TransformersEngine:
         if self._policy is None or self._tokenizer is None:
             raise RuntimeError("TransformersEngine.attach has not been called")
         check_seeds(seeds, prompts, num_generations)
-        groups_at_once = len(prompts)
+        prompts_at_once = len(prompts)
         if self.max_batch_size is not None:
-            groups_at_once = self.max_batch_size // num_generations
-            if groups_at_once < 1:
+            prompts_at_once = self.max_batch_size // num_generations
+            if prompts_at_once < 1:
                 raise ValueError(
                     f"engine.max_batch_size is {self.max_batch_size}, fewer than the "
                     f"{num_generations} responses to one prompt; the nearest value is "
                     f"{num_generations}"
                 )
-        responses: list[Response] = []
         with (
             gathered(self._policy),
             evaluating(self._policy),
             _cached_autocast(prompts.input_ids.device),
         ):
-            for start in range(0, len(prompts), groups_at_once):
-                rows = torch.arange(start, min(start + groups_at_once, len(prompts)))
-                part = seeds[start * num_generations :][: len(rows) * num_generations]
-                responses += self._respond(prompts.select(rows), sampling, num_generations, part)
+            if self._tried is not self._policy:
+                self._find_batching()
+                self._tried = self._policy
+            responses = self._draw(prompts, sampling, num_generations, seeds, prompts_at_once)
         return assemble_rollout(
             prompts,
             responses,
@@ -120,6 +139,79 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Hold nothing, so give nothing back."""
+
+    def _draw(
+        self,
+        prompts: PromptBatch,
+        sampling: Sampling,
+        num_generations: int,
+        seeds: Sequence[int],
+        prompts_at_once: int,
+    ) -> list[Response]:
+        drawn: dict[int, Response] = {}
+        for part in parts(
+            prompts.attention_mask.sum(dim=1).tolist(),
+            num_generations=num_generations,
+            prompts_at_once=prompts_at_once,
+            batching=self._batching,
+        ):
+            answers = self._respond(
+                prompts.select(torch.tensor(part.prompts)),
+                sampling,
+                len(part.responses) // len(part.prompts),
+                [seeds[response] for response in part.responses],
+            )
+            drawn.update(zip(part.responses, answers, strict=True))
+        return [drawn[response] for response in range(len(seeds))]
+
+    def _find_batching(self) -> None:
+        """Find out what may be generated together, and whether that is exact."""
+        assert self._policy is not None
+        name, limit = type(_generator(self._policy)).__name__, self._allowed_gap()
+        ways = [(self.share_prompts, Batching.TOGETHER), *((False, one) for one in Batching)]
+        found: list[str] = []
+        for self.share_prompts, self._batching in dict.fromkeys(ways):
+            try:
+                gap = self._gap()
+            except _REFUSALS as error:
+                if not self.share_prompts:
+                    raise
+                found.append(f"copies of a prompt's cache do not fit ({error})")
+                continue
+            if gap <= limit:
+                break
+            found.append(f"log-probabilities were {gap:.2g} nats off on average")
+        else:
+            self.exact = False
+            self.share_prompts, self._batching = ways[0]
+        if found:
+            logger.warning(
+                "%s does not generate as a forward pass computes it: %s. %s.",
+                name,
+                found[0],
+                f"It generates in {self._batching.value}, without sharing prompts"
+                if self.exact
+                else "Its responses are weighed, see model.importance_sampling",
+            )
+
+    def _allowed_gap(self) -> float:
+        assert self._policy is not None
+        whole = all(weight.dtype == torch.float32 for weight in self._policy.parameters())
+        # weights that are split are gathered in 16 bits, also where autocast is off
+        whole = whole and not has_split_weights(self._policy)
+        exact = whole and torch.get_float32_matmul_precision() == "highest"
+        return _EXACT_GAP if exact else _ROUNDED_GAP
+
+    @trial()
+    def _gap(self) -> float:
+        """Return how far log-probabilities of generation are from those of a forward pass."""
+        assert self._policy is not None
+        prompts, seeds = trial_prompts(_generator(self._policy)), list(range(6))
+        with torch.autocast(prompts.input_ids.device.type, enabled=False):
+            responses = self._draw(prompts, Sampling(max_new_tokens=4), 2, seeds, 3)
+            rollout = assemble_rollout(prompts, responses, num_generations=2, pad_id=0)
+            own = sequence_logprobs(self._policy, rollout)
+        return float((own - rollout.sampling_logprobs).abs()[rollout.response_mask].mean())
 
     def _respond(
         self, prompts: PromptBatch, sampling: Sampling, num_generations: int, seeds: Sequence[int]
@@ -133,6 +225,10 @@ class TransformersEngine:
         mask = prompts.attention_mask[:, -width:].long()
         drawer = _Drawer(sampling, seeds, prompt_width=width, ruled_out=ruled_out_ids(model.config))
         ending = _Ending(eos, sampling.stop, self._tokenizer, prompt_width=width)
+        if model._is_stateful:
+            # RecurrentGemma's layers keep states, which a pass that keeps none clears: a prompt of
+            # one token would go on from those of the responses before
+            model.base_model(input_ids=input_ids[:, :1], use_cache=False)
         cache = self._prefill(model, input_ids, mask, prompts.media, num_generations)
         with _own_generation_config(model):
             sequences = model.generate(  # type: ignore[operator]

@@ -1,0 +1,74 @@
+"""Which responses are generated together, so that none depends on the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from lrlhf.models import ruled_out_ids
+from lrlhf.types import PromptBatch
+
+
+class Batching(Enum):
+    """What may go through a model at the same time, the fastest first."""
+
+    TOGETHER = "batches of any prompts"
+    EQUAL_LENGTHS = "batches of prompts of equal length"
+    """For recurrent states and convolutions that read the padding on the left."""
+    SINGLE = "batches of one response"
+    """For models that mix the rows of a batch."""
+
+
+class Part(NamedTuple):
+    """Responses that are generated together."""
+
+    prompts: list[int]
+    responses: list[int]
+    """By number; those of a prompt are consecutive, and as many of each."""
+
+
+def parts(
+    lengths: Sequence[int], *, num_generations: int, prompts_at_once: int, batching: Batching
+) -> Iterator[Part]:
+    """Divide the responses to some prompts.
+
+    Args:
+        lengths: Tokens of each prompt.
+        num_generations: Responses to each.
+        prompts_at_once: At most; a single response ignores it.
+        batching: What may go together.
+    """
+    if batching is Batching.SINGLE:
+        for response in range(len(lengths) * num_generations):
+            yield Part([response // num_generations], [response])
+        return
+    groups: dict[int, list[int]] = {}
+    for prompt, length in enumerate(lengths):
+        key = length if batching is Batching.EQUAL_LENGTHS else 0
+        groups.setdefault(key, []).append(prompt)
+    for group in groups.values():
+        for start in range(0, len(group), prompts_at_once):
+            chosen = group[start : start + prompts_at_once]
+            copies = range(num_generations)
+            yield Part(chosen, [one * num_generations + copy for one in chosen for copy in copies])
+
+
+def trial_prompts(model: PreTrainedModel) -> PromptBatch:
+    """Return a few prompts of unequal lengths, padded on the left."""
+    known = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+    marks = set(ruled_out_ids(model.config))
+    ids = [token for token in range(min(known, 64)) if token not in marks]
+    rows = [ids[-6:], ids[-9:-6], ids[-1:]]
+    width = len(rows[0])
+    return PromptBatch(
+        input_ids=torch.tensor([[ids[-1]] * (width - len(row)) + row for row in rows]),
+        attention_mask=torch.tensor(
+            [[False] * (width - len(row)) + [True] * len(row) for row in rows]
+        ),
+        prompts=("",) * len(rows),
+        columns=({},) * len(rows),
+    ).to(model.device)

@@ -1,0 +1,119 @@
+"""What an engine says of its log-probabilities is true, also of models that batches disturb.
+
+What is expected comes from ``transformers``' own forward pass over one row at a time.
+"""
+
+import logging
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lrlhf.rollout import Sampling, TransformersEngine
+from tests.rollout.test_transformers_engine import generate
+
+SIZES = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+DISTURBED = {
+    # mixes the rows of a batch when it decodes
+    "rwkv": {"attention_hidden_size": 32},
+    # its states are no part of the cache, and take the padding in
+    "recurrent_gemma": {"lru_width": 32, "block_types": ["recurrent", "attention"]},
+    # linear attention without a mask
+    "minimax": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 2,
+        "head_dim": 8,
+        "block_size": 4,
+    },
+}
+
+
+def build(family: str) -> PreTrainedModel:
+    options = {
+        key: value
+        for key, value in SIZES.items()
+        if (family, key) != ("rwkv", "num_attention_heads")
+    }
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **options, **DISTURBED[family])
+    )
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", DISTURBED)
+@torch.no_grad()
+def test_responses_are_drawn_from_the_policy_whatever_a_batch_does_to_the_model(
+    family: str, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, engine = build(family), TransformersEngine()
+    with caplog.at_level(logging.WARNING, "lrlhf"):
+        rollout = generate(
+            model, tokenizer, Sampling(max_new_tokens=5), num_generations=2, engine=engine
+        )
+    assert engine.exact
+    assert "does not generate as a forward pass" in caplog.text
+    for row in range(len(rollout)):
+        ids = rollout.input_ids[row : row + 1, : int(rollout.lengths[row])]
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+        expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        counts = rollout.response_mask[row, 1 : ids.shape[1]]
+        torch.testing.assert_close(
+            rollout.sampling_logprobs[row, 1 : ids.shape[1]][counts],
+            expected[counts],
+            rtol=0,
+            atol=1e-4,
+        )
+
+
+def test_a_model_that_generates_otherwise_than_it_computes_is_not_called_exact(
+    language_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def sharpen(
+        _: torch.nn.Module, inputs: tuple[torch.Tensor, ...], logits: torch.Tensor
+    ) -> torch.Tensor:
+        decodes = inputs[0].ndim == 3 and inputs[0].shape[1] == 1
+        return logits * 1.5 if decodes else logits
+
+    language_model.lm_head.register_forward_hook(sharpen)
+    engine = TransformersEngine()
+    assert engine.exact
+    with caplog.at_level(logging.WARNING, "lrlhf"):
+        generate(language_model, tokenizer, Sampling(max_new_tokens=2), engine=engine)
+    assert not engine.exact
+    assert "model.importance_sampling" in caplog.text
+    # nothing helps, so nothing is slowed down
+    assert engine.share_prompts
+
+
+def test_an_ordinary_model_is_exact_and_computes_prompts_once(
+    language_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = TransformersEngine(max_batch_size=1)
+    with caplog.at_level(logging.WARNING, "lrlhf"):
+        generate(language_model, tokenizer, Sampling(max_new_tokens=2), engine=engine)
+    assert engine.exact
+    assert engine.share_prompts
+    assert not caplog.records
