@@ -35,8 +35,9 @@ class VLLMWeightSync(RolloutListener, L.Callback):
             weights.
         probe_every: Pushes between two comparisons of log-probabilities; the first two pushes of a
             run always have one. 0: never.
-        tolerance: Largest mean difference of log-probabilities, in nats. None: 1e-4 where engine
-            and policy are float32, 0.08 with 16 bits, whose rounding alone makes 0.03 to 0.05.
+        tolerance: Largest difference of log-probabilities, in nats, that half of the tokens of a
+            response may exceed. None: 1e-4 where engine and policy are float32, 0.08 with 16 bits,
+            whose rounding alone makes 0.03 to 0.05.
 
     Raises:
         ValueError: An option is out of range, or the module's engine has no weights of its own.
@@ -137,12 +138,13 @@ class VLLMWeightSync(RolloutListener, L.Callback):
             rounds = engine.rounds or (splits and trainer.precision != "32-true")
             limit = _LOW_PRECISION_GAP if rounds else _FLOAT32_GAP
         gap = engine.probe()
-        if not gap.mean <= limit:
+        if not gap.typical <= limit:
             raise WeightSyncError(
                 "every weight arrived in the engine, but its log-probabilities differ from the "
-                f"policy's by {gap.mean:.3g} nats on average ({gap.max:.3g} at most, VLLMWeightSync"
-                f".tolerance is {limit:g}): it computes with other weights than it was given, or "
-                "with cached states of older ones"
+                f"policy's by {gap.typical:.3g} nats in half of a response's tokens (of all tokens "
+                f"{gap.mean:.3g} on average, {gap.max:.3g} at most, VLLMWeightSync.tolerance is "
+                f"{limit:g}): it computes with other weights than it was given, or with cached "
+                "states of older ones"
             )
 
 

@@ -20,7 +20,8 @@ class RolloutEngine(Protocol):
     """Draws responses. Token ids go in and come out; text is never tokenised again."""
 
     exact: bool
-    """Whether its log-probabilities are the policy's own, up to rounding."""
+    """Whether its log-probabilities are the policy's own, up to rounding; known once it has
+    generated."""
 
     def attach(
         self,

@@ -68,6 +68,9 @@ class SyncReport(NamedTuple):
 class ProbeGap(NamedTuple):
     """Distance between log-probabilities of engine and trainer, in nats."""
 
+    typical: float
+    """Of the response that differs most, the median over its tokens: other weights move them all,
+    rounding that sends a token to another expert moves a few by far."""
     mean: float
     max: float
 
@@ -258,7 +261,7 @@ class SyncedEngine(ABC):
         that older weights left there show up too. A vision-language policy is shown an image also.
 
         Returns:
-            Mean and largest absolute difference; float32 on both sides gives about 1e-6.
+            Absolute differences; float32 on both sides gives about 1e-6.
         """
         assert self._policy is not None
         prompts = self._probe_prompts()
@@ -270,8 +273,7 @@ class SyncedEngine(ABC):
         )
         with evaluating(self._policy), torch.autocast(self._device.type, enabled=False):
             own = sequence_logprobs(self._policy, rollout)
-        gaps = (own - rollout.sampling_logprobs).abs()[rollout.response_mask]
-        return ProbeGap(float(gaps.mean()), float(gaps.max()))
+        return _gap_between(own, rollout)
 
     # ------------------------------------------------------------------ how it is done
 
@@ -407,3 +409,13 @@ class SyncedEngine(ABC):
             columns=({},) * len(rows),
             media=tuple(media),
         ).to(self._device)
+
+
+def _gap_between(own: Tensor, rollout: Rollout) -> ProbeGap:
+    """Compare log-probabilities `[B, T]` with those that a rollout was drawn with."""
+    mask = rollout.response_mask
+    gaps = (own - rollout.sampling_logprobs).abs()
+    # a row with NaN among its tokens has NaN as its median
+    medians = [row[counts].median() for row, counts in zip(gaps, mask, strict=True)]
+    typical = torch.stack(medians).max()
+    return ProbeGap(float(typical), float(gaps[mask].mean()), float(gaps[mask].max()))

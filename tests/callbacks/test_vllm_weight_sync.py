@@ -337,10 +337,23 @@ def test_log_probabilities_that_are_no_number_stop_the_run(
     language_model, tokenizer, prompts, tmp_path, monkeypatch
 ) -> None:
     engine, nan = CopyEngine(), float("nan")
-    monkeypatch.setattr(engine, "probe", lambda: ProbeGap(nan, nan))
+    monkeypatch.setattr(engine, "probe", lambda: ProbeGap(nan, nan, nan))
     module = build(language_model, tokenizer, engine)
     with pytest.raises(WeightSyncError, match="differ from the policy's by nan"):
         fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()])
+
+
+def test_what_most_tokens_of_a_response_say_decides(
+    language_model, tokenizer, prompts, tmp_path, monkeypatch
+) -> None:
+    options: dict[str, Any] = {"steps": 1, "limit_val_batches": 0}
+    engine = CopyEngine(dtype=torch.bfloat16)
+    module = build(language_model, tokenizer, engine)
+    monkeypatch.setattr(engine, "probe", lambda: ProbeGap(typical=0.02, mean=0.3, max=9.0))
+    fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()], **options)
+    monkeypatch.setattr(engine, "probe", lambda: ProbeGap(typical=0.2, mean=0.05, max=0.2))
+    with pytest.raises(WeightSyncError, match=r"by 0\.2 nats in half of a response's tokens"):
+        fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()], **options)
 
 
 class Mislabelled(CopyEngine):

@@ -1,6 +1,7 @@
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,15 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.rollout import EngineFailure, Sampling, TransformersEngine, WeightSyncError
+from lrlhf.rollout import (
+    EngineFailure,
+    ProbeGap,
+    Response,
+    Sampling,
+    TransformersEngine,
+    WeightSyncError,
+)
+from lrlhf.rollout.synced_engine import Request
 from lrlhf.rollout.weights import PolicyWeights
 from lrlhf.types import PromptBatch, Rollout
 from tests.conftest import build_language_model
@@ -270,6 +279,48 @@ def test_a_probe_measures_the_distance_to_the_policy(language_model, tokenizer) 
     assert gap.mean == pytest.approx(float(gaps.mean()), rel=1e-3)
     assert gap.max == pytest.approx(float(gaps.max()), rel=1e-3)
     assert gap.mean > 1e-2
+
+
+class Disturbed(CopyEngine):
+    """Says other log-probabilities than it draws with: `[responses, tokens]` are added to them."""
+
+    def __init__(self, added: torch.Tensor) -> None:
+        super().__init__()
+        self.added = added
+
+    def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
+        return [
+            replace(response, logprobs=response.logprobs + added[: len(response.logprobs)])
+            for response, added in zip(
+                super()._respond(requests, sampling), self.added, strict=True
+            )
+        ]
+
+
+def disturbed(
+    policy: nn.Module, tokenizer: PreTrainedTokenizerBase, added: torch.Tensor
+) -> ProbeGap:
+    engine = Disturbed(added)
+    engine.attach(policy, tokenizer)
+    engine.push(0)
+    return engine.probe()
+
+
+def test_a_token_that_went_to_another_expert_hides_nothing(language_model, tokenizer) -> None:
+    added = torch.zeros(4, 8)
+    added[:, 0] = 5.0
+    gap = disturbed(language_model, tokenizer, added)
+    # one token of eight
+    assert gap.mean == pytest.approx(5 / 8, rel=1e-3)
+    assert gap.typical < 1e-4
+
+
+def test_a_single_response_that_other_weights_drew_shows(language_model, tokenizer) -> None:
+    added = torch.zeros(4, 8)
+    added[2] = 0.2  # as of the only prompt with an image
+    gap = disturbed(language_model, tokenizer, added)
+    assert gap.mean == pytest.approx(0.2 / 4, rel=1e-3)
+    assert gap.typical == pytest.approx(0.2, rel=1e-3)
 
 
 def test_a_probe_shows_states_that_older_weights_left_in_a_cache(language_model, tokenizer) -> None:
