@@ -65,8 +65,8 @@ class PretrainedSpec:
     dtype: DType = "float32"
     """Of the weights. ``auto``: as stored. Adapters on a 16-bit model stay float32."""
     attn_implementation: str | None = None
-    """``eager``, ``sdpa``, ``flash_attention_2``, ...; None: the model's default. ``eager`` comes in
-    the place of ``sdpa`` where that leaves out what a model asks for (Gemma 2)."""
+    """``eager``, ``sdpa``, ``flash_attention_2``, ...; None: the model's default. ``eager`` stands
+    in for ``sdpa`` where that leaves out what a model asks for (Gemma 2)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     compile: bool = False
