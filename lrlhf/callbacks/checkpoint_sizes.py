@@ -14,8 +14,9 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
 from lrlhf.models.zero import is_partitioned
-from lrlhf.strategies.atomic import remove
+from lrlhf.strategies.atomic import TEMPORARY, remove, remove_unclaimed
 from lrlhf.strategies.checkpoint_search import checkpoints_in, places_in, recover_checkpoints
+from lrlhf.strategies.sharded_checkpoint import PARTS
 
 _logger = logging.getLogger(__name__)
 
@@ -147,9 +148,8 @@ def remove_leftovers(folder: Path) -> None:
     """Remove what a killed process had set aside, or had not written to the end."""
     recover_checkpoints(folder)
     for place in list(places_in(folder)):
-        for ending in (_REMOVED, "tmp", "parts"):
-            for path in place.glob(f".*.ckpt.{ending}"):
-                remove(path)
+        for ending in (_REMOVED, TEMPORARY, PARTS):
+            remove_unclaimed(place, "*.ckpt", ending)
 
 
 def in_gb(size: float) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lrlhf.callbacks.files import atomic_write, output_folder
+from lrlhf.callbacks.files import atomic_write, hold_output_folder, output_folder
 from lrlhf.callbacks.json_lines import gather_on_zero, json_line
 
 
@@ -37,6 +37,9 @@ class EvalJSONL(L.Callback):
         """Files written by this process, oldest first; on rank zero only."""
         self._lines: list[_Line] = []
         self._loaded_step: int | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        hold_output_folder(trainer, self.dirpath, stage)
 
     def on_load_checkpoint(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 
 from lrlhf.callbacks.ema import EMA
-from lrlhf.callbacks.files import atomic_folder, output_folder
+from lrlhf.callbacks.files import atomic_folder, hold_output_folder, output_folder
 from lrlhf.modules.contracts import Exportable
 
 
@@ -66,6 +66,7 @@ class HFExport(L.Callback):
                 "remove HFExport from trainer.callbacks"
             )
         self._ema(trainer)
+        hold_output_folder(trainer, self.dirpath, stage)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         step = trainer.global_step

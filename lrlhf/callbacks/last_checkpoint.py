@@ -10,11 +10,13 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lrlhf.strategies.atomic import atomic_link
 from lrlhf.strategies.checkpoint_search import newest_intact, recover_checkpoints
 from lrlhf.strategies.checksums import NotACheckpointError
+from lrlhf.strategies.folder_lock import hold_folder, is_held_by_another
 
 _logger = logging.getLogger(__name__)
 
@@ -28,7 +30,6 @@ class LastCheckpoint(ModelCheckpoint):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._searched = False
         self._found: Path | None = None
         self._damaged: list[Path] = []
         self._continued_at: int | None = None
@@ -38,23 +39,17 @@ class LastCheckpoint(ModelCheckpoint):
         return "://" not in str(self.dirpath)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        chosen = self.dirpath is not None
         super().setup(trainer, pl_module, stage)
-        if not self._searched:
-            return
-        # each rank had to look by itself, before it could ask the others
-        chosen = trainer.strategy.broadcast(str(self._found))
-        differs = chosen != str(self._found)
-        if trainer.strategy.reduce_boolean_decision(differs, all=False):
-            raise NotACheckpointError(
-                f"the processes do not see the same checkpoints in {self.dirpath}: rank 0 found "
-                f"{chosen}, rank {trainer.global_rank} {self._found}; set dirpath of RLCheckpoint "
-                "to a folder on a disk that all of them share"
-            )
+        if stage == "fit" and chosen:
+            # before anything is written; in a logger's folder that would be too early for some
+            hold_folder(trainer, Path(str(self.dirpath)))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if not self._is_local:
             return
+        hold_folder(trainer, Path(str(self.dirpath)))
         if trainer.is_global_zero:
             self._tidy()
         trainer.strategy.barrier("last_checkpoint")
@@ -108,14 +103,20 @@ class LastCheckpoint(ModelCheckpoint):
             return {str(self._fs.unstrip_protocol(path)) for path in found}
         # Lightning's remark advises to configure another callback
         warnings.filterwarnings("ignore", message=r".*there is no last checkpoint available")
-        self._found = self._search(Path(folder))
-        self._searched = True
+        self._found = self._search(trainer, Path(folder))
         return set() if self._found is None else {str(self._found)}
 
-    def _search(self, folder: Path) -> Path | None:
-        """Choose the checkpoint to go on from; every rank does, before the ranks are connected."""
-        recover_checkpoints(folder)
-        found = newest_intact(folder, self.CHECKPOINT_NAME_LAST)
+    def _search(self, trainer: L.Trainer, folder: Path) -> Path | None:
+        """Choose the checkpoint to go on from; rank zero lists them, and all ranks read them."""
+        strategy = trainer.strategy if trainer.world_size > 1 else None
+        if strategy is not None:
+            # the trainer does so a little later, when there is nothing left to do
+            strategy.setup_environment()
+        if trainer.state.fn == TrainerFn.FITTING:
+            hold_folder(trainer, folder)
+        if trainer.is_global_zero and not is_held_by_another(folder):
+            recover_checkpoints(folder)
+        found = newest_intact(folder, self.CHECKPOINT_NAME_LAST, strategy)
         if found.path is None and found.passed:
             told = "; ".join(f"{path.name}: {flaw}" for path, flaw in found.passed.items())
             raise NotACheckpointError(

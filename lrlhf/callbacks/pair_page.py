@@ -12,7 +12,7 @@ import lightning as L
 from PIL import Image
 
 from lrlhf.callbacks.eval_jsonl import covers_validation_set
-from lrlhf.callbacks.files import atomic_write, output_folder
+from lrlhf.callbacks.files import atomic_write, hold_output_folder, output_folder
 from lrlhf.types import Media, PreferenceBatch
 
 _RIGHT, _WRONG, _OPEN = "#3a8a4d", "#b3261e", "#555555"
@@ -47,6 +47,9 @@ class PairPage(L.Callback):
         self.paths: list[Path] = []
         """Pages written by this process, oldest first."""
         self._pairs: list[_Pair] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        hold_output_folder(trainer, self.dirpath, stage)
 
     def on_validation_start(self, *_: Any) -> None:
         self._pairs = []

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 
-from lrlhf.callbacks.files import atomic_write, output_folder
+from lrlhf.callbacks.files import atomic_write, hold_output_folder, output_folder
 from lrlhf.callbacks.json_lines import gather_on_zero, json_line
 from lrlhf.callbacks.rollout_table import render, send, spread
 from lrlhf.rollout.listener import RolloutListener
@@ -83,6 +83,9 @@ class RolloutLog(L.Callback, RolloutListener):
         self.keep_tensors = keep_tensors
         self.path: Path | None = None
         """The file, once training has started."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        hold_output_folder(trainer, self.dirpath, stage)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.path = output_folder(trainer, self.dirpath) / "rollouts.jsonl"

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lrlhf.callbacks.eval_jsonl import EvalJSONL, covers_validation_set
-from lrlhf.callbacks.files import output_folder
+from lrlhf.callbacks.files import hold_output_folder, output_folder
 from lrlhf.callbacks.hf_export import HFExport
 from lrlhf.callbacks.kl_control import KLControl
 from lrlhf.callbacks.panels import draw_panels
@@ -48,6 +48,9 @@ class RunReport(L.Callback):
         self.panels = [Curve(name, [], []) for name in panels or []]
         self.metric = Curve(metric, [], [])
         self.evaluation = Curve(eval_metric, [], [])
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        hold_output_folder(trainer, self.dirpath, stage)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         _record(self.metric, trainer)

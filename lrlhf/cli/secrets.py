@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -20,6 +21,8 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
 from lrlhf.cli.config_files import ConfigFile
+from lrlhf.strategies.atomic import atomic_write
+from lrlhf.strategies.log_rows import hold_log_folders
 
 _logger = logging.getLogger(__name__)
 
@@ -135,6 +138,21 @@ class SaveConfig(SaveConfigCallback):
                 HIDDEN,
             )
         super().__init__(parser, shown, **options)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Write the file whole, once it is sure that the folder is not another run's."""
+        if self.already_saved:
+            return
+        if stage == "fit":
+            hold_log_folders(trainer)
+        folder = str(trainer.log_dir)
+        if "://" in folder:
+            super().setup(trainer, pl_module, stage)
+            return
+        if trainer.is_global_zero:
+            with atomic_write(Path(folder) / self.config_filename) as handle:
+                handle.write(self.parser.dump(self.config, skip_unset=False).encode())
+        self.already_saved = trainer.strategy.broadcast(True)
 
 
 def _differences(first: Any, second: Any, path: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from lrlhf.loggers.csv import refuse_remote
+from lrlhf.strategies.atomic import naming
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -85,8 +86,9 @@ class ResumingTensorBoardLogger(TensorBoardLogger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if not self._begun:
             self.start_over()
-        super().log_metrics(metrics, step)
-        self.experiment.flush()
+        with naming(Path(self.log_dir)):
+            super().log_metrics(metrics, step)
+            self.experiment.flush()
 
     @rank_zero_only
     def log_hyperparams(
@@ -103,7 +105,8 @@ class ResumingTensorBoardLogger(TensorBoardLogger):
     # ---- what `ResumableLog` asks for
 
     def log_position(self) -> dict[str, Any]:
-        self.experiment.flush()
+        with naming(Path(self.log_dir)):
+            self.experiment.flush()
         files = _event_files(Path(self.log_dir))
         for file in files:
             _bring_to_disk(file)

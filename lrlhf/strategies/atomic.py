@@ -3,50 +3,86 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
+import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
 from safetensors import SafetensorError
 
+from lrlhf.strategies.locks import claim, is_claimed
+
+TEMPORARY: Final = "tmp"
+
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Have errors say which file was written: the system names none when a disk is full.
+def naming(path: Path, fresh: Path | None = None) -> Iterator[None]:
+    """Have errors say which file could not be written: the system names none when a disk is full.
+
+    Torch reports a write that failed as an error of its own making, from which only the context
+    leads to what the system said.
+
+    Args:
+        path: What the block writes.
+        fresh: The temporary name that it is written under, which means nothing to anybody else.
 
     Raises:
-        OSError: As it was, with ``path`` where it named no file.
+        OSError: As the system reported it, with ``path`` where it named no file, or ``fresh``.
     """
+    handled = sys.exception()
     try:
         yield
     except SafetensorError as error:  # all that safetensors knows of a full disk
         raise OSError(f"{path} cannot be written: {error}") from error
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
+    except RuntimeError as error:
+        if (cause := _system_error(error, handled)) is None:
             raise
-        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise _named(cause, path, fresh) from error
+    except OSError as error:
+        if error.errno is None or (named := _named(error, path, fresh)).filename == error.filename:
+            raise
+        raise named from error
+
+
+def _system_error(error: BaseException, handled: BaseException | None) -> OSError | None:
+    """Find what the system said while an error came about; ``handled`` was there before."""
+    origin = error.__context__
+    while origin is not None and origin is not handled:
+        if isinstance(origin, OSError) and origin.errno is not None:
+            return origin
+        origin = origin.__context__
+    return None
+
+
+def _named(error: OSError, path: Path, fresh: Path | None) -> OSError:
+    name = str(path) if error.filename is None else os.fsdecode(error.filename)
+    if fresh is not None and Path(name).is_relative_to(fresh):
+        name = str(path / Path(name).relative_to(fresh))
+    assert error.errno is not None
+    return OSError(error.errno, os.strerror(error.errno), name)
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """Open a file that takes the place of ``path`` when the block ends well.
 
-    The data go to a hidden file in the same folder, reach the disk, then take the name in one
-    step: whoever reads ``path`` sees the old content or the new one, also after a crash. If the
-    block raises, ``path`` is as it was.
+    The data go to a hidden file in the same folder, whose name no other process has, reach the
+    disk, then take the name in one step: whoever reads ``path`` sees the old content or the new
+    one, also after a crash. If the block raises, ``path`` is as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # one name per target: what a killed process left behind is overwritten by the next attempt
-    temporary = path.with_name(f".{path.name}.tmp")
-    remove(temporary)
+    remove_leftovers(path)
+    temporary, handle = _open_temporary(path)
     try:
-        with naming(path), temporary.open("wb") as handle:
+        with naming(path, temporary), handle:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
-        _take_name(temporary, path)
+            _take_name(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     _sync_folder(path.parent)
@@ -60,15 +96,25 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     last; after a crash between the two, the next call moves it back.
     """
     recover_folder(path)
-    fresh = path.with_name(f".{path.name}.tmp")
-    open_folder(fresh)
+    remove_leftovers(path)
     try:
-        with naming(path):
+        with temporary_folder(path) as fresh:
             yield fresh
-        place_folder(fresh, path)
+            place_folder(fresh, path)
     finally:
         recover_folder(path)
+
+
+@contextlib.contextmanager
+def temporary_folder(path: Path, ending: str = TEMPORARY) -> Iterator[Path]:
+    """Hand out an empty folder beside ``path``, which is removed when it has not been renamed."""
+    fresh, descriptor = _make_temporary(path, ending)
+    try:
+        with naming(path, fresh):
+            yield fresh
+    finally:
         shutil.rmtree(fresh, ignore_errors=True)
+        os.close(descriptor)
 
 
 def atomic_link(path: Path, target: Path) -> None:
@@ -77,8 +123,8 @@ def atomic_link(path: Path, target: Path) -> None:
     The link is relative, so that both can be moved together. Where links are refused, as on some
     file systems, ``path`` becomes a copy.
     """
-    fresh = path.with_name(f".{path.name}.tmp")
-    remove(fresh)
+    remove_leftovers(path)
+    fresh = _hidden_name(path, TEMPORARY)
     try:
         fresh.symlink_to(os.path.relpath(target, path.parent))
     except (OSError, NotImplementedError):
@@ -86,6 +132,56 @@ def atomic_link(path: Path, target: Path) -> None:
         return
     _take_name(fresh, path)
     _sync_folder(path.parent)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what killed processes left of their attempts to write ``path``."""
+    remove_unclaimed(path.parent, glob.escape(path.name), TEMPORARY)
+
+
+def remove_unclaimed(folder: Path, names: str, ending: str) -> None:
+    """Remove what has a temporary name and no living owner.
+
+    Where the file system has no locks, nothing tells who lives, and all of it goes.
+
+    Args:
+        folder: Where to look.
+        names: Pattern of the names that would have been taken.
+        ending: Of the temporary ones: ``tmp``, or another one that `temporary_folder` was given.
+    """
+    # those of older versions have no token
+    for pattern in (f".{names}.{ending}", f".*.{names}.{ending}"):
+        for left in folder.glob(pattern):
+            if not is_claimed(left):
+                remove(left)
+
+
+def _hidden_name(path: Path, ending: str) -> Path:
+    """Choose a name beside ``path`` that no other process has."""
+    return path.with_name(f".{secrets.token_hex(4)}.{path.name}.{ending}")
+
+
+def _open_temporary(path: Path) -> tuple[Path, IO[bytes]]:
+    while True:
+        fresh = _hidden_name(path, TEMPORARY)
+        with naming(path, fresh):
+            handle = fresh.open("wb")
+        # else another process took it for a leftover before it was claimed
+        if claim(handle.fileno()) and fresh.exists():
+            return fresh, handle
+        handle.close()
+
+
+def _make_temporary(path: Path, ending: str) -> tuple[Path, int]:
+    while True:
+        fresh = _hidden_name(path, ending)
+        with naming(path, fresh):
+            fresh.mkdir(parents=True)
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(fresh, os.O_RDONLY)
+            if claim(descriptor) and fresh.exists():
+                return fresh, descriptor
+            os.close(descriptor)
 
 
 def _copy(source: Path, path: Path) -> None:

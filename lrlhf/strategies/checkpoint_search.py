@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lrlhf.strategies.atomic import recover_folder
 from lrlhf.strategies.checkpoint_reader import META_FILE
-from lrlhf.strategies.checksums import NotACheckpointError, flaw_of
+from lrlhf.strategies.checksums import NotACheckpointError, flaw_of, remember_whole
 
 SUFFIX: Final = ".ckpt"
 _UNREADABLE = (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError)
@@ -75,7 +75,7 @@ def recover_checkpoints(folder: Path) -> None:
             recover_folder(old.with_name(old.name.removeprefix(".").removesuffix(".old")))
 
 
-def newest_intact(folder: Path, last: str) -> Found:
+def newest_intact(folder: Path, last: str, strategy: Strategy | None = None) -> Found:
     """Look for the checkpoint that a run goes on from.
 
     It is the one called ``last``, or the one that a killed process had saved and not called so
@@ -85,12 +85,23 @@ def newest_intact(folder: Path, last: str) -> Found:
     Args:
         folder: Of checkpoints; need not exist.
         last: Name of the newest one, without ending; ``last-v1`` is that of a later run.
+        strategy: Of a run of several processes that are connected, all of which call: each reads
+            its share. None: this process reads all.
+
+    Raises:
+        NotACheckpointError: A process does not see what rank zero has found.
+        OSError: One is there and cannot be read now.
     """
     passed: dict[Path, str] = {}
     damaged: list[Path] = []
-    found = [_describe(path) for path in checkpoints_in(folder)]
-    for candidate in _in_order(found, folder, last):
-        path, damage = candidate.path, flaw_of(candidate.path)
+    candidates: list[_Candidate] = []
+    if strategy is None or strategy.is_global_zero:
+        candidates = _in_order([_describe(path) for path in checkpoints_in(folder)], folder, last)
+    if strategy is not None:
+        candidates = strategy.broadcast(candidates)
+    for candidate in candidates:
+        path = candidate.path
+        damage = flaw_of(path) if strategy is None else _flaw_on_all_ranks(path)
         if not (damage or candidate.flaw):
             return Found(path, passed, damaged)
         if path.resolve() not in {known.resolve() for known in passed}:
@@ -163,20 +174,38 @@ def check_together(path: Path, strategy: Strategy) -> None:
 
     Raises:
         NotACheckpointError: It is damaged; on all ranks.
+        OSError: A rank cannot read it now; on all ranks.
     """
     if not torch.distributed.is_initialized():
         check(path)
-        return
-    world = torch.distributed.get_world_size()
-    flaws = [""] * world
-    try:
-        own = flaw_of(path, index=torch.distributed.get_rank(), count=world)
-    except OSError as error:  # the others wait to be told
-        own = f"it cannot be read: {error}"
-    torch.distributed.all_gather_object(flaws, own)
-    if flaw := next(filter(None, flaws), ""):
+    elif flaw := _flaw_on_all_ranks(path):
         hint = strategy.broadcast(_beside(path) if strategy.is_global_zero else "")
         raise NotACheckpointError(f"{path} is damaged: {flaw}{hint}")
+
+
+def _flaw_on_all_ranks(path: Path) -> str:
+    """Say what is damaged in a checkpoint, of which each rank reads its share."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    found: list[tuple[bool, str, OSError | None]] = [(False, "", None)] * world
+    seen, flaw, failure = os.path.lexists(path), "", None
+    try:
+        flaw = flaw_of(path, index=rank, count=world) if seen else ""
+    except OSError as error:  # the others wait to be told
+        failure = error
+    torch.distributed.all_gather_object(found, (seen, flaw, failure))
+    unseen = [number for number, (there, _, _) in enumerate(found) if not there]
+    if unseen and len(unseen) < world:
+        raise NotACheckpointError(
+            f"the processes do not see the same checkpoints: rank {unseen[0]} has no {path}; set "
+            "dirpath of RLCheckpoint to a folder on a disk that all of them share"
+        )
+    for _, _, raised in found:
+        if raised is not None:
+            raise raised
+    flaw = next((said for _, said, _ in found if said), "")
+    if not flaw and seen:
+        remember_whole(path)
+    return flaw if seen else "it is not there"
 
 
 def _beside(path: Path) -> str:

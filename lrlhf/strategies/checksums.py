@@ -21,6 +21,8 @@ from typing import Any, Final
 import torch
 from lightning.pytorch.strategies import Strategy
 
+from lrlhf.strategies.atomic import naming
+
 CHECKSUMS_FILE: Final = "checksums.json"
 _BLOCK: Final = 1 << 20
 _ZIP_START: Final = b"PK\x03\x04"
@@ -37,6 +39,8 @@ _UNREADABLE = (
 )
 
 _logger = logging.getLogger(__name__)
+_whole: set[tuple[tuple[Path, int, int], ...]] = set()
+"""Checkpoints that all ranks together have read to the end."""
 
 
 class NotACheckpointError(ValueError):
@@ -62,7 +66,8 @@ def write_checksums(folder: Path, strategy: Strategy | None, rank: int) -> None:
     if rank == 0:
         files = {name: about for part in parts for name, about in sorted(part.items())}
         text = json.dumps({"files": files}, indent=1)
-        (folder / CHECKSUMS_FILE).write_text(f"{text}\n")
+        with naming(folder / CHECKSUMS_FILE):
+            (folder / CHECKSUMS_FILE).write_text(f"{text}\n")
 
 
 def flaw_of(path: Path, *, index: int = 0, count: int = 1) -> str:
@@ -80,14 +85,29 @@ def flaw_of(path: Path, *, index: int = 0, count: int = 1) -> str:
         OSError: It is there and cannot be read now, which tells nothing of its bytes.
     """
     if path.is_dir():
-        return _folder_flaw(path, index, count)
+        return "" if _stamp(path) in _whole else _folder_flaw(path, index, count)
     try:
         about = path.stat()
     except FileNotFoundError:
         if path.is_symlink():
             return f"it is a link to {path.readlink()}, which is not there"
         return "it is not there"
+    if _stamp(path) in _whole:
+        return ""
     return _file_flaw(path.resolve(), about.st_size, about.st_mtime_ns, index, count)
+
+
+def remember_whole(path: Path) -> None:
+    """Take it from all ranks, each of which has read its share, that nothing is damaged."""
+    _whole.add(_stamp(path))
+
+
+def _stamp(path: Path) -> tuple[tuple[Path, int, int], ...]:
+    """What tells whether the files of a checkpoint are those of before."""
+    place = path.resolve()
+    files = sorted(place.iterdir()) if place.is_dir() else [place]
+    about = [(file, file.stat()) for file in files]
+    return tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in about)
 
 
 # once per process: what was chosen among several is not read a second time when it is loaded

@@ -10,6 +10,7 @@ This leans on Lightning's private logger connector, for what it is about to writ
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
@@ -17,6 +18,8 @@ from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+
+from lrlhf.strategies.folder_lock import hold_folder
 
 _KEY = "log_rows"
 
@@ -132,9 +135,16 @@ def keep_log_rows(trainer: L.Trainer, stage: str) -> None:
         for log in _resumable(trainer) if trainer.is_global_zero else ():
             log.stand_apart(TrainerFn(stage).value)
         return
+    hold_log_folders(trainer)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if not any(isinstance(callback, LogRows) for callback in callbacks):
         callbacks.insert(0, LogRows())
+
+
+def hold_log_folders(trainer: L.Trainer) -> None:
+    """Refuse a training run whose logs another one writes; see `hold_folder`."""
+    for log in _resumable(trainer):
+        hold_folder(trainer, Path(log.log_dir or log.save_dir or "."))
 
 
 def _resumable(trainer: L.Trainer) -> Iterator[Any]:

@@ -7,27 +7,32 @@ split, so any number of processes and any strategy can read it.
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import io
 import os
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.tensor import DTensor
 
 from lrlhf.strategies.atomic import (
     atomic_folder,
     atomic_write,
-    open_folder,
+    naming,
     place_folder,
     recover_folder,
+    remove_unclaimed,
+    temporary_folder,
 )
 from lrlhf.strategies.checkpoint_reader import (
     META_FILE,
@@ -40,6 +45,9 @@ from lrlhf.strategies.checkpoint_reader import (
 )
 from lrlhf.strategies.checkpoint_search import check, check_together
 from lrlhf.strategies.checksums import write_checksums
+
+PARTS: Final = "parts"
+"""Ending of a folder that several processes are writing."""
 
 
 class UnusableCheckpointError(RuntimeError):
@@ -109,11 +117,28 @@ def save_folder(checkpoint: Mapping[str, Any], folder: Path, strategy: Strategy 
     if missing := sorted(known.difference(*on_ranks)):
         raise ValueError(f"no rank holds {missing[0]} ({len(missing)} such tensors)")
     with without_remarks():
-        save_distributed(tensors, storage_writer=FileSystemWriter(folder), no_dist=not several)
+        save_distributed(tensors, storage_writer=_Writer(folder), no_dist=not several)
     if strategy is None or strategy.is_global_zero:
-        torch.save(rest, folder / META_FILE)
+        # torch tells of a full disk only where it did not open the file itself
+        with naming(folder / META_FILE), (folder / META_FILE).open("wb") as handle:
+            torch.save(rest, handle)
     rank = torch.distributed.get_rank() if several else 0
     write_checksums(folder, strategy if several else None, rank)
+
+
+class _Writer(FileSystemWriter):
+    """Has what the system said of a write reach the other ranks, who are told by a pickle."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _NamingFileSystem()
+
+
+class _NamingFileSystem(FileSystem):
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with naming(Path(path)), super().create_stream(path, mode) as stream:
+            yield stream
 
 
 def _flaw(folder: Path) -> str:
@@ -159,23 +184,28 @@ class FolderCheckpoints(Strategy):
                 "a folder that they share; set dirpath of RLCheckpoint to one"
             )
         path = Path(self.broadcast(filepath))
-        fresh = path.with_name(f".{path.name}.parts")
         if self.is_global_zero:
             recover_folder(path)
-            open_folder(fresh)
+            remove_unclaimed(path.parent, glob.escape(path.name), PARTS)
+        own = temporary_folder(path, PARTS) if self.is_global_zero else contextlib.nullcontext()
+        with own as made:
+            fresh = self.broadcast(made)
+            assert fresh is not None, "rank zero has made it"
+            with naming(path, fresh):
+                self._save_parts(checkpoint, fresh, path)
         self.barrier()
+
+    def _save_parts(self, checkpoint: dict[str, Any], fresh: Path, path: Path) -> None:
+        """Fill a folder that all ranks see, and have what was asked for take its name."""
         save_folder(checkpoint, fresh, self)
         self.barrier()
         if flaw := self.broadcast(_flaw(fresh) if self.is_global_zero else ""):
-            if self.is_global_zero:
-                shutil.rmtree(fresh)
             raise UnusableCheckpointError(f"{path} was not written: {flaw}")
         if self.is_global_zero:
             if self.checkpoint == "full":
                 write_file(fresh, path)
             else:
                 place_folder(fresh, path)
-        self.barrier()
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -156,3 +157,25 @@ def test_print_config_shows_every_option(config: Path, capsys: pytest.CaptureFix
     shown = capsys.readouterr().out
     assert "estimator: k1" in shown
     assert "use_distributed_sampler: false" in shown
+
+
+def test_a_folder_that_cannot_be_written_ends_in_one_line(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    disk.chmod(0o555)
+    mounted = os.access(disk, os.W_OK)  # root may write anywhere, but for a disk that takes nothing
+    command = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(disk)]
+    if mounted and subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no disk can be mounted here")
+    try:
+        assert run(["fit", "--config", config.name, f"--trainer.default_root_dir={disk}"]) == 1
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(disk)], check=True)
+
+    error = capsys.readouterr().err
+    why = "[Errno 30] Read-only file system" if mounted else "[Errno 13] Permission denied"
+    assert error.endswith(f"error: {why}: '{disk}/config.yaml'\n")
+    assert "Traceback" not in error

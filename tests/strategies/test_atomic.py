@@ -1,7 +1,11 @@
 """Files and folders that take each other's place: the old one or the new one, also after a kill."""
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,3 +125,39 @@ def test_a_link_to_a_checkpoint_is_replaced_and_its_target_stays(tmp_path: Path)
             assert sorted(tmp_path.iterdir()) == [target, link]
             write_a_file(link, "")
             link.unlink()
+
+
+@pytest.mark.parametrize("write", KINDS)
+@pytest.mark.parametrize("first", [atomic_write, atomic_folder])
+def test_two_that_write_at_a_time_do_not_touch_each_other(
+    first: Callable[[Path], Any], write: Write, tmp_path: Path
+) -> None:
+    path = tmp_path / "last.ckpt"
+    with first(path) as unfinished:
+        (unfinished.write if first is atomic_write else (unfinished / "part").write_bytes)(b"first")
+        write(path, "second")
+        assert text_of(path) == "second"
+    assert text_of(path) == "first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a process is forked")
+@pytest.mark.parametrize("write", [atomic_write, atomic_folder])
+def test_what_a_killed_process_was_writing_is_removed_and_what_a_living_one_writes_is_not(
+    write: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "step=[1].ckpt"
+    child = os.fork()
+    if not child:
+        with write(path):
+            time.sleep(60)
+        os._exit(1)
+    while not list(tmp_path.iterdir()):
+        time.sleep(0.01)
+    time.sleep(0.05)
+    write_a_file(path, "mine")
+    assert len(list(tmp_path.iterdir())) == 2
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    write_a_file(path, "mine")
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,123 @@
+"""A disk that takes no more: the system's own words, with the name of what was written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lrlhf.loggers import ResumingTensorBoardLogger
+from lrlhf.strategies import AtomicCheckpointIO
+from lrlhf.strategies.atomic import atomic_folder, naming
+from lrlhf.strategies.sharded_checkpoint import convert_checkpoint, save_folder
+
+LIMIT = 100_000
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "many tensors": {"state_dict": {str(n): torch.randn(2_000) for n in range(60)}},
+    "one tensor": {"state_dict": {"w": torch.randn(100_000)}},
+    "no tensors": {"state_dict": {}, "words": [f"{n:050d}" for n in range(10_000)]},
+}
+
+
+@pytest.fixture
+def full() -> Iterator[None]:
+    """No file can grow above a size: the system answers as it does when a disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def as_file(checkpoint: dict[str, Any], path: Path) -> None:
+    AtomicCheckpointIO().save_checkpoint(checkpoint, path)
+
+
+def as_folder(checkpoint: dict[str, Any], path: Path) -> None:
+    with atomic_folder(path) as fresh:
+        save_folder(checkpoint, fresh, None)
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("save", [as_file, as_folder])
+def test_a_checkpoint_that_does_not_fit_is_named_and_the_one_before_stays(
+    save: Callable[[dict[str, Any], Path], None], kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "last.ckpt"
+    save({"state_dict": {}, "n": 1}, path)
+    with pytest.raises(OSError, match="File too large") as caught:
+        save(CHECKPOINTS[kind], path)
+    assert caught.value.errno == errno.EFBIG
+    assert Path(caught.value.filename).is_relative_to(path)
+    assert AtomicCheckpointIO().load_checkpoint(path)["n"] == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_conversion_and_an_export_that_do_not_fit_are_named(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    as_folder(CHECKPOINTS["one tensor"], tmp_path / "a.ckpt")
+    request.getfixturevalue("full")
+    with pytest.raises(OSError, match=r"File too large: '.*/b\.ckpt'"):
+        convert_checkpoint(tmp_path / "a.ckpt", tmp_path / "b.ckpt", "full")
+    with (
+        pytest.raises(OSError, match=r"/export cannot be written: .*File too large"),
+        atomic_folder(tmp_path / "export") as fresh,
+    ):
+        save_file(CHECKPOINTS["one tensor"]["state_dict"], fresh / "model.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_events_that_do_not_fit_are_named(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    # TensorBoard writes in a thread, which ends of the error before it is told
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    log = ResumingTensorBoardLogger(tmp_path)
+    log.log_metrics({"a": 1.0}, 0)
+    request.getfixturevalue("full")
+
+    def write() -> None:
+        for step in range(10):
+            log.experiment.add_text("long", "x" * LIMIT, step)
+            log.log_metrics({"a": 1.0}, step)
+
+    with pytest.raises(OSError, match=f"File too large: '{tmp_path}/tensorboard'"):
+        write()
+
+
+def test_an_error_that_the_system_has_no_part_in_stays_what_it_is(tmp_path: Path) -> None:
+    def fail() -> None:
+        try:
+            raise OSError(errno.ENOENT, "of another place")
+        except OSError:
+            with naming(tmp_path):  # while that one is dealt with
+                raise RuntimeError("shapes differ") from None
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        fail()
+
+
+def test_a_disk_that_is_full_says_so(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no disk can be mounted here")
+    try:
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            as_file(CHECKPOINTS["one tensor"], disk / "a.ckpt")
+        assert caught.value.filename == str(disk / "a.ckpt")
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
