@@ -1,7 +1,8 @@
 """Entry point that answers help, version and misspelt commands without importing Lightning.
 
 Importing torch and Lightning takes seconds; a person who asks which commands there are should not
-wait for them. Nothing outside the standard library may be imported at the top of this file.
+wait for them. Nothing that imports more than the standard library may be imported at the top of
+this file.
 """
 
 import difflib
@@ -10,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
+
+from lrlhf.threads import spin_briefly
 
 COMMANDS = {
     "fit": "train a reward model or a policy",
@@ -69,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments[0] not in COMMANDS:
         return _refuse(arguments[0])
+    spin_briefly()  # before torch is loaded
     run = import_module("lrlhf.cli").run
     status: int = run(arguments, debug=debug)
     return status

@@ -27,7 +27,7 @@ _FILES = {
     "rename:*.ckpt": 4,
     "renamed:*.ckpt": 4,
     "torn:metrics.csv": 5,
-    "torn:.eval_scores_*.tmp": 2,
+    "torn:.*.eval_scores_*.tmp": 2,
     "rename:eval_scores_*.jsonl": 2,
     "renamed:eval_scores_*.jsonl": 2,
     "torn:config.json": 1,

@@ -34,6 +34,7 @@ from lrlhf.rollout.vllm.support import (
     sampling_arguments,
     seed_argument,
 )
+from lrlhf.threads import spin_not_at_all
 from lrlhf.vllm_worker.access import TOKEN_VARIABLE
 from lrlhf.vllm_worker.stream import Sender, StreamError
 
@@ -223,7 +224,7 @@ class VLLMServerEngine(VLLMBase):
         }
         if is_cpu():
             # threads that spin while they wait would take the trainer's cores
-            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+            spin_not_at_all(environment)
         if self.visible_devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.visible_devices
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
