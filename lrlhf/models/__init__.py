@@ -1,9 +1,16 @@
 """How a policy, a reference and a reward model come to be, and what they say about tokens."""
 
 from lrlhf.models.backbone import allow_packing, hidden_states, packs
+from lrlhf.models.checkpoint_names import CheckpointNames
 from lrlhf.models.compiling import compile_layers, is_compiled
 from lrlhf.models.experts import check_has_experts
-from lrlhf.models.export import merged_state_dict, merged_weights, save_model, skeleton_of
+from lrlhf.models.export import (
+    check_mergeable,
+    merged_state_dict,
+    merged_weights,
+    save_model,
+    skeleton_of,
+)
 from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead
 from lrlhf.models.loading import CausalLM, LoRA, PretrainedSpec
 from lrlhf.models.logprobs import (
@@ -23,7 +30,7 @@ from lrlhf.models.media_inputs import (
     ruled_out_ids,
 )
 from lrlhf.models.modes import evaluating
-from lrlhf.models.output_head import check_output_head, plain_model
+from lrlhf.models.output_head import check_output_head, is_tied, plain_model
 from lrlhf.models.reference import ReferencePolicy, frozen_reference
 from lrlhf.models.reward import RewardNetwork
 from lrlhf.models.score_model import ScoreModel
@@ -34,6 +41,7 @@ from lrlhf.models.value import ValueModel, ValueNetwork, new_value_head
 
 __all__ = [
     "CausalLM",
+    "CheckpointNames",
     "HeadConfig",
     "HeadKind",
     "HeadedBackbone",
@@ -52,6 +60,7 @@ __all__ = [
     "backbone_inputs",
     "cache_dir",
     "check_has_experts",
+    "check_mergeable",
     "check_output_head",
     "compile_layers",
     "eos_token_ids",
@@ -60,6 +69,7 @@ __all__ = [
     "frozen_reference",
     "hidden_states",
     "is_compiled",
+    "is_tied",
     "load_config",
     "load_processor",
     "load_tokenizer",

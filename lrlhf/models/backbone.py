@@ -23,7 +23,7 @@ from lrlhf.models.media_inputs import (
     ruled_out_ids,
 )
 from lrlhf.models.modes import evaluating, trial
-from lrlhf.models.output_head import plain_model
+from lrlhf.models.output_head import body_of, plain_model
 from lrlhf.models.packed_attention import (
     OWN_ATTENTION,
     PACKED_ATTENTION,
@@ -99,7 +99,7 @@ def hidden_states(
     captured: list[Tensor] = []
     handle = None if layer is None else layer.register_forward_hook(_capture(captured))
     try:
-        output = plain.base_model(**inputs, **options)
+        output = body_of(plain)(**inputs, **options)
     finally:
         if handle is not None:
             handle.remove()
@@ -277,7 +277,7 @@ def _obstacle(plain: PreTrainedModel) -> str | None:
     kinds = set(_layer_types(plain)) - _WINDOWED
     if kinds:
         return f"it has layers of the kind {sorted(kinds)[0]!r}"
-    parameters = inspect.signature(plain.base_model.forward).parameters
+    parameters = inspect.signature(body_of(plain).forward).parameters
     passes_on = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     if "position_ids" not in parameters or not passes_on:
         return "its forward pass takes no position ids, or passes nothing on to its attention"
@@ -290,12 +290,12 @@ def _layer_types(plain: PreTrainedModel) -> list[str]:
 
 
 def _sees_what_follows(plain: PreTrainedModel) -> bool:
-    body: Any = plain.base_model
+    body: Any = body_of(plain)
     return any(vars(module).get("is_causal") is False for module in body.get_decoder().modules())
 
 
 def _attention_config(plain: PreTrainedModel) -> Any:
-    body: Any = plain.base_model
+    body: Any = body_of(plain)
     return body.get_decoder().config
 
 
@@ -374,5 +374,5 @@ def _pass_without_weights(plain: PreTrainedModel) -> None:
 
 
 def _sees_images_both_ways(plain: PreTrainedModel) -> bool:
-    arguments = inspect.signature(plain.base_model.forward).parameters
+    arguments = inspect.signature(body_of(plain).forward).parameters
     return "token_type_ids" in arguments or plain.config.model_type in _BOTH_WAYS

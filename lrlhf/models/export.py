@@ -9,13 +9,14 @@ from typing import cast
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import LoraLayer, MultiheadAttention, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_bnb_weight
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lrlhf.models.checkpoint_names import conversions_of
 from lrlhf.models.output_head import plain_model
 from lrlhf.models.sharding import class_of, has_split_weights, settle, whole, whole_weights
 
@@ -45,7 +46,10 @@ def save_model(
     if weights is None:
         plain.save_pretrained(folder)
     else:
-        skeleton_of(plain).save_pretrained(folder, state_dict=weights)
+        skeleton = skeleton_of(plain)
+        # what ``from_pretrained`` did to names and shapes, which is undone here
+        vars(skeleton).update(conversions_of(plain))
+        skeleton.save_pretrained(folder, state_dict=weights)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
@@ -118,6 +122,32 @@ def merged_weights(model: nn.Module, *, tied_once: bool = False) -> Iterator[tup
         yield from ((f"{name}.{key}", tensor) for key, tensor in parts.items())
 
 
+def check_mergeable(model: nn.Module) -> None:
+    """Check that every adapter of a model can be added to the weights, before it is trained.
+
+    Raises:
+        ValueError: Some cannot; names the first.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, BaseTunerLayer) and (obstacle := _unmergeable(layer)):
+            raise ValueError(
+                f"The adapter of {name} cannot be merged into the model for an export or an "
+                f"engine: {obstacle}. Use plain LoRA."
+            )
+
+
+def _unmergeable(layer: BaseTunerLayer) -> str | None:
+    if not isinstance(layer, LoraLayer):
+        return f"it is of the kind {type(layer).__name__}"
+    if layer.lora_variant:
+        return f"it is a variant of LoRA ({type(next(iter(layer.lora_variant.values()))).__name__})"
+    if any(layer.lora_bias.values()):
+        return "it has a bias"
+    if isinstance(layer, MultiheadAttention) or not hasattr(layer, "get_delta_weight"):
+        return f"it is on a layer of the kind {type(layer).__name__}"
+    return None
+
+
 def _differs_when_saved(module: nn.Module) -> bool:
     return isinstance(module, BaseTunerLayer | ModulesToSaveWrapper) or _is_quantised(module)
 
@@ -133,19 +163,25 @@ def _as_saved(module: nn.Module) -> dict[str, Tensor]:
         return merged_state_dict(module.modules_to_save[module.active_adapters[0]])
     if not isinstance(module, BaseTunerLayer):
         return _dense(module)
-    if not isinstance(module, LoraLayer):
-        raise ValueError(f"Adapters of kind {type(module).__name__} cannot be merged; use LoRA.")
     parts = _dense(module.get_base_layer())
-    for adapter in module.active_adapters:
-        delta = module.get_delta_weight(adapter)
-        parts["weight"] = parts["weight"] + delta.to(parts["weight"].dtype)
+    layer: nn.Module = module
+    # adapters of several weights of one module, such as experts, lie one around the other
+    while isinstance(layer, BaseTunerLayer):
+        if obstacle := _unmergeable(layer):
+            raise ValueError(f"An adapter cannot be merged: {obstacle}. Use plain LoRA.")
+        name = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+        for adapter in layer.active_adapters:
+            delta = layer.get_delta_weight(adapter)
+            parts[name] = parts[name] + delta.to(parts[name].dtype)
+        layer = layer.base_layer
     return parts
 
 
 def _dense(layer: nn.Module) -> dict[str, Tensor]:
-    parts = {name: weight.detach() for name, weight in layer.named_parameters(recurse=False)}
     if not _is_quantised(layer):
-        return parts
+        # buffers too, and modules inside, which may have adapters of their own
+        return dict(merged_weights(layer))
+    parts = {name: weight.detach() for name, weight in layer.named_parameters(recurse=False)}
     # not PEFT's dequantize_module_weight: it replaces the layer's weight, and int8 then fails
     quantised = layer.get_parameter("weight")
     state = layer.state if type(quantised).__name__ == "Int8Params" else None

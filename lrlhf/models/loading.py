@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,9 +27,10 @@ from transformers import (
 
 from lrlhf.models.backbone import allow_packing
 from lrlhf.models.compiling import compile_layers
+from lrlhf.models.export import check_mergeable
 from lrlhf.models.freezing import freeze_modules
 from lrlhf.models.media_inputs import vision_encoder
-from lrlhf.models.output_head import check_output_head
+from lrlhf.models.output_head import body_of, check_output_head, is_tied
 from lrlhf.models.sources import explained, load_config, resolve_source, warn_of_remote_code
 from lrlhf.models.tokenization import load_processor, load_tokenizer
 
@@ -51,7 +52,8 @@ class LoRA:
     dropout: float = 0.0
     """Dropout in front of the adapters, active in training mode only."""
     target_modules: str | list[str] = "all-linear"
-    """Names (or one regular expression) of the layers that get one; all but the output head."""
+    """Names (or one regular expression) of the layers that get one. ``all-linear``: all but the
+    output head, routers of a kind of their own, and what state spaces read without calling it."""
     modules_to_save: list[str] | None = None
     """Further modules that are trained in full, as a copy."""
 
@@ -128,7 +130,7 @@ class CausalLM(PretrainedSpec):
         allow_packing(model)
         if not trainable:
             return model.requires_grad_(False)
-        freeze_modules(model.base_model, self.freeze)
+        freeze_modules(body_of(model), self.freeze)
         return finish_for_training(model, self, task_type="CAUSAL_LM")
 
     def _auto_class(self) -> Any:
@@ -202,6 +204,7 @@ def finish_for_training(
         vision_encoder(model).requires_grad_(False)
     if spec.lora is not None:
         finished = _with_adapters(model, spec.lora, task_type, skip=_skipped(model, spec))
+        check_mergeable(finished)
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if spec.lora is not None:
@@ -228,11 +231,26 @@ def silence_dropout(model: nn.Module) -> None:
 
 def _skipped(model: PreTrainedModel, spec: PretrainedSpec) -> str | None:
     """Return the pattern of module names that get no adapter; None: there is none to leave out."""
-    if not spec.freeze_vision:
-        return None
-    encoder = vision_encoder(model)
-    name = next(name for name, module in model.named_modules() if module is encoder)
-    return rf"{re.escape(name)}\..*"
+    patterns = []
+    if spec.freeze_vision:
+        encoder = vision_encoder(model)
+        name = next(name for name, module in model.named_modules() if module is encoder)
+        patterns.append(rf"{re.escape(name)}\..*")
+    if spec.lora is not None and spec.lora.target_modules == "all-linear":
+        patterns += map(re.escape, _unlike_linear(model))
+    return "|".join(patterns) or None
+
+
+def _unlike_linear(model: nn.Module) -> Iterator[str]:
+    """Go through linear layers whose place an adapted linear layer cannot take."""
+    for name, module in model.named_modules():
+        # a model's own kind of layer, such as a router, which returns something else
+        own = type(module).__module__.startswith(("transformers.models.", "transformers_modules."))
+        if own and isinstance(module, nn.Linear):
+            yield name
+        # a state space reads these weights, or its kernel does, and never calls the layers
+        if {"A_log", "D"} <= module._parameters.keys():
+            yield from (f"{name}.{part}" for part in ("dt_proj", "out_proj"))
 
 
 def _with_adapters(
@@ -256,7 +274,7 @@ def _with_adapters(
 def _refuse_tied_embeddings(model: PreTrainedModel, lora: LoRA) -> None:
     """Adapting one end of a tied pair would untie it, and the saved model with it."""
     named = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules
-    tied = model.config.get_text_config().tie_word_embeddings
+    tied = is_tied(model)
     ends = {name.split(".")[-1] for name in [*named, *(lora.modules_to_save or [])]}
     ends &= set(EMBEDDING_LAYER_NAMES)
     if tied and ends:

@@ -40,6 +40,7 @@ from lrlhf.models.loading import (
     silence_dropout,
 )
 from lrlhf.models.logprobs import sequence_values
+from lrlhf.models.output_head import body_of
 from lrlhf.models.reward import RewardNetwork
 from lrlhf.models.score_model import ScoreModel
 from lrlhf.models.scorers import HeadedBackbone, blocks_of
@@ -78,7 +79,7 @@ def policy_skeleton(spec: CausalLM, *, trainable: bool = True) -> PreTrainedMode
     auto_class = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
     model = _from_config(spec, config, auto_class)
     assume_packing(model)
-    return _finished(model, model.base_model, spec, trainable=trainable, task_type="CAUSAL_LM")
+    return _finished(model, body_of(model), spec, trainable=trainable, task_type="CAUSAL_LM")
 
 
 def body_skeleton(spec: PretrainedSpec, *, trainable: bool) -> PreTrainedModel | PeftModel:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lrlhf.functional.linear_logprobs import LinearHead
 from lrlhf.models.media_inputs import ruled_out_ids
-from lrlhf.models.modes import trial
+from lrlhf.models.modes import evaluating, trial
 from lrlhf.models.sharding import is_split
 
 
@@ -30,6 +30,21 @@ def plain_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     return cast(PreTrainedModel, model.get_base_model())
 
 
+def body_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a model whose last hidden state its output head reads, if it has one."""
+    body: Any = model.base_model
+    if body is model and model.get_output_embeddings() is not None:
+        # Llama 4's text model, whose body goes by another name than its class says
+        body = next(part for part in model.children() if isinstance(part, PreTrainedModel))
+    return cast(PreTrainedModel, body)
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Tell whether the output head and the embedding of a model are one weight."""
+    # some families, which never tie them, lack the field
+    return bool(model.config.get_text_config().to_dict().get("tie_word_embeddings"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class OutputHead:
     """The output projection, and what some families do to its result."""
@@ -37,7 +52,7 @@ class OutputHead:
     projection: nn.Module
     """Hidden states to raw logits, adapters included."""
     multiplier: float = 1.0
-    """Logits are multiplied by it (Cohere, Granite, Falcon-H1, HyperCLOVA)."""
+    """Logits are multiplied by it (Cohere, Granite, Falcon-H1, HyperCLOVA, MiniCPM3)."""
     softcap: float | None = None
     """Then bounded to ``softcap · tanh(logits / softcap)`` (Gemma)."""
     ruled_out: tuple[int, ...] = ()
@@ -84,7 +99,10 @@ def output_head(model: PreTrainedModel) -> OutputHead:
     projection = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if projection is None:
         raise ValueError(f"{type(model).__name__} has no output head: it is no language model.")
-    config: dict[str, Any] = model.config.get_text_config().to_dict()
+    text = model.config.get_text_config()
+    config: dict[str, Any] = text.to_dict()
+    if config["model_type"] == "minicpm3":  # follows from others, and is not among the fields
+        config["logits_scaling"] = text.logits_scaling
     softcap = config.get("final_logit_softcapping") or config.get("logits_soft_cap")
     return OutputHead(
         projection=projection,
@@ -101,6 +119,7 @@ def _multiplier(config: dict[str, Any]) -> float:
         return float(scaling)
     if family.startswith("cohere"):  # MPT has a field of this name too, and ignores it
         return float(config.get("logit_scale") or 1.0)
+    scaling *= config.get("logits_mup_width_multiplier") or 1.0
     multiplier = config.get("lm_head_multiplier") or config.get("output_multiplier") or 1.0
     return float(multiplier) / float(scaling)
 
@@ -110,8 +129,9 @@ def _multiplier(config: dict[str, Any]) -> float:
 def check_output_head(model: PreTrainedModel | PeftModel) -> None:
     """Compare the model's logits for two tokens with those of :func:`output_head`.
 
-    Log-probabilities are computed from the hidden states, never from whole logits. A family that
-    scales its logits in some new way would give wrong ones silently; here it is refused.
+    Log-probabilities are computed from the hidden states of padded rows, never from whole logits. A
+    family that scales its logits in some new way, or reads the padding behind a row, would give
+    wrong ones silently; here it is refused.
 
     Raises:
         ValueError: The logits differ.
@@ -119,20 +139,18 @@ def check_output_head(model: PreTrainedModel | PeftModel) -> None:
     plain = plain_model(model)
     # of two ids at most one is the padding id, whose embedding may be all zero
     tokens = torch.tensor([[1, 2]], device=plain.device)
-    captured: list[Tensor] = []
-    handle = plain.base_model.register_forward_hook(
-        lambda _module, _inputs, output: captured.append(output.last_hidden_state)
-    )
-    try:
+    padded = torch.tensor([[1, 2, 1]], device=plain.device)
+    seen = torch.tensor([[1, 1, 0]], device=plain.device)
+    with evaluating(plain):
         expected = plain(input_ids=tokens, use_cache=False).logits.float()
-    finally:
-        handle.remove()
+        body = body_of(plain)(input_ids=padded, attention_mask=seen, use_cache=False)
+    states = body.last_hidden_state[:, :2]
     head = output_head(plain)
-    actual = replace(head, ruled_out=())(captured[0]).float()
+    actual = replace(head, ruled_out=())(states).float()
     tolerance = 2e-2 * expected.abs().max()  # bfloat16 rounds the two orders of work differently
     if actual.shape != expected.shape or (actual - expected).abs().max() > tolerance:
         raise ValueError(
             f"{type(plain).__name__} computes its logits from the hidden states in a way that is "
-            "not known here, so log-probabilities would be wrong. This model family is not "
-            "supported."
+            "not known here, or reads the padding behind a row, so log-probabilities would be "
+            "wrong. This model family is not supported."
         )

@@ -12,10 +12,8 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import (
-    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
-    LogitsProcessorList,
     MinPLogitsWarper,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -28,12 +26,8 @@ from transformers import (
 
 from lrlhf.media import MediaProcessor
 from lrlhf.models import (
-    backbone_inputs,
     eos_token_ids,
     evaluating,
-    forget_offsets,
-    numbers_media,
-    repeat_offsets,
     ruled_out_ids,
     sequence_logprobs,
 )
@@ -45,10 +39,10 @@ from lrlhf.rollout.engine import (
     assemble_rollout,
     check_seeds,
     pad_token_id,
-    repeated_media,
 )
+from lrlhf.rollout.prompt_sharing import continued, prefill
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.types import Media, PromptBatch, Rollout
+from lrlhf.types import PromptBatch, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +70,9 @@ class TransformersEngine:
     Args:
         max_batch_size: Responses computed at the same time; None: all of them. Smaller values
             save memory for keys and values and change nothing else.
-        share_prompts: Compute the prompt once per group. Off, every response computes its own,
-            for models whose cache cannot be copied.
+        share_prompts: Compute the prompt once per group, if a trial before the first responses
+            gives the same probabilities; the log says why it does not. Off, every response
+            computes its own.
     """
 
     def __init__(self, max_batch_size: int | None = None, share_prompts: bool = True) -> None:
@@ -88,6 +83,7 @@ class TransformersEngine:
         self.exact = True
         self._batching = Batching.TOGETHER
         self._tried: nn.Module | None = None
+        self._sharing = False
         self._policy: nn.Module | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -170,11 +166,11 @@ class TransformersEngine:
         name, limit = type(_generator(self._policy)).__name__, self._allowed_gap()
         ways = [(self.share_prompts, Batching.TOGETHER), *((False, one) for one in Batching)]
         found: list[str] = []
-        for self.share_prompts, self._batching in dict.fromkeys(ways):
+        for self._sharing, self._batching in dict.fromkeys(ways):
             try:
                 gap = self._gap()
             except _REFUSALS as error:
-                if not self.share_prompts:
+                if not self._sharing:
                     raise
                 found.append(f"copies of a prompt's cache do not fit ({error})")
                 continue
@@ -183,7 +179,7 @@ class TransformersEngine:
             found.append(f"log-probabilities were {gap:.2g} nats off on average")
         else:
             self.exact = False
-            self.share_prompts, self._batching = ways[0]
+            self._sharing, self._batching = ways[0]
         if found:
             logger.warning(
                 "%s does not generate as a forward pass computes it: %s. %s.",
@@ -229,47 +225,25 @@ class TransformersEngine:
             # RecurrentGemma's layers keep states, which a pass that keeps none clears: a prompt of
             # one token would go on from those of the responses before
             model.base_model(input_ids=input_ids[:, :1], use_cache=False)
-        cache = self._prefill(model, input_ids, mask, prompts.media, num_generations)
-        with _own_generation_config(model):
-            sequences = model.generate(  # type: ignore[operator]
-                input_ids=input_ids.repeat_interleave(num_generations, dim=0),
-                attention_mask=mask.repeat_interleave(num_generations, dim=0),
-                generation_config=_plain_config(sampling, eos, pad_token_id(self._tokenizer)),
-                logits_processor=LogitsProcessorList([drawer]),
-                stopping_criteria=StoppingCriteriaList([ending]),
-                past_key_values=cache,
-            )
+        cache = prefill(
+            model,
+            input_ids,
+            mask,
+            prompts.media,
+            num_generations=num_generations,
+            share=self._sharing,
+        )
+        sequences = continued(
+            model,
+            input_ids,
+            mask,
+            cache,
+            num_generations=num_generations,
+            config=_plain_config(sampling, eos, pad_token_id(self._tokenizer)),
+            processor=drawer,
+            ending=StoppingCriteriaList([ending]),
+        )
         return drawer.responses(sequences[:, width:], ending.ends)
-
-    def _prefill(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        mask: Tensor,
-        media: tuple[Media | None, ...] | None,
-        num_generations: int,
-    ) -> DynamicCache | None:
-        """Keys and values of all prompt tokens but the last, copied for every response.
-
-        What is shown is looked at here, so that the steps that follow are about text alone.
-        """
-        forget_offsets(model)
-        copies = num_generations if self.share_prompts else 1
-        if input_ids.shape[1] < 2 or (copies == 1 and media is None):
-            return None
-        if not self.share_prompts:
-            input_ids = input_ids.repeat_interleave(num_generations, dim=0)
-            mask = mask.repeat_interleave(num_generations, dim=0)
-            media = repeated_media(media, num_generations)
-        inputs = backbone_inputs(model, input_ids[:, :-1], mask[:, :-1].bool(), media)
-        if not numbers_media(model, media):
-            inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, :-1]
-        cache = DynamicCache(config=model.config)
-        model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        if copies > 1:
-            cache.batch_repeat_interleave(copies)
-        repeat_offsets(model, copies)
-        return cache
 
 
 class _Drawer(LogitsProcessor):
@@ -399,20 +373,6 @@ def _plain_config(sampling: Sampling, eos: list[int], pad_id: int) -> Generation
         eos_token_id=eos,
         pad_token_id=pad_id,
     )
-
-
-@contextlib.contextmanager
-def _own_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    """Keep a checkpoint's generation defaults (repetition penalty, temperature) out of the draw.
-
-    ``generate`` fills what a given config leaves open from the model's own.
-    """
-    before = model.generation_config
-    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        model.generation_config = before
 
 
 @contextlib.contextmanager

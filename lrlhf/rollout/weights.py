@@ -1,4 +1,4 @@
-"""The policy's weights as an engine wants them: plain names, adapters merged, one at a time."""
+"""The policy's weights as an engine wants them: a checkpoint's names, merged, one at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lrlhf.models import merged_weights, plain_model
+from lrlhf.models import CheckpointNames, is_tied, merged_weights, plain_model, skeleton_of
 from lrlhf.models.sharding import has_split_weights
 
 
@@ -34,16 +34,17 @@ class PolicyWeights:
             raise TypeError(f"the policy is no transformers model but {type(policy).__name__}")
         self.model = plain_model(policy)
         self._check_tied_head()
+        self._names = CheckpointNames(self.model, skeleton_of(self.model).state_dict())
 
     def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Go through the weights under the names that ``from_pretrained`` knows.
+        """Go through the weights under the names that checkpoints of the family have.
 
         If they are split over ranks, all ranks must go through all of them.
 
         Args:
             dtype: Cast floating-point weights to it; None: as they are.
         """
-        for name, tensor in merged_weights(self.model, tied_once=True):
+        for name, tensor in self._names.convert(merged_weights(self.model, tied_once=True)):
             floating = dtype is not None and tensor.is_floating_point()
             yield name, tensor.to(dtype) if floating else tensor
 
@@ -53,7 +54,7 @@ class PolicyWeights:
         return has_split_weights(self.model)
 
     def _check_tied_head(self) -> None:
-        if not self.model.config.get_text_config().tie_word_embeddings:
+        if not is_tied(self.model):
             return
         head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         embedding = self.model.get_input_embeddings()

@@ -3,11 +3,12 @@
 import peft
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.models import sequence_logprobs
 from lrlhf.rollout import Sampling, TransformersEngine
 from lrlhf.types import PromptBatch, Rollout
+from tests.models.text_families import tiny_model
 
 TEXTS = ("what is", "a rather longer prompt than that", "b")
 
@@ -264,3 +265,72 @@ def test_a_batch_smaller_than_a_group_is_refused(language_model, tokenizer) -> N
     engine = TransformersEngine(max_batch_size=3)
     with pytest.raises(ValueError, match=r"max_batch_size is 3, .* nearest value is 4"):
         generate(language_model, tokenizer, Sampling(), num_generations=4, engine=engine)
+
+
+# ------------------------------------------------------------------ shared prompts
+
+
+def gap(model: PreTrainedModel, rollout: Rollout) -> float:
+    """Largest distance of the engine's log-probabilities from those of each row by itself."""
+    largest = 0.0
+    for row in range(len(rollout)):
+        ids = rollout.input_ids[row][rollout.attention_mask[row]][None]
+        own = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+        own = own.gather(1, ids[0, 1:, None])[:, 0]
+        sampled = rollout.sampling_logprobs[row][rollout.attention_mask[row]][1:]
+        response = rollout.response_mask[row][rollout.attention_mask[row]][1:]
+        largest = max(largest, float((own - sampled)[response].abs().max()))
+    return largest
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "lfm2", "jamba", "bamba", "falcon_h1", "qwen3_5_text", "zaya"]
+)
+def test_hybrid_models_share_prompts(tokenizer, family: str, caplog) -> None:
+    model = tiny_model(family)
+    calls = []
+    model.register_forward_pre_hook(
+        lambda _model, _args, inputs: calls.append(inputs["input_ids"].shape), with_kwargs=True
+    )
+    engine = TransformersEngine()
+    generate(model, tokenizer, Sampling(max_new_tokens=1), num_generations=3, engine=engine)
+    calls.clear()
+    rollout = generate(
+        model, tokenizer, Sampling(max_new_tokens=5), num_generations=3, engine=engine
+    )
+    assert calls[0][0] == len(TEXTS)
+    assert [shape[1] for shape in calls[1:]] == [1] * 5
+    assert gap(model, rollout) < 1e-4
+    assert [record for record in caplog.records if record.name.startswith("lrlhf")] == []
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("mamba", "not used by the model"), ("deepseek_v4", "refuses a copied cache")],
+)
+def test_where_a_cache_cannot_be_copied_prompts_are_repeated_and_the_log_says_why(
+    tokenizer, family: str, reason: str, caplog
+) -> None:
+    model, engine = tiny_model(family), TransformersEngine()
+    for _ in range(2):
+        rollout = generate(
+            model, tokenizer, Sampling(max_new_tokens=5), num_generations=2, engine=engine
+        )
+        assert gap(model, rollout) < 1e-4
+    ours = [record for record in caplog.records if record.name.startswith("lrlhf")]
+    lines = [record.getMessage() for record in ours]
+    assert len(lines) == 1
+    assert "once for each of its responses" in lines[0]
+    assert reason in lines[0]
+
+
+def test_a_cache_that_is_copied_wrongly_is_not_shared(
+    language_model, tokenizer, monkeypatch
+) -> None:
+    def mixed_up(self: DynamicCache, rows: torch.Tensor) -> None:
+        for layer in self.layers:
+            layer.reorder_cache(rows.flip(0))
+
+    monkeypatch.setattr(DynamicCache, "reorder_cache", mixed_up)
+    rollout = generate(language_model, tokenizer, Sampling(max_new_tokens=5), num_generations=2)
+    assert gap(language_model, rollout) < 1e-4
