@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -257,18 +258,22 @@ def _with_adapters(
     model: PreTrainedModel, lora: LoRA, task_type: str, *, skip: str | None
 ) -> peft.PeftModel:
     _refuse_tied_embeddings(model, lora)
-    return peft.get_peft_model(
-        model,
-        peft.LoraConfig(
-            task_type=task_type,
-            r=lora.r,
-            lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout,
-            target_modules=lora.target_modules,
-            exclude_modules=skip,
-            modules_to_save=lora.modules_to_save,
-        ),
+    config = peft.LoraConfig(
+        task_type=task_type,
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        exclude_modules=skip,
+        modules_to_save=lora.modules_to_save,
     )
+    try:
+        with warnings.catch_warnings():
+            # it looks for the ranks of stacked experts among modules, where they are not
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
+            return peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise ValueError(f"lora does not fit {type(model).__name__}: {error}") from error
 
 
 def _refuse_tied_embeddings(model: PreTrainedModel, lora: LoRA) -> None:

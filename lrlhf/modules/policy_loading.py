@@ -6,7 +6,13 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lrlhf.media import MediaProcessor
-from lrlhf.models import CausalLM, allow_packing, check_output_head, plain_model
+from lrlhf.models import (
+    CausalLM,
+    allow_packing,
+    check_mergeable,
+    check_output_head,
+    plain_model,
+)
 
 
 def load_policy(
@@ -17,7 +23,8 @@ def load_policy(
     """Load a policy, unless it is loaded already.
 
     Raises:
-        ValueError: It is loaded already, and came without a tokenizer or has no output head.
+        ValueError: It is loaded already, and came without a tokenizer, has no output head, or
+            adapters that cannot be merged.
     """
     if isinstance(policy, str):
         policy = CausalLM(source=policy)
@@ -28,6 +35,7 @@ def load_policy(
     elif tokenizer is None:
         raise ValueError("policy is a model that is already built: pass its tokenizer too")
     else:
+        check_mergeable(policy)
         check_output_head(policy)
         allow_packing(policy)
     return policy, tokenizer, MediaProcessor.for_model(processor, plain_model(policy).config)

@@ -1,17 +1,25 @@
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from lrlhf.models import merged_weights
+from lrlhf.models import merged_weights, save_model
 from lrlhf.rollout import PolicyWeights, WeightSyncError
 from lrlhf.rollout.weights import compare_fingerprints
 from tests.conftest import build_language_model
+from tests.models.text_families import tiny_model
 
 
 def untied(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -174,6 +182,47 @@ def test_where_nothing_is_tied_both_layers_may_have_adapters(tokenizer, target: 
 def test_a_policy_that_is_no_transformers_model_is_refused() -> None:
     with pytest.raises(TypeError, match="no transformers model but Linear"):
         PolicyWeights(nn.Linear(2, 2))
+
+
+# ------------------------------------------------------------------ names of checkpoints
+
+
+def test_experts_of_mixtral_come_one_by_one_under_the_names_of_its_checkpoints() -> None:
+    model = tiny_model("mixtral")
+    tensors = dict(PolicyWeights(model).tensors())
+    experts = model.model.layers[1].mlp.experts
+    for expert in range(4):
+        prefix = f"model.layers.1.block_sparse_moe.experts.{expert}"
+        gate, up = experts.gate_up_proj[expert].chunk(2)
+        assert torch.equal(tensors[f"{prefix}.w1.weight"], gate)
+        assert torch.equal(tensors[f"{prefix}.w3.weight"], up)
+        assert torch.equal(tensors[f"{prefix}.w2.weight"], experts.down_proj[expert])
+    assert [name for name in tensors if ".mlp." in name] == []
+
+
+@pytest.mark.parametrize("lora", [False, True])
+# weights that are cut, renamed, and put together
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_neox", "hrm_text"])
+def test_names_and_values_are_those_of_the_files_of_an_export(
+    family: str, lora: bool, tmp_path: Path
+) -> None:
+    policy = tiny_model(family)
+    if lora:
+        policy = adapted(policy, target_modules="all-linear")
+    save_model(policy, tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    tensors = dict(PolicyWeights(policy).tensors())
+    assert sorted(tensors) == sorted(expected)
+    for name, value in expected.items():
+        assert torch.equal(tensors[name], value), name
+
+
+def test_a_loaded_model_goes_under_the_names_of_the_files_that_it_came_from(
+    tmp_path: Path,
+) -> None:
+    tiny_model("mixtral").save_pretrained(tmp_path)
+    tensors = PolicyWeights(AutoModelForCausalLM.from_pretrained(tmp_path)).tensors()
+    assert sorted(name for name, _ in tensors) == sorted(load_file(tmp_path / "model.safetensors"))
 
 
 # ------------------------------------------------------------------ comparison

@@ -1,0 +1,92 @@
+"""What is exported computes what the adapted model computes, experts included."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lrlhf.models import CausalLM, LoRA, merged_state_dict, plain_model, save_model
+from lrlhf.models.loading import finish_for_training
+from lrlhf.modules.policy_loading import load_policy
+from tests.conftest import build_tokenizer
+from tests.models.text_families import tiny_model
+
+TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10]])
+EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3"]
+
+
+def adapted(family: str, **lora: Any) -> PeftModel:
+    """With random adapters: as PEFT makes them they change nothing."""
+    spec = CausalLM(source="unused", lora=LoRA(r=2, **lora))
+    model = finish_for_training(tiny_model(family), spec, task_type="CAUSAL_LM")
+    assert isinstance(model, PeftModel)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.normal_(std=0.1)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel | PeftModel) -> torch.Tensor:
+    return model(input_ids=TOKENS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_adapters_of_experts_are_merged_as_peft_merges_them(family: str) -> None:
+    model = adapted(family)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    merged = merged_state_dict(plain_model(model))
+    expected = copy.deepcopy(model).merge_and_unload().state_dict()
+    assert set(merged) == set(expected)
+    for name, weight in expected.items():
+        torch.testing.assert_close(merged[name], weight, rtol=0, atol=1e-6, msg=name)
+    changed = next(name for name in merged if name.endswith("experts.gate_up_proj"))
+    assert (merged[changed] - tiny_model(family).get_parameter(changed)).abs().max() > 1e-2
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in before.items())
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_an_export_with_experts_computes_what_the_adapted_model_does(
+    family: str, tmp_path: Path
+) -> None:
+    model = adapted(family)
+    save_model(model, tmp_path)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(exported), logits(model), rtol=0, atol=1e-3)
+    assert (logits(tiny_model(family)) - logits(model)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "obstacle"),
+    [({"use_dora": True}, "variant of LoRA"), ({"lora_bias": True}, "it has a bias")],
+)
+def test_an_adapter_that_cannot_be_merged_is_refused_before_training(
+    options: dict[str, Any], obstacle: str
+) -> None:
+
+    config = LoraConfig(r=2, target_modules=["q_proj"], **options)
+    model = tiny_model("llama")
+    model.model.layers[0].self_attn.q_proj.bias = torch.nn.Parameter(torch.zeros(32))
+    model.model.layers[1].self_attn.q_proj.bias = torch.nn.Parameter(torch.zeros(32))
+    with pytest.raises(ValueError, match=rf"layers\.0\.self_attn\.q_proj cannot be.*{obstacle}"):
+        load_policy(get_peft_model(model, config), build_tokenizer(), None)
+
+
+@pytest.mark.parametrize("family", ["jamba", "mamba2", "llama4_text", "phimoe"])
+def test_every_adapter_on_all_linear_layers_learns(family: str) -> None:
+    # of state spaces some layers are read and never called, and some routers return tuples
+    model = adapted(family)
+    model(input_ids=TOKENS, use_cache=False).logits.square().sum().backward()
+    adapters = {name: weight for name, weight in model.named_parameters() if "lora_" in name}
+    assert len(adapters) >= 4
+    assert [name for name, weight in adapters.items() if weight.grad is None] == []
+
+
+def test_dropout_in_front_of_expert_adapters_is_refused_with_its_key() -> None:
+    with pytest.raises(ValueError, match=r"lora .*MixtralForCausalLM.*lora_dropout"):
+        adapted("mixtral", dropout=0.1)
