@@ -57,6 +57,7 @@ def save_model(
 def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
     """Build the same architecture without adapters, quantisation or memory for its weights."""
     config = copy.deepcopy(model.config)
+    config.dtype = model.dtype  # ``save_pretrained`` leaves its name there, which some cannot read
     if "quantization_config" in vars(config):
         del config.quantization_config
     with torch.device("meta"):

@@ -247,11 +247,21 @@ def _unlike_linear(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         # a model's own kind of layer, such as a router, which returns something else
         own = type(module).__module__.startswith(("transformers.models.", "transformers_modules."))
-        if own and isinstance(module, nn.Linear):
+        if own and isinstance(module, nn.Linear) and not _maps_vectors(module):
             yield name
         # a state space reads these weights, or its kernel does, and never calls the layers
         if {"A_log", "D"} <= module._parameters.keys():
             yield from (f"{name}.{part}" for part in ("dt_proj", "out_proj"))
+
+
+@torch.no_grad()
+def _maps_vectors(layer: nn.Linear) -> bool:
+    vector = torch.zeros_like(layer.weight[:1])
+    try:
+        result: Any = layer(vector)
+    except (RuntimeError, TypeError):  # it takes something else
+        return False
+    return isinstance(result, torch.Tensor) and result.shape == (1, layer.out_features)
 
 
 def _with_adapters(

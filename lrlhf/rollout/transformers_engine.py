@@ -133,6 +133,11 @@ class TransformersEngine:
             pad_id=pad_token_id(self._tokenizer),
         )
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the last responses were drawn from prompts that were computed once."""
+        return self._sharing
+
     def close(self) -> None:
         """Hold nothing, so give nothing back."""
 
