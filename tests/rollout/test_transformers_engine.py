@@ -270,6 +270,7 @@ def test_a_batch_smaller_than_a_group_is_refused(language_model, tokenizer) -> N
 # ------------------------------------------------------------------ shared prompts
 
 
+@torch.no_grad()
 def gap(model: PreTrainedModel, rollout: Rollout) -> float:
     """Largest distance of the engine's log-probabilities from those of each row by itself."""
     largest = 0.0
