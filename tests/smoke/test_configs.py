@@ -32,6 +32,7 @@ TINY = {
         "--model.policy={model}",
         "--model.rewards.functions.preference.source={reward}",
         "--model.update.minibatch_size=8",
+        "--model.sampling.max_new_tokens=48",  # with the prompt, what the reward model can read
         "--data.batch_size=8",
         "--data.val_size=8",
     ],
