@@ -44,7 +44,7 @@ def describe_run(config: Namespace) -> Iterator[str]:
         yield reward_model_memory(sections, _device(sections))
         return
     elif "num_generations" in options and "update" in options:
-        plan, tables = _group_policy_tables(size, options, trainer, ranks)
+        plan, tables = _group_policy_tables(size, options, trainer, ranks, model["class_path"])
         yield f"{title}\n\n{tables}"
         if _is_policy_module(model["class_path"]):
             yield policy_memory(sections, plan, _device(sections))
@@ -56,7 +56,11 @@ def describe_run(config: Namespace) -> Iterator[str]:
 
 
 def _group_policy_tables(
-    batch_size: int, options: Mapping[str, Any], trainer: Mapping[str, Any], ranks: Quantity
+    batch_size: int,
+    options: Mapping[str, Any],
+    trainer: Mapping[str, Any],
+    ranks: Quantity,
+    class_path: str,
 ) -> tuple[BatchPlan, str]:
     update, dynamic = options_of(options["update"]), options_of(options.get("dynamic_sampling"))
     iterations = training_steps(trainer, "iterations")
@@ -67,6 +71,8 @@ def _group_policy_tables(
         world_size=ranks.number,
         minibatch_size=update["minibatch_size"],
         num_iterations=update["num_iterations"],
+        num_minibatches=update.get("num_minibatches"),
+        default_minibatches=_default_minibatches(class_path),
         kept_prompts=dynamic.get("prompts"),
     )
     number = iterations.number
@@ -120,5 +126,14 @@ def _is_reward_model(class_path: str) -> bool:
 
 
 def _is_policy_module(class_path: str) -> bool:
+    return _policy_class(class_path) is not None
+
+
+def _default_minibatches(class_path: str) -> int:
+    cls = _policy_class(class_path)
+    return 1 if cls is None else cls.default_minibatches
+
+
+def _policy_class(class_path: str) -> type[PolicyModule] | None:
     cls = import_by_path(class_path)
-    return isinstance(cls, type) and issubclass(cls, PolicyModule)
+    return cls if isinstance(cls, type) and issubclass(cls, PolicyModule) else None

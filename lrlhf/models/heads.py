@@ -81,15 +81,48 @@ class RewardHead(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """One number per hidden state, in its own weights' precision; it starts at 0 everywhere."""
+    """One number per hidden state, in its own weights' precision.
 
-    def __init__(self, size: int, kind: HeadKind) -> None:
+    A head that starts from a reward model reads and writes as that does. A new one is relative:
+
+        V(h) = scale · f(h / rms(h)) + shift      with f = 0 at the start
+
+    so that one learning rate fits backbones of any norm and scores of any unit.
+
+    Args:
+        size: Of a hidden state.
+        kind: ``linear``, or ``mlp``: linear, norm, SiLU, linear.
+        relative: Whether it is a new one. ``scale`` and ``shift`` are 1 and 0 until `measure_in`.
+    """
+
+    def __init__(self, size: int, kind: HeadKind, *, relative: bool = False) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(torch.initial_seed())
         self.projection = _projection(size, kind, generator)
         nn.init.zeros_(self.output.weight)
         # unlike a reward, a value is compared with a number: a constant does not cancel out
         self.bias = nn.Parameter(torch.zeros(1))  # an axis, so that it can be split
+        self.scale: Tensor | None
+        self.shift: Tensor | None
+        self.register_buffer("scale", torch.ones(1) if relative else None)
+        self.register_buffer("shift", torch.zeros(1) if relative else None)
+
+    @property
+    def relative(self) -> bool:
+        """Whether values are distances from ``shift`` in units of ``scale``."""
+        return self.scale is not None
+
+    def measure_in(self, scale: float, shift: float) -> None:
+        """Set unit and origin of the values; its weights stay as they are.
+
+        Reference:
+            van Hasselt et al. 2016, https://arxiv.org/abs/1602.07714, "ART" without "POP"; Yu et
+            al. 2022, https://arxiv.org/abs/2103.01955, §5.1
+        """
+        assert self.scale is not None
+        assert self.shift is not None
+        self.scale.fill_(scale)
+        self.shift.fill_(shift)
 
     @property
     def output(self) -> nn.Linear:
@@ -108,8 +141,13 @@ class ValueHead(nn.Module):
     def forward(self, hidden: Float[Tensor, "*N H"]) -> Float[Tensor, "*N"]:
         """Compute the values, in float32."""
         with torch.autocast(hidden.device.type, enabled=False):
-            values: Tensor = self.projection(hidden.to(self.bias.dtype)).squeeze(-1) + self.bias
-            return values
+            hidden = hidden.to(self.bias.dtype)
+            if self.scale is None or self.shift is None:
+                values: Tensor = self.projection(hidden).squeeze(-1) + self.bias
+                return values
+            direction = F.rms_norm(hidden, (hidden.shape[-1],), eps=1e-6)
+            relative: Tensor = self.projection(direction).squeeze(-1) + self.bias
+            return relative * self.scale + self.shift
 
 
 def last_pool(

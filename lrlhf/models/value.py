@@ -82,21 +82,21 @@ class ValueModel(PretrainedSpec):
         """Load the network, ready for training.
 
         From a reward model it takes body and head, so that the value of the last state starts as
-        the reward; a new head starts at 0.
+        the reward; a new head is relative, see `ValueHead`.
 
         Raises:
             ValueError: The source leads to no model, an option does not fit it, the reward model
-                reads another layer than the last, or the backbone is not causal.
+                reads another layer than the last or pools over tokens, or the backbone is not
+                causal.
         """
         reward = load_scorer(self, trainable=True, freeze=self.freeze)
         if isinstance(reward, HeadedBackbone):
             return ValueNetwork(reward.backbone, self._head_of(reward))
         body = load_backbone(self, trainable=True, freeze=self.freeze)
-        head = new_value_head(body, self.head)
-        weights = Path(resolve_source(self.source)) / _HEAD_WEIGHTS
-        if weights.is_file():
-            self._fill(head, weights)
-        return ValueNetwork(body, head)
+        path = Path(resolve_source(self.source)) / _HEAD_WEIGHTS
+        if not path.is_file():
+            return ValueNetwork(body, new_value_head(body, self.head))
+        return ValueNetwork(body, self._stored_head(body, path))
 
     def _head_of(self, reward: HeadedBackbone) -> ValueHead:
         if reward.config.layer != -1:
@@ -117,24 +117,35 @@ class ValueModel(PretrainedSpec):
                 f"head is {self.head!r}, but the reward model {self.source!r} has heads of kind "
                 f"{reward.config.head!r}: make them equal"
             )
-        head = new_value_head(reward.backbone, self.head)
+        if reward.config.pooling != "last":
+            raise ValueError(
+                f"source {self.source!r} is a reward model with pooling: {reward.config.pooling}, "
+                "whose head reads an average over a whole text, but a critic reads one state per "
+                "token, on which that head means nothing: train the reward model with pooling: "
+                "last, or start the critic from the language model below"
+            )
+        head = new_value_head(reward.backbone, self.head, relative=False)
         scores = reward.heads[name]
         head.copy_reward(scores)  # type: ignore[arg-type]
         return head
 
-    def _fill(self, head: ValueHead, path: Path) -> None:
+    def _stored_head(self, body: PreTrainedModel | PeftModel, path: Path) -> ValueHead:
         weights = load_file(path)
+        head = new_value_head(body, self.head, relative="scale" in weights)
         own = head.state_dict()
         if weights.keys() != own.keys() or any(weights[k].shape != own[k].shape for k in own):
             raise ValueError(f"{path} holds no head of kind {self.head!r} for this backbone")
         head.load_state_dict(weights)
+        return head
 
 
-def new_value_head(model: PreTrainedModel | PeftModel, kind: HeadKind) -> ValueHead:
+def new_value_head(
+    model: PreTrainedModel | PeftModel, kind: HeadKind, *, relative: bool = True
+) -> ValueHead:
     """Build a value head that reads a model's hidden states."""
     plain = plain_model(model)
     size = int(plain.config.get_text_config().hidden_size)
-    return ValueHead(size, HeadConfig(head=kind).head).to(plain.device)
+    return ValueHead(size, HeadConfig(head=kind).head, relative=relative).to(plain.device)
 
 
 @torch.no_grad()

@@ -144,6 +144,8 @@ def plan_batches(
     world_size: int,
     minibatch_size: int | None,
     num_iterations: int,
+    num_minibatches: int | None = None,
+    default_minibatches: int = 1,
     kept_prompts: int | None = None,
 ) -> BatchPlan:
     """Work out the sizes of one iteration.
@@ -152,8 +154,12 @@ def plan_batches(
         prompts_per_rank: Prompts that each process draws responses to, ``data.batch_size``.
         num_generations: Responses per prompt.
         world_size: Number of processes.
-        minibatch_size: Responses of all processes per optimizer step; None: all of the iteration.
+        minibatch_size: Responses of all processes per optimizer step; None: as ``num_minibatches``
+            has it.
         num_iterations: Passes over the responses.
+        num_minibatches: Optimizer steps per pass; None: ``default_minibatches``, or as many below
+            that as divide a process's responses.
+        default_minibatches: What the module takes unless told.
         kept_prompts: Prompts of each process whose responses are trained on, where dynamic
             sampling drops the others; None: all.
 
@@ -173,7 +179,9 @@ def plan_batches(
         )
     rows = kept * num_generations
     if minibatch_size is None:
-        minibatch_size = rows * world_size
+        steps = num_minibatches or largest_divisor(rows, default_minibatches)
+        _check_num_minibatches(steps, rows)
+        minibatch_size = rows // steps * world_size
     _check_minibatch_size(minibatch_size, rows, world_size)
     return BatchPlan(
         prompts_per_rank=prompts_per_rank,
@@ -202,6 +210,22 @@ def table_of(title: str, quantities: Sequence[Quantity]) -> str:
     # wider than any line: a table that wraps cannot be searched
     Console(file=buffer, width=4096, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines() if line.strip())
+
+
+def largest_divisor(rows: int, at_most: int) -> int:
+    """Return the largest number of equal parts, up to a limit, that ``rows`` can be cut into."""
+    return max(parts for parts in range(1, at_most + 1) if rows % parts == 0)
+
+
+def _check_num_minibatches(steps: int, rows: int) -> None:
+    if rows % steps == 0:
+        return
+    fitting = [parts for parts in range(1, rows + 1) if rows % parts == 0]
+    nearest = min(fitting, key=lambda parts: abs(parts - steps))
+    raise ValueError(
+        f"update.num_minibatches is {steps}, but each process has {rows} responses, which do not "
+        f"split into {steps} equal parts; the nearest number that fits is {nearest}"
+    )
 
 
 def _refuse_below_one(name: str, value: int) -> None:

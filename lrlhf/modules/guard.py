@@ -29,7 +29,9 @@ class Guard:
     to compute it) leaves out that step. All processes leave out the same.
 
     Args:
-        max_skipped: Stop when more steps than this had to be left out.
+        max_skipped: Stop when more steps than this had to be left out within the last ``window``.
+        window: Steps of ``trainer.global_step`` (of a policy: iterations) that ``max_skipped``
+            looks back over, so that a long run may have its accidents; null: the whole run.
         max_ratio: Largest factor by which the probability of what the loss clips may have changed
             since the response was drawn, up or down: of a token, or under a loss of whole
             responses the geometric mean over the response's tokens, so that its length plays no
@@ -49,6 +51,7 @@ class Guard:
     """
 
     max_skipped: int = DEFAULT_QUOTA
+    window: int | None = 1000
     max_ratio: float | None = 1e4
     max_kl: float | None = None
     max_length_factor: float | None = None
@@ -60,6 +63,8 @@ class Guard:
         for name, whole in (("max_skipped", self.max_skipped), ("dump", self.dump)):
             if whole < 0:
                 raise ValueError(f"guard.{name} is {whole}; it must be 0 or more")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"guard.window is {self.window}; it must be 1 or more, or null")
         for name, factor in (
             ("max_ratio", self.max_ratio),
             ("max_length_factor", self.max_length_factor),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 _ADAMW = "torch.optim.AdamW"
+_LR = 1e-5
 _EXCLUDES_FUSED = {"foreach", "differentiable"}
 """Options of AdamW that choose another implementation."""
 
@@ -30,7 +31,8 @@ class OptimizerConfig:
     """AdamW with decoupled weight decay on matrices only, and a learning-rate schedule.
 
     Args:
-        lr: Peak learning rate.
+        lr: Peak learning rate. None: what the module holds for right, which is 1e-5 for a
+            `RewardModel`, 1e-6 for a policy; for a critic see `Critic`.
         betas: Decay rates of AdamW's running mean and running square of the gradient.
         weight_decay: Decoupled decay of parameters with two or more axes; biases, norms and
             scalars never decay.
@@ -39,7 +41,8 @@ class OptimizerConfig:
             line or half a cosine to ``min_lr_fraction`` of the peak at the last step.
         warmup_steps: Optimizer steps of linear warm-up; a value below 1 is that fraction of all
             steps. Step s of W warm-up steps runs at (s + 1) / (W + 1) of the peak, so that,
-            unlike in ``transformers``, no step is wasted at zero.
+            unlike in ``transformers``, no step is wasted at zero. None: 0.03 in a `RewardModel`,
+            none elsewhere.
         min_lr_fraction: Where a falling schedule ends, as a fraction of ``lr``.
         fused: Whether AdamW runs its fused kernel, which goes through weights, gradients and
             moments once. None: where it can, which is on CPUs and Nvidia's GPUs with weights in
@@ -53,19 +56,19 @@ class OptimizerConfig:
         ValueError: A value is outside its range, or does not belong to this optimizer.
     """
 
-    lr: float = 1e-5
+    lr: float | None = None
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     eps: float = 1e-8
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int | float = 0
+    warmup_steps: int | float | None = None
     min_lr_fraction: float = 0.0
     fused: bool | None = None
     optimizer_class: str = _ADAMW
     optimizer_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.lr) and self.lr > 0):
+        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
             raise ValueError(f"optimizer.lr is {self.lr}, expected a positive number")
         if self.weight_decay < 0:
             raise ValueError(f"optimizer.weight_decay is {self.weight_decay}, expected 0 or more")
@@ -77,7 +80,8 @@ class OptimizerConfig:
             raise ValueError(
                 f"optimizer.schedule is {self.schedule!r}, expected one of {', '.join(_DECAYS)}"
             )
-        if self.warmup_steps < 0 or (self.warmup_steps >= 1 and self.warmup_steps % 1 != 0):
+        steps = self.warmup_steps or 0
+        if steps < 0 or (steps >= 1 and steps % 1 != 0):
             raise ValueError(
                 f"optimizer.warmup_steps is {self.warmup_steps}, expected a fraction of all steps "
                 "(0 to 1) or a whole number of steps"
@@ -85,8 +89,20 @@ class OptimizerConfig:
         if self.optimizer_class != _ADAMW:
             self._refuse_adamw_options()
 
+    def filled(self, *, lr: float, warmup_steps: int | float = 0) -> OptimizerConfig:
+        """Return it with a module's own choices in the place of what is None."""
+        return replace(
+            self,
+            lr=lr if self.lr is None else self.lr,
+            warmup_steps=warmup_steps if self.warmup_steps is None else self.warmup_steps,
+        )
+
     def build(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]], total_steps: float
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        total_steps: float,
+        *,
+        lrs: Mapping[str, float] | None = None,
     ) -> OptimizerAndScheduler:
         """Build the optimizer of the parameters that require gradients, and its schedule.
 
@@ -94,12 +110,13 @@ class OptimizerConfig:
             named_parameters: As from ``module.named_parameters()``; frozen ones are left out.
             total_steps: Optimizer steps of the whole run; ``inf`` where the run has no end, which
                 only a constant schedule with a whole number of warm-up steps can follow.
+            lrs: Other peak learning rates, of parameters whose names begin so.
 
         Raises:
             ValueError: No parameter requires gradients, the schedule needs to know an end that
                 the run has not, or the optimizer refuses its options.
         """
-        groups = parameter_groups(named_parameters, weight_decay=self.weight_decay)
+        groups = parameter_groups(named_parameters, weight_decay=self.weight_decay, lrs=lrs)
         optimizer = self._optimizer(groups)
         return OptimizerAndScheduler(optimizer, LambdaLR(optimizer, self.lr_factor(total_steps)))
 
@@ -124,15 +141,16 @@ class OptimizerConfig:
         return factor
 
     def _warmup(self, total_steps: float) -> int:
-        if not 0 < self.warmup_steps < 1:
-            return int(self.warmup_steps)
+        steps = self.warmup_steps or 0
+        if not 0 < steps < 1:
+            return int(steps)
         if math.isinf(total_steps):
             raise ValueError(
-                f"optimizer.warmup_steps {self.warmup_steps} is a fraction of all steps, but this "
+                f"optimizer.warmup_steps {steps} is a fraction of all steps, but this "
                 "run has no end: set trainer.max_steps or trainer.max_epochs, or give a number of "
                 "steps"
             )
-        return math.ceil(self.warmup_steps * total_steps)
+        return math.ceil(steps * total_steps)
 
     def _optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
         options = dict(self.optimizer_options)
@@ -143,7 +161,7 @@ class OptimizerConfig:
             options = {"betas": self.betas, "eps": self.eps, "fused": fused, **options}
         optimizer_class = _resolve_optimizer(self.optimizer_class)
         try:
-            optimizer = optimizer_class(groups, lr=self.lr, **options)  # type: ignore[call-arg]
+            optimizer = optimizer_class(groups, lr=self.lr or _LR, **options)  # type: ignore[call-arg]
         except TypeError as error:
             raise ValueError(
                 f"optimizer.optimizer_options {sorted(self.optimizer_options)} do not fit "
@@ -166,14 +184,25 @@ class OptimizerConfig:
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    weight_decay: float,
+    lrs: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
     """Split the trainable parameters into those that decay and those that do not.
 
     Parameters with fewer than two axes are biases, the gains of norms and scalars: pulling them
     to zero regularises nothing.
+
+    Args:
+        named_parameters: Frozen ones are left out.
+        weight_decay: Of those that decay.
+        lrs: Learning rates of their own, of parameters whose names begin so.
     """
-    trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    named = [(name, weight) for name, weight in named_parameters if weight.requires_grad]
+    if lrs:
+        return _groups_by_name(named, weight_decay, lrs)
+    trainable = [parameter for _, parameter in named]
     if not trainable:
         raise ValueError(
             "no parameter requires gradients: unfreeze some of the model, or give it a LoRA"
@@ -182,6 +211,20 @@ def parameter_groups(
     others = [parameter for parameter in trainable if parameter.ndim < 2]
     groups = ((matrices, weight_decay), (others, 0.0))
     return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+def _groups_by_name(
+    named: Sequence[tuple[str, nn.Parameter]], weight_decay: float, lrs: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    others = [one for one in named if not one[0].startswith(tuple(lrs))]
+    groups = parameter_groups(others, weight_decay=weight_decay) if others else []
+    for beginning, lr in lrs.items():
+        own = [one for one in named if one[0].startswith(beginning)]
+        if own:
+            groups += [
+                {**group, "lr": lr} for group in parameter_groups(own, weight_decay=weight_decay)
+            ]
+    return groups
 
 
 def _can_fuse(groups: Sequence[Mapping[str, Any]]) -> bool:

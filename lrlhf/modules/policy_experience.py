@@ -52,6 +52,8 @@ class PolicyExperience(PolicyUpdate):
         metrics: MetricSums,
     ) -> Experience:
         collectives, replayed = Collectives(self.trainer), self._replayed
+        scores = scores.to(rollout.input_ids.device).float()
+        self._see_scores(scores, collectives)
         penalized = self.frozen is not None and self.kl_coef > 0
         select = self.update.high_entropy_fraction < 1
         needs_old = self._takes_several_steps(len(rollout)) or (penalized and self._kl_in_reward)
@@ -68,7 +70,7 @@ class PolicyExperience(PolicyUpdate):
             own = own._replace(logprobs=rollout.sampling_logprobs)
         experience = as_experience(
             rollout,
-            scores=scores.to(rollout.input_ids.device),
+            scores=scores,
             # whatever the policy is now, a stored response was drawn from the one that was then
             old_logprobs=rollout.sampling_logprobs if replayed else own.logprobs,
             policy_logprobs=own.logprobs if replayed else None,
@@ -79,7 +81,6 @@ class PolicyExperience(PolicyUpdate):
         if own.logprobs is not None and not replayed:
             experience = self._weighted(experience, own.logprobs)
         if self.advantage.scale_rewards != "none":
-            self.moments.update(experience.scores, collectives)
             metrics.add("rollout/running_std", self.moments.deviation, 1.0)
         experience = compute_advantages(
             experience,
@@ -97,6 +98,11 @@ class PolicyExperience(PolicyUpdate):
         fraction = self.update.high_entropy_fraction
         chosen = high_entropy_mask(own.entropy, experience.loss_mask, fraction=fraction)
         return replace(experience, selected=chosen)
+
+    def _see_scores(self, scores: Tensor, collectives: Collectives) -> None:
+        """Take note of an iteration's scores, before anything is made of them."""
+        if self.advantage.scale_rewards != "none":
+            self.moments.update(scores, collectives)
 
     def _iteration_inputs(
         self, experience: Experience, filler: Tensor | None, moments: dict[str, Any]
@@ -151,10 +157,7 @@ class PolicyExperience(PolicyUpdate):
         )
 
     def _takes_several_steps(self, rows: int) -> bool:
-        size = self.update.minibatch_size
-        return self.update.num_iterations > 1 or (
-            size is not None and size < rows * self.trainer.world_size
-        )
+        return self.update.num_iterations > 1 or self._minibatch_rows(rows) < rows
 
     def _old_outputs(self, rollout: Rollout, *, logprobs: bool, entropy: bool) -> OldOutputs:
         """Run the policy over the rollout, as far as its outputs are asked for."""

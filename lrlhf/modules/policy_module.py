@@ -144,7 +144,7 @@ class PolicyModule(PolicyRollout):
         self.advantage = advantage = advantage.named(self.default_estimator)
         self.update = update = update.following(advantage.function)
         self.importance_sampling = importance_sampling
-        self.optimizer_config = optimizer
+        self.optimizer_config = optimizer.filled(lr=1e-6)
         self.dynamic_sampling = dynamic_sampling
         self.rollout_ahead = rollout_ahead
         self.allow_truncated_sampling = allow_truncated_sampling
@@ -307,6 +307,8 @@ class PolicyModule(PolicyRollout):
             world_size=collectives.world_size,
             minibatch_size=self.update.minibatch_size,
             num_iterations=self.update.num_iterations,
+            num_minibatches=self.update.num_minibatches,
+            default_minibatches=self.default_minibatches,
             kept_prompts=self.dynamic_sampling.prompts if self.dynamic_sampling else None,
         )
         if not self._planned:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -25,7 +25,7 @@ from lrlhf.models import (
     sequence_outputs,
 )
 from lrlhf.modules.anomalies import Anomaly
-from lrlhf.modules.batch_plan import BatchPlan
+from lrlhf.modules.batch_plan import BatchPlan, largest_divisor
 from lrlhf.modules.checks import uses_loss_scaler
 from lrlhf.modules.dump import StepInputs
 from lrlhf.modules.importance import (
@@ -76,6 +76,8 @@ class PolicyUpdate(PolicyGuard):
     reference: Reference
     update: Update
     importance_sampling: ImportanceSampling | None
+    default_minibatches: ClassVar[int] = 1
+    """Of an iteration whose ``update`` says nothing."""
     engine: RolloutEngine
     kl_coef: float
     _updater: Updater
@@ -121,12 +123,11 @@ class PolicyUpdate(PolicyGuard):
     ) -> None:
         """Take all steps of an iteration, or with ``skip`` none; the schedules go on anyway."""
         metrics.add("train/lr", self._optimizer(0).param_groups[0]["lr"], 1.0)
-        size = self.update.minibatch_size
-        local_size = None if size is None else size // collectives.world_size
+        size = self._minibatch_rows(len(experience))
         for model in self.trainable_models().values():
             model.train()
         for _ in range(0 if skip else self.update.num_iterations):
-            parts = minibatches(experience, size=local_size)
+            parts = minibatches(experience, size=size)
             for part, text in zip(parts, texts, strict=True):
                 balanced = balance_over_ranks(part, collectives)
                 metrics.add("perf/token_imbalance", balanced.after, 1.0)
@@ -144,6 +145,13 @@ class PolicyUpdate(PolicyGuard):
                     # iterations in which there was nothing to learn from count too
                     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler")
                     scheduler.step()
+
+    def _minibatch_rows(self, rows: int) -> int:
+        """Return how many of this process's rows an optimizer step takes."""
+        if self.update.minibatch_size is not None:
+            return self.update.minibatch_size // self.trainer.world_size
+        parts = self.update.num_minibatches
+        return rows // (parts or largest_divisor(rows, self.default_minibatches))
 
     @property
     def _freeze_steps(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ from lrlhf.modules.settings import Critic
 from lrlhf.rewards import Rewards
 from lrlhf.strategies import Collectives, waits_for_every_parameter
 from lrlhf.types import Experience, Rollout, SequenceBatch
+
+_LR = 1e-5
+"""Of a critic's body, and of a head that was trained before."""
+_HEAD_LR = 0.5
+"""Of a new head, times its inputs: about how far a step moves a value, in score deviations."""
 
 
 class PPO(PolicyModule):
@@ -63,6 +69,8 @@ class PPO(PolicyModule):
         super().__init__(policy, rewards, **options)
         self.critic_settings = critic
         self.critic, self.value_head = self._value_function(critic)
+
+    default_minibatches = 4
 
     def _check_critic(self) -> None:
         """Leave it to `_value_function`."""
@@ -143,13 +151,23 @@ class PPO(PolicyModule):
         settings = self.critic_settings
         if settings is None:
             return built
-        critic = self.trainable_models()["critic"]
-        return [
-            *built,
-            settings.optimizer.build(
-                critic.named_parameters(), total_steps - settings.freeze_steps
-            ),
-        ]
+        learning = total_steps - settings.freeze_steps
+        named = list(self.trainable_models()["critic"].named_parameters())
+        head_lr = _HEAD_LR / self._head.output.in_features
+        if settings.optimizer.lr is not None or not self._head.relative:
+            critic = settings.optimizer.filled(lr=_LR).build(named, learning)
+        elif self.critic is None:
+            critic = settings.optimizer.filled(lr=head_lr).build(named, learning)
+        else:
+            config = settings.optimizer.filled(lr=_LR)
+            critic = config.build(named, learning, lrs={"head.": head_lr})
+        return [*built, critic]
+
+    @property
+    def _head(self) -> ValueHead:
+        head = self.value_head if self.critic is None else self.critic.head
+        assert head is not None
+        return head
 
     # ------------------------------------------------------------------ one iteration
 
@@ -160,6 +178,22 @@ class PPO(PolicyModule):
             measure_critic(experience, metrics)
             metrics.add("value/lr", self._optimizer(1).param_groups[0]["lr"], 1.0)
         super()._log_iteration(experience, metrics, collectives)
+
+    def _see_scores(self, scores: Tensor, collectives: Collectives) -> None:
+        """Let the critic know mean and deviation of the scores before it judges their states."""
+        if self.critic_settings is None:
+            super()._see_scores(scores, collectives)
+            return
+        self.moments.update(scores, collectives)
+        if self._head.relative and not self._is_frozen(1):
+            self._head.measure_in(*self._unit)
+
+    @property
+    def _unit(self) -> tuple[float, float]:
+        """Deviation and mean of the scores so far, as they enter the advantages."""
+        moments, mode = self.moments, self.advantage.scale_rewards
+        centre = 0.0 if mode == "mean_std" else moments.mean
+        return (moments.deviation, centre) if mode == "none" else (1.0, centre / moments.deviation)
 
     def _old_outputs(self, rollout: Rollout, *, logprobs: bool, entropy: bool) -> OldOutputs:
         if self.value_head is not None:
@@ -236,9 +270,12 @@ class PPO(PolicyModule):
     ) -> Tensor:
         assert self.critic_settings is not None
         self._watch.outputs["the values"] = values.detach()
-        loss = value_loss(values, micro, critic=self.critic_settings, totals=totals)
+        critic, deviations = self.critic_settings, self.critic_settings.value_clip_range
+        if deviations is not None:
+            critic = replace(critic, value_clip_range=deviations * self._unit[0])
+        loss = value_loss(values, micro, critic=critic, totals=totals)
         metrics.add("value/loss", loss, share)
-        measure_values(values.detach(), micro, metrics, critic=self.critic_settings)
+        measure_values(values.detach(), micro, metrics, critic=critic)
         return loss
 
     def _joint_step(

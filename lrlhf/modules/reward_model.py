@@ -47,6 +47,8 @@ from lrlhf.strategies import (
 )
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
+_WARMUP = 0.03
+"""Share of a run's steps, where the optimizer does not say."""
 _EVAL_ONLY = ("accuracy_low", "accuracy_high", "pairs")
 
 
@@ -70,7 +72,10 @@ class RewardModel(L.LightningModule):
         head_weights: Weight of each head in the loss, 1 where none is given.
         center_coef: Strength of (chosen + rejected)², which keeps scores around 0; try 0.01.
         label_smoothing: Assumed share of wrong labels.
-        optimizer: AdamW and its schedule, counted in optimizer steps.
+        optimizer: AdamW and its schedule, counted in optimizer steps; 3 % of them are warm-up
+            unless ``warmup_steps`` says otherwise.
+        max_grad_norm: Clip the gradient to this norm; ``inf`` leaves it.
+            ``trainer.gradient_clip_val`` takes its place where that is set.
         guard: When an optimizer step is left out, and when to give up; of the limits only those
             of loss and gradient are about a reward model.
         max_skipped_steps: Older name of ``guard.max_skipped``; null: that decides.
@@ -93,6 +98,7 @@ class RewardModel(L.LightningModule):
         center_coef: float = 0.0,
         label_smoothing: float = 0.0,
         optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008  frozen
+        max_grad_norm: float = 1.0,
         guard: Guard = Guard(),  # noqa: B008  frozen
         max_skipped_steps: int | None = None,
         seed: int = 0,
@@ -107,6 +113,9 @@ class RewardModel(L.LightningModule):
             label_smoothing=label_smoothing,
         )
         self.optimizer_config = _as_optimizer_config(optimizer)
+        if max_grad_norm <= 0:
+            raise ValueError(f"max_grad_norm is {max_grad_norm}; it must be above 0")
+        self.max_grad_norm = max_grad_norm
         self.seed = seed
         guard = as_guard(guard)
         refuse_policy_limits(guard)
@@ -217,6 +226,8 @@ class RewardModel(L.LightningModule):
         if not finite:
             gradients.drop()
             self.step_guard.report(self._anomalies(window, ranks), self.taken_pairs.inputs())
+        elif self.trainer.gradient_clip_val is None and self.max_grad_norm < norm < math.inf:
+            gradients.scale(self.max_grad_norm / norm)
         self.taken_pairs.clear()
         return float(norm)
 
@@ -363,9 +374,9 @@ def _as_score_model(model: object) -> ScoreModel:
 
 
 def _as_optimizer_config(optimizer: OptimizerConfig | Mapping[str, Any]) -> OptimizerConfig:
-    if isinstance(optimizer, OptimizerConfig):
-        return optimizer
-    return OptimizerConfig(**optimizer)  # as a checkpoint holds it
+    if not isinstance(optimizer, OptimizerConfig):
+        optimizer = OptimizerConfig(**optimizer)  # as a checkpoint holds it
+    return optimizer.filled(lr=1e-5, warmup_steps=_WARMUP)
 
 
 def _weights(head_names: Sequence[str], given: Mapping[str, float] | None) -> list[float]:

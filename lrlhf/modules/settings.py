@@ -128,7 +128,9 @@ class Update:
             each response (sequence_clip) or averaged (gspo), as the logarithm of the ratio is; the
             router's and the texts' losses follow.
         num_iterations: Passes over each rollout.
-        minibatch_size: Responses of all processes per optimizer step; None: all of a rollout.
+        num_minibatches: Optimizer steps per pass, each on an equal share of the rollout. None: 4
+            in `PPO`, or as near below as divides a process's responses; 1 elsewhere.
+        minibatch_size: The same said otherwise: responses of all processes per optimizer step.
         micro_batch_tokens: Tokens of one forward pass as they are computed: the prompt of several
             responses counts once where the model allows it, padding counts where there is any.
             None: a minibatch at once. Memory, not results, depends on it.
@@ -151,6 +153,7 @@ class Update:
     options: dict[str, Any] = field(default_factory=dict)
     aggregate: Aggregate | None = None
     num_iterations: int = 1
+    num_minibatches: int | None = None
     minibatch_size: int | None = None
     micro_batch_tokens: int | None = None
     max_grad_norm: float = 1.0
@@ -166,10 +169,21 @@ class Update:
     def __post_init__(self) -> None:
         if self.loss is not None:
             self._check_loss()
-        for name in ("num_iterations", "minibatch_size", "micro_batch_tokens", "logprob_chunk"):
+        for name in (
+            "num_iterations",
+            "num_minibatches",
+            "minibatch_size",
+            "micro_batch_tokens",
+            "logprob_chunk",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"update.{name} is {value}; it must be 1 or more")
+        if self.num_minibatches is not None and self.minibatch_size is not None:
+            raise ValueError(
+                f"update.num_minibatches is {self.num_minibatches} and update.minibatch_size is "
+                f"{self.minibatch_size}, which say the same: drop one of the two"
+            )
         if self.max_grad_norm <= 0:
             raise ValueError(f"update.max_grad_norm is {self.max_grad_norm}; it must be above 0")
         for name in (
@@ -254,9 +268,11 @@ class Critic:
         model: Its own network: a hub id, a folder (of a language model, of a trained reward model,
             of an exported critic), ``package:<module>``, a `ValueModel` that says how to load it,
             or a network that is already built. None: one head on the policy's own backbone.
-        optimizer: Of the critic alone, counted in iterations.
+        optimizer: Of the critic alone, counted in iterations. Where it names no ``lr``, a new head
+            has 0.5 / hidden size, and a body, or a head that was trained before, 1e-5: new weights
+            have further to go, and a step of a head moves its values by all of its inputs at once.
         value_clip_range: How far a value may move from the old one before it stops paying, in
-            units of the values; None: plain squared error.
+            standard deviations of the scores so far; None: plain squared error.
         max_grad_norm: Clip the critic's gradient to this norm; ``inf`` leaves it.
         freeze_steps: Iterations at the start in which the critic stays as it is.
         head: Kind of the head, ``linear`` or ``mlp``, unless ``model`` says it itself.
@@ -265,7 +281,7 @@ class Critic:
     """
 
     model: str | ValueModel | ValueNetwork | None = None
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=9e-6))
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     value_clip_range: float | None = 0.2
     max_grad_norm: float = 1.0
     freeze_steps: int = 0

@@ -42,6 +42,7 @@ class StepGuard:
         self._quota_key = quota_key
         self.skipped = 0
         """Steps that were left out so far, resumed runs included."""
+        self._recent: list[int] = []
         self.kinds: Counter[str] = Counter()
         """How often each kind of anomaly left one out."""
         self.lengths = RunningLength()
@@ -80,12 +81,21 @@ class StepGuard:
             self._rehearsed += found
             return
         self.skipped += 1
+        recent = self._count_recent()
         self.kinds.update({anomaly.kind for anomaly in found})
         kept = self._dump(inputs, found) if inputs is not None else ""
         if collectives.rank == 0:
-            _logger.warning("%s", self._sentence(found, kept))
-        if self.skipped > self.settings.max_skipped:
-            raise TrainingDivergedError(self._farewell())
+            _logger.warning("%s", self._sentence(found, kept, recent))
+        if recent > self.settings.max_skipped:
+            raise TrainingDivergedError(self._farewell(recent))
+
+    def _count_recent(self) -> int:
+        """Add the present step to those that were left out, and count those within the window."""
+        now, window = self._module.global_step, self.settings.window
+        if window is None:
+            return self.skipped
+        self._recent = [step for step in [*self._recent, now] if step > now - window]
+        return len(self._recent)
 
     def _dump(self, inputs: StepInputs, found: Sequence[Anomaly]) -> str:
         step = self._module.global_step
@@ -107,23 +117,29 @@ class StepGuard:
         chosen: Path = trainer.strategy.broadcast(folder.absolute())
         return chosen
 
-    def _sentence(self, found: Sequence[Anomaly], kept: str) -> str:
+    def _sentence(self, found: Sequence[Anomaly], kept: str, recent: int) -> str:
         several = self._module.trainer.world_size > 1
         what = "; ".join(
             dict.fromkeys(f"{f'rank {one.rank}: ' if several else ''}{one.text}" for one in found)
         )
-        until = self.settings.max_skipped
         return (
             f"step {self._module.global_step} was left out, nothing moved: {what} "
-            f"({self.skipped} so far, {self._quota_key} is {until}){f'; {kept}' if kept else ''}"
+            f"({recent} {self._span}, {self._quota_key} is {self.settings.max_skipped})"
+            f"{f'; {kept}' if kept else ''}"
         )
 
-    def _farewell(self) -> str:
+    @property
+    def _span(self) -> str:
+        window = self.settings.window
+        return "so far" if window is None else f"within {window} steps"
+
+    def _farewell(self, recent: int) -> str:
         counts = ", ".join(f"{kind} {count}" for kind, count in sorted(self.kinds.items()))
         text = (
-            f"{self.skipped} optimizer steps were left out ({counts}), and {self._quota_key} is "
-            f"{self.settings.max_skipped} (last at step {self._module.global_step}): lower the "
-            "learning rate, clip gradients, or look at the last batches"
+            f"{recent} optimizer steps were left out {self._span} (in the whole run {counts}), and "
+            f"{self._quota_key} is {self.settings.max_skipped} (last at step "
+            f"{self._module.global_step}): lower the learning rate, clip gradients, or look at the "
+            "last batches"
         )
         if self._kept is not None:
             text += f"; {replay_command(self._kept)} repeats one of them"
@@ -149,6 +165,7 @@ class StepGuard:
         """Return what a checkpoint needs."""
         return {
             "skipped": self.skipped,
+            "recent": list(self._recent),
             "kinds": dict(self.kinds),
             "dumps": self._dumps,
             "lengths": self.lengths.state_dict(),
@@ -164,6 +181,8 @@ class StepGuard:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
         self.skipped = state["skipped"]
+        # older checkpoints do not say when their steps were left out
+        self._recent = list(state.get("recent", ()))
         self.kinds = Counter(state["kinds"])
         self._dumps = state["dumps"]
         self.lengths.load_state_dict(state["lengths"])

@@ -18,7 +18,7 @@ def shadow(ema: EMA) -> float:
 
 def test_the_average_follows_its_recursion(tmp_path: Path) -> None:
     # weight 1, 2, 3 with decay 0.5 from 0: 0.5, then 0.25 + 1 = 1.25, then 0.625 + 1.5 = 2.125
-    ema = EMA(decay=0.5)
+    ema = EMA(decay=0.5, warmup=False)
     module = ToyPolicy()
     trainer(tmp_path, ema).fit(module, batches(3))
     assert shadow(ema) == 2.125
@@ -27,14 +27,14 @@ def test_the_average_follows_its_recursion(tmp_path: Path) -> None:
 
 def test_the_average_is_taken_every_n_steps(tmp_path: Path) -> None:
     # of the weights 1 to 5 it sees 2 and 4: 0.5 * 0 + 0.5 * 2 = 1, then 0.5 * 1 + 0.5 * 4 = 2.5
-    ema = EMA(decay=0.5, every_n_steps=2)
+    ema = EMA(decay=0.5, warmup=False, every_n_steps=2)
     trainer(tmp_path, ema).fit(ToyPolicy(), batches(5))
     assert shadow(ema) == 2.5
 
 
 def test_until_update_after_the_average_equals_the_weights(tmp_path: Path) -> None:
     # 1, 2 exactly, then 0.5 * 2 + 0.5 * 3 = 2.5
-    ema = EMA(decay=0.5, update_after=2)
+    ema = EMA(decay=0.5, warmup=False, update_after=2)
     trainer(tmp_path, ema).fit(ToyPolicy(), batches(3))
     assert shadow(ema) == 2.5
 
@@ -43,7 +43,7 @@ def test_the_average_of_low_precision_weights_is_kept_in_float32(tmp_path: Path)
     # in bfloat16 1 + 0.001 * 1 would stay 1
     module = ToyPolicy()
     module.policy.bfloat16()
-    ema = EMA(decay=0.999)
+    ema = EMA(decay=0.999, warmup=False)
     trainer(tmp_path, ema).fit(module, batches(1))
     assert ema.shadows["policy.trained"].dtype == torch.float32
     assert shadow(ema) == pytest.approx(0.001)
@@ -51,14 +51,16 @@ def test_the_average_of_low_precision_weights_is_kept_in_float32(tmp_path: Path)
 
 def test_validation_sees_the_average_and_training_goes_on_with_the_weights(tmp_path: Path) -> None:
     module = ToyPolicy()
-    trainer(tmp_path, EMA(decay=0.5), val_check_interval=1).fit(module, batches(2), batches(1))
+    trainer(tmp_path, EMA(decay=0.5, warmup=False), val_check_interval=1).fit(
+        module, batches(2), batches(1)
+    )
     assert module.validated_weights == [0.5, 1.25]
     assert module.weight == 2.0
 
 
 def test_validation_sees_the_weights_where_asked_to(tmp_path: Path) -> None:
     module = ToyPolicy()
-    ema = EMA(decay=0.5, validate=False)
+    ema = EMA(decay=0.5, warmup=False, validate=False)
     trainer(tmp_path, ema, val_check_interval=1).fit(module, batches(2), batches(1))
     assert module.validated_weights == [1.0, 2.0]
 
@@ -66,7 +68,7 @@ def test_validation_sees_the_weights_where_asked_to(tmp_path: Path) -> None:
 def test_the_weights_come_back_when_validation_raises(tmp_path: Path) -> None:
     module = ToyPolicy(fail_in_validation=True)
     with pytest.raises(RuntimeError, match="no more memory"):
-        trainer(tmp_path, EMA(decay=0.5)).fit(module, batches(2), batches(1))
+        trainer(tmp_path, EMA(decay=0.5, warmup=False)).fit(module, batches(2), batches(1))
     assert module.validated_weights == [1.25]
     assert module.weight == 2.0
 
@@ -87,12 +89,12 @@ def test_no_checkpoint_is_taken_of_the_stand_in() -> None:
 
 
 def test_a_resumed_run_has_the_average_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    whole = EMA(decay=0.75, every_n_steps=2)
+    whole = EMA(decay=0.75, warmup=False, every_n_steps=2)
     trainer(tmp_path, whole, max_epochs=2).fit(ToyPolicy(), batches(3))
-    first = trainer(tmp_path, EMA(decay=0.75, every_n_steps=2), max_epochs=1)
+    first = trainer(tmp_path, EMA(decay=0.75, warmup=False, every_n_steps=2), max_epochs=1)
     first.fit(ToyPolicy(), batches(3))
     first.save_checkpoint(tmp_path / "half.ckpt")
-    resumed = EMA(decay=0.75, every_n_steps=2)
+    resumed = EMA(decay=0.75, warmup=False, every_n_steps=2)
     module = ToyPolicy()
     again = trainer(tmp_path, resumed, max_epochs=2)
     again.fit(module, batches(3), ckpt_path=tmp_path / "half.ckpt", weights_only=True)

@@ -33,7 +33,7 @@ def test_nothing_is_exported_at_the_end_where_not_asked_for(tmp_path: Path) -> N
 
 def test_the_averaged_weights_are_exported_on_request(tmp_path: Path) -> None:
     module = ToyPolicy()
-    trainer(tmp_path, EMA(decay=0.5), HFExport(use_ema=True)).fit(module, batches(3))
+    trainer(tmp_path, EMA(decay=0.5, warmup=False), HFExport(use_ema=True)).fit(module, batches(3))
     assert exported(tmp_path / "hf") == {"final": "2.125"}  # see test_ema
     assert module.weight == 3.0
 

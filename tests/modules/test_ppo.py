@@ -33,6 +33,7 @@ from tests.conftest import build_language_model
 from tests.modules.policy_runs import Watcher, fit, letters, weights
 
 SGD = "torch.optim.SGD"
+ONE_STEP = Update(loss="token_clip", aggregate="token_mean", num_minibatches=1)
 
 
 def sgd(lr: float) -> OptimizerConfig:
@@ -62,6 +63,7 @@ def build(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options:
         "sampling": Sampling(max_new_tokens=6),
         "optimizer": OptimizerConfig(lr=1e-3),
         "critic": Critic(optimizer=OptimizerConfig(lr=1e-2)),
+        "update": ONE_STEP,
     }
     return PPO(model, Rewards([letters]), tokenizer=tokenizer, **(defaults | options))
 
@@ -183,7 +185,7 @@ def test_one_step_is_that_of_an_independent_computation(
         tokenizer,
         critic=own_critic(tokenizer, optimizer=sgd(0.1), max_grad_norm=math.inf),
         optimizer=sgd(0.1),
-        update=Update(loss="token_clip", aggregate="token_mean", max_grad_norm=math.inf),
+        update=replace(ONE_STEP, max_grad_norm=math.inf),
         reference=Reference(kl_coef=0.1, model=CausalLM(source=str(other))),
     )
     policy, critic = copy.deepcopy(module.policy), copy.deepcopy(module.critic)
@@ -295,6 +297,7 @@ def test_micro_batches_do_not_change_the_update(
                 micro_batch_tokens=budget,
                 entropy_coef=0.01,
                 high_entropy_fraction=0.5,
+                num_minibatches=1,
             ),
         )
         count = 0

@@ -21,7 +21,7 @@ from lrlhf.strategies import watch
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
 NAN = float("nan")
-SGD = OptimizerConfig(lr=0.5, optimizer_class="torch.optim.SGD")
+SGD = OptimizerConfig(lr=0.5, optimizer_class="torch.optim.SGD", warmup_steps=0)
 Texts = Sequence[str]
 
 
