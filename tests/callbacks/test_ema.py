@@ -32,6 +32,26 @@ def test_the_average_is_taken_every_n_steps(tmp_path: Path) -> None:
     assert shadow(ema) == 2.5
 
 
+def test_a_young_average_forgets_its_beginning(tmp_path: Path) -> None:
+    # weights 1, 2, 3 from 0, kept shares 2/11, 3/12 and 4/13 instead of 0.999 each
+    ema = EMA(decay=0.999)
+    trainer(tmp_path, ema).fit(ToyPolicy(), batches(3))
+    first = 9 / 11 * 1
+    second = 3 / 12 * first + 9 / 12 * 2
+    assert shadow(ema) == pytest.approx(4 / 13 * second + 9 / 13 * 3)
+    # 2/11 is below a decay of 0.2, 3/12 above it
+    ema = EMA(decay=0.2)
+    trainer(tmp_path, ema).fit(ToyPolicy(), batches(2))
+    assert shadow(ema) == pytest.approx(0.2 * first + 0.8 * 2)
+
+
+def test_the_warmup_counts_updates(tmp_path: Path) -> None:
+    # every second step after the second: the only update is the first one, of the weight 4
+    ema = EMA(decay=0.999, every_n_steps=2, update_after=2)
+    trainer(tmp_path, ema).fit(ToyPolicy(), batches(5))
+    assert shadow(ema) == pytest.approx(2 / 11 * 2 + 9 / 11 * 4)
+
+
 def test_until_update_after_the_average_equals_the_weights(tmp_path: Path) -> None:
     # 1, 2 exactly, then 0.5 * 2 + 0.5 * 3 = 2.5
     ema = EMA(decay=0.5, warmup=False, update_after=2)

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
+from lrlhf.datamodules import PromptDataModule
 from lrlhf.functional.estimators import EstimatorInputs
-from lrlhf.models import ValueHead, ValueNetwork
+from lrlhf.models import ValueHead, ValueNetwork, new_value_head
 from lrlhf.modules import PPO, Advantage, Critic, OptimizerConfig, Reference, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
@@ -61,6 +63,28 @@ def test_without_advantages_nothing_is_found(tokenizer, prompts, tmp_path) -> No
     )
     scores = mean_scores(module, prompts, tmp_path, steps=30)
     assert sum(scores[-3:]) / 3 < 0.1
+
+
+@pytest.mark.parametrize("kind", ["head", "own"])
+def test_a_critic_of_default_settings_learns_within_tens_of_iterations(
+    tokenizer,
+    prompts,  # noqa: F811
+    tmp_path,
+    kind: str,
+) -> None:
+    backbone = build_language_model(tokenizer, seed=3).base_model
+    network = ValueNetwork(backbone, new_value_head(backbone, "linear"))
+    module = PPO(
+        build_language_model(tokenizer),
+        Rewards([known_from_the_prompt]),
+        tokenizer=tokenizer,
+        num_generations=1,
+        sampling=Sampling(max_new_tokens=1),
+        critic=Critic(model=network if kind == "own" else None),
+    )
+    data = PromptDataModule(str(prompts), batch_size=16)
+    trainer = fit(module, prompts, tmp_path, steps=40, data=data)
+    assert float(trainer.logged_metrics["value/explained_variance"]) > 0.5
 
 
 def test_a_critic_foresees_what_the_prompt_decides(

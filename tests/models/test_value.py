@@ -127,6 +127,44 @@ def test_a_reward_model_that_does_not_fit_says_why(tmp_path, options, culprit: s
         ValueModel(source=str(tmp_path / "reward"), **options).load()
 
 
+@pytest.mark.parametrize("pooling", ["mean", "attention"])
+def test_a_head_that_reads_an_average_makes_no_critic(tmp_path, pooling: str) -> None:
+    seeded(llama).save_pretrained(tmp_path / "base")
+    reward = ScoreModel(source=str(tmp_path / "base"), pooling=pooling)
+
+    class NoTokenizer:
+        pad_token_id = 0
+
+        def save_pretrained(self, folder) -> None:
+            pass
+
+    reward.load().save_pretrained(tmp_path / "reward", NoTokenizer())
+    with pytest.raises(ValueError, match=f"pooling: {pooling}, whose head reads an average"):
+        ValueModel(source=str(tmp_path / "reward")).load()
+
+
+def test_a_relative_head_reads_directions_and_writes_scores() -> None:
+    made = ValueHead(4, "linear", relative=True)
+    torch.nn.init.constant_(made.output.weight, 0.25)
+    made.measure_in(scale=2.0, shift=7.0)
+    # rms of (3, 3, 3, 3) is 3: 0.25 · 4 · 1 = 1; half of the signs cancel out
+    states = torch.tensor([[3.0, 3.0, 3.0, 3.0], [-9.0, 9.0, 9.0, -9.0]])
+    assert_close(made(states), torch.tensor([9.0, 7.0]))
+    assert_close(made(states * 100), made(states))
+
+
+def test_an_exported_critic_keeps_the_unit_of_its_values(tmp_path) -> None:
+    batch = right_padded([9, 6])
+    seeded(llama).save_pretrained(tmp_path / "base")
+    critic = ValueModel(source=str(tmp_path / "base")).load()
+    assert critic.head.relative
+    torch.nn.init.normal_(critic.head.output.weight)
+    critic.head.measure_in(scale=3.0, shift=-5.0)
+    critic.save_pretrained(tmp_path / "critic")
+    again = ValueModel(source=str(tmp_path / "critic")).load()
+    assert torch.equal(again.eval()(batch), critic.eval()(batch))
+
+
 def test_a_critic_in_another_form_than_its_file_is_refused(tmp_path) -> None:
     ValueNetwork(seeded(llama).base_model, head()).save_pretrained(tmp_path / "critic")
     with pytest.raises(ValueError, match="holds no head of kind 'mlp'"):

@@ -52,7 +52,36 @@ def test_without_a_minibatch_size_a_pass_is_one_step() -> None:
     assert plan.off_policy_steps == 0
 
 
+@pytest.mark.parametrize(
+    ("prompts", "steps"),
+    [(8, 4), (3, 4), (1, 4)],  # 32, 12 and 4 responses on each process
+)
+def test_a_module_may_cut_a_rollout_into_steps_by_itself(prompts: int, steps: int) -> None:
+    plan = _plan(prompts_per_rank=prompts, minibatch_size=None, default_minibatches=4)
+    assert plan.steps_per_pass == steps
+    assert plan.minibatch_size * steps == prompts * 4 * 2
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(6, 3), (7, 1), (2, 2)])
+def test_a_rollout_that_does_not_divide_into_four_has_fewer_steps(rows: int, steps: int) -> None:
+    plan = _plan(
+        prompts_per_rank=rows, num_generations=1, minibatch_size=None, default_minibatches=4
+    )
+    assert plan.steps_per_pass == steps
+
+
+def test_minibatches_may_be_counted_instead_of_measured() -> None:
+    plan = _plan(minibatch_size=None, num_minibatches=8, default_minibatches=4)
+    assert plan.steps_per_pass == 8
+    assert plan.minibatch_size == 8  # 64 / 8
+
+
 REFUSED = {
+    "does not divide into so many": (
+        {"minibatch_size": None, "num_minibatches": 5},
+        "update.num_minibatches is 5, but each process has 32 responses, which do not split into "
+        "5 equal parts; the nearest number that fits is 4",
+    ),
     # on 2 processes, 64 responses: 2 x the divisors of 32 are 2 4 8 16 32 64
     "does not divide the responses": (
         {"minibatch_size": 24},

@@ -416,6 +416,7 @@ def test_random_numbers_go_on_from_a_file(tmp_path) -> None:
         ({"max_length_factor": 0.5}, "guard.max_length_factor"),
         ({"max_mismatch": -1.0}, "guard.max_mismatch"),
         ({"max_skipped": -1}, "guard.max_skipped"),
+        ({"window": 0}, "guard.window"),
         ({"dump": -1}, "guard.dump"),
     ],
 )

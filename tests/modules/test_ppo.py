@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,89 @@ def test_actor_and_critic_train_and_say_how(
         "rollout/score",
     ):
         assert torch.isfinite(trainer.logged_metrics[key]), key
+
+
+def test_an_iteration_takes_four_steps_and_its_ratio_is_clipped(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    # in Python as in YAML: what an `Update` does not say, the module does
+    for given in ({}, {"update": Update(loss="token_clip", aggregate="token_mean")}):
+        module = PPO(
+            language_model,
+            Rewards([letters]),
+            tokenizer=tokenizer,
+            sampling=Sampling(max_new_tokens=6),
+            optimizer=OptimizerConfig(lr=1e-2),
+            **given,
+        )
+        taken: list[int] = []
+        trainer = fit(module, prompts, tmp_path, steps=1, callbacks=[CountsSteps(taken)])
+        assert taken == [0, 1] * 4
+        assert trainer.logged_metrics["policy/clip_fraction"] > 0
+
+
+class CountsSteps(L.Callback):
+    """Takes down which optimizer steps."""
+
+    def __init__(self, taken: list[int]) -> None:
+        self.taken = taken
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for index, optimizer in enumerate(trainer.optimizers):
+            optimizer.register_step_post_hook(lambda *_, index=index: self.taken.append(index))
+
+
+@pytest.mark.parametrize("kind", ["head", "own"])
+def test_the_values_follow_the_unit_and_the_mean_of_the_scores(
+    tokenizer, prompts, tmp_path, kind: str
+) -> None:
+    def in_marks(completions: Sequence[str]) -> list[float]:
+        return [1000 * score - 5000 for score in letters(completions)]
+
+    values = []
+    for reward in (letters, in_marks):
+        backbone = build_language_model(tokenizer, seed=3).base_model
+        network = ValueNetwork(backbone, ValueHead(32, "linear", relative=True))
+        module = PPO(
+            build_language_model(tokenizer),
+            Rewards([reward]),
+            tokenizer=tokenizer,
+            sampling=Sampling(max_new_tokens=6),
+            reference=Reference(kl_coef=0.0),
+            critic=Critic(model=network if kind == "own" else None, max_grad_norm=math.inf),
+        )
+        watcher = Watcher()
+        fit(module, prompts, tmp_path, steps=2, callbacks=[watcher])
+        values.append([e.values[e.response_mask] for e in watcher.experiences])
+        first = watcher.experiences[0]
+        # before it has learnt anything a new critic expects the mean
+        assert values[-1][0].tolist() == pytest.approx(
+            [float(first.scores.mean())] * len(values[-1][0]), rel=1e-4
+        )
+    assert values[0][1].std() > 1e-3
+    torch.testing.assert_close(
+        1000 * values[0][1] - 5000, values[1][1], rtol=1e-3, atol=1e-2 * 1000 * values[0][1].std()
+    )
+
+
+def test_new_weights_of_a_critic_have_a_learning_rate_of_their_own(
+    language_model, tokenizer
+) -> None:
+    def rates(critic: Critic) -> set[float]:
+        module = build(language_model, tokenizer, critic=critic)
+        optimizer = module._optimizers(100)[1].optimizer
+        return {group["lr"] for group in optimizer.param_groups}
+
+    def network(relative: bool) -> ValueNetwork:
+        backbone = build_language_model(tokenizer, seed=3).base_model
+        return ValueNetwork(backbone, ValueHead(32, "linear", relative=relative))
+
+    new = 0.5 / 32
+    assert rates(Critic(optimizer=OptimizerConfig(weight_decay=0.01))) == {new}
+    assert rates(Critic(model=network(True))) == {1e-5, new}
+    # a head that was trained before, or a number that was asked for
+    assert rates(Critic(model=network(False))) == {1e-5}
+    assert rates(Critic(model=network(True), optimizer=OptimizerConfig(lr=1e-4))) == {1e-4}
 
 
 def reference_step(

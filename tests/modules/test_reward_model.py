@@ -1,5 +1,6 @@
 """RewardModel on a two-layer model; the step's arithmetic with SGD, where it can be read off."""
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.models import RewardNetwork, ScoreModel
 from lrlhf.modules import checks
-from lrlhf.modules.guard import TrainingDivergedError
+from lrlhf.modules.guard import Guard, TrainingDivergedError
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.reward_model import RewardModel
 from lrlhf.strategies import watch
@@ -264,7 +265,9 @@ def test_a_short_last_window_is_a_mean_too(build, collate, tmp_path) -> None:
 
 
 def test_the_gradient_is_clipped_after_it_became_the_mean(build, collate, tmp_path) -> None:
-    module = build(optimizer=OptimizerConfig(lr=1.0, optimizer_class="torch.optim.SGD"))
+    module = build(
+        optimizer=OptimizerConfig(lr=1.0, optimizer_class="torch.optim.SGD", warmup_steps=0)
+    )
     before = weights(module)
     batches = [collate(ONE_HEAD[:4]), collate(ONE_HEAD[4:5])]
     run = fit(module, batches, tmp_path, accumulate_grad_batches=2, gradient_clip_val=0.01)
@@ -326,6 +329,63 @@ def test_too_many_skipped_steps_stop_the_run(build, collate, tmp_path) -> None:
     module = build(loss=f"{__name__}.nan_gradient", max_skipped_steps=2)
     with pytest.raises(TrainingDivergedError, match=r"3 optimizer steps.*max_skipped_steps is 2"):
         fit(module, [collate(ONE_HEAD[:1])] * 5, tmp_path)
+
+
+@pytest.mark.parametrize(("window", "stops"), [(2, False), (None, True)])
+def test_steps_that_were_left_out_long_ago_do_not_count(
+    build, collate, tmp_path, window: int | None, stops: bool
+) -> None:
+    module = build(guard=Guard(max_skipped=1, window=window, dump=0))
+    good = collate(ONE_HEAD[4:8])
+    bad = collate(ONE_HEAD[:2], margin=[float("inf"), 0.0])
+    ends = pytest.raises(TrainingDivergedError) if stops else contextlib.nullcontext()
+    with ends:
+        fit(module, [bad, good, bad, good, bad], tmp_path)
+    assert module.skipped_steps == (2 if stops else 3)
+
+
+def test_a_resumed_run_knows_which_steps_were_left_out_of_late(build, collate, tmp_path) -> None:
+    bad = collate(ONE_HEAD[:2], margin=[float("inf"), 0.0])
+    run = fit(build(guard=Guard(max_skipped=1, window=2)), [bad], tmp_path)
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    with pytest.raises(TrainingDivergedError, match=r"2 optimizer steps .* within 2 steps"):
+        trainer(tmp_path, max_epochs=2).fit(
+            build(guard=Guard(max_skipped=1, window=2)),
+            loader([bad]),
+            ckpt_path=tmp_path / "one.ckpt",
+        )
+
+
+# ---- defaults
+
+
+def test_a_large_gradient_is_clipped_unless_the_trainer_does_it(build, collate, tmp_path) -> None:
+    batch = collate(ONE_HEAD)
+    distances = []
+    for options, trained_with in (
+        ({}, {}),
+        ({"max_grad_norm": 2.0}, {}),
+        ({}, {"gradient_clip_val": 3.0}),
+    ):
+        module = build(head_weights={"reward": 1e4}, **options)
+        before = weights(module)
+        fit(module, [batch], tmp_path, **trained_with)
+        distances.append(float((weights(module) - before).norm()))
+    # SGD goes lr times the gradient's norm
+    assert distances == pytest.approx([0.5 * 1.0, 0.5 * 2.0, 0.5 * 3.0], rel=1e-3)
+
+
+def test_a_bound_of_the_gradient_is_above_zero(build) -> None:
+    with pytest.raises(ValueError, match="max_grad_norm is 0"):
+        build(max_grad_norm=0.0)
+
+
+def test_a_run_begins_with_a_warmup_unless_told_otherwise(build) -> None:
+    # 3 % of 100 steps
+    course = build(optimizer=OptimizerConfig(lr=1e-4)).optimizer_config.lr_factor(100)
+    assert [course(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert build(optimizer=OptimizerConfig(warmup_steps=0)).optimizer_config.lr_factor(100)(0) == 1
+    assert build(optimizer=OptimizerConfig()).optimizer_config.lr == 1e-5
 
 
 # ---- evaluation
