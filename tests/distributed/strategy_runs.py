@@ -82,7 +82,11 @@ def ppo(folder: Path, *, own_critic: bool = False) -> PPO:
         advantage=Advantage(estimator="gae", scale_rewards="mean_std"),
         reference=Reference(kl_coef=0.05),
         update=Update(
-            loss="token_clip", aggregate="token_mean", micro_batch_tokens=40, max_grad_norm=0.05
+            loss="token_clip",
+            aggregate="token_mean",
+            num_minibatches=1,
+            micro_batch_tokens=40,
+            max_grad_norm=0.05,
         ),
         optimizer=adamw(5e-3),
         critic=Critic(

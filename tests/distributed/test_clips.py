@@ -87,6 +87,7 @@ def moved(
         update=Update(
             loss="token_clip",
             aggregate="token_mean",
+            num_minibatches=1,
             micro_batch_tokens=40,
             max_grad_norm=clips[0],
         ),

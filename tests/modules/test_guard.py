@@ -261,6 +261,7 @@ def test_ppo_dumps_what_its_critic_stumbled_over(
         PPO,
         critic=Critic(),
         advantage=Advantage(estimator="gae"),
+        update=Update(loss="token_clip", num_minibatches=1),
     )
     fit(module, prompts, tmp_path, steps=1, callbacks=[Meddler(poison)])
     assert module.skipped_steps == 1

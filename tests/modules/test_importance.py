@@ -274,7 +274,7 @@ def test_a_ppo_step_weighs_the_actor_and_leaves_critic_and_penalty_alone(
         importance_sampling=settings,
         critic=own_critic(tokenizer, optimizer=sgd, max_grad_norm=math.inf),
         optimizer=sgd,
-        update=plain("token_clip", aggregate="token_mean"),
+        update=plain("token_clip", aggregate="token_mean", num_minibatches=1),
         reference=Reference(kl_coef=0.1, model=CausalLM(source=str(other))),
     )
     policy, critic = copy.deepcopy(module.policy), copy.deepcopy(module.critic)
@@ -310,6 +310,7 @@ def test_a_critic_on_the_policys_backbone_does_not_keep_the_weights_off(
             importance_sampling=ImportanceSampling(mode=mode),
             optimizer=OptimizerConfig(lr=LR, optimizer_class="torch.optim.SGD"),
             critic=Critic(optimizer=OptimizerConfig(lr=0.01, optimizer_class="torch.optim.SGD")),
+            update=Update(loss="token_clip", aggregate="token_mean", num_minibatches=1),
         )
         fit(module, prompts, tmp_path, steps=1)
         modules.append(module)
