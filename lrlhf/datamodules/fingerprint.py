@@ -38,9 +38,9 @@ class Fingerprint(NamedTuple):
     """Of the token ids, which depend on the tokenizer too."""
     files: str
     """Of what is in the files that rows name, such as images: the size of each, and all of it up to
-    64 KiB, else four pieces of 16 KiB evenly from its first to its last byte. An image that was made
-    anew has another size or, compressed, another end; a change that keeps the size and lies between
-    two pieces is not seen. Empty where rows name no file."""
+    64 KiB, else four pieces of 16 KiB evenly from its first to its last byte. An image that was
+    made anew has another size or, compressed, another end; a change that keeps the size and lies
+    between two pieces is not seen. Empty where rows name no file."""
 
 
 class _Feeds(NamedTuple):
