@@ -57,6 +57,7 @@ class PPO(PolicyModule):
     """
 
     default_estimator = "gae"
+    default_minibatches = 4
 
     def __init__(
         self,
@@ -69,8 +70,6 @@ class PPO(PolicyModule):
         super().__init__(policy, rewards, **options)
         self.critic_settings = critic
         self.critic, self.value_head = self._value_function(critic)
-
-    default_minibatches = 4
 
     def _check_critic(self) -> None:
         """Leave it to `_value_function`."""
