@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,6 +80,7 @@ class ResumingTensorBoardLogger(TensorBoardLogger):
         """The writer of this process."""
         if self._experiment is None:
             self._others = _event_files(Path(self.log_dir))
+            _await_a_later_name(self._others)
         writer: SummaryWriter = super().experiment
         return writer
 
@@ -163,6 +165,16 @@ class ResumingTensorBoardLogger(TensorBoardLogger):
 
 def _event_files(folder: Path) -> set[Path]:
     return set(folder.glob("events.out.tfevents.*"))
+
+
+def _await_a_later_name(files: set[Path]) -> None:
+    """Let the second pass in which a file was made.
+
+    TensorBoard reads the files of a folder in the order of their names: second, host, process and
+    number of the writer, all compared as text, so that writer 10 of a second comes before writer 9.
+    """
+    seconds = [int(file.name.split(".")[3]) for file in files]
+    time.sleep(min(1.0, max(0.0, max(seconds, default=0) + 1 - time.time())))
 
 
 def _bring_to_disk(file: Path) -> None:

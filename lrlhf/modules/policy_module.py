@@ -170,8 +170,8 @@ class PolicyModule(PolicyRollout):
             check_has_experts(self.policy)
         if reference.sync_every is not None and isinstance(self.policy, PeftModel):
             raise ValueError(
-                "reference.sync_every is set, but the reference of a LoRA policy is its base "
-                "model, which cannot move; drop sync_every, or train all weights"
+                "reference.sync_every is set, but the reference of a LoRA policy stays as the "
+                "policy started; drop sync_every, or train all weights"
             )
         # frozen models stay out of the module tree: no gradient, no wrapping, no checkpoint
         self.frozen = frozen_reference(self.policy, reference.model) if reference.kl_coef else None

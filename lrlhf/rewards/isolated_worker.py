@@ -24,7 +24,7 @@ _TAIL = 2000
 _CHILD = Path(__file__).with_name("isolated_child.py")
 _PASSED_ON = (
     "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH",
-    "VIRTUAL_ENV", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS",
+    "VIRTUAL_ENV", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MKL_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM", "HF_HOME", "HF_HUB_OFFLINE",
 )  # fmt: skip
 """Environment variables that a function may need and that hold no secrets."""

@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lrlhf.functional.names import import_function
@@ -75,10 +75,12 @@ def chosen_arguments(bound: BoundFunction, available: Mapping[str, Any]) -> dict
     """Pick what the function's signature names.
 
     Raises:
-        RewardError: It needs an argument that is not available.
+        RewardError: It needs an argument that is not available, or would get one that it cannot
+            be given.
     """
     parameters = inspect.signature(bound.function).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        check_column_names(bound, available)
         chosen = dict(available)
     else:
         chosen = {p.name: available[p.name] for p in parameters if p.name in available}
@@ -92,6 +94,31 @@ def chosen_arguments(bound: BoundFunction, available: Mapping[str, Any]) -> dict
                 f"{', '.join(columns) or 'none'}; always there: {', '.join(RESERVED)})"
             )
     return chosen
+
+
+def check_column_names(bound: BoundFunction, columns: Iterable[str]) -> None:
+    """Refuse columns with the name of an argument that Python fills, such as ``self``.
+
+    Raises:
+        RewardError: There is one.
+    """
+    if clash := sorted(_filled_by_python(bound.function).intersection(columns)):
+        raise RewardError(
+            f"reward function {bound.name!r} cannot be given the column {clash[0]!r}: Python "
+            "itself fills the argument of that name; rename the column"
+        )
+
+
+def _filled_by_python(function: Callable[..., Any]) -> frozenset[str]:
+    plain: Any = function
+    while isinstance(plain, functools.partial):
+        plain = plain.func
+    if not inspect.isroutine(plain):
+        plain = type(plain).__call__
+    plain = getattr(plain, "__func__", plain)
+    return frozenset(inspect.signature(plain).parameters) - frozenset(
+        inspect.signature(function).parameters
+    )
 
 
 def _find(

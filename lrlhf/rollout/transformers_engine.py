@@ -168,32 +168,43 @@ class TransformersEngine:
     def _find_batching(self) -> None:
         """Find out what may be generated together, and whether that is exact."""
         assert self._policy is not None
-        name, limit = type(_generator(self._policy)).__name__, self._allowed_gap()
+        limit = self._allowed_gap()
         ways = [(self.share_prompts, Batching.TOGETHER), *((False, one) for one in Batching)]
-        found: list[str] = []
-        for self._sharing, self._batching in dict.fromkeys(ways):
+        usable: list[tuple[bool, Batching]] = []
+        reasons: list[str] = []
+        for way in dict.fromkeys(ways):
+            self._sharing, self._batching = way
             try:
                 gap = self._gap()
             except _REFUSALS as error:
                 if not self._sharing:
                     raise
-                found.append(f"copies of a prompt's cache do not fit ({error})")
+                reasons.append(f"it refuses a copied cache ({type(error).__name__}: {error})")
                 continue
-            if gap <= limit:
+            usable.append(way)
+            self.exact = gap <= limit
+            if self.exact:
                 break
-            found.append(f"log-probabilities were {gap:.2g} nats off on average")
-        else:
-            self.exact = False
-            self._sharing, self._batching = ways[0]
-        if found:
-            logger.warning(
-                "%s does not generate as a forward pass computes it: %s. %s.",
-                name,
-                found[0],
-                f"It generates in {self._batching.value}, without sharing prompts"
-                if self.exact
-                else "Its responses are weighed, see model.importance_sampling",
+            reasons.append(f"log-probabilities were {gap:.2g} nats off on average")
+        if not self.exact:  # nothing helps, so nothing is slowed down
+            self._sharing, self._batching = usable[0]
+        if reasons:
+            self._tell(reasons[0])
+
+    def _tell(self, reason: str) -> None:
+        """Say why responses are not generated in the fastest way, and how they are."""
+        assert self._policy is not None
+        remedy = "Its responses are weighed, see model.importance_sampling"
+        if self.exact:
+            remedy = (
+                f"A prompt is computed once for each of its responses, in {self._batching.value}"
             )
+        logger.warning(
+            "%s does not generate as a forward pass computes it: %s. %s.",
+            type(_generator(self._policy)).__name__,
+            reason,
+            remedy,
+        )
 
     def _allowed_gap(self) -> float:
         assert self._policy is not None

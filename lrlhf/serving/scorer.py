@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import itertools
@@ -20,7 +19,12 @@ from lrlhf.rewards.builtins import BUILTINS
 from lrlhf.rewards.dispatch import Call, Dispatcher, is_async
 from lrlhf.rewards.journal import Journal
 from lrlhf.rewards.learned import TextMarks
-from lrlhf.rewards.lookup import BoundFunction, bind_functions, chosen_arguments
+from lrlhf.rewards.lookup import (
+    BoundFunction,
+    bind_functions,
+    check_column_names,
+    chosen_arguments,
+)
 from lrlhf.rewards.values import check_values
 from lrlhf.serving.refused import RefusedRequestError
 from lrlhf.serving.score_request import ScoreRequest
@@ -85,7 +89,6 @@ class Scorer:
         self._version = version
         self._dispatcher = Dispatcher(timeout=None)
         self._is_learned = isinstance(self._bound.function, LearnedReward)
-        self._taken = _taken_names(self._bound.function)
 
     def load(self) -> Served:
         """Load the model.
@@ -188,28 +191,11 @@ class Scorer:
 
     def _columns(self, requests: Sequence[ScoreRequest]) -> dict[str, Any]:
         names = set.intersection(*(set(request.columns) for request in requests))
-        if clash := sorted(names & self._taken):
-            raise RewardError(
-                f"columns.{clash[0]}: no name for a column: Python itself fills the argument "
-                f"{clash[0]!r} of the reward function; rename the column"
-            )
+        check_column_names(self._bound, names)
         return {
             name: [value for request in requests for value in request.columns[name]]
             for name in names
         }
-
-
-def _taken_names(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of arguments that a call cannot give, such as ``self``."""
-    plain: Any = function
-    while isinstance(plain, functools.partial):
-        plain = plain.func
-    if not inspect.isroutine(plain):
-        plain = type(plain).__call__
-    plain = getattr(plain, "__func__", plain)
-    return frozenset(inspect.signature(plain).parameters) - frozenset(
-        inspect.signature(function).parameters
-    )
 
 
 def _check_arguments(bound: BoundFunction) -> None:

@@ -167,7 +167,7 @@ def test_validation_draws_with_averaged_weights_and_training_with_the_trained_on
         prompts,
         tmp_path,
         steps=3,
-        callbacks=[EMA(decay=0.5), VLLMWeightSync(every_n_steps), snapshots],
+        callbacks=[EMA(decay=0.5, warmup=False), VLLMWeightSync(every_n_steps), snapshots],
         val_check_interval=1,
         num_sanity_val_steps=0,
         limit_val_batches=2,

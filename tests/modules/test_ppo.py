@@ -784,7 +784,9 @@ def test_pretraining_texts_keep_their_proportion_to_a_loss_that_sums_over_tokens
             # the same score for all: the texts alone move the policy
             advantage=Advantage(estimator="rloo", reward_clip_range=(-2.0, -1.0)),
             optimizer=OptimizerConfig(lr=0.1, optimizer_class="torch.optim.SGD"),
-            update=Update(loss=loss, pretraining_coef=1.0, max_grad_norm=math.inf),
+            update=Update(
+                loss=loss, num_minibatches=1, pretraining_coef=1.0, max_grad_norm=math.inf
+            ),
         )
         before = weights(module.policy)
         data = PromptDataModule(

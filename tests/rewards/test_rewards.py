@@ -101,6 +101,11 @@ def test_weights_may_be_given_by_name() -> None:
     assert score(rewards).scores.tolist() == [1.0, 11.0]
 
 
+def test_a_column_called_self_is_refused_by_name() -> None:
+    with pytest.raises(RewardError, match=r"cannot be given the column 'self'.*rename the column"):
+        score(Rewards([AsyncQuarters()]), self=[1, 2])
+
+
 def test_an_optional_value_of_none_is_left_out_of_the_sum() -> None:
     rewards = Rewards([first_only, row_numbers], weights=[4.0, 1.0], optional=["first_only"])
     result = score(rewards)

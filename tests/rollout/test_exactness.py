@@ -103,7 +103,7 @@ def test_a_model_that_generates_otherwise_than_it_computes_is_not_called_exact(
     assert not engine.exact
     assert "model.importance_sampling" in caplog.text
     # nothing helps, so nothing is slowed down
-    assert engine.share_prompts
+    assert engine.shares_prompts
 
 
 def test_an_ordinary_model_is_exact_and_computes_prompts_once(
@@ -115,5 +115,5 @@ def test_an_ordinary_model_is_exact_and_computes_prompts_once(
     with caplog.at_level(logging.WARNING, "lrlhf"):
         generate(language_model, tokenizer, Sampling(max_new_tokens=2), engine=engine)
     assert engine.exact
-    assert engine.share_prompts
+    assert engine.shares_prompts
     assert not caplog.records

@@ -290,9 +290,12 @@ def gap(model: PreTrainedModel, rollout: Rollout) -> float:
 def test_hybrid_models_share_prompts(tokenizer, family: str, caplog) -> None:
     model = tiny_model(family)
     calls = []
-    model.register_forward_pre_hook(
-        lambda _model, _args, inputs: calls.append(inputs["input_ids"].shape), with_kwargs=True
-    )
+
+    def note(_model: torch.nn.Module, _args: object, inputs: dict[str, torch.Tensor]) -> None:
+        if "input_ids" in inputs:  # else a forward pass of training
+            calls.append(inputs["input_ids"].shape)
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
     engine = TransformersEngine()
     generate(model, tokenizer, Sampling(max_new_tokens=1), num_generations=3, engine=engine)
     calls.clear()

@@ -385,7 +385,7 @@ def test_a_column_may_have_any_name_that_python_can_pass(
     assert learned.post(body=body).status_code == 200  # it reads none
     refused = function.post(body=body)
     assert refused.status_code == 422
-    assert "columns.self: no name for a column" in refused.json()["detail"]
+    assert "cannot be given the column 'self'" in refused.json()["detail"]
     with_plain_function = serving(lambda completions, **columns: [float(len(columns["self"]))])
     assert with_plain_function.post(body=body).json()["scores"] == [1.0]
 
