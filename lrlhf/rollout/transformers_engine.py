@@ -170,7 +170,7 @@ class TransformersEngine:
         assert self._policy is not None
         limit = self._allowed_gap()
         ways = [(self.share_prompts, Batching.TOGETHER), *((False, one) for one in Batching)]
-        usable: list[tuple[bool, Batching]] = []
+        gaps: dict[tuple[bool, Batching], float] = {}
         reasons: list[str] = []
         for way in dict.fromkeys(ways):
             self._sharing, self._batching = way
@@ -181,13 +181,14 @@ class TransformersEngine:
                     raise
                 reasons.append(f"it refuses a copied cache ({type(error).__name__}: {error})")
                 continue
-            usable.append(way)
+            gaps[way] = gap
             self.exact = gap <= limit
             if self.exact:
                 break
             reasons.append(f"log-probabilities were {gap:.2g} nats off on average")
-        if not self.exact:  # nothing helps, so nothing is slowed down
-            self._sharing, self._batching = usable[0]
+        if not self.exact:  # what does not help much need not slow it down
+            close = 2 * min(gaps.values())
+            self._sharing, self._batching = next(way for way, gap in gaps.items() if gap <= close)
         if reasons:
             self._tell(reasons[0])
 

@@ -33,11 +33,9 @@ REASONS = {
     "cpmant": "reads the padding behind a row; refused at loading",
     "longcat_flash": "its routers read a weight of a layer and do not call it, so an adapter there "
     "never learns; name other `target_modules`",
-    "minimax": "its cache cannot be shared, and left padding changes its linear attention",
+    "minimax": "its linear attention generates otherwise than it computes whole rows",
     "modernbert-decoder": "its output head has a layer of its own; refused at loading",
-    "recurrent_gemma": "left padding enters its recurrent state",
-    "rwkv": "left padding enters its recurrent state",
-    "xlstm": "left padding enters its recurrent state",
+    "xlstm": "padded rows are 2e-4 nats off those without padding",
 }
 """Why something essential does not work."""
 
@@ -200,14 +198,16 @@ class _Notes(logging.Handler):
         self.reasons: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        for words, column in (
-            ("computes padded rows, and", "packs"),
-            ("computes a prompt", "shares"),
-        ):
-            if words in record.getMessage():
-                reason = re.sub(r" \(.*\)", "", record.getMessage().split(": ", 1)[1], flags=re.S)
-                note = f"{column}: {reason.rstrip('.')}"
-                self.reasons += [note] if note not in self.reasons else []
+        message = record.getMessage()
+        notes = []
+        if "computes padded rows, and" in message:
+            reason = re.sub(r" \(.*\)", "", message.split(": ", 1)[1], flags=re.S)
+            notes.append(f"packs: {reason.rstrip('.')}")
+        if "it refuses a copied cache" in message:
+            notes.append("shares: it refuses a copied cache")
+        if way := re.search(r"responses, in (batches of (?!any).*)\.$", message):
+            notes.append(f"generates in {way[1]}")
+        self.reasons += [note for note in notes if note not in self.reasons]
 
 
 # ------------------------------------------------------------------ the page

@@ -65,7 +65,8 @@ class KeepEnd(L.Callback):
             settle(model)
             for name, value in model.state_dict(keep_vars=True).items():
                 weights[f"{role}.{name}"] = whole(value).detach().clone()
-                split[f"{role}.{name}"] = isinstance(value, DTensor)
+                if isinstance(value, nn.Parameter):  # a buffer stays whole
+                    split[f"{role}.{name}"] = isinstance(value, DTensor)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         state = {"weights": weights, "split": split, "seen": self.seen, "metrics": metrics}
         torch.save(state, self.folder / f"rank{trainer.global_rank}.pt")
