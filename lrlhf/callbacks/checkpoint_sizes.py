@@ -149,7 +149,7 @@ def remove_leftovers(folder: Path) -> None:
     recover_checkpoints(folder)
     for place in list(places_in(folder)):
         for ending in (_REMOVED, TEMPORARY, PARTS):
-            remove_unclaimed(place, "*.ckpt", ending)
+            remove_unclaimed(place, "ckpt", ending)
 
 
 def in_gb(size: float) -> str:

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lrlhf.strategies.atomic import atomic_link
-from lrlhf.strategies.checkpoint_search import newest_intact, recover_checkpoints
+from lrlhf.strategies.checkpoint_search import newest_intact
 from lrlhf.strategies.checksums import NotACheckpointError
 from lrlhf.strategies.folder_lock import hold_folder, is_held_by_another
 
@@ -114,9 +114,8 @@ class LastCheckpoint(ModelCheckpoint):
             strategy.setup_environment()
         if trainer.state.fn == TrainerFn.FITTING:
             hold_folder(trainer, folder)
-        if trainer.is_global_zero and not is_held_by_another(folder):
-            recover_checkpoints(folder)
-        found = newest_intact(folder, self.CHECKPOINT_NAME_LAST, strategy)
+        tidy = trainer.is_global_zero and not is_held_by_another(folder)
+        found = newest_intact(folder, self.CHECKPOINT_NAME_LAST, strategy, tidy=tidy)
         if found.path is None and found.passed:
             told = "; ".join(f"{path.name}: {flaw}" for path, flaw in found.passed.items())
             raise NotACheckpointError(

@@ -145,7 +145,7 @@ class SaveConfig(SaveConfigCallback):
             return
         if stage == "fit":
             hold_log_folders(trainer)
-        folder = str(trainer.log_dir)
+        folder = str(trainer.log_dir or trainer.default_root_dir)
         if "://" in folder:
             super().setup(trainer, pl_module, stage)
             return

@@ -92,11 +92,14 @@ class ValueHead(nn.Module):
     Args:
         size: Of a hidden state.
         kind: ``linear``, or ``mlp``: linear, norm, SiLU, linear.
-        relative: Whether it is a new one. ``scale`` and ``shift`` are 1 and 0 until `measure_in`.
+        relative: Whether it is of the second kind. ``scale`` and ``shift`` are 1 and 0 until
+            `measure_in`.
     """
 
     def __init__(self, size: int, kind: HeadKind, *, relative: bool = False) -> None:
         super().__init__()
+        self.is_new = relative
+        """Whether it has yet to learn: its unit follows the scores, and it takes larger steps."""
         generator = torch.Generator().manual_seed(torch.initial_seed())
         self.projection = _projection(size, kind, generator)
         nn.init.zeros_(self.output.weight)

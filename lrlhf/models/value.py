@@ -136,6 +136,7 @@ class ValueModel(PretrainedSpec):
         if weights.keys() != own.keys() or any(weights[k].shape != own[k].shape for k in own):
             raise ValueError(f"{path} holds no head of kind {self.head!r} for this backbone")
         head.load_state_dict(weights)
+        head.is_new = False  # its unit is known, and its steps are those of trained weights
         return head
 
 

@@ -107,7 +107,7 @@ class PolicyUpdate(PolicyGuard):
             raise ValueError(
                 f"a batch has {len(pretraining)} pretraining texts per process for "
                 f"{plan.steps_per_pass} optimizer steps: raise data.pretraining_batch_size to a "
-                f"multiple of {plan.steps_per_pass}"
+                f"multiple of {plan.steps_per_pass}, or set update.num_minibatches to 1"
             )
         parts = torch.arange(len(pretraining)).tensor_split(plan.steps_per_pass)
         return [trim(pretraining.select(rows)) for rows in parts]

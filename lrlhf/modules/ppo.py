@@ -153,7 +153,7 @@ class PPO(PolicyModule):
         learning = total_steps - settings.freeze_steps
         named = list(self.trainable_models()["critic"].named_parameters())
         head_lr = _HEAD_LR / self._head.output.in_features
-        if settings.optimizer.lr is not None or not self._head.relative:
+        if settings.optimizer.lr is not None or not self._head.is_new:
             critic = settings.optimizer.filled(lr=_LR).build(named, learning)
         elif self.critic is None:
             critic = settings.optimizer.filled(lr=head_lr).build(named, learning)
@@ -184,7 +184,7 @@ class PPO(PolicyModule):
             super()._see_scores(scores, collectives)
             return
         self.moments.update(scores, collectives)
-        if self._head.relative and not self._is_frozen(1):
+        if self._head.is_new and not self._is_frozen(1):
             self._head.measure_in(*self._unit)
 
     @property

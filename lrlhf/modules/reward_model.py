@@ -27,7 +27,7 @@ from lrlhf.modules.checks import (
 )
 from lrlhf.modules.gradient_window import ClosedWindow, GradientWindow
 from lrlhf.modules.guard import Guard, as_guard, refuse_policy_limits, with_quota
-from lrlhf.modules.optimizers import OptimizerConfig
+from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
 from lrlhf.modules.pair_batches import PairScores, concatenate, score_records
 from lrlhf.modules.pair_losses import PairObjective, resolve_losses
 from lrlhf.modules.pending_pairs import pending_pairs, take_up_pairs
@@ -47,6 +47,7 @@ from lrlhf.strategies import (
 )
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
+_LR = 1e-5
 _WARMUP = 0.03
 """Share of a run's steps, where the optimizer does not say."""
 _EVAL_ONLY = ("accuracy_low", "accuracy_high", "pairs")
@@ -160,13 +161,17 @@ class RewardModel(L.LightningModule):
     # ---- training
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer, scheduler = self.optimizer_config.build(
-            self.network.named_parameters(), self.trainer.estimated_stepping_batches
-        )
+        optimizer, scheduler = self._optimizer(self.trainer.estimated_stepping_batches)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
+
+    def _optimizer(self, steps: float) -> OptimizerAndScheduler:
+        # a share of a run without an end is nothing
+        warmup = _WARMUP if math.isfinite(steps) else 0
+        config = self.optimizer_config.filled(lr=_LR, warmup_steps=warmup)
+        return config.build(self.network.named_parameters(), steps)
 
     def setup(self, stage: str) -> None:
         prepare_trainer(self.trainer, stage)
@@ -376,7 +381,7 @@ def _as_score_model(model: object) -> ScoreModel:
 def _as_optimizer_config(optimizer: OptimizerConfig | Mapping[str, Any]) -> OptimizerConfig:
     if not isinstance(optimizer, OptimizerConfig):
         optimizer = OptimizerConfig(**optimizer)  # as a checkpoint holds it
-    return optimizer.filled(lr=1e-5, warmup_steps=_WARMUP)
+    return optimizer
 
 
 def _weights(head_names: Sequence[str], given: Mapping[str, float] | None) -> list[float]:

@@ -43,9 +43,14 @@ def load() -> ModuleType:
     return package
 
 
-def equal_each(right: Sequence[str], given: Sequence[str]) -> list[float | None]:
-    """Compare expressions pair by pair, see `equal`."""
-    return [equal(*pair) for pair in zip(right, given, strict=True)]
+class Comparer:
+    """Compares expressions pair by pair, see `equal`; made before any time is taken."""
+
+    def __init__(self) -> None:
+        load()
+
+    def __call__(self, right: Sequence[str], given: Sequence[str]) -> list[float | None]:
+        return [equal(*pair) for pair in zip(right, given, strict=True)]
 
 
 def equal(right: str, given: str) -> float | None:

@@ -77,11 +77,11 @@ class NumericAnswer(RewardFunction):
     def __call__(self, *, completions: Sequence[Completion], **columns: Any) -> list[float | None]:
         answers = column_of(columns, self._answer_column, setting="answer_column")
         return judged(
-            lambda row: self._score(completion_text(completions[row]), answers[row]),
+            lambda row, share: self._score(completion_text(completions[row]), answers[row], share),
             len(completions),
         )
 
-    def _score(self, text: str, answer: object) -> float | None:
+    def _score(self, text: str, answer: object, share: float) -> float | None:
         if answer is None:
             return None
         right_text = _right_part(str(answer))
@@ -96,13 +96,13 @@ class NumericAnswer(RewardFunction):
             self._tell(answer)
             return None
         given_text = self._given_text(text)
-        return 0.0 if given_text is None else self._equal(right_text, given_text)
+        return 0.0 if given_text is None else self._equal(right_text, given_text, share)
 
-    def _equal(self, right: str, given: str) -> float | None:
+    def _equal(self, right: str, given: str, share: float) -> float | None:
         if right in self._unreadable:
             return None
         try:
-            return _comparing().ask(self._timeout, right=right, given=given)
+            return _comparing().ask(share * self._timeout, right=right, given=given)
         except UnjudgedError:
             if self._readable(right):
                 raise  # it was the response
@@ -161,7 +161,7 @@ class NumericAnswer(RewardFunction):
 
 
 def _comparing() -> OneByOne:
-    return shared("expressions.py:equal_each")
+    return shared("expressions.py:Comparer")
 
 
 def _right_part(answer: str) -> str:

@@ -16,21 +16,24 @@ from lrlhf.rewards.values import finite_number
 
 _LIMITS = Limits(memory_bytes=4 * 10**9, cpu_seconds=None, reply_bytes=10**6)
 _START_S = 120.0
+_LEAST_SHARE = 0.05
 
 
 class UnjudgedError(Exception):
     """A response that could not be judged in time, or made what judges it fail."""
 
 
-def judged(score: Callable[[int], float | None], count: int) -> list[float | None]:
+def judged(score: Callable[[int, float], float | None], count: int) -> list[float | None]:
     """Score one response after the other; one that cannot be judged gets 0, and is reported.
 
     It is not shown to be right. Were it left out instead, one such response could stop a run of
     small batches, and every resume of it, which draws the same responses. It counts as a failure,
-    so that a run ends in which what judges is itself broken.
+    so that a run ends in which what judges is itself broken. Each one halves the time of those
+    after it, so that many of them do not use up the time of the batch.
 
     Args:
-        score: Given the number of the response; raises `UnjudgedError`.
+        score: Given the number of the response, and the share of the usual time that it has;
+            raises `UnjudgedError`.
         count: Responses.
     """
     values: list[float | None] = []
@@ -39,7 +42,7 @@ def judged(score: Callable[[int], float | None], count: int) -> list[float | Non
         if out_of_time():
             raise CallTimeoutError("the rest is not scored, as the call has run out of time")
         try:
-            values.append(score(row))
+            values.append(score(row, max(_LEAST_SHARE, 0.5 ** len(reasons))))
         except UnjudgedError as error:
             values.append(0.0)
             reasons[row] = str(error)

@@ -169,7 +169,7 @@ class Services:
 
 def backoff(attempt: int, *, first: float, longest: float = 15.0) -> float:
     """Return how many seconds to wait after ``attempt`` rounds of failures, doubled each time."""
-    return with_jitter(min(longest, first * 2 ** (attempt - 1)))
+    return with_jitter(min(longest, first * 2 ** min(attempt - 1, 30)))
 
 
 def with_jitter(seconds: float) -> float:

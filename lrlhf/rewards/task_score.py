@@ -68,12 +68,12 @@ class ReasoningGymScore(RewardFunction):
         ]
         unreadable: set[int] = set()
 
-        def score(row: int) -> float | None:
+        def score(row: int, share: float) -> float | None:
             entry = entries[row]
             if entry["metadata"] is None:
                 return None
             unreadable.add(row)
-            found = self._score(completion_text(completions[row]), entry)
+            found = self._score(completion_text(completions[row]), entry, share)
             if found is not None:
                 unreadable.remove(row)
             return found or 0.0
@@ -82,11 +82,11 @@ class ReasoningGymScore(RewardFunction):
         log_metric("reasoning_gym/unreadable", len(unreadable) / max(1, len(scores)))
         return scores
 
-    def _score(self, text: str, entry: Mapping[str, Any]) -> float | None:
+    def _score(self, text: str, entry: Mapping[str, Any], share: float) -> float | None:
         task = _task_of(entry)
-        answer = text if self._extract is None else self._extract.last(text)
+        answer = text if self._extract is None else self._extract.last(text, share=share)
         answer = None if answer is None else answer.strip()
-        score = shared(_SCORERS).ask(self._timeout, task=task, answer=answer, entry=entry)
+        score = shared(_SCORERS).ask(share * self._timeout, task=task, answer=answer, entry=entry)
         return float(score >= 1) if self._strict and score is not None else score
 
 

@@ -33,15 +33,15 @@ class ExactMatch(RewardFunction):
     def __call__(self, *, completions: Sequence[Completion], **columns: Any) -> list[float | None]:
         answers = column_of(columns, self._answer_column, setting="answer_column")
         return judged(
-            lambda row: self._score(completion_text(completions[row]), answers[row]),
+            lambda row, share: self._score(completion_text(completions[row]), answers[row], share),
             len(completions),
         )
 
-    def _score(self, text: str, answer: object) -> float | None:
+    def _score(self, text: str, answer: object, share: float) -> float | None:
         if answer is None:
             return None
         accepted = answer if isinstance(answer, list | tuple) else [answer]
-        found = text if self._extract is None else self._extract.last(text)
+        found = text if self._extract is None else self._extract.last(text, share=share)
         if found is None:
             return 0.0
         return float(self._form(found) in {self._form(str(entry)) for entry in accepted})
@@ -71,9 +71,9 @@ class RegexFormat(RewardFunction):
 
     def __call__(self, *, completions: Sequence[Completion], **columns: Any) -> list[float | None]:
         return judged(
-            lambda row: self._score(self._prefix + completion_text(completions[row])),
+            lambda row, share: self._score(self._prefix + completion_text(completions[row]), share),
             len(completions),
         )
 
-    def _score(self, text: str) -> float:
-        return float(self._pattern.matches(text.strip(), whole=self._full_match))
+    def _score(self, text: str, share: float) -> float:
+        return float(self._pattern.matches(text.strip(), whole=self._full_match, share=share))

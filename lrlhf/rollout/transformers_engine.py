@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -177,18 +178,19 @@ class TransformersEngine:
             try:
                 gap = self._gap()
             except _REFUSALS as error:
-                if not self._sharing:
+                if not self._sharing or isinstance(error, torch.OutOfMemoryError):
                     raise
                 reasons.append(f"it refuses a copied cache ({type(error).__name__}: {error})")
                 continue
-            gaps[way] = gap
-            self.exact = gap <= limit
-            if self.exact:
+            # what is not finite is the guard's to report, and no way is better than another
+            gaps[way] = gap if math.isfinite(gap) else math.inf
+            if gap <= limit:
                 break
             reasons.append(f"log-probabilities were {gap:.2g} nats off on average")
-        if not self.exact:  # what does not help much need not slow it down
-            close = 2 * min(gaps.values())
-            self._sharing, self._batching = next(way for way, gap in gaps.items() if gap <= close)
+        best = min(gaps.values())
+        # what helps little need not slow it down
+        way, gap = next((way, gap) for way, gap in gaps.items() if gap <= 2 * best)
+        (self._sharing, self._batching), self.exact = way, gap <= limit
         if reasons:
             self._tell(reasons[0])
 

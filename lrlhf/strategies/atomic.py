@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import secrets
 import shutil
@@ -136,24 +135,26 @@ def atomic_link(path: Path, target: Path) -> None:
 
 def remove_leftovers(path: Path) -> None:
     """Remove what killed processes left of their attempts to write ``path``."""
-    remove_unclaimed(path.parent, glob.escape(path.name), TEMPORARY)
+    remove_unclaimed(path.parent, path.name, TEMPORARY)
 
 
-def remove_unclaimed(folder: Path, names: str, ending: str) -> None:
+def remove_unclaimed(folder: Path, name: str, ending: str) -> None:
     """Remove what has a temporary name and no living owner.
 
     Where the file system has no locks, nothing tells who lives, and all of it goes.
 
     Args:
         folder: Where to look.
-        names: Pattern of the names that would have been taken.
+        name: That would have been taken, or what it ends with behind a dot, such as ``ckpt``.
         ending: Of the temporary ones: ``tmp``, or another one that `temporary_folder` was given.
     """
-    # those of older versions have no token
-    for pattern in (f".{names}.{ending}", f".*.{names}.{ending}"):
-        for left in folder.glob(pattern):
-            if not is_claimed(left):
-                remove(left)
+    if not folder.is_dir():
+        return
+    # a pattern of every checkpoint's name would be compiled and kept; older versions had no token
+    end = f".{name}.{ending}"
+    for left in [entry for entry in folder.iterdir() if entry.name.endswith(end)]:
+        if left.name.startswith(".") and not is_claimed(left):
+            remove(left)
 
 
 def _hidden_name(path: Path, ending: str) -> Path:

@@ -75,7 +75,9 @@ def recover_checkpoints(folder: Path) -> None:
             recover_folder(old.with_name(old.name.removeprefix(".").removesuffix(".old")))
 
 
-def newest_intact(folder: Path, last: str, strategy: Strategy | None = None) -> Found:
+def newest_intact(
+    folder: Path, last: str, strategy: Strategy | None = None, *, tidy: bool = False
+) -> Found:
     """Look for the checkpoint that a run goes on from.
 
     It is the one called ``last``, or the one that a killed process had saved and not called so
@@ -87,6 +89,7 @@ def newest_intact(folder: Path, last: str, strategy: Strategy | None = None) -> 
         last: Name of the newest one, without ending; ``last-v1`` is that of a later run.
         strategy: Of a run of several processes that are connected, all of which call: each reads
             its share. None: this process reads all.
+        tidy: Put back first what a crash left between two renames.
 
     Raises:
         NotACheckpointError: A process does not see what rank zero has found.
@@ -95,10 +98,19 @@ def newest_intact(folder: Path, last: str, strategy: Strategy | None = None) -> 
     passed: dict[Path, str] = {}
     damaged: list[Path] = []
     candidates: list[_Candidate] = []
+    failure: OSError | None = None
     if strategy is None or strategy.is_global_zero:
-        candidates = _in_order([_describe(path) for path in checkpoints_in(folder)], folder, last)
+        try:
+            if tidy:
+                recover_checkpoints(folder)
+            found = [_describe(path) for path in checkpoints_in(folder)]
+            candidates = _in_order(found, folder, last)
+        except OSError as error:  # the others wait to be told
+            failure = error
     if strategy is not None:
-        candidates = strategy.broadcast(candidates)
+        candidates, failure = strategy.broadcast((candidates, failure))
+    if failure is not None:
+        raise failure
     for candidate in candidates:
         path = candidate.path
         damage = flaw_of(path) if strategy is None else _flaw_on_all_ranks(path)

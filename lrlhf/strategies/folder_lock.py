@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -55,10 +56,15 @@ def hold_folder(trainer: L.Trainer, folder: Path) -> None:
 def is_held_by_another(folder: Path) -> bool:
     """Tell whether a run of another process writes into a folder at this moment."""
     path = _lock_file(folder)
-    if path in _held or not path.exists():
+    if path in _held:
         return False
-    with path.open("r+b") as handle:
-        return own(handle.fileno()) is False
+    try:
+        with path.open("r+b") as handle:
+            return own(handle.fileno()) is False
+    except FileNotFoundError:
+        return False
+    except OSError:  # not this user's to write, so neither is what lies there to be tidied
+        return True
 
 
 def _lock_file(folder: Path) -> Path:
@@ -97,6 +103,8 @@ def _taken(folder: Path, path: Path) -> IO[bytes]:
             f"the file system of {folder} has no locks, so nothing keeps a second run from "
             "writing there: see to it that there is none"
         )
+    with contextlib.suppress(OSError):  # others of a shared folder may take it after a kill
+        os.fchmod(handle.fileno(), 0o666)
     with naming(path):
         handle.truncate()
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -113,9 +121,8 @@ def _release_at_the_end(trainer: L.Trainer) -> None:
         try:
             torn_down()
         finally:
-            for path in _of_trainer[trainer]:
-                path.unlink(missing_ok=True)  # as long as it is ours
-                _held.pop(path).close()
-            _of_trainer[trainer] = []
+            for path in _of_trainer.pop(trainer):
+                with contextlib.suppress(OSError), _held.pop(path):
+                    path.unlink(missing_ok=True)  # as long as it is ours
 
     trainer._teardown = tear_down  # type: ignore[method-assign]

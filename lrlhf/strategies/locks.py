@@ -33,6 +33,8 @@ def is_claimed(path: Path) -> bool:
         descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     except FileNotFoundError:
         return False
+    except PermissionError:  # another user's, and theirs to remove
+        return True
     try:
         return not claim(descriptor)
     finally:

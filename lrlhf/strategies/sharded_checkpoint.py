@@ -8,7 +8,6 @@ split, so any number of processes and any strategy can read it.
 from __future__ import annotations
 
 import contextlib
-import glob
 import io
 import os
 import pickle
@@ -186,7 +185,7 @@ class FolderCheckpoints(Strategy):
         path = Path(self.broadcast(filepath))
         if self.is_global_zero:
             recover_folder(path)
-            remove_unclaimed(path.parent, glob.escape(path.name), PARTS)
+            remove_unclaimed(path.parent, path.name, PARTS)
         own = temporary_folder(path, PARTS) if self.is_global_zero else contextlib.nullcontext()
         with own as made:
             fresh = self.broadcast(made)

@@ -1057,6 +1057,21 @@ def test_an_exported_critic_loads_again(tokenizer, prompts, tmp_path) -> None:
     )
 
 
+def test_an_exported_critic_keeps_its_unit_and_learns_as_trained_weights_do(
+    tokenizer, prompts, tmp_path
+) -> None:
+    backbone = build_language_model(tokenizer, seed=3).base_model
+    network = ValueNetwork(backbone, ValueHead(32, "linear", relative=True))
+    network.head.measure_in(3.0, 5.0)
+    network.save_pretrained(tmp_path / "critic", tokenizer)
+    loaded = ValueModel(source=str(tmp_path / "critic")).load()
+    module = build(build_language_model(tokenizer), tokenizer, critic=Critic(model=loaded))
+    rates = {group["lr"] for group in module._optimizers(100)[1].optimizer.param_groups}
+    assert rates == {1e-5}
+    fit(module, prompts, tmp_path, steps=1)
+    assert (float(loaded.head.scale), float(loaded.head.shift)) == (3.0, 5.0)
+
+
 def test_a_critic_with_adapters_trains_them_only(
     model_folder, tokenizer, prompts, tmp_path
 ) -> None:

@@ -381,11 +381,17 @@ def test_a_bound_of_the_gradient_is_above_zero(build) -> None:
 
 
 def test_a_run_begins_with_a_warmup_unless_told_otherwise(build) -> None:
+    def rates(steps: float, **options: float) -> list[float]:
+        built = build(optimizer=OptimizerConfig(**options))._optimizer(steps)
+        factor, peak = built.scheduler.lr_lambdas[0], built.scheduler.base_lrs[0]
+        return [factor(step) * peak for step in range(5)]
+
     # 3 % of 100 steps
-    course = build(optimizer=OptimizerConfig(lr=1e-4)).optimizer_config.lr_factor(100)
-    assert [course(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert build(optimizer=OptimizerConfig(warmup_steps=0)).optimizer_config.lr_factor(100)(0) == 1
-    assert build(optimizer=OptimizerConfig()).optimizer_config.lr == 1e-5
+    warm = [0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4]
+    assert rates(100, lr=1e-4) == pytest.approx(warm)
+    assert rates(100, warmup_steps=0) == pytest.approx([1e-5] * 5)
+    # of a run without an end there is no share
+    assert rates(math.inf) == pytest.approx([1e-5] * 5)
 
 
 # ---- evaluation

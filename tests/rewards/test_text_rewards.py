@@ -116,3 +116,18 @@ def test_a_text_that_can_be_matched_in_too_many_ways_is_given_up(
     result = Rewards([function]).score(["p"] * 2, texts, [[1]] * 2, rows)
     assert result.scores.tolist() == [0.0, 0.0]
     assert re.search(r"1 of 2 responses could not be judged .*response 0", result.failures[0])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        (r"x_{i}=(\d+)", "x_qqqqq=7"),
+        (r"\\mathrm{e}", r"\mathrq"),
+        (r"Answer: {d}", "Answer: 5"),
+        (r"[{e}]{2,}", "{e"),
+        (r"a{2,3}", "aa"),
+    ],
+)
+def test_a_pattern_means_what_it_means_to_python(pattern: str, text: str) -> None:
+    (found,) = RegexFormat(pattern, full_match=False)(completions=[text])
+    assert found == float(re.search(pattern, text) is not None)

@@ -117,3 +117,14 @@ def test_an_ordinary_model_is_exact_and_computes_prompts_once(
     assert engine.exact
     assert engine.shares_prompts
     assert not caplog.records
+
+
+def test_weights_that_are_not_finite_are_left_to_the_guard(
+    language_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with torch.no_grad():
+        language_model.model.norm.weight.fill_(torch.nan)
+    engine = TransformersEngine()
+    rollout = generate(language_model, tokenizer, Sampling(max_new_tokens=2), engine=engine)
+    assert not engine.exact
+    assert rollout.sampling_logprobs[rollout.response_mask].isnan().all()
