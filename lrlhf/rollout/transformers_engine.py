@@ -190,7 +190,9 @@ class TransformersEngine:
         best = min(gaps.values())
         # what helps little need not slow it down
         way, gap = next((way, gap) for way, gap in gaps.items() if gap <= 2 * best)
-        (self._sharing, self._batching), self.exact = way, gap <= limit
+        self._sharing, self._batching = way
+        if gap > limit:
+            self.exact = False
         if reasons:
             self._tell(reasons[0])
 

@@ -121,7 +121,8 @@ def _release_at_the_end(trainer: L.Trainer) -> None:
         try:
             torn_down()
         finally:
-            for path in _of_trainer.pop(trainer):
+            paths, _of_trainer[trainer] = _of_trainer[trainer], []
+            for path in paths:
                 with contextlib.suppress(OSError), _held.pop(path):
                     path.unlink(missing_ok=True)  # as long as it is ours
 
