@@ -58,7 +58,7 @@ from lrlhf.rollout import (
     VLLMEngine,
     VLLMServerEngine,
 )
-from lrlhf.strategies import update
+from lrlhf.run import gradient_updates as update
 
 REST = "rest"
 WORK = (

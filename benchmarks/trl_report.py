@@ -13,7 +13,7 @@ from typing import Any
 
 from trl_measure import Run
 
-from lrlhf.modules.reward_metrics import wilson_interval
+from lrlhf.modules.metrics.reward_metrics import wilson_interval
 
 SYSTEMS = ("lrlhf", "trl")
 TITLES = {"lrlhf": "lrlhf", "trl": "TRL"}

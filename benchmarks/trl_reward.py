@@ -24,8 +24,8 @@ from trl_rloo import lightning_trainer, save_initial, shared_trl_options
 
 from lrlhf.models import ScoreModel
 from lrlhf.modules import RewardModel
+from lrlhf.modules.metrics.reward_metrics import win_rate
 from lrlhf.modules.optimizers import OptimizerConfig
-from lrlhf.modules.reward_metrics import win_rate
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
 PHASES = ("update", "rest")

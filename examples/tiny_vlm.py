@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from lrlhf.datamodules import Digits
-from lrlhf.datamodules.collate import Candidate, right_padded
+from lrlhf.datamodules.rows.collate import Candidate, right_padded
 from lrlhf.media import MediaOptions, MediaProcessor, MediaRefs
 from lrlhf.models import CausalLM, sequence_logprobs
 

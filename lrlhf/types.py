@@ -197,6 +197,17 @@ class Rollout(SequenceBatch):
     weight_version: Int[Tensor, " B"] | None = None
     """Training iterations behind the weights that drew each response; None: the policy's own."""
 
+    @property
+    def engine_logprobs(self) -> Float[Tensor, "B T"]:
+        """What the engine gave each token over the whole vocabulary.
+
+        Tokens that top_p, top_k or min_p cut off raise the probability of the others; that is no
+        difference between engine and trainer.
+        """
+        if self.kept_mass is None:
+            return self.sampling_logprobs
+        return self.sampling_logprobs + self.kept_mass.log()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRollout(TensorBatch):

@@ -1,18 +1,18 @@
 """Optional companions of a run: what it writes, shows, averages, steers and saves."""
 
-from lrlhf.callbacks.checkpoint import RLCheckpoint
+from lrlhf.callbacks.checkpoints.rl_checkpoint import RLCheckpoint
 from lrlhf.callbacks.deadlines import Deadlines
 from lrlhf.callbacks.ema import EMA
 from lrlhf.callbacks.eval_jsonl import EvalJSONL
-from lrlhf.callbacks.files import atomic_folder, atomic_write, output_folder
 from lrlhf.callbacks.hf_export import HFExport
 from lrlhf.callbacks.kl_control import KLControl
-from lrlhf.callbacks.pair_page import PairPage
-from lrlhf.callbacks.progress import PhaseProgress
+from lrlhf.callbacks.output_files import atomic_folder, atomic_write, output_folder
+from lrlhf.callbacks.reports.pair_page import PairPage
+from lrlhf.callbacks.reports.progress import PhaseProgress
+from lrlhf.callbacks.reports.run_report import RunReport
 from lrlhf.callbacks.rollout_log import RolloutLog
-from lrlhf.callbacks.run_report import RunReport
 from lrlhf.callbacks.vllm_weight_sync import VLLMWeightSync
-from lrlhf.strategies import AtomicCheckpointIO
+from lrlhf.run import AtomicCheckpointIO
 
 __all__ = [
     "EMA",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import lightning as L
 
-from lrlhf.strategies.deadlines import Limits, SetsDeadlines
+from lrlhf.run.supervision.phase_deadlines import Limits, SetsDeadlines
 
 _DEFAULT = Limits()
 

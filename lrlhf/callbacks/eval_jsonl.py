@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lrlhf.callbacks.files import atomic_write, hold_output_folder, output_folder
 from lrlhf.callbacks.json_lines import gather_on_zero, json_line
+from lrlhf.callbacks.output_files import atomic_write, hold_output_folder, output_folder
 
 
 class _Line(NamedTuple):

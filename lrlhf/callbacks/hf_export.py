@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 
 from lrlhf.callbacks.ema import EMA
-from lrlhf.callbacks.files import atomic_folder, hold_output_folder, output_folder
+from lrlhf.callbacks.output_files import atomic_folder, hold_output_folder, output_folder
 from lrlhf.modules.contracts import Exportable
 
 

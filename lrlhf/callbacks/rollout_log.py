@@ -10,13 +10,13 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 
-from lrlhf.callbacks.files import atomic_write, hold_output_folder, output_folder
 from lrlhf.callbacks.json_lines import gather_on_zero, json_line
-from lrlhf.callbacks.rollout_table import render, send, spread
+from lrlhf.callbacks.output_files import atomic_write, hold_output_folder, output_folder
+from lrlhf.callbacks.reports.rollout_table import render, send, spread
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.rollout.storage import rollout_files, rollout_path, save_rollout
-from lrlhf.strategies.atomic import naming
-from lrlhf.strategies.set_aside import set_aside
+from lrlhf.run.atomic import naming
+from lrlhf.run.checkpoints.set_aside import set_aside
 from lrlhf.types import Experience
 
 _TABLE = "rollout/samples"

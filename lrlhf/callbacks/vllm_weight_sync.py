@@ -11,7 +11,7 @@ import lightning as L
 from lrlhf.callbacks.ema import EMA
 from lrlhf.modules import PolicyModule
 from lrlhf.rollout import RolloutListener, SyncedEngine, WeightSyncError
-from lrlhf.strategies import SplitsModels
+from lrlhf.run import SplitsModels
 from lrlhf.types import Experience
 
 logger = logging.getLogger(__name__)

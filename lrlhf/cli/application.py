@@ -22,20 +22,20 @@ import lrlhf.loggers
 import lrlhf.modules
 import lrlhf.rewards
 import lrlhf.rollout  # noqa: F401  classes that are imported can be named by their short names
-from lrlhf.cli.complaints import read_complaint
 from lrlhf.cli.config_files import ConfigFile, read_config_files
-from lrlhf.cli.convert import convert
-from lrlhf.cli.errors import ConfigError, ValidationError, hint
-from lrlhf.cli.export import export_checkpoint
-from lrlhf.cli.locations import locate, locate_refusal
-from lrlhf.cli.nulls import forbidden_nulls
-from lrlhf.cli.output import configure_output, safe
+from lrlhf.cli.convert_command import convert
+from lrlhf.cli.export_command import export_checkpoint
+from lrlhf.cli.messages.complaints import read_complaint
+from lrlhf.cli.messages.errors import ConfigError, ValidationError, hint
+from lrlhf.cli.messages.locations import locate, locate_refusal
+from lrlhf.cli.messages.output import configure_output, safe
+from lrlhf.cli.messages.secrets import SaveConfig, hide_hyperparameters, remember_secrets
+from lrlhf.cli.null_values import forbidden_nulls
 from lrlhf.cli.parser import Parser
-from lrlhf.cli.plan import describe_run
-from lrlhf.cli.replay import dump_and_options, show_replay
-from lrlhf.cli.secrets import SaveConfig, hide_hyperparameters, remember_secrets
-from lrlhf.cli.serve_reward import serve_reward
-from lrlhf.strategies.signals import answering_sigterm
+from lrlhf.cli.plan_command import describe_run
+from lrlhf.cli.replay_command import dump_and_options, show_replay
+from lrlhf.cli.serve_command import serve_reward
+from lrlhf.run.supervision.signals import answering_sigterm
 
 _CHECKPOINT_WORDS = {"last", "best", "hpc"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from lrlhf.cli.errors import ConfigError, hint
+from lrlhf.cli.messages.errors import ConfigError, hint
 
 _CLASS_KEYS = {"class_path", "init_args", "dict_kwargs"}
 # the parser knows no dates

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lrlhf.cli.errors import ValidationError, hint
+from lrlhf.cli.messages.errors import ValidationError, hint
 
 _UNKNOWN_OPTION = re.compile(r"Option '(?P<key>[^']+)' is not accepted$")
 _UNKNOWN_IN_GROUP = re.compile(

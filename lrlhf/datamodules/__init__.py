@@ -1,17 +1,17 @@
 """Data modules for prompts, preference pairs and stored rollouts, and what they read."""
 
-from lrlhf.datamodules.bad_rows import BadDataError, BadRow
-from lrlhf.datamodules.collate import PreferenceCollator, PromptCollator
-from lrlhf.datamodules.loader import EvalLoader, TrainLoader
-from lrlhf.datamodules.media_pairs import MediaPairs
-from lrlhf.datamodules.pictures import Digits, DistortedPhotos
+from lrlhf.datamodules.datasets.media_pairs import MediaPairs
+from lrlhf.datamodules.datasets.pictures import Digits, DistortedPhotos
+from lrlhf.datamodules.datasets.ratings import RatedFile, RatedPairs, RatedText, pairs_from_ratings
+from lrlhf.datamodules.datasets.tasks import ReasoningGym
+from lrlhf.datamodules.datasets.vader import VaderRatings
+from lrlhf.datamodules.loading.loader import EvalLoader, TrainLoader
+from lrlhf.datamodules.loading.sources import FileSource, HubSource, Source, Weighted
 from lrlhf.datamodules.preferences import PreferenceDataModule
 from lrlhf.datamodules.prompts import PromptDataModule
-from lrlhf.datamodules.ratings import RatedFile, RatedPairs, RatedText, pairs_from_ratings
 from lrlhf.datamodules.replay import ReplayDataModule
-from lrlhf.datamodules.sources import FileSource, HubSource, Source, Weighted
-from lrlhf.datamodules.tasks import ReasoningGym
-from lrlhf.datamodules.vader import VaderRatings
+from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
+from lrlhf.datamodules.rows.collate import PreferenceCollator, PromptCollator
 
 __all__ = [
     "BadDataError",

@@ -13,19 +13,19 @@ import lightning as L
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.attached import resolve_heads, resolve_processor, resolve_tokenizer
-from lrlhf.datamodules.bad_rows import BadDataError
-from lrlhf.datamodules.batching import LoaderOptions, Loaders
-from lrlhf.datamodules.chat import ChatFormat
-from lrlhf.datamodules.collate import PairRow, PreferenceCollator
-from lrlhf.datamodules.loader import EvalLoader, TrainLoader
-from lrlhf.datamodules.media_rows import RowReading
-from lrlhf.datamodules.pair_tokens import tokenize_pairs
-from lrlhf.datamodules.preference_labels import LabelReader, MarginReader
-from lrlhf.datamodules.preference_rows import PairDraft, PreferenceParser
-from lrlhf.datamodules.prompt_rows import PromptTemplate
-from lrlhf.datamodules.sides import Preparation, Side, Sides, Split, prepare_sources
-from lrlhf.datamodules.sources import Source, Weighted
+from lrlhf.datamodules.loading.attached import resolve_heads, resolve_processor, resolve_tokenizer
+from lrlhf.datamodules.loading.loader import EvalLoader, TrainLoader
+from lrlhf.datamodules.loading.loaders import LoaderOptions, Loaders
+from lrlhf.datamodules.loading.sources import Source, Weighted
+from lrlhf.datamodules.loading.splits import Preparation, Side, Sides, Split, prepare_sources
+from lrlhf.datamodules.rows.bad_rows import BadDataError
+from lrlhf.datamodules.rows.chat import ChatFormat
+from lrlhf.datamodules.rows.collate import PairRow, PreferenceCollator
+from lrlhf.datamodules.rows.media_rows import RowReading
+from lrlhf.datamodules.rows.pair_tokens import tokenize_pairs
+from lrlhf.datamodules.rows.preference_labels import LabelReader, MarginReader
+from lrlhf.datamodules.rows.preference_rows import PairDraft, PreferenceParser
+from lrlhf.datamodules.rows.prompt_rows import PromptTemplate
 from lrlhf.media import MediaOptions
 from lrlhf.types import PreferenceBatch
 

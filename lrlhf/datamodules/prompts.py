@@ -12,29 +12,29 @@ from typing import Any
 import lightning as L
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.attached import data_ranks, resolve_processor, resolve_tokenizer
-from lrlhf.datamodules.bad_rows import BadRow
-from lrlhf.datamodules.batching import LoaderOptions, Loaders
-from lrlhf.datamodules.chat import ChatFormat
-from lrlhf.datamodules.collate import PromptCollator, PromptRow
-from lrlhf.datamodules.loader import EvalLoader, TrainLoader
-from lrlhf.datamodules.media_rows import RowReading, Unread
-from lrlhf.datamodules.pretraining import (
+from lrlhf.datamodules.datasets.pretraining import (
     DEFAULT_TEXT_COLUMN,
     PretrainingStream,
     PretrainingTexts,
     TextRow,
 )
-from lrlhf.datamodules.prompt_rows import (
+from lrlhf.datamodules.loading.attached import data_ranks, resolve_processor, resolve_tokenizer
+from lrlhf.datamodules.loading.loader import EvalLoader, TrainLoader
+from lrlhf.datamodules.loading.loaders import LoaderOptions, Loaders
+from lrlhf.datamodules.loading.sources import Source, Weighted
+from lrlhf.datamodules.loading.splits import Preparation, Side, Sides, Split, prepare_sources
+from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.datamodules.rows.chat import ChatFormat
+from lrlhf.datamodules.rows.collate import PromptCollator, PromptRow
+from lrlhf.datamodules.rows.media_rows import RowReading, Unread
+from lrlhf.datamodules.rows.prompt_rows import (
     DEFAULT_PROMPT_COLUMN,
     ColumnPattern,
     PromptDraft,
     PromptParser,
     PromptTemplate,
 )
-from lrlhf.datamodules.sides import Preparation, Side, Sides, Split, prepare_sources
-from lrlhf.datamodules.sources import Source, Weighted
-from lrlhf.datamodules.tokenizing import tokenize_prompts
+from lrlhf.datamodules.rows.tokenizing import tokenize_prompts
 from lrlhf.media import MediaOptions
 from lrlhf.types import PromptBatch
 

@@ -11,13 +11,13 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from lrlhf.datamodules.attached import data_ranks
-from lrlhf.datamodules.batching import LoaderOptions, Loaders
-from lrlhf.datamodules.loader import EvalLoader, TrainLoader
-from lrlhf.datamodules.order import GivenOrder
-from lrlhf.datamodules.rows import Placed
-from lrlhf.datamodules.sides import Side, Sides
-from lrlhf.datamodules.sources import Component
+from lrlhf.datamodules.loading.attached import data_ranks
+from lrlhf.datamodules.loading.loader import EvalLoader, TrainLoader
+from lrlhf.datamodules.loading.loaders import LoaderOptions, Loaders
+from lrlhf.datamodules.loading.order import GivenOrder
+from lrlhf.datamodules.loading.sources import Component
+from lrlhf.datamodules.loading.splits import Side, Sides
+from lrlhf.datamodules.rows.parsed_rows import Placed
 from lrlhf.rollout.storage import RolloutFile, load_group_ids, load_rollout, rollout_files
 from lrlhf.types import StoredRollout
 

@@ -37,7 +37,7 @@ from lrlhf.functional.reward import (
     log_exp_loss,
     tie_loss,
 )
-from lrlhf.functional.value import clipped_value_loss
+from lrlhf.functional.value_loss import clipped_value_loss
 
 __all__ = [
     "ESTIMATORS",

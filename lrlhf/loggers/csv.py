@@ -12,7 +12,7 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from lrlhf.loggers.csv_table import CSVTable
-from lrlhf.strategies.set_aside import set_aside
+from lrlhf.run.checkpoints.set_aside import set_aside
 
 _AXES = ("step", "epoch")
 _CLOCKED = ("perf/", "rewards/remote/", "rewards/isolated/")

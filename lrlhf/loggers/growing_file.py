@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lrlhf.strategies.atomic import atomic_write, naming
+from lrlhf.run.atomic import atomic_write, naming
 
 
 class GrowingFile:

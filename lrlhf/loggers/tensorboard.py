@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from lrlhf.loggers.csv import refuse_remote
-from lrlhf.strategies.atomic import naming
+from lrlhf.run.atomic import naming
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

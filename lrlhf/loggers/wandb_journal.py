@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lrlhf.loggers.growing_file import GrowingFile, whole_lines
-from lrlhf.strategies.set_aside import set_aside
+from lrlhf.run.checkpoints.set_aside import set_aside
 
 
 class RowJournal:

@@ -18,7 +18,8 @@ class MediaRefs:
     """Images and videos of one text, each kind in the order of its placeholders.
 
     A sound would be a third kind: a field here, a reader in `lrlhf.media.decode`, an argument of
-    the processor in `lrlhf.media.processing`, and a part type in `lrlhf.datamodules.media_rows`.
+    the processor in `lrlhf.media.processing`, and a part type in
+    `lrlhf.datamodules.rows.media_rows`.
 
     Args:
         images: Each a path, bytes, a ``PIL.Image``, an array, or ``{"bytes": …, "path": …}``.

@@ -1,24 +1,21 @@
 """How a policy, a reference and a reward model come to be, and what they say about tokens."""
 
 from lrlhf.models.backbone import allow_packing, hidden_states, packs
-from lrlhf.models.checkpoint_names import CheckpointNames
 from lrlhf.models.compiling import compile_layers, is_compiled
 from lrlhf.models.experts import check_has_experts
-from lrlhf.models.export import (
+from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead
+from lrlhf.models.loading.checkpoint_names import CheckpointNames
+from lrlhf.models.loading.export import (
     check_mergeable,
     merged_state_dict,
     merged_weights,
     save_model,
     skeleton_of,
 )
-from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead
-from lrlhf.models.loading import CausalLM, LoRA, PretrainedSpec
-from lrlhf.models.logprobs import (
-    SequenceOutputs,
-    sequence_logprobs,
-    sequence_outputs,
-    sequence_values,
-)
+from lrlhf.models.loading.model_sources import SourceError, cache_dir, load_config, resolve_source
+from lrlhf.models.loading.pretrained import CausalLM, LoRA, PretrainedSpec
+from lrlhf.models.loading.score_model import ScoreModel
+from lrlhf.models.loading.tokenization import eos_token_ids, load_processor, load_tokenizer
 from lrlhf.models.media_inputs import (
     backbone_inputs,
     forget_offsets,
@@ -32,12 +29,15 @@ from lrlhf.models.media_inputs import (
 from lrlhf.models.modes import evaluating
 from lrlhf.models.output_head import check_output_head, is_tied, plain_model
 from lrlhf.models.reference import ReferencePolicy, frozen_reference
-from lrlhf.models.reward import RewardNetwork
-from lrlhf.models.score_model import ScoreModel
+from lrlhf.models.reward_network import RewardNetwork
 from lrlhf.models.scorers import HeadedBackbone, StockClassifier
-from lrlhf.models.sources import SourceError, cache_dir, load_config, resolve_source
-from lrlhf.models.tokenization import eos_token_ids, load_processor, load_tokenizer
-from lrlhf.models.value import ValueModel, ValueNetwork, new_value_head
+from lrlhf.models.token_logprobs import (
+    SequenceOutputs,
+    sequence_logprobs,
+    sequence_outputs,
+    sequence_values,
+)
+from lrlhf.models.value_network import ValueModel, ValueNetwork, new_value_head
 
 __all__ = [
     "CausalLM",

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from lrlhf.models.attention_trial import COMPARED_ATTENTION, comparing
 from lrlhf.models.media_inputs import (
     backbone_inputs,
     check_media,
@@ -24,13 +23,14 @@ from lrlhf.models.media_inputs import (
 )
 from lrlhf.models.modes import evaluating, trial
 from lrlhf.models.output_head import body_of, plain_model
-from lrlhf.models.packed_attention import (
+from lrlhf.models.packed.attention_trial import COMPARED_ATTENTION, comparing
+from lrlhf.models.packed.packed_attention import (
     OWN_ATTENTION,
     PACKED_ATTENTION,
     PACKED_OWN_ATTENTION,
     SEGMENTS,
 )
-from lrlhf.models.packing import Compacted, Packed, compact, find_trees, pack
+from lrlhf.models.packed.packing import Compacted, Packed, compact, find_trees, pack
 from lrlhf.types import Media, SequenceBatch
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from lrlhf.models.experts import has_experts
 from lrlhf.models.modes import in_trial
-from lrlhf.models.packed_attention import FUNCTIONS
+from lrlhf.models.packed.packed_attention import FUNCTIONS
 from lrlhf.models.scorers import blocks_of
 
 _VARIANTS = 64

@@ -17,8 +17,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lrlhf.models.loading import CausalLM
-from lrlhf.models.logprobs import sequence_logprobs
+from lrlhf.models.loading.pretrained import CausalLM
 from lrlhf.models.media_inputs import looking_once
 from lrlhf.models.modes import evaluating
 from lrlhf.models.sharding import (
@@ -30,6 +29,7 @@ from lrlhf.models.sharding import (
     state_of,
     whole_shape,
 )
+from lrlhf.models.token_logprobs import sequence_logprobs
 from lrlhf.types import SequenceBatch
 
 

@@ -15,7 +15,7 @@ from lrlhf.models.heads import HeadConfig, RewardHead
 from lrlhf.models.media_inputs import media_modules
 from lrlhf.models.modes import trial
 from lrlhf.models.output_head import plain_model
-from lrlhf.models.packing import compact
+from lrlhf.models.packed.packing import compact
 from lrlhf.types import SequenceBatch
 
 

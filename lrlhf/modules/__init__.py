@@ -1,12 +1,13 @@
 """The algorithms as LightningModules: wiring, logging, optimizers."""
 
+import lrlhf.strategies  # noqa: F401  registers its names with Lightning
+from lrlhf.guard.dump import NotADumpError
+from lrlhf.guard.guard_settings import Guard, TrainingDivergedError
 from lrlhf.modules.contracts import Exportable, KLPenalized
-from lrlhf.modules.dump import NotADumpError
 from lrlhf.modules.dump_replay import DumpReplay, replay_dump
-from lrlhf.modules.guard import Guard, TrainingDivergedError
-from lrlhf.modules.importance import ImportanceSampling
 from lrlhf.modules.optimizers import OptimizerConfig
-from lrlhf.modules.policy_module import PolicyModule
+from lrlhf.modules.policy.importance_sampling import ImportanceSampling
+from lrlhf.modules.policy.policy_module import PolicyModule
 from lrlhf.modules.ppo import PPO
 from lrlhf.modules.reward_model import RewardModel
 from lrlhf.modules.rloo import RLOO

@@ -23,7 +23,7 @@ from lrlhf.models import media_modules
 from lrlhf.models.sharding import CheckpointMismatchError, check_same_names
 from lrlhf.modules.settings import Advantage, Reference, Update
 from lrlhf.rollout import Sampling
-from lrlhf.strategies import (
+from lrlhf.run import (
     SplitsModels,
     keep_host_memory,
     minds_idle_parts,
@@ -31,7 +31,7 @@ from lrlhf.strategies import (
     use_atomic_checkpoints,
     watch_over,
 )
-from lrlhf.strategies.log_rows import keep_log_rows
+from lrlhf.run.log_rows import keep_log_rows
 
 
 def refuse_pure_low_precision(trainer: L.Trainer, model: nn.Module) -> None:

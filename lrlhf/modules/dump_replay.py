@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lrlhf.guard.anomalies import Anomaly, IterationSums, judge, measure
+from lrlhf.guard.dump import Dump, StepInputs, read_dump, read_state
+from lrlhf.guard.random_state import restore_random_state
 from lrlhf.models.sharding import load_state
-from lrlhf.modules.anomalies import Anomaly, IterationSums, judge, measure
-from lrlhf.modules.dump import Dump, StepInputs, read_dump, read_state
-from lrlhf.modules.policy_guard import ITERATION, describe_rows
-from lrlhf.modules.policy_module import PolicyModule
-from lrlhf.modules.random_state import restore_random_state
-from lrlhf.modules.reward_guard import STAGE as REWARD
+from lrlhf.modules.pairs.pair_steps import STAGE as REWARD
+from lrlhf.modules.policy.policy_guard import ITERATION, describe_rows
+from lrlhf.modules.policy.policy_module import PolicyModule
 from lrlhf.modules.reward_model import RewardModel
-from lrlhf.strategies.states import load_optimizer_state
+from lrlhf.run.checkpoints.optimizer_states import load_optimizer_state
 from lrlhf.types import Experience, PreferenceBatch
 
 _NO_BATCH = torch.zeros(1)

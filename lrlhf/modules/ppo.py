@@ -20,16 +20,16 @@ from lrlhf.models import (
     sequence_values,
 )
 from lrlhf.modules.checks import uses_loss_scaler
-from lrlhf.modules.metric_sums import MetricSums
+from lrlhf.modules.metrics.metric_sums import MetricSums
+from lrlhf.modules.metrics.rollout_metrics import measure_critic, measure_values
 from lrlhf.modules.optimizers import OptimizerAndScheduler
-from lrlhf.modules.policy_experience import OldOutputs
-from lrlhf.modules.policy_module import PolicyModule
-from lrlhf.modules.policy_objective import Denominators, value_loss
-from lrlhf.modules.policy_update import TakesStep, Turn
-from lrlhf.modules.rollout_metrics import measure_critic, measure_values
+from lrlhf.modules.policy.objective import Denominators, value_loss
+from lrlhf.modules.policy.policy_experience import OldOutputs
+from lrlhf.modules.policy.policy_module import PolicyModule
+from lrlhf.modules.policy.policy_update import TakesStep, Turn
 from lrlhf.modules.settings import Critic
 from lrlhf.rewards import Rewards
-from lrlhf.strategies import Collectives, waits_for_every_parameter
+from lrlhf.run import Collectives, waits_for_every_parameter
 from lrlhf.types import Experience, Rollout, SequenceBatch
 
 _LR = 1e-5

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from lrlhf.guard.anomalies import Anomaly
+from lrlhf.guard.guard_settings import Guard, as_guard, refuse_policy_limits, with_quota
+from lrlhf.guard.random_state import random_state
+from lrlhf.guard.step_guard import StepGuard
 from lrlhf.media import MediaProcessor
 from lrlhf.models import LoRA, RewardNetwork, ScoreModel
-from lrlhf.modules.anomalies import Anomaly
 from lrlhf.modules.checks import (
     prepare_trainer,
     refuse_idle_encoder,
@@ -25,26 +28,19 @@ from lrlhf.modules.checks import (
     refuse_pure_low_precision,
     uses_loss_scaler,
 )
-from lrlhf.modules.gradient_window import ClosedWindow, GradientWindow
-from lrlhf.modules.guard import Guard, as_guard, refuse_policy_limits, with_quota
-from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
-from lrlhf.modules.pair_batches import PairScores, concatenate, score_records
-from lrlhf.modules.pair_losses import PairObjective, resolve_losses
-from lrlhf.modules.pending_pairs import pending_pairs, take_up_pairs
-from lrlhf.modules.random_state import random_state
-from lrlhf.modules.reward_guard import TakenPairs
-from lrlhf.modules.reward_metrics import (
+from lrlhf.modules.metrics.reward_metrics import (
     RewardMetrics,
     RewardSummary,
     fit_tie_threshold,
     three_way_accuracy,
 )
-from lrlhf.modules.step_guard import StepGuard
-from lrlhf.strategies import (
-    Collectives,
-    gradients_of,
-    seed_everything_for,
-)
+from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
+from lrlhf.modules.pairs.gradient_window import ClosedWindow, GradientWindow
+from lrlhf.modules.pairs.pair_batches import PairScores, concatenate, score_records
+from lrlhf.modules.pairs.pair_losses import PairObjective, resolve_losses
+from lrlhf.modules.pairs.pair_steps import TakenPairs
+from lrlhf.modules.pairs.pending_pairs import pending_pairs, take_up_pairs
+from lrlhf.run import Collectives, gradients_of, seed_everything_for
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
 _LR = 1e-5

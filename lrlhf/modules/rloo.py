@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lrlhf.modules.policy_module import PolicyModule
+from lrlhf.modules.policy.policy_module import PolicyModule
 
 
 class RLOO(PolicyModule):

@@ -9,15 +9,15 @@ from lrlhf.rewards.function import (
     RewardValues,
     completion_text,
 )
-from lrlhf.rewards.isolated import IsolatedReward
+from lrlhf.rewards.functions.length_rewards import LengthPenalty, OverlongPenalty, RepetitionPenalty
+from lrlhf.rewards.functions.numeric_answer import NumericAnswer
+from lrlhf.rewards.functions.task_score import ReasoningGymScore
+from lrlhf.rewards.functions.text_rewards import ExactMatch, RegexFormat
+from lrlhf.rewards.isolation.isolated import IsolatedReward
 from lrlhf.rewards.learned import LearnedReward
-from lrlhf.rewards.length_rewards import LengthPenalty, OverlongPenalty, RepetitionPenalty
-from lrlhf.rewards.numeric_answer import NumericAnswer
-from lrlhf.rewards.remote import RemoteReward
+from lrlhf.rewards.remote.remote_reward import RemoteReward
 from lrlhf.rewards.result import RewardResult
 from lrlhf.rewards.rewards import Rewards
-from lrlhf.rewards.task_score import ReasoningGymScore
-from lrlhf.rewards.text_rewards import ExactMatch, RegexFormat
 
 __all__ = [
     "Completion",

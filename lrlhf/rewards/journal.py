@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lrlhf.rewards.values import finite_number
+from lrlhf.rewards.reward_values import finite_number
 
 
 class Logged(NamedTuple):

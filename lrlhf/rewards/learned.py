@@ -22,7 +22,7 @@ from lrlhf.models import (
     packs,
     ruled_out_ids,
 )
-from lrlhf.models.loading import DType
+from lrlhf.models.loading.pretrained import DType
 from lrlhf.rewards.dispatch import CallTimeoutError, out_of_time
 from lrlhf.rewards.function import (
     Completion,

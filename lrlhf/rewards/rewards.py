@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lrlhf.rewards.builtins import BUILTINS
 from lrlhf.rewards.dispatch import Call, Dispatcher, Outcome
 from lrlhf.rewards.failures import FailureCount
 from lrlhf.rewards.function import (
@@ -22,11 +21,12 @@ from lrlhf.rewards.function import (
     RewardFunction,
     did_you_mean,
 )
+from lrlhf.rewards.function_weights import same_weights, weights_by_label
+from lrlhf.rewards.functions.builtins import BUILTINS
 from lrlhf.rewards.journal import Journal, Logged
 from lrlhf.rewards.lookup import BoundFunction, NamedFunction, bind_functions, chosen_arguments
 from lrlhf.rewards.result import RewardResult, weighted_sum
-from lrlhf.rewards.values import check_values
-from lrlhf.rewards.weights import same_weights, weights_by_label
+from lrlhf.rewards.reward_values import check_values
 from lrlhf.types import Prompt
 
 logger = logging.getLogger(__name__)

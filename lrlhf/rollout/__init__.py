@@ -1,6 +1,12 @@
 """From prompts to experience: engines, sampling, records, minibatches."""
 
 from lrlhf.rollout.ahead import RolloutAhead
+from lrlhf.rollout.batching.micro_batches import Pass, plan_passes
+from lrlhf.rollout.batching.minibatches import (
+    micro_batch_rows,
+    minibatches,
+    trim,
+)
 from lrlhf.rollout.collector import Collected, Collector
 from lrlhf.rollout.dynamic_sampling import (
     Filtered,
@@ -9,14 +15,11 @@ from lrlhf.rollout.dynamic_sampling import (
     merge_collected,
     select_collected,
 )
-from lrlhf.rollout.engine import Response, RolloutEngine, assemble_rollout
+from lrlhf.rollout.engines.engine import Response, RolloutEngine, assemble_rollout
+from lrlhf.rollout.engines.policy_weights import PolicyWeights, WeightSyncError
+from lrlhf.rollout.engines.synced_engine import EngineFailure, ProbeGap, SyncedEngine, SyncReport
+from lrlhf.rollout.engines.transformers_engine import TransformersEngine
 from lrlhf.rollout.listener import RolloutListener
-from lrlhf.rollout.minibatches import (
-    micro_batch_rows,
-    minibatches,
-    trim,
-)
-from lrlhf.rollout.passes import Pass, plan_passes
 from lrlhf.rollout.records import (
     completions_for_rewards,
     plain_json,
@@ -25,10 +28,7 @@ from lrlhf.rollout.records import (
 )
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.storage import load_rollout, save_rollout
-from lrlhf.rollout.synced_engine import EngineFailure, ProbeGap, SyncedEngine, SyncReport
-from lrlhf.rollout.transformers_engine import TransformersEngine
 from lrlhf.rollout.vllm import VLLMEngine, VLLMServerEngine
-from lrlhf.rollout.weights import PolicyWeights, WeightSyncError
 
 __all__ = [
     "Collected",

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lrlhf.rollout.background import in_background
-from lrlhf.rollout.engine import prompt_token_ids, repeated_media
+from lrlhf.rollout.engines.background import in_background
+from lrlhf.rollout.engines.engine import prompt_token_ids, repeated_media
+from lrlhf.rollout.engines.synced_engine import EngineFailure, SyncedEngine
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.rollout.synced_engine import EngineFailure, SyncedEngine
 from lrlhf.types import PromptBatch, Rollout
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rewards import RewardResult, Rewards
-from lrlhf.rollout.engine import RolloutEngine
+from lrlhf.rollout.engines.engine import RolloutEngine
 from lrlhf.rollout.records import completions_for_rewards, response_ids, rollout_records
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.texts import response_texts

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.rollout.engine import prompt_token_ids
+from lrlhf.rollout.engines.engine import prompt_token_ids
 from lrlhf.rollout.records import response_ids
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import PromptBatch, Rollout

@@ -10,7 +10,7 @@ except ImportError as error:
         "pip install 'lrlhf[serve]'"
     ) from error
 
-from lrlhf.rewards.service_token import read_token
+from lrlhf.rewards.remote.service_token import read_token
 from lrlhf.serving.app import RewardService, create_app
 from lrlhf.serving.limits import QueueOptions, RequestLimits
 from lrlhf.serving.scorer import Scorer

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lrlhf.rewards import LearnedReward, RewardError, RewardFunction
-from lrlhf.rewards.builtins import BUILTINS
 from lrlhf.rewards.dispatch import Call, Dispatcher, is_async
+from lrlhf.rewards.functions.builtins import BUILTINS
 from lrlhf.rewards.journal import Journal
 from lrlhf.rewards.learned import TextMarks
 from lrlhf.rewards.lookup import (
@@ -25,7 +25,7 @@ from lrlhf.rewards.lookup import (
     check_column_names,
     chosen_arguments,
 )
-from lrlhf.rewards.values import check_values
+from lrlhf.rewards.reward_values import check_values
 from lrlhf.serving.refused import RefusedRequestError
 from lrlhf.serving.score_request import ScoreRequest
 

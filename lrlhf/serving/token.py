@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 
-from lrlhf.rewards.service_token import DEFAULT_TOKEN_ENV
+from lrlhf.rewards.remote.service_token import DEFAULT_TOKEN_ENV
 
 
 def is_accepted(header: str | None, token: str) -> bool:

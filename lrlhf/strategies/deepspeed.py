@@ -23,7 +23,9 @@ from torch.optim import Optimizer
 
 from lrlhf.models import zero
 from lrlhf.models.sharding import CheckpointMismatchError
-from lrlhf.strategies.contracts import (
+from lrlhf.run.checkpoints.sharded_checkpoint import FolderCheckpoints
+from lrlhf.run.gradient_updates import Gradients
+from lrlhf.run.split_models import (
     leave_inference_mode,
     refuse_compiled,
     refuse_quantised,
@@ -48,8 +50,6 @@ from lrlhf.strategies.deepspeed_states import (
     module_state,
     optimizer_state,
 )
-from lrlhf.strategies.sharded_checkpoint import FolderCheckpoints
-from lrlhf.strategies.update import Gradients
 
 
 class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from lrlhf.models import zero
 from lrlhf.models.sharding import CheckpointMismatchError, load_state
+from lrlhf.run.checkpoints.optimizer_states import stored_names
 from lrlhf.strategies.deepspeed_engine import Place, TrainedEngine
-from lrlhf.strategies.states import stored_names
 
 
 class Assembly:

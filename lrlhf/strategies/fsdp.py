@@ -29,9 +29,9 @@ from transformers import PreTrainedModel
 from lrlhf.models import ValueHead, media_modules
 from lrlhf.models.heads import RewardHead
 from lrlhf.models.sharding import load_state, make_whole, settle
-from lrlhf.strategies.contracts import leave_inference_mode, refuse_quantised, trained_models
-from lrlhf.strategies.sharded_checkpoint import FolderCheckpoints
-from lrlhf.strategies.states import load_optimizer_state, optimizer_state
+from lrlhf.run.checkpoints.optimizer_states import load_optimizer_state, optimizer_state
+from lrlhf.run.checkpoints.sharded_checkpoint import FolderCheckpoints
+from lrlhf.run.split_models import leave_inference_mode, refuse_quantised, trained_models
 
 DEFAULT_TIMEOUT = 1800.0
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lrlhf.rollout.listener import RolloutListener
-from lrlhf.strategies import count_iterations_as_steps
+from lrlhf.run import count_iterations_as_steps
 from lrlhf.types import Experience
 
 

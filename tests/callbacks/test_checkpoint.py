@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lrlhf.callbacks import EMA, AtomicCheckpointIO, RLCheckpoint
-from lrlhf.callbacks.checkpoint_sizes import (
+from lrlhf.callbacks.checkpoints.checkpoint_sizes import (
     SizeForecast,
     check_room,
     checkpoint_sizes,

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from lrlhf.callbacks.json_lines import json_line
-from lrlhf.callbacks.pair_page import _lines, _Pair, _picture, draw_pairs
-from lrlhf.callbacks.rollout_table import _markdown, render
+from lrlhf.callbacks.reports.pair_page import _lines, _Pair, _picture, draw_pairs
+from lrlhf.callbacks.reports.rollout_table import _markdown, render
 from tests.callbacks.fakes import record
 from tests.callbacks.test_pair_page import flat
 

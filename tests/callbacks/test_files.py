@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lrlhf.callbacks.files import atomic_folder, atomic_write, output_folder
+from lrlhf.callbacks.output_files import atomic_folder, atomic_write, output_folder
 from tests.callbacks.fakes import trainer
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from lrlhf.callbacks import PairPage
-from lrlhf.callbacks.pair_page import _lines
+from lrlhf.callbacks.reports.pair_page import _lines
 from lrlhf.types import Media, PreferenceBatch, SequenceBatch
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from lrlhf.callbacks import PhaseProgress
-from lrlhf.callbacks import progress as progress_module
+from lrlhf.callbacks.reports import progress as progress_module
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 
 

@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lrlhf.callbacks import RolloutLog
-from lrlhf.callbacks.rollout_table import render, spread
+from lrlhf.callbacks.reports.rollout_table import render, spread
 from lrlhf.rollout import load_rollout
 from tests.callbacks.fakes import ToyPolicy, batches, experience, record, trainer
 

@@ -5,7 +5,7 @@ from lightning.pytorch.loggers import CSVLogger
 from matplotlib import image
 
 from lrlhf.callbacks import EvalJSONL, HFExport, RLCheckpoint, RolloutLog, RunReport
-from lrlhf.callbacks.reward_curve import Curve, draw_curve, moving_average
+from lrlhf.callbacks.reports.reward_curve import Curve, draw_curve, moving_average
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 
 

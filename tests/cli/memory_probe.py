@@ -12,7 +12,7 @@ import lightning as L
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from lrlhf.modules.policy_module import PolicyModule
+from lrlhf.modules.policy.policy_module import PolicyModule
 from lrlhf.rollout import RolloutListener
 
 

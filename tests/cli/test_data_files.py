@@ -14,7 +14,7 @@ import lightning as L
 import pytest
 
 from lrlhf.cli import run
-from lrlhf.cli.errors import ValidationError
+from lrlhf.cli.messages.errors import ValidationError
 from lrlhf.cli.parser import Parser
 from lrlhf.datamodules import EvalLoader, TrainLoader
 from tests.cli import toys  # noqa: F401  its classes are known by their short names

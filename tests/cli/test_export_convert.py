@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lrlhf.cli import run
 from lrlhf.models import RewardNetwork, ValueModel
-from lrlhf.strategies.checkpoint_reader import is_folder_checkpoint, read_checkpoint
+from lrlhf.run.checkpoints.checkpoint_reader import is_folder_checkpoint, read_checkpoint
 from tests.conftest import build_language_model, build_tokenizer
 
 pytestmark = [

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import lrlhf
-from lrlhf.models.sources import warn_of_remote_code
+from lrlhf.models.loading.model_sources import warn_of_remote_code
 
 ROOT = Path(lrlhf.__file__).parent
 FORBIDDEN_MODULES = {"cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

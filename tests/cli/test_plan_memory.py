@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig
 
 from lrlhf.cli import run
-from lrlhf.cli.memory_phases import head_weights
-from lrlhf.cli.memory_ranks import (
+from lrlhf.planning.memory_phases import head_weights
+from lrlhf.planning.memory_ranks import (
     FullySharded,
     OptimizerNeeds,
     Part,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lrlhf.cli import run
-from lrlhf.cli.errors import ConfigError
+from lrlhf.cli.messages.errors import ConfigError
 from tests.cli import toys
 from tests.cli.conftest import CONFIG
 

@@ -11,8 +11,8 @@ import yaml
 from jsonargparse import Namespace
 
 from lrlhf.cli import run
-from lrlhf.cli.output import safe
-from lrlhf.cli.secrets import HIDDEN, hide, is_secret_name, without_secrets
+from lrlhf.cli.messages.output import safe
+from lrlhf.cli.messages.secrets import HIDDEN, hide, is_secret_name, without_secrets
 from tests.cli.conftest import CONFIG
 from tests.cli.toys import ToyModule, ToyPolicy
 

@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules import BadDataError, PreferenceDataModule, PromptDataModule
-from lrlhf.datamodules.bad_rows import BadRow, BadRows
+from lrlhf.datamodules.rows.bad_rows import BadRow, BadRows
 from tests.datamodules.conftest import WriteRows
 
 GOOD_PROMPT = {"prompt": "fine", "answer": "#### 1", "tools": None}

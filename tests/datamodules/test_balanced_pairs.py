@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules import PreferenceDataModule
-from lrlhf.datamodules.loader import Ranks
+from lrlhf.datamodules.loading.loader import Ranks
 from lrlhf.types import PreferenceBatch
 from tests.datamodules.conftest import WriteRows
 
@@ -33,7 +33,7 @@ def on_rank(
     each: int = EACH,
 ) -> PreferenceDataModule:
     ranks = Ranks(rank, world)
-    monkeypatch.setattr("lrlhf.datamodules.batching.data_ranks", lambda trainer: ranks)
+    monkeypatch.setattr("lrlhf.datamodules.loading.loaders.data_ranks", lambda trainer: ranks)
     data = PreferenceDataModule(path, tokenizer=tokenizer, batch_size=each, seed=3)
     data.prepare_data()
     data.setup("fit")

@@ -10,10 +10,10 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
-from lrlhf.datamodules.collate import PromptRow
-from lrlhf.datamodules.fingerprint import fingerprint
-from lrlhf.datamodules.media_rows import Unread
-from lrlhf.datamodules.tokenizing import Text
+from lrlhf.datamodules.loading.fingerprint import fingerprint
+from lrlhf.datamodules.rows.collate import PromptRow
+from lrlhf.datamodules.rows.media_rows import Unread
+from lrlhf.datamodules.rows.tokenizing import Text
 from lrlhf.media import MediaRefs
 from tests.conftest import build_tokenizer
 from tests.datamodules.conftest import WriteRows, numbered_prompts

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from lrlhf.datamodules.loader import EvalLoader, Fetching, Ranks, TrainLoader
-from lrlhf.datamodules.order import EpochOrder
+from lrlhf.datamodules.loading.loader import EvalLoader, Fetching, Ranks, TrainLoader
+from lrlhf.datamodules.loading.order import EpochOrder
 
 
 def as_list(rows: Sequence[int]) -> list[int]:

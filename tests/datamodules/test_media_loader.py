@@ -12,14 +12,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 
 from lrlhf.datamodules import BadDataError, PreferenceDataModule, PromptDataModule
-from lrlhf.datamodules.bad_rows import BadRow
-from lrlhf.datamodules.loader import Fetching, ReadRows, UnusableRows
+from lrlhf.datamodules.loading.loader import Fetching, ReadRows, UnusableRows
+from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.media import MediaOptions
 from lrlhf.types import PromptBatch
 from tests.datamodules.conftest import Remembers, WriteRows
 from tests.vlms import save_vlm
 
-LOADER = "lrlhf.datamodules.loader"
+LOADER = "lrlhf.datamodules.loading.loader"
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_auto_reads_only_so_many_rows_before_training(
     cut(pictures(3))
     with pytest.raises(BadDataError, match=r"3\.png"):
         load(path, folder)
-    monkeypatch.setattr("lrlhf.datamodules.media_rows._ALL_ROWS", 3)
+    monkeypatch.setattr("lrlhf.datamodules.rows.media_rows._ALL_ROWS", 3)
     load(path, folder)
     with pytest.raises(BadDataError, match=r"3\.png"):
         load(path, folder, media=MediaOptions(check="all"))

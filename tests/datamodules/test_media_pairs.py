@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from lrlhf.datamodules.bad_rows import BadDataError, BadRow
-from lrlhf.datamodules.media_pairs import FORMATS, MediaPairs, exchanged, is_exchanged
-from lrlhf.datamodules.preference_labels import LabelReader
+from lrlhf.datamodules.datasets.media_pairs import FORMATS, MediaPairs, exchanged, is_exchanged
+from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
+from lrlhf.datamodules.rows.preference_labels import LabelReader
 
 
 def png(shade: int) -> bytes:

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from lrlhf.datamodules import BadDataError, PreferenceDataModule
-from lrlhf.datamodules.media_pairs import MediaPairs
-from lrlhf.datamodules.sources import Source
+from lrlhf.datamodules.datasets.media_pairs import MediaPairs
+from lrlhf.datamodules.loading.sources import Source
 from lrlhf.media import MediaOptions
 from lrlhf.types import Media, PreferenceBatch, SequenceBatch
 from tests.datamodules.conftest import WriteRows

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lrlhf.datamodules.bad_rows import BadRow
-from lrlhf.datamodules.media_rows import (
+from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.datamodules.rows.media_rows import (
     MediaPlaces,
     MediaReader,
     RowReading,
@@ -17,7 +17,7 @@ from lrlhf.datamodules.media_rows import (
     media_columns,
     text_parts,
 )
-from lrlhf.datamodules.tokenizing import Text, Tokens
+from lrlhf.datamodules.rows.tokenizing import Text, Tokens
 from lrlhf.media import MediaOptions, MediaRefs
 from tests.vlms import build_vlm
 

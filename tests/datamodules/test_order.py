@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 
-from lrlhf.datamodules.order import BalancedOrder, EpochOrder, GivenOrder
+from lrlhf.datamodules.loading.order import BalancedOrder, EpochOrder, GivenOrder
 
 
 def test_without_weights_every_epoch_is_a_permutation_of_all_rows() -> None:

@@ -10,7 +10,7 @@ from skimage.metrics import structural_similarity
 from sklearn.datasets import load_digits
 
 from lrlhf.datamodules import Digits, DistortedPhotos
-from lrlhf.datamodules.pictures import HELD_OUT, LEVELS, PHOTOS, distorted
+from lrlhf.datamodules.datasets.pictures import HELD_OUT, LEVELS, PHOTOS, distorted
 
 
 def rows(part: str = "train", **options):

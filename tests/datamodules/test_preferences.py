@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules import BadDataError, PreferenceCollator, PreferenceDataModule, Weighted
-from lrlhf.datamodules.collate import Candidate, PairRow
+from lrlhf.datamodules.rows.collate import Candidate, PairRow
 from lrlhf.types import PreferenceBatch, SequenceBatch
 from tests.datamodules.conftest import WriteRows
 from tests.datamodules.test_prompts import with_bos_and_eos

@@ -8,8 +8,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules import BadDataError, PromptDataModule, Weighted
-from lrlhf.datamodules.loader import Ranks
-from lrlhf.datamodules.pretraining import PretrainingStream, PretrainingTexts
+from lrlhf.datamodules.datasets.pretraining import PretrainingStream, PretrainingTexts
+from lrlhf.datamodules.loading.loader import Ranks
 from lrlhf.types import PromptBatch, SequenceBatch
 from tests.conftest import build_tokenizer
 from tests.datamodules.conftest import Remembers, WriteRows, numbered_prompts

@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lrlhf.datamodules import BadDataError, PromptCollator, PromptDataModule, Source, Weighted
-from lrlhf.datamodules.collate import PromptRow
+from lrlhf.datamodules.rows.collate import PromptRow
 from lrlhf.types import PromptBatch
 from tests.conftest import build_tokenizer
 from tests.datamodules.conftest import WriteRows, numbered_prompts

@@ -18,8 +18,8 @@ from lrlhf.datamodules import (
     RatedText,
     VaderRatings,
     pairs_from_ratings,
-    vader,
 )
+from lrlhf.datamodules.datasets import vader
 from tests.datamodules.conftest import WriteRows
 
 TEXTS = [RatedText(number / 10, f"text {number}") for number in range(100)]

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lrlhf.datamodules import ReplayDataModule
-from lrlhf.datamodules.loader import Ranks
+from lrlhf.datamodules.loading.loader import Ranks
 from lrlhf.rollout import save_rollout
 from lrlhf.rollout.storage import rollout_path
 from lrlhf.types import Rollout, StoredRollout

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from lrlhf.datamodules import BadDataError, BadRow, FileSource, HubSource, Weighted
-from lrlhf.datamodules.sources import components_of, resolve_source
+from lrlhf.datamodules.loading.sources import components_of, resolve_source
 
 ROWS = [{"prompt": "one", "answer": "ä"}, {"prompt": "two", "answer": "β\n"}]
 

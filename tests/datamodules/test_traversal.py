@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from lrlhf.datamodules.bad_rows import BadRow
-from lrlhf.datamodules.containment import FOREIGN, local_path
-from lrlhf.datamodules.media_pairs import MediaPairs
-from lrlhf.datamodules.media_rows import MediaPlaces
-from lrlhf.datamodules.sources import HubSource
+from lrlhf.datamodules.datasets.media_pairs import MediaPairs
+from lrlhf.datamodules.loading.path_safety import FOREIGN, local_path
+from lrlhf.datamodules.loading.sources import HubSource
+from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.datamodules.rows.media_rows import MediaPlaces
 from lrlhf.media import MediaError, MediaOptions
 from lrlhf.media.decode import check_image, read_image, read_video
 from lrlhf.media.refs import MediaRefs

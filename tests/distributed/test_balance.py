@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, distributed, multiprocessing
 
 from lrlhf.datamodules import PromptDataModule
-from lrlhf.modules import policy_update
-from lrlhf.strategies import Collectives, exchange
-from lrlhf.strategies.exchange import Balanced, balance_over_ranks
+from lrlhf.modules.policy import policy_update
+from lrlhf.run import Collectives
+from lrlhf.run import sequence_balancing as exchange
+from lrlhf.run.sequence_balancing import Balanced, balance_over_ranks
 from lrlhf.types import Experience, Media
 from tests.distributed import strategy_runs
 

@@ -13,8 +13,8 @@ from lrlhf.callbacks import EMA, VLLMWeightSync
 from lrlhf.modules import RLOO, OptimizerConfig, Reference, RewardModel, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
+from lrlhf.run.checkpoints.checkpoint_reader import read_checkpoint
 from lrlhf.strategies import FSDP2, DeepSpeed
-from lrlhf.strategies.checkpoint_reader import read_checkpoint
 from tests.conftest import build_language_model, build_tokenizer
 from tests.distributed.strategy_runs import MODULES, STRATEGIES, SaveAtEnd, adamw, data_of
 from tests.modules.policy_runs import letters

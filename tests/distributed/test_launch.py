@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lrlhf.strategies.watch import LostProcessError, Watch, watch_over
+from lrlhf.run.supervision.watch import LostProcessError, Watch, watch_over
 from tests.callbacks.fakes import ToyPolicy, trainer
 from tests.distributed.runs import (
     ROOT,

@@ -17,9 +17,9 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from lrlhf.callbacks import AtomicCheckpointIO, RLCheckpoint
-from lrlhf.modules.iteration import Iteration
-from lrlhf.strategies.signals import Terminated, Termination, answering_sigterm
-from lrlhf.strategies.watch import watch_over
+from lrlhf.modules.policy.iteration import Iteration
+from lrlhf.run.supervision.signals import Terminated, Termination, answering_sigterm
+from lrlhf.run.supervision.watch import watch_over
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 from tests.distributed.runs import ROOT, fit, members, pid_of, running, wait_for, write_config
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lrlhf.modules.iteration import Iteration
-from lrlhf.strategies import Collectives, count_iterations_as_steps
-from lrlhf.strategies.watch import watch_over
+from lrlhf.modules.policy.iteration import Iteration
+from lrlhf.run import Collectives, count_iterations_as_steps
+from lrlhf.run.supervision.watch import watch_over
 
 
 class CountingPolicy(L.LightningModule):

@@ -17,10 +17,10 @@ from torch import Tensor
 from lrlhf.callbacks.rollout_log import _forget_steps_from
 from lrlhf.rewards import RewardError, Rewards
 from lrlhf.rollout.storage import load_rollout, save_rollout
-from lrlhf.strategies.atomic import atomic_folder
-from lrlhf.strategies.checkpoint_io import AtomicCheckpointIO
-from lrlhf.strategies.checksums import NotACheckpointError
-from lrlhf.strategies.sharded_checkpoint import save_folder
+from lrlhf.run.atomic import atomic_folder
+from lrlhf.run.checkpoints.checkpoint_io import AtomicCheckpointIO
+from lrlhf.run.checkpoints.checksums import NotACheckpointError
+from lrlhf.run.checkpoints.sharded_checkpoint import save_folder
 from lrlhf.types import Rollout
 from tests.faults.fuzz_settings import assert_told, fuzzing
 

@@ -12,12 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lrlhf.callbacks import RLCheckpoint
-from lrlhf.strategies import (
-    count_iterations_as_steps,
-    resume_where_it_stopped,
-    use_atomic_checkpoints,
-)
-from lrlhf.strategies.log_rows import keep_log_rows
+from lrlhf.run import count_iterations_as_steps, resume_where_it_stopped, use_atomic_checkpoints
+from lrlhf.run.log_rows import keep_log_rows
 
 
 class KilledError(Exception):

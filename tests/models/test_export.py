@@ -10,8 +10,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lrlhf.models import CausalLM, LoRA, merged_state_dict, plain_model, save_model
-from lrlhf.models.loading import finish_for_training
-from lrlhf.modules.policy_loading import load_policy
+from lrlhf.models.loading.pretrained import finish_for_training
+from lrlhf.modules.policy.policy_loading import load_policy
 from tests.conftest import build_tokenizer
 from tests.models.text_families import tiny_model
 

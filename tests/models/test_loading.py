@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from lrlhf.models import CausalLM, LoRA, save_model, sequence_logprobs
-from lrlhf.models.loading import _keep_4_bit_layout, clear_dropout, load_pretrained
+from lrlhf.models.loading.pretrained import _keep_4_bit_layout, clear_dropout, load_pretrained
 from tests.models.families import llama, right_padded, seeded
 
 

@@ -37,15 +37,15 @@ from lrlhf.models import (
     ValueHead,
     allow_packing,
     hidden_states,
-    packing,
     packs,
     placeholder_ids,
     sequence_logprobs,
     sequence_outputs,
 )
-from lrlhf.models import packed_attention as attention
 from lrlhf.models.backbone import HiddenStates
-from lrlhf.models.packing import Tree, compact, find_trees, pack
+from lrlhf.models.packed import packed_attention as attention
+from lrlhf.models.packed import packing
+from lrlhf.models.packed.packing import Tree, compact, find_trees, pack
 from lrlhf.types import SequenceBatch
 from tests.models.families import (
     _SIZES,

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel, T5Config, T5Model
 
 from lrlhf.models import HeadConfig, HeadedBackbone, RewardNetwork
-from lrlhf.models.freezing import freeze_modules
+from lrlhf.models.loading.freezing import freeze_modules
 from lrlhf.models.scorers import blocks_of
 from lrlhf.types import SequenceBatch
 from tests.models.families import (

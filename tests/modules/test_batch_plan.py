@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lrlhf.modules.batch_plan import BatchPlan, Quantity, plan_batches, table_of
+from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, plan_batches, table_of
 
 
 def _plan(**changes: Any) -> BatchPlan:

@@ -13,6 +13,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lrlhf.guard.anomalies import IterationSums, RunningLength, judge, measure
+from lrlhf.guard.batch_files import pack, unpack
+from lrlhf.guard.dump import NotADumpError, read_dump, read_state
+from lrlhf.guard.random_state import random_state, restore_random_state
 from lrlhf.modules import (
     PPO,
     RLOO,
@@ -26,11 +30,7 @@ from lrlhf.modules import (
     Update,
     replay_dump,
 )
-from lrlhf.modules.anomalies import IterationSums, RunningLength, judge, measure
-from lrlhf.modules.batch_files import pack, unpack
-from lrlhf.modules.dump import NotADumpError, read_dump, read_state
-from lrlhf.modules.policy_objective import as_experience
-from lrlhf.modules.random_state import random_state, restore_random_state
+from lrlhf.modules.policy.objective import as_experience
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import RolloutListener, Sampling
 from lrlhf.types import Experience, Rollout

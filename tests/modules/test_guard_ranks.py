@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lrlhf.datamodules import PromptDataModule
+from lrlhf.guard.dump import read_dump
 from lrlhf.modules import RLOO, Guard, OptimizerConfig, Reference, Update, replay_dump
-from lrlhf.modules.dump import read_dump
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
 from lrlhf.strategies import FSDP2, DeepSpeed

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lrlhf.guard.dump import read_dump, read_state
 from lrlhf.models import ScoreModel
 from lrlhf.modules import Guard, OptimizerConfig, RewardModel, replay_dump
-from lrlhf.modules.dump import read_dump, read_state
 from lrlhf.types import Experience, PreferenceBatch, SequenceBatch
 from tests.modules.policy_runs import fit
 from tests.modules.test_vision_training import policy, questions  # noqa: F401  a fixture

@@ -19,9 +19,9 @@ from lrlhf.datamodules import ReplayDataModule
 from lrlhf.functional import IMPORTANCE_MODES, POLICY_LOSSES, importance_weights
 from lrlhf.models import CausalLM
 from lrlhf.modules import PPO, RLOO, Critic, ImportanceSampling, OptimizerConfig, Reference, Update
-from lrlhf.modules.importance import measure_importance, off_policy_rows, weighted
-from lrlhf.modules.metric_sums import MetricSums
-from lrlhf.modules.policy_objective import Denominators, denominators, policy_loss
+from lrlhf.modules.metrics.metric_sums import MetricSums
+from lrlhf.modules.policy.importance_sampling import measure_importance, off_policy_rows, weighted
+from lrlhf.modules.policy.objective import Denominators, denominators, policy_loss
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, TransformersEngine, plan_passes
 from lrlhf.types import Experience, PromptBatch, Rollout

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lrlhf.functional.losses import POLICY_LOSSES
-from lrlhf.modules.metric_sums import MetricSums
-from lrlhf.modules.rollout_metrics import measure_mismatch, measure_update
-from lrlhf.strategies import Collectives
+from lrlhf.modules.metrics.metric_sums import MetricSums
+from lrlhf.modules.metrics.rollout_metrics import measure_mismatch, measure_update
+from lrlhf.run import Collectives
 from tests.modules.test_policy_objective import random_experience
 
 CPU = torch.device("cpu")

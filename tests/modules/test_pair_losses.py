@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lrlhf.functional.reward import bradley_terry_loss
-from lrlhf.modules.pair_losses import PairObjective, resolve_losses
+from lrlhf.modules.pairs.pair_losses import PairObjective, resolve_losses
 
 NAN = float("nan")
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from lrlhf.modules.pending_pairs import pending_pairs, take_up_pairs
-from lrlhf.modules.reward_metrics import RewardMetrics
+from lrlhf.modules.metrics.reward_metrics import RewardMetrics
+from lrlhf.modules.pairs.pending_pairs import pending_pairs, take_up_pairs
 
 
 def batch(seed: int) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lrlhf.functional.losses import POLICY_LOSSES
-from lrlhf.modules.policy_objective import (
+from lrlhf.modules.policy.objective import (
     Denominators,
     as_experience,
     compute_advantages,
@@ -22,7 +22,7 @@ from lrlhf.modules.policy_objective import (
 )
 from lrlhf.modules.settings import Advantage, Reference, Update
 from lrlhf.rewards import Rewards
-from lrlhf.strategies import Collectives
+from lrlhf.run import Collectives
 from lrlhf.types import Experience, Rollout
 
 GOLDEN = Path(__file__).parents[1] / "functional" / "golden" / "trl.json"

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lrlhf.modules.reward_metrics import (
+from lrlhf.modules.metrics.reward_metrics import (
     HeadPairs,
     RewardMetrics,
     calibration_error,

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.guard.guard_settings import Guard, TrainingDivergedError
 from lrlhf.models import RewardNetwork, ScoreModel
 from lrlhf.modules import checks
-from lrlhf.modules.guard import Guard, TrainingDivergedError
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.reward_model import RewardModel
-from lrlhf.strategies import watch
+from lrlhf.run.supervision import watch
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
 NAN = float("nan")

@@ -10,15 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.models import CausalLM, LoRA
-from lrlhf.modules import (
-    RLOO,
-    Advantage,
-    Guard,
-    OptimizerConfig,
-    Reference,
-    Update,
-    policy_experience,
-)
+from lrlhf.modules import RLOO, Advantage, Guard, OptimizerConfig, Reference, Update
+from lrlhf.modules.policy import policy_experience
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, TransformersEngine
 from lrlhf.types import Rollout

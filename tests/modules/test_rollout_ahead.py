@@ -23,8 +23,8 @@ from lrlhf.rollout import (
     Sampling,
     TransformersEngine,
 )
-from lrlhf.rollout.synced_engine import Request
-from lrlhf.strategies import sample_seeds
+from lrlhf.rollout.engines.synced_engine import Request
+from lrlhf.run import sample_seeds
 from lrlhf.types import PromptBatch
 from tests.conftest import build_language_model
 from tests.modules.policy_runs import Watcher, fit, letters, weights

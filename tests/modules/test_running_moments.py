@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lrlhf.modules.running_moments import RunningMoments
-from lrlhf.strategies import Collectives
+from lrlhf.modules.policy.running_moments import RunningMoments
+from lrlhf.run import Collectives
 
 NAN = float("nan")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lrlhf.modules.guard import Guard
-from lrlhf.modules.step_guard import StepWatch
-from lrlhf.strategies import Collectives
+from lrlhf.guard.guard_settings import Guard
+from lrlhf.guard.step_guard import StepWatch
+from lrlhf.run import Collectives
 
 
 def alone() -> Collectives:

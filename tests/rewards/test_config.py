@@ -6,7 +6,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from lrlhf.rewards import RegexFormat, RewardError, Rewards
-from lrlhf.rewards.builtins import BUILTINS
+from lrlhf.rewards.functions.builtins import BUILTINS
 
 
 def twos(completions: Sequence[str]) -> list[float]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from lrlhf.rewards import NumericAnswer, RewardError, RewardResult, Rewards, expressions
-from lrlhf.rewards.numbers_in_text import boxed, numbers_in, only_number
+from lrlhf.rewards import NumericAnswer, RewardError, RewardResult, Rewards
+from lrlhf.rewards.functions import expressions
+from lrlhf.rewards.functions.numbers_in_text import boxed, numbers_in, only_number
 from tests.rewards.test_text_rewards import value
 
 

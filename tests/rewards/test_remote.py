@@ -22,8 +22,8 @@ from PIL import Image
 
 from lrlhf.media import MediaOptions, Video, read_video
 from lrlhf.rewards import RemoteReward, RewardError, RewardResult, Rewards
-from lrlhf.rewards.remote_http import ServiceError
-from lrlhf.rewards.remote_services import Service, Services
+from lrlhf.rewards.remote.remote_http import ServiceError
+from lrlhf.rewards.remote.remote_services import Service, Services
 from tests.rewards.reward_server import (
     Server,
     breaks_off,

@@ -3,8 +3,9 @@ from typing import Any
 
 import pytest
 
-from lrlhf.rewards import ReasoningGymScore, RewardError, Rewards, task_score, task_scorers
-from lrlhf.rewards.one_by_one import UnjudgedError
+from lrlhf.rewards import ReasoningGymScore, RewardError, Rewards
+from lrlhf.rewards.functions import task_score, task_scorers
+from lrlhf.rewards.functions.one_by_one import UnjudgedError
 
 SUM = {"question": "2 + 3 =", "answer": "5", "metadata": {"source_dataset": "chain_sum"}}
 GCD = {"question": "gcd of 4 and 6?", "answer": "2", "metadata": {"source_dataset": "gcd"}}

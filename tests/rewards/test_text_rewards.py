@@ -13,8 +13,8 @@ from lrlhf.rewards import (
     RewardFunction,
     Rewards,
     completion_text,
-    text_patterns,
 )
+from lrlhf.rewards.functions import text_patterns
 
 
 def value(function: RewardFunction, completion: Completion, **columns: Any) -> float | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lrlhf.rollout import EngineFailure, Response, Sampling, SyncedEngine, TransformersEngine
-from lrlhf.rollout.synced_engine import Request
+from lrlhf.rollout.engines.synced_engine import Request
 from lrlhf.types import PromptBatch
 from lrlhf.vllm_worker.fingerprint import fingerprint
 

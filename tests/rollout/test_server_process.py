@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lrlhf.rollout.vllm import guard, process
+from lrlhf.rollout.vllm import process
+from lrlhf.rollout.vllm import process_guard as guard
 from lrlhf.rollout.vllm.process import ServerProcess, ServerStartError
 
 pytestmark = pytest.mark.timeout(60)

@@ -18,8 +18,8 @@ from lrlhf.rollout import (
     TransformersEngine,
     WeightSyncError,
 )
-from lrlhf.rollout.synced_engine import Request
-from lrlhf.rollout.weights import PolicyWeights
+from lrlhf.rollout.engines.policy_weights import PolicyWeights
+from lrlhf.rollout.engines.synced_engine import Request
 from lrlhf.types import PromptBatch, Rollout
 from tests.conftest import build_language_model
 from tests.rollout.copy_engine import CopyEngine, prompt_batch

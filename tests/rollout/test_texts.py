@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lrlhf.rewards import Completion, Rewards, completion_text
 from lrlhf.rollout import Collector, Sampling, TransformersEngine
-from lrlhf.rollout.engine import Response, assemble_rollout
+from lrlhf.rollout.engines.engine import Response, assemble_rollout
 from lrlhf.types import PromptBatch
 
 

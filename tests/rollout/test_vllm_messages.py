@@ -15,11 +15,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lrlhf.modules import RLOO
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import EngineFailure, Sampling, VLLMEngine, VLLMServerEngine
-from lrlhf.rollout.synced_engine import Request
-from lrlhf.rollout.vllm import server, support
-from lrlhf.rollout.vllm.base import EngineStartError, read_response
+from lrlhf.rollout.engines.synced_engine import Request
+from lrlhf.rollout.vllm import server_engine as server
+from lrlhf.rollout.vllm import support
 from lrlhf.rollout.vllm.process import ServerStartError
-from lrlhf.rollout.vllm.server import command_line
+from lrlhf.rollout.vllm.server_engine import command_line
+from lrlhf.rollout.vllm.vllm_base import EngineStartError, read_response
 from tests.conftest import build_language_model
 from tests.modules.policy_runs import letters
 

@@ -17,7 +17,7 @@ from transformers import (
 
 from lrlhf.models import merged_weights, save_model
 from lrlhf.rollout import PolicyWeights, WeightSyncError
-from lrlhf.rollout.weights import compare_fingerprints
+from lrlhf.rollout.engines.policy_weights import compare_fingerprints
 from tests.conftest import build_language_model
 from tests.models.text_families import tiny_model
 

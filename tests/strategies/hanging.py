@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lrlhf.callbacks import Deadlines
-from lrlhf.modules.iteration import Iteration
-from lrlhf.strategies import AtomicCheckpointIO, DeadlineError, count_iterations_as_steps
-from lrlhf.strategies.watch import watch_over
+from lrlhf.modules.policy.iteration import Iteration
+from lrlhf.run import AtomicCheckpointIO, DeadlineError, count_iterations_as_steps
+from lrlhf.run.supervision.watch import watch_over
 
 TOLD = ("sync", "generate", "reward", "logprob", "update")
 

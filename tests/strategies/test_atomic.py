@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lrlhf.strategies.atomic import atomic_folder, atomic_write, recover_folder
+from lrlhf.run.atomic import atomic_folder, atomic_write, recover_folder
 
 
 class Killed(BaseException):

@@ -17,10 +17,10 @@ from lrlhf.models import ScoreModel
 from lrlhf.modules import PPO, Advantage, Critic, OptimizerConfig, Reference, RewardModel, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
-from lrlhf.strategies import AtomicCheckpointIO, use_atomic_checkpoints
-from lrlhf.strategies.checkpoint_reader import is_folder_checkpoint
-from lrlhf.strategies.checksums import NotACheckpointError
-from lrlhf.strategies.sharded_checkpoint import convert_checkpoint
+from lrlhf.run import AtomicCheckpointIO, use_atomic_checkpoints
+from lrlhf.run.checkpoints.checkpoint_reader import is_folder_checkpoint
+from lrlhf.run.checkpoints.checksums import NotACheckpointError
+from lrlhf.run.checkpoints.sharded_checkpoint import convert_checkpoint
 from tests.conftest import build_language_model, build_tokenizer
 from tests.modules.policy_runs import letters
 

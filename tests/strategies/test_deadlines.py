@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lrlhf.callbacks import Deadlines
-from lrlhf.strategies.deadlines import DeadlineError, DeadlineWatch, Limits, PhaseClock
+from lrlhf.run.supervision.phase_deadlines import DeadlineError, DeadlineWatch, Limits, PhaseClock
 from tests.distributed.runs import ROOT, environment, living
 from tests.strategies.hanging import run
 

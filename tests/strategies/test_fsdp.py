@@ -22,8 +22,8 @@ from lrlhf.models.sharding import settle, whole
 from lrlhf.modules import RLOO, PolicyModule, Reference, RewardModel, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import RolloutListener, Sampling
+from lrlhf.run.checkpoints.checkpoint_reader import is_folder_checkpoint
 from lrlhf.strategies import FSDP2
-from lrlhf.strategies.checkpoint_reader import is_folder_checkpoint
 from tests.conftest import build_language_model, build_tokenizer
 from tests.distributed.strategy_runs import MODULES, adamw, data_of
 from tests.modules.policy_runs import letters

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from lrlhf.loggers import ResumingTensorBoardLogger
-from lrlhf.strategies import AtomicCheckpointIO
-from lrlhf.strategies.atomic import atomic_folder, naming
-from lrlhf.strategies.sharded_checkpoint import convert_checkpoint, save_folder
+from lrlhf.run import AtomicCheckpointIO
+from lrlhf.run.atomic import atomic_folder, naming
+from lrlhf.run.checkpoints.sharded_checkpoint import convert_checkpoint, save_folder
 
 LIMIT = 100_000
 CHECKPOINTS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lrlhf.strategies import host_memory, keep_host_memory, return_host_memory
+from lrlhf.run import host_memory, keep_host_memory, return_host_memory
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PASSES = """

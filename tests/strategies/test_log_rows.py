@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from lrlhf.strategies.log_rows import LogRows, ResumableLog
+from lrlhf.run.log_rows import LogRows, ResumableLog
 from tests.loggers.runs import KilledAfterSaving, KilledError, Killer, Toy, train
 
 

@@ -14,9 +14,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lrlhf.strategies import count_iterations_as_steps, resume_where_it_stopped
-from lrlhf.strategies.checksums import NotACheckpointError
-from lrlhf.strategies.resumed_loop import NoProgressError
+from lrlhf.run import count_iterations_as_steps, resume_where_it_stopped
+from lrlhf.run.checkpoints.checksums import NotACheckpointError
+from lrlhf.run.resumed_loop import NoProgressError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*(smaller than the logging interval|many workers)"),

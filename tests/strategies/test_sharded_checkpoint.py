@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lrlhf.strategies.atomic import atomic_folder, open_folder
-from lrlhf.strategies.checkpoint_reader import (
+from lrlhf.run.atomic import atomic_folder, open_folder
+from lrlhf.run.checkpoints.checkpoint_reader import (
     StoredTensors,
     is_folder_checkpoint,
     read_checkpoint,
     read_folder,
 )
-from lrlhf.strategies.checksums import NotACheckpointError
-from lrlhf.strategies.sharded_checkpoint import convert_checkpoint, save_folder, write_file
+from lrlhf.run.checkpoints.checksums import NotACheckpointError
+from lrlhf.run.checkpoints.sharded_checkpoint import convert_checkpoint, save_folder, write_file
 
 
 def save(checkpoint: Mapping[str, Any], folder: Path) -> Path:

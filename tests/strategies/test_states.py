@@ -13,7 +13,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from lrlhf.models.sharding import CheckpointMismatchError
-from lrlhf.strategies.states import load_optimizer_state, optimizer_state, stored_names
+from lrlhf.run.checkpoints.optimizer_states import (
+    load_optimizer_state,
+    optimizer_state,
+    stored_names,
+)
 
 
 class Two(L.LightningModule):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
-from lrlhf.strategies import Updater, gradients_of
+from lrlhf.run import Updater, gradients_of
 
 
 def trainer() -> L.Trainer:
@@ -159,7 +159,7 @@ def test_gradients_are_gone_through_again_only_to_be_clipped(
     limit: float, factors: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gradients = Counted()
-    monkeypatch.setattr("lrlhf.strategies.update.gradients_of", lambda *_: gradients)
+    monkeypatch.setattr("lrlhf.run.gradient_updates.gradients_of", lambda *_: gradients)
     module = Two((limit, limit))
     module.trainer = trainer()
     updater = Updater(module)

@@ -18,7 +18,7 @@ from lrlhf.rollout import (
     VLLMEngine,
     WeightSyncError,
 )
-from lrlhf.rollout.vllm.base import EngineStartError
+from lrlhf.rollout.vllm.vllm_base import EngineStartError
 from tests.vllm.models import build_policy, disturb, largest_gap, prompts_of
 
 LONG = "a prompt that fills more than one block of the prefix cache"

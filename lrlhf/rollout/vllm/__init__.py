@@ -1,6 +1,6 @@
 """Rollouts with vLLM, inside the training process or in a server beside it."""
 
-from lrlhf.rollout.vllm.engine import VLLMEngine
-from lrlhf.rollout.vllm.server import VLLMServerEngine
+from lrlhf.rollout.vllm.inprocess_engine import VLLMEngine
+from lrlhf.rollout.vllm.server_engine import VLLMServerEngine
 
 __all__ = ["VLLMEngine", "VLLMServerEngine"]

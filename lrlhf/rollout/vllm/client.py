@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx
 
-from lrlhf.rollout.background import in_background
-from lrlhf.rollout.engine import Response
-from lrlhf.rollout.synced_engine import EngineFailure
-from lrlhf.rollout.vllm.base import read_response
+from lrlhf.rollout.engines.background import in_background
+from lrlhf.rollout.engines.engine import Response
+from lrlhf.rollout.engines.synced_engine import EngineFailure
+from lrlhf.rollout.vllm.vllm_base import read_response
 
 
 class ServerClient:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from lrlhf.rollout.vllm import guard
+from lrlhf.rollout.vllm import process_guard as guard
 
 ABORT_GRACE = 1.5
 """Seconds between SIGTERM and SIGKILL when nobody is there to wait for longer."""
@@ -33,7 +33,8 @@ class ServerStartError(RuntimeError):
 class ServerProcess:
     """Runs a server under a guard that ends all its processes with this one.
 
-    When this process ends, killed or not, the guard (see `lrlhf.rollout.vllm.guard`) notices and
+    When this process ends, killed or not, the guard (see
+    `lrlhf.rollout.vllm.process_guard`) notices and
     ends the server with everything that it started. ``start`` and ``stop`` may alternate.
 
     Args:

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.media import MediaProcessor, Video
 from lrlhf.models import eos_token_ids, ruled_out_ids, skeleton_of
+from lrlhf.rollout.engines.policy_weights import PolicyWeights
+from lrlhf.rollout.engines.synced_engine import Request
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.rollout.synced_engine import Request
-from lrlhf.rollout.weights import PolicyWeights
 from lrlhf.types import Media
 
 EXTENSION = "lrlhf.vllm_worker.extension.WeightReceiver"

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: when, which, how many."""

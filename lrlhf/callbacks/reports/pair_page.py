@@ -1,0 +1,126 @@
+"""Pairs of images as a reward model judged them, on one page for people."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+from PIL import Image
+
+from lrlhf.callbacks.eval_jsonl import covers_validation_set
+from lrlhf.callbacks.output_files import atomic_write, hold_output_folder, output_folder
+from lrlhf.types import Media, PreferenceBatch
+
+_RIGHT, _WRONG, _OPEN = "#3a8a4d", "#b3261e", "#555555"
+_COLUMNS = 4
+_BEST = {1.0: "left", -1.0: "right", 0.0: "equal"}
+
+
+class _Pair(NamedTuple):
+    left: Image.Image
+    right: Image.Image
+    lines: list[tuple[str, str]]
+    """Text and colour of each line below the two."""
+
+
+class PairPage(L.Callback):
+    """Draws pairs of images or videos of each evaluation to ``eval_pairs_{step}.png``.
+
+    Below each pair stands, for every head, what people prefer and both scores: green where the
+    scores agree with them, red where not. The first image, or the first frame of a video, stands
+    for each candidate. Pairs of texts are left out. Rank zero draws its own pairs.
+
+    Args:
+        dirpath: Folder of the pages; None: the logger's, else the trainer's root.
+        pairs: Pairs on a page, the first ones of the validation set.
+    """
+
+    def __init__(self, dirpath: str | Path | None = None, pairs: int = 24) -> None:
+        if pairs < 1:
+            raise ValueError(f"PairPage pairs is {pairs}; it must be at least 1")
+        self.dirpath = dirpath
+        self.pairs = pairs
+        self.paths: list[Path] = []
+        """Pages written by this process, oldest first."""
+        self._pairs: list[_Pair] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        hold_output_folder(trainer, self.dirpath, stage)
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._pairs = []
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if not isinstance(batch, PreferenceBatch) or not trainer.is_global_zero:
+            return
+        media = zip(batch.candidate0.media or (), batch.candidate1.media or (), strict=True)
+        rows = zip(media, outputs["records"], batch.labels.tolist(), strict=False)
+        for (left, right), record, labels in rows:
+            if left is not None and right is not None and len(self._pairs) < self.pairs:
+                told = _lines(record, labels)
+                self._pairs.append(_Pair(_picture(left), _picture(right), told))
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        whole = not trainer.sanity_checking or covers_validation_set(trainer)
+        if self._pairs and whole and trainer.is_global_zero:
+            name = f"eval_pairs_{trainer.global_step}.png"
+            path = output_folder(trainer, self.dirpath) / name
+            draw_pairs(path, self._pairs)
+            self.paths.append(path)
+        self._pairs = []
+
+
+def draw_pairs(path: Path, pairs: Sequence[_Pair]) -> None:
+    """Write a PNG with the pairs side by side, and what is told of each below it."""
+    columns = min(_COLUMNS, len(pairs))
+    rows = math.ceil(len(pairs) / columns)
+    lines = max(len(pair.lines) for pair in pairs)
+    figure_class = importlib.import_module("matplotlib.figure").Figure
+    height = 1.6 + 0.18 * lines
+    figure = figure_class(figsize=(3.2 * columns, height * rows), dpi=110)
+    grid = figure.subplots(rows, 2 * columns, squeeze=False)
+    figure.subplots_adjust(0.01, 0.2 * lines / height / rows, 0.99, 0.995, 0.04, 0.24 * lines)
+    for axes in grid.flat:
+        axes.axis("off")
+    for index, pair in enumerate(pairs):
+        row, column = divmod(index, columns)
+        left, right = grid[row, 2 * column], grid[row, 2 * column + 1]
+        left.imshow(pair.left)
+        right.imshow(pair.right)
+        for number, (text, colour) in enumerate(pair.lines):
+            place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
+            place |= {"xy": (0, 0), "xytext": (0, -11 - 12 * number)}
+            # a $ in the name of a head opens no formula
+            left.annotate(text, color=colour, fontsize=8, parse_math=False, **place)
+    with atomic_write(path) as handle:
+        figure.savefig(handle, format="png")
+
+
+def _lines(record: Mapping[str, Any], labels: Sequence[float]) -> list[tuple[str, str]]:
+    lines = []
+    heads = zip(record["scores0"].items(), record["scores1"].values(), labels, strict=True)
+    for (head, first), second, label in heads:
+        best = _BEST.get(label, "not labelled")
+        right = (first - second) * label > 0
+        colour = _OPEN if label not in (1.0, -1.0) else _RIGHT if right else _WRONG
+        lines.append((f"{head}: {best}   {first:.2f} | {second:.2f}", colour))
+    return lines
+
+
+def _picture(media: Media) -> Image.Image:
+    if media.images:
+        image: Image.Image = media.images[0]
+        return image
+    return Image.fromarray(media.videos[0].frames[0])

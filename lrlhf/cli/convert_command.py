@@ -1,0 +1,38 @@
+"""``lrlhf convert``: checkpoints from one form into the other."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from lrlhf.run.checkpoints.checkpoint_reader import is_folder_checkpoint
+from lrlhf.run.checkpoints.sharded_checkpoint import convert_checkpoint
+
+
+def convert(arguments: Sequence[str]) -> None:
+    """Run the command.
+
+    Args:
+        arguments: Its options, without the command.
+
+    Raises:
+        FileExistsError: The target exists.
+        NotACheckpointError: The source is no checkpoint.
+    """
+    parser = argparse.ArgumentParser(
+        prog="lrlhf convert",
+        description="Turn a checkpoint's folder, as fsdp2 and DeepSpeed write it, into one file, "
+        "or a file into a folder. Any strategy and number of processes resumes from both.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", type=Path, help="checkpoint to read")
+    parser.add_argument("target", type=Path, help="checkpoint to write; must not exist")
+    parser.add_argument("--to", choices=("sharded", "full"), help="default: what SOURCE is not")
+    given = parser.parse_args(arguments)
+    to: Literal["sharded", "full"]
+    to = given.to or ("full" if is_folder_checkpoint(given.source) else "sharded")
+    convert_checkpoint(given.source, given.target, to)
+    sys.stdout.write(f"wrote {given.target}\n")

@@ -1,0 +1,148 @@
+"""``lrlhf replay``: the step of a dump again, and a short report of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.guard.dump import CONFIG_FILE, read_about
+from lrlhf.modules import DumpReplay, NotADumpError, PolicyModule, RewardModel, replay_dump
+
+_MAX_ROWS = 16
+_MAX_NAMES = 5
+_COLUMNS = (
+    "row",
+    "score",
+    "advantage",
+    "kl",
+    "log_ratio",
+    "scores0",
+    "scores1",
+    "labels",
+    "length",
+    "prompt",
+    "candidate0",
+)
+
+
+def dump_and_options(options: Sequence[str]) -> tuple[Path, list[str]]:
+    """Read the command line.
+
+    Args:
+        options: What follows the command: the dump, then further options of ``fit``.
+
+    Returns:
+        The dump, and the options of ``fit``, the dump's own config first.
+
+    Raises:
+        ConfigError: There is no such dump, or it has no config.
+    """
+    if not options or options[0].startswith("-"):
+        if {"-h", "--help"} & set(options):
+            return Path(), list(options)
+        raise ConfigError("lrlhf replay needs the folder of a dump: lrlhf replay DUMP [options]")
+    folder = Path(options[0])
+    try:
+        read_about(folder)
+    except NotADumpError as error:
+        raise ConfigError(str(error)) from error
+    config = folder / CONFIG_FILE
+    if not config.is_file():
+        raise ConfigError(
+            f"{folder} has no {CONFIG_FILE}, as the run was not started by lrlhf fit: build the "
+            "module in Python and call lrlhf.modules.replay_dump(module, folder)"
+        )
+    return folder, ["--config", str(config), *options[1:]]
+
+
+def show_replay(module: L.LightningModule, folder: Path) -> bool:
+    """Repeat the step of a dump and print what came of it.
+
+    Args:
+        module: As the dump's config builds it.
+        folder: The dump.
+
+    Returns:
+        Whether it went wrong again.
+
+    Raises:
+        NotADumpError: The dump is damaged.
+        ValueError: The module is none that writes dumps, or not the dump's.
+    """
+    if not isinstance(module, PolicyModule | RewardModel):
+        raise ValueError(f"{type(module).__name__} writes no dumps; RLOO, PPO and RewardModel do")
+    replay = replay_dump(module, folder)
+    console = Console(file=sys.stdout, highlight=False)
+    for part in _report(replay):
+        console.print(part)
+    return replay.reproduced
+
+
+def _report(replay: DumpReplay) -> Iterable[RenderableType]:
+    dump = replay.dump
+    stage = dump.ranks[0].stage
+    yield Text(f"{dump.folder}: step {dump.step}, {_STAGES[stage]}")
+    yield from _anomalies("then", dump.anomalies)
+    yield from _anomalies("now", replay.found)
+    yield Text("reproduced" if replay.reproduced else "not reproduced", style="bold")
+    if replay.weights:
+        yield Text(f"weights that are not finite: {_listed(replay.weights)}")
+    for rank in replay.ranks:
+        who = f"rank {rank.rank}: " if dump.world_size > 1 else ""
+        yield Text(
+            f"{who}first output that is not finite: {rank.first_module or 'none of any module'}"
+        )
+        if rank.gradients:
+            yield Text(f"{who}gradients that are not finite: {_listed(rank.gradients)}")
+        yield _rows(rank.rows)
+        if len(rank.rows) > _MAX_ROWS:
+            yield Text(f"… and {len(rank.rows) - _MAX_ROWS} more rows, see records.jsonl")
+    for note in replay.notes:
+        yield Text(f"note: {note}")
+
+
+_STAGES = {
+    "iteration": "before the update of the iteration",
+    "policy": "an optimizer step of the policy",
+    "value": "an optimizer step of the critic",
+    "joint": "an optimizer step of policy and critic",
+    "reward": "an optimizer step of the reward model",
+}
+
+
+def _anomalies(when: str, anomalies: Sequence[Any]) -> Iterable[RenderableType]:
+    for anomaly in anomalies:
+        yield Text(f"{when}: {anomaly.kind}: {anomaly.text}")
+    if not anomalies:
+        yield Text(f"{when}: nothing")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _rows(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One line per row, with the columns that any of them has."""
+    columns = [name for name in _COLUMNS if any(row.get(name) is not None for row in rows)]
+    table = Table(*columns)
+    for row in rows[:_MAX_ROWS]:
+        table.add_row(*(Text(_cell(row.get(name))) for name in columns))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return " ".join(_cell(part) for part in value.values())
+    text = "" if value is None else " ".join(str(value).split())
+    return text if len(text) <= 40 else f"{text[:40]}…"

@@ -1,0 +1,193 @@
+"""Texts of a second stream, which goes into the policy's loss beside what it learns from rewards.
+
+Ouyang et al. 2022 call it PTX, https://arxiv.org/abs/2203.02155
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.datamodules.loading.loader import Fetching, Ranks
+from lrlhf.datamodules.loading.order import Rows
+from lrlhf.datamodules.loading.sources import Entries, Row
+from lrlhf.datamodules.loading.splits import Preparation, Side
+from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.datamodules.rows.chat import ChatFormat, read_messages
+from lrlhf.datamodules.rows.collate import Candidate, right_padded
+from lrlhf.datamodules.rows.media_rows import MediaPlaces, RowReading, Unread
+from lrlhf.datamodules.rows.parsed_rows import text_of, wrong_type
+from lrlhf.datamodules.rows.prompt_rows import column_or_dialogue
+from lrlhf.datamodules.rows.tokenizing import Text, Tokens, tokenize
+from lrlhf.types import PromptBatch, SequenceBatch
+
+DEFAULT_TEXT_COLUMN = "text"
+
+TextRow = Candidate
+"""A tokenised text; all of it but the first token, which nothing predicts, is trained on."""
+
+
+@dataclass(frozen=True)
+class PretrainingTexts:
+    """Where the texts come from, and which of them can be used.
+
+    Args:
+        sources: As for train data.
+        column: Column with a text or a list of messages.
+        batch_size: Texts per step and rank.
+        max_tokens: Longer texts are bad rows.
+        max_bad_fraction: Largest share of bad rows to go on with.
+    """
+
+    sources: Entries
+    column: str
+    batch_size: int
+    max_tokens: int
+    max_bad_fraction: float
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"pretraining_batch_size={self.batch_size}: give at least 1")
+        if self.max_tokens < 2:
+            raise ValueError(
+                f"pretraining_max_tokens={self.max_tokens}: give at least 2, as the first token of "
+                "a text is not trained on"
+            )
+
+    def load(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: ChatFormat,
+        reading: RowReading = RowReading(),  # noqa: B008  frozen
+    ) -> Side[TextRow]:
+        """Load and tokenise every text; bad rows are counted and told.
+
+        Raises:
+            BadDataError: Too many rows are bad.
+        """
+        preparation = Preparation[Unread, TextRow](
+            parse=TextParser(chat, self.column, reading.places),
+            finish=lambda texts: reading.check(self._finish(tokenizer, texts)),
+            keys=lambda _: (),
+            check=lambda side, _: side,
+            max_bad_fraction=self.max_bad_fraction,
+        )
+        return preparation.load(self.sources, "pretraining")
+
+    def _finish(
+        self, tokenizer: PreTrainedTokenizerBase, drafts: Sequence[Unread]
+    ) -> list[TextRow | BadRow]:
+        tokens = tokenize(tokenizer, [draft.text for draft in drafts])
+        return [
+            self._bad(ids) or TextRow(ids, start=1, unread=draft if draft.refs else None)
+            for draft, ids in zip(drafts, tokens, strict=True)
+        ]
+
+    def _bad(self, ids: Tokens) -> BadRow | None:
+        if len(ids) > self.max_tokens:
+            return BadRow(
+                "too long",
+                f"the text has {len(ids)} tokens, pretraining_max_tokens={self.max_tokens}",
+                remedy="raise pretraining_max_tokens, or cut the texts into passages",
+            )
+        if len(ids) < 2:
+            return BadRow("too short", "a text of one token has nothing to predict")
+        return None
+
+
+@dataclass(frozen=True)
+class TextParser:
+    """Reads rows as texts.
+
+    Args:
+        chat: Renders dialogues.
+        column: Column with the text: plain, or a list of messages.
+        media: Finds images and videos.
+    """
+
+    chat: ChatFormat
+    column: str = DEFAULT_TEXT_COLUMN
+    media: MediaPlaces = field(default_factory=MediaPlaces)
+
+    def __call__(self, row: Row, folder: Path | None = None) -> Unread:
+        """Parse one row, or raise `BadRow`; relative paths start from ``folder``."""
+        column = column_or_dialogue(
+            row, self.column, default=DEFAULT_TEXT_COLUMN, setting="pretraining_column"
+        )
+        refs = self.media.of_columns(row, folder)
+        if isinstance(row[column], str):
+            return Unread(Text(text_of(row, column), complete=False), refs)
+        if row[column] is None:
+            raise wrong_type(column, "text or a list of messages", None)
+        messages = read_messages(row[column], column)
+        messages, refs = self.media.of_messages(messages, refs, folder)
+        return Unread(Text(self.chat.render(messages, row, prompt=False), complete=True), refs)
+
+
+class PretrainingStream:
+    """Gives each train batch its texts.
+
+    The texts are an endless stream of shuffled epochs, and batch number ``i`` takes the stretch
+    from ``i * batch_size * ranks`` on: which texts it gets is a pure function of the seed, ``i``
+    and the rank.
+
+    Args:
+        side: The texts.
+        batch_size: Texts per batch and rank.
+        seed: Of their order; the same seed orders prompts and texts independently.
+        pad_token_id: Any id; what is padding is told by the mask.
+        ranks: This process among all.
+        read: Reads images and videos of the texts.
+
+    Raises:
+        ValueError: There are fewer texts than one batch of all ranks takes.
+    """
+
+    def __init__(
+        self,
+        side: Side[TextRow],
+        *,
+        batch_size: int,
+        seed: int,
+        pad_token_id: int,
+        ranks: Ranks,
+        read: Callable[[TextRow], TextRow] | None = None,
+    ) -> None:
+        self._texts = side.values
+        # drawn from the seed: else texts and prompts of equal number would always meet the same way
+        self._order = side.order(int(np.random.SeedSequence([seed, 2]).generate_state(1)[0]))
+        self._batch_size = batch_size
+        self._fetching = Fetching(partial(right_padded, pad_token_id=pad_token_id), read=read)
+        self._ranks = ranks
+        self._drawn: tuple[int, Rows] = (0, self._order.epoch(0))
+        if len(self._texts) < batch_size * ranks.world:
+            raise ValueError(
+                f"pretraining_batch_size={batch_size} on {ranks.world} rank(s) takes "
+                f"{batch_size * ranks.world} texts for one step, and there are "
+                f"{len(self._texts)}: give more texts, or set pretraining_batch_size to "
+                f"{max(1, len(self._texts) // ranks.world)} or less"
+            )
+
+    def __call__(self, batch: PromptBatch, number: int) -> PromptBatch:
+        """Return ``batch``, which is number ``number`` since the run began, with its texts."""
+        texts = self.texts(number)
+        # the loader pins what it collates itself
+        pinned = batch.input_ids.is_pinned()
+        return replace(batch, pretraining=texts.pin_memory() if pinned else texts)
+
+    def texts(self, number: int) -> SequenceBatch:
+        """Return the texts of train batch ``number``, counted from 0."""
+        first = (number * self._ranks.world + self._ranks.rank) * self._batch_size
+        rows = [self._row(position) for position in range(first, first + self._batch_size)]
+        return self._fetching.batch(self._texts, rows)
+
+    def _row(self, position: int) -> int:
+        epoch, place = divmod(position, len(self._order))
+        if epoch != self._drawn[0]:
+            self._drawn = (epoch, self._order.epoch(epoch))
+        return int(self._drawn[1][place])

@@ -1,0 +1,153 @@
+"""Chat turns: reading them from rows, and rendering them with the tokenizer's template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.datamodules.loading.sources import Row
+from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.datamodules.rows.parsed_rows import structure_of, whole_text, wrong_type
+from lrlhf.types import Message
+
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+
+
+def read_messages(value: object, column: str) -> tuple[Message, ...]:
+    """Read chat turns, written as ``role``/``content`` or as ``from``/``value``.
+
+    Raises:
+        BadRow: It is no list of turns, a turn has no role, or no turn has content.
+    """
+    if not isinstance(value, list | tuple):
+        raise wrong_type(column, "a list of messages", value)
+    if not value:
+        raise BadRow("empty text", f"column {column!r} is an empty list of messages")
+    messages = tuple(_read_message(entry, column) for entry in value)
+    if not any(message.get("content") or message.get("tool_calls") for message in messages):
+        raise BadRow("empty text", f"no message of column {column!r} has content")
+    return messages
+
+
+def _read_message(entry: object, column: str) -> Message:
+    if not isinstance(entry, Mapping):
+        raise wrong_type(column, "a list of messages, each with role and content", entry)
+    if "from" in entry and "value" in entry:
+        role, content = entry["from"], entry["value"]
+        if not isinstance(role, str) or role not in _SHAREGPT_ROLES:
+            known = ", ".join(_SHAREGPT_ROLES)
+            raise BadRow(
+                "wrong type", f"column {column!r}: unknown `from` {role!r} (known: {known})"
+            )
+        rest = {key: value for key, value in entry.items() if key not in ("from", "value")}
+        message = {"role": _SHAREGPT_ROLES[role], "content": content, **rest}
+    else:
+        # tables fill what some messages lack with None; templates test for presence
+        message = {key: value for key, value in entry.items() if value is not None}
+    if not isinstance(message.get("role"), str):
+        raise BadRow(
+            "wrong type", f"a message of column {column!r} has no role: {dict(entry)!r:.80}"
+        )
+    if not isinstance(message.get("content", ""), str | list):
+        raise wrong_type(f"{column}.content", "text", message["content"])
+    if "content" not in message and "tool_calls" not in message:
+        raise BadRow("empty text", f"a message of column {column!r} has no content")
+    return message
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How messages become the text that the model reads.
+
+    Args:
+        tokenizer: Its chat template is used unless ``template`` is given.
+        template: Template text, or the path of a file that holds one.
+        kwargs: Passed to the template, such as ``enable_thinking: false``; a row's own
+            ``chat_template_kwargs`` come on top.
+        tools: Tool descriptions passed to the template where a row has no ``tools``.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    template: str | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.template is not None:
+            object.__setattr__(self, "template", _template_text(self.template))
+
+    @property
+    def dated(self) -> bool:
+        """Whether today's date may be in the text, as in the templates of Llama 3.2."""
+        template = self.template or self.tokenizer.chat_template
+        return "strftime_now" in str(template)
+
+    def render(self, messages: Sequence[Message], row: Row, *, prompt: bool) -> str:
+        """Render turns as text, special tokens included.
+
+        Args:
+            messages: The turns.
+            row: Its columns ``tools`` and ``chat_template_kwargs`` are heeded.
+            prompt: Open the assistant's turn, or leave it open if the last turn is its own.
+
+        Raises:
+            BadRow: The template refuses the messages.
+            ValueError: There is no template.
+        """
+        if self.template is None and self.tokenizer.chat_template is None:
+            raise ValueError(
+                f"the rows hold chat messages, and the tokenizer {self.tokenizer.name_or_path!r} "
+                "has no chat template: give `chat_template` (a file or the text), take the "
+                "tokenizer of an instruction-tuned model, or give plain text rows"
+            )
+        own = structure_of(row, "chat_template_kwargs", dict) or {}
+        tools = structure_of(row, "tools", list) or self.tools
+        goes_on = prompt and messages[-1]["role"] == "assistant"
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=prompt and not goes_on,
+                continue_final_message=goes_on,
+                **{**self.kwargs, **own},
+            )
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            raise BadRow(
+                "refused by the chat template",
+                f"{type(error).__name__}: {error} (the turns: "
+                f"{', '.join(str(message['role']) for message in messages)})",
+                remedy="check the roles and their order, or give another `chat_template`",
+            ) from error
+        if not isinstance(text, str):
+            raise TypeError(f"apply_chat_template returned {type(text).__name__}")
+        return whole_text(text, "the rendered chat")
+
+
+def _template_text(template: str) -> str:
+    if "{{" in template or "{%" in template:
+        return template
+    path = Path(template).expanduser()
+    if not path.is_file():
+        raise ValueError(
+            f"chat_template {template!r} is neither a file nor template text (it has no '{{{{' and "
+            "no '{%'): give the path of a .jinja file or the template itself"
+        )
+    return path.read_text(encoding="utf-8")

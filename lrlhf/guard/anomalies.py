@@ -1,0 +1,265 @@
+"""What is wrong with an iteration before its update: the measurements, and the verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.functional.kl import kl_estimate
+from lrlhf.functional.masking import masked_sum
+from lrlhf.guard.guard_settings import Guard
+from lrlhf.types import Experience, SequenceBatch
+
+WARM_UP = 5
+"""Iterations before a length can be out of proportion."""
+
+_DECAY = 0.9
+_MAX_SHOWN = 60
+
+
+class Anomaly(NamedTuple):
+    """Something that no step must be taken with.
+
+    Attributes:
+        kind: scores, logprobs, advantages, values, kl, length, mismatch, loss, gradient or ratio.
+        text: What it is, in words, with value, limit and place.
+        value: What was measured; None: it is no number.
+        limit: What it may be at most; None: finite.
+        rank: The process that found it.
+    """
+
+    kind: str
+    text: str
+    value: float | None = None
+    limit: float | None = None
+    rank: int = 0
+
+    def plain(self) -> dict[str, Any]:
+        """Return it in JSON types."""
+        return {**self._asdict(), "value": _number(self.value), "limit": _number(self.limit)}
+
+
+def _number(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+class RunningLength:
+    """Mean response length of the last iterations, the latest counting most."""
+
+    def __init__(self) -> None:
+        self.iterations = 0
+        self.mean = 0.0
+
+    def update(self, length: float) -> None:
+        """Count the mean length of an iteration, in tokens."""
+        self.iterations += 1
+        weight = max(1 - _DECAY, 1 / self.iterations)  # a plain mean at first
+        self.mean += weight * (length - self.mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs."""
+        return {"iterations": self.iterations, "mean": self.mean}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``."""
+        self.iterations, self.mean = state["iterations"], state["mean"]
+
+
+class IterationSums(NamedTuple):
+    """What an iteration is judged by: numbers that add up over the ranks."""
+
+    scores: float
+    """Infinite ones; NaN says that a response could not be scored."""
+    logprobs: float
+    """Entries that are not finite, as in the next two."""
+    advantages: float
+    values: float
+    kl: float
+    """Nats, over ``kl_rows`` responses."""
+    kl_rows: float
+    tokens: float
+    """Of ``rows`` responses."""
+    rows: float
+    mismatch: float
+    """Nats, over ``mismatch_tokens`` tokens."""
+    mismatch_tokens: float
+
+
+def reference_kl(experience: Experience) -> Tensor | None:
+    """`[B]`: distance of each response to the reference in nats; None: there is no reference.
+
+    Of responses that the policy drew it is the k1 estimate; of others, which k1 would misjudge and
+    even give a negative distance, k3.
+    """
+    if experience.ref_logprobs is None:
+        return None
+    policy, estimator = experience.policy_logprobs, "k3"
+    if policy is None:
+        policy, estimator = experience.old_logprobs, "k1"
+    if policy is None:
+        policy = experience.sampling_logprobs
+    estimate = kl_estimate(policy, experience.ref_logprobs, estimator=estimator)
+    return masked_sum(estimate, experience.response_mask, 1)
+
+
+def measure(experience: Experience, *, replayed: bool, drawn: bool = False) -> Tensor:
+    """`[10]`: the `IterationSums` of this rank.
+
+    Args:
+        experience: Of the iteration, before its update.
+        replayed: Whether it was stored: then the engine is not to blame for any difference.
+        drawn: Whether the old log-probabilities are the engine's own: how far these are from the
+            policy's is seen in the update.
+    """
+    groups = _looked_at(experience)
+    mask = experience.response_mask
+    bad = {
+        kind: sum(float(_bad(value, mask).sum()) for value in tensors.values())
+        for kind, tensors in groups.items()
+    }
+    kl, rows = reference_kl(experience), float(len(experience))
+    old = None if replayed or drawn else experience.old_logprobs
+    mismatch = 0.0
+    if old is not None:
+        mismatch = float(masked_sum((old - experience.engine_logprobs).abs(), mask))
+    tokens = float(mask.sum())
+    sums = IterationSums(
+        scores=float(experience.scores.isinf().sum()),
+        **bad,
+        kl=0.0 if kl is None else float(kl.sum()),
+        kl_rows=0.0 if kl is None else rows,
+        tokens=tokens,
+        rows=rows,
+        mismatch=mismatch,
+        mismatch_tokens=0.0 if old is None else tokens,
+    )
+    return torch.tensor(sums, device=experience.input_ids.device)
+
+
+def judge(sums: IterationSums, guard: Guard, lengths: RunningLength) -> list[Anomaly]:
+    """Say what is wrong with an iteration.
+
+    Args:
+        sums: Of all ranks.
+        guard: The limits.
+        lengths: Of the iterations before.
+    """
+    found = [
+        Anomaly(kind, f"{what}: {count:.0f} of them", count, None)
+        for kind, what, count in (
+            ("scores", "scores are infinite", sums.scores),
+            ("logprobs", "log-probabilities before the update are not finite", sums.logprobs),
+            ("advantages", "advantages are not finite", sums.advantages),
+            ("values", "values or returns are not finite", sums.values),
+        )
+        if count > 0
+    ]
+    kl = sums.kl / max(sums.kl_rows, 1)
+    if guard.max_kl is not None and kl > guard.max_kl:
+        text = f"the mean KL to the reference is {kl:.4g} nats per response"
+        found.append(Anomaly("kl", f"{text} (guard.max_kl is {guard.max_kl:g})", kl, guard.max_kl))
+    found += judge_mismatch(sums.mismatch, sums.mismatch_tokens, guard)
+    length, factor = sums.tokens / max(sums.rows, 1), guard.max_length_factor
+    if factor is not None and lengths.iterations >= WARM_UP and length > factor * lengths.mean:
+        text = (
+            f"responses have {length:.4g} tokens on average, {length / lengths.mean:.3g} times the "
+            f"{lengths.mean:.4g} of the iterations before (guard.max_length_factor is {factor:g})"
+        )
+        found.append(Anomaly("length", text, length, factor * lengths.mean))
+    return found
+
+
+def judge_mismatch(total: float, tokens: float, guard: Guard) -> list[Anomaly]:
+    """Say whether trainer and engine are too far apart.
+
+    Args:
+        total: Nats, over all ranks.
+        tokens: As many as they were added up over.
+        guard: The limit.
+    """
+    limit, mean = guard.max_mismatch, total / max(tokens, 1)
+    if limit is None or not mean > limit:
+        return []
+    text = (
+        f"trainer and engine differ by {mean:.4g} nats per token (guard.max_mismatch is {limit:g})"
+    )
+    return [Anomaly("mismatch", text, mean, limit)]
+
+
+def _looked_at(experience: Experience) -> dict[str, dict[str, Tensor]]:
+    """The tensors of which every entry of a response must be finite, by kind of anomaly."""
+    groups: dict[str, dict[str, Tensor | None]] = {
+        "logprobs": {
+            "the engine's log-probabilities": experience.sampling_logprobs,
+            "the log-probabilities before the update": experience.old_logprobs,
+            "the policy's log-probabilities": experience.policy_logprobs,
+            "the reference's log-probabilities": experience.ref_logprobs,
+        },
+        "advantages": {"the advantages": experience.advantages},
+        "values": {"the values": experience.values, "the returns": experience.returns},
+    }
+    return {
+        kind: {name: value for name, value in tensors.items() if value is not None}
+        for kind, tensors in groups.items()
+    }
+
+
+def _bad(values: Tensor, mask: Tensor) -> Tensor:
+    return ~values.isfinite() & (mask if values.dim() == 2 else mask.any(dim=1))
+
+
+def locate(
+    batch: SequenceBatch,
+    outputs: Mapping[str, Tensor],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Tensor | None = None,
+) -> str:
+    """Say where the first entry is that is not finite; empty: none is within a response.
+
+    Args:
+        batch: The rows.
+        outputs: `[B, T]` or `[B]` by what to call them, looked at in their order.
+        tokenizer: Writes the prompt.
+        rows: `[B]`, numbers of the rows; None: as they come.
+    """
+    for name, values in outputs.items():
+        places = _bad(values, batch.response_mask.to(values.device)).nonzero().tolist()
+        if not places:
+            continue
+        row, *position = places[0]
+        number = row if rows is None else int(rows[row])
+        prompt = shortened(prompt_text(batch, row, tokenizer))
+        token = ""
+        if position:
+            said = tokenizer.decode([int(batch.input_ids[row, position[0]])])
+            token = f", token {position[0]} ({said!r})"
+        return f"first in {name} of row {number}{token}, whose prompt is {prompt!r}"
+    return ""
+
+
+def locate_in(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Say where the first entry of an experience is that is not finite; empty: nowhere."""
+    outputs = {
+        name: value for group in _looked_at(experience).values() for name, value in group.items()
+    }
+    infinite = experience.scores.nan_to_num(0.0, torch.inf, -torch.inf)
+    return locate(experience, {"the scores": infinite, **outputs}, tokenizer=tokenizer)
+
+
+def prompt_text(batch: SequenceBatch, row: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what stands before a row's first trained token."""
+    mask = batch.response_mask[row]
+    first = int(mask.long().argmax()) if bool(mask.any()) else mask.shape[0]
+    ids = batch.input_ids[row, :first][batch.attention_mask[row, :first]]
+    return str(tokenizer.decode(ids.tolist()))
+
+
+def shortened(text: str) -> str:
+    """Return the beginning of a text, as a message can show it."""
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"

@@ -1,0 +1,1 @@
+"""How models, tokenizers and reward networks are read and written."""

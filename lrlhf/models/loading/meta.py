@@ -1,0 +1,230 @@
+"""Models without weights: every shape and precision, and nothing in memory.
+
+They are built on torch's "meta" device from a config alone, so a model of any size costs nothing,
+and become runnable as fake tensors, which compute shapes where real ones compute numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float
+from peft import PeftModel
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from lrlhf.models.backbone import assume_packing
+from lrlhf.models.heads import ValueHead
+from lrlhf.models.loading.freezing import freeze_modules
+from lrlhf.models.loading.gguf import folder_of
+from lrlhf.models.loading.model_sources import PACKAGE_PREFIX, cache_dir, load_config
+from lrlhf.models.loading.pretrained import (
+    CausalLM,
+    PretrainedSpec,
+    clear_dropout,
+    finish_for_training,
+    keep_no_cache,
+    silence_dropout,
+)
+from lrlhf.models.loading.score_model import ScoreModel
+from lrlhf.models.output_head import body_of
+from lrlhf.models.reward_network import RewardNetwork
+from lrlhf.models.scorers import HeadedBackbone, blocks_of
+from lrlhf.models.token_logprobs import sequence_values
+from lrlhf.models.value_network import ValueModel, new_value_head
+from lrlhf.types import SequenceBatch
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class ValueSkeleton(nn.Module):
+    """The shapes of a `ValueNetwork`, which probes its backbone with real numbers."""
+
+    def __init__(self, backbone: PreTrainedModel | PeftModel, head: ValueHead) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    def forward(self, batch: SequenceBatch) -> Float[Tensor, "B T"]:
+        """Compute values aligned with the tokens, see :func:`lrlhf.models.sequence_values`."""
+        return sequence_values(self.backbone, self.head, batch)
+
+
+def policy_skeleton(spec: CausalLM, *, trainable: bool = True) -> PreTrainedModel | PeftModel:
+    """Build what ``spec.load`` loads, on the meta device.
+
+    Args:
+        spec: Its quantisation is left out: the weights have the shapes that they are computed with.
+        trainable: False: every parameter is frozen, and there are no adapters.
+
+    Raises:
+        ValueError: The source leads to no config, or an option does not fit the model.
+    """
+    config = config_without_weights(spec)
+    seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    auto_class = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+    model = _from_config(spec, config, auto_class)
+    assume_packing(model)
+    return _finished(model, body_of(model), spec, trainable=trainable, task_type="CAUSAL_LM")
+
+
+def body_skeleton(spec: PretrainedSpec, *, trainable: bool) -> PreTrainedModel | PeftModel:
+    """Build a model without any head on the meta device; arguments as of `policy_skeleton`."""
+    body = _from_config(spec, config_without_weights(spec), AutoModel)
+    keep_no_cache(body)
+    assume_packing(body)
+    return _finished(body, body, spec, trainable=trainable, task_type="FEATURE_EXTRACTION")
+
+
+def value_skeleton(spec: ValueModel) -> ValueSkeleton:
+    """Build what ``spec.load`` loads, on the meta device."""
+    body = body_skeleton(spec, trainable=True)
+    return ValueSkeleton(body, new_value_head(body, spec.head))
+
+
+def reward_skeleton(spec: ScoreModel) -> RewardNetwork:
+    """Build what ``spec.load`` loads, on the meta device."""
+    body = body_skeleton(spec, trainable=True)
+    return RewardNetwork(_UnprobedBackbone(body, spec.head_config()))
+
+
+class _UnprobedBackbone(HeadedBackbone):
+    """Finds by structure what the layer of the heads does not depend on: nothing can be run."""
+
+    def _freeze_unused(self) -> None:
+        plain = self.plain
+        unused = [part for name, part in plain.named_modules() if name.endswith("pooler")]
+        if self.config.layer != -1:
+            blocks = blocks_of(plain)
+            unused += list(blocks[self.config.layer :])
+            inside = {id(weight) for weight in blocks.parameters()}
+            inside |= {id(weight) for weight in plain.get_input_embeddings().parameters()}
+            for weight in plain.parameters():
+                if id(weight) not in inside:
+                    weight.requires_grad_(False)
+        for part in unused:
+            part.requires_grad_(False)
+
+
+def config_without_weights(spec: PretrainedSpec) -> PreTrainedConfig:
+    """Load the config of a model that is about to be built; a GGUF file is not converted for it.
+
+    Raises:
+        ValueError: The source leads to no config.
+    """
+    file = _gguf_file(spec.source)
+    if file is None:
+        config = load_config(
+            spec.source, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+        )
+    else:
+        converted = folder_of(file, cache_dir() / "models")
+        config = (
+            AutoConfig.from_pretrained(converted)
+            if converted.is_dir()
+            else AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        )
+    if not spec.dropout:
+        clear_dropout(config)
+    return config
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Compute shapes instead of numbers: every tensor that is made inside is fake."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def runnable(model: ModuleT, *, dtype: torch.dtype | None = None) -> ModuleT:
+    """Put fake CPU tensors in the place of a skeleton's; inside of `shapes_only`.
+
+    Args:
+        model: Changed in place; tied weights stay tied.
+        dtype: Of the floating-point weights; None: as they are.
+    """
+    replaced: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in replaced:
+            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            new = torch.empty(tensor.shape, dtype=wanted)
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            replaced[id(tensor)] = new
+        return replaced[id(tensor)]
+
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                module._parameters[name] = fake(weight)  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fake(buffer)
+    return model
+
+
+def _from_config(spec: PretrainedSpec, config: PreTrainedConfig, auto_class: Any) -> Any:
+    attention = spec.attn_implementation
+    if attention is not None and attention.startswith("flash"):
+        attention = "sdpa"  # keeps the same tensors for the backward pass, and is always there
+    stored = config.dtype or torch.float32
+    dtype = stored if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    with torch.device("meta"):
+        model = auto_class.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=spec.trust_remote_code,
+        )
+    if not spec.dropout:
+        silence_dropout(model)
+    return model
+
+
+def _finished(
+    model: PreTrainedModel,
+    body: nn.Module,
+    spec: PretrainedSpec,
+    *,
+    trainable: bool,
+    task_type: str,
+) -> PreTrainedModel | PeftModel:
+    if not trainable:
+        return model.requires_grad_(False)
+    freeze_modules(body, spec.freeze)
+    with torch.device("meta"):
+        return finish_for_training(model, spec, task_type=task_type)
+
+
+def _gguf_file(source: str) -> Path | None:
+    """Return the GGUF file that a source stands for; None: it is something else, or unclear."""
+    path = Path(source).expanduser()
+    if source.startswith(PACKAGE_PREFIX):
+        module, _, inner = source.removeprefix(PACKAGE_PREFIX).partition("/")
+        if not module or importlib.util.find_spec(module.split(".")[0]) is None:
+            return None
+        package = importlib.util.find_spec(module)
+        if package is None or not package.submodule_search_locations:
+            return None
+        path = Path(next(iter(package.submodule_search_locations))) / inner
+    if path.suffix == ".gguf":
+        return path if path.is_file() else None
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    files = list(path.glob("*.gguf"))
+    return files[0] if len(files) == 1 else None

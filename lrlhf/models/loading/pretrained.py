@@ -1,0 +1,345 @@
+"""Pretrained models as a configuration describes them: precision, adapters, memory savings."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import peft
+import torch
+from peft.utils.constants import EMBEDDING_LAYER_NAMES
+from torch import nn
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+
+from lrlhf.models.backbone import allow_packing
+from lrlhf.models.compiling import compile_layers
+from lrlhf.models.loading.export import check_mergeable
+from lrlhf.models.loading.freezing import freeze_modules
+from lrlhf.models.loading.model_sources import (
+    explained,
+    load_config,
+    resolve_source,
+    warn_of_remote_code,
+)
+from lrlhf.models.loading.tokenization import load_processor, load_tokenizer
+from lrlhf.models.media_inputs import vision_encoder
+from lrlhf.models.output_head import body_of, check_output_head, is_tied
+
+logger = logging.getLogger(__name__)
+
+DType = Literal["float32", "bfloat16", "float16", "auto"]
+
+_DROPOUT_WORDS = ("dropout", "pdrop", "layerdrop", "drop_path")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Low-rank adapters: only they are trained, the model's own weights stay as they are."""
+
+    r: int = 16
+    """Rank of every adapter."""
+    alpha: int = 32
+    """Adapters are scaled by ``alpha / r``."""
+    dropout: float = 0.0
+    """Dropout in front of the adapters, active in training mode only."""
+    target_modules: str | list[str] = "all-linear"
+    """Names (or one regular expression) of the layers that get one. ``all-linear``: all but the
+    output head, routers of a kind of their own, and what state spaces read without calling it."""
+    modules_to_save: list[str] | None = None
+    """Further modules that are trained in full, as a copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainedSpec:
+    """What every pretrained model's loading can be told."""
+
+    source: str
+    """Folder, hub id, ``.gguf`` file or ``package:<module>[/<path>]``."""
+    dtype: DType = "float32"
+    """Of the weights. ``auto``: as stored. Adapters on a 16-bit model stay float32."""
+    attn_implementation: str | None = None
+    """``eager``, ``sdpa``, ``flash_attention_2``, ...; None: the model's default. ``eager`` stands
+    in for ``sdpa`` where that leaves out what a model asks for (Gemma 2)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    compile: bool = False
+    """Fuse what the layers compute beside matrix products (``torch.compile``): faster steps and
+    fewer activations for half a minute in the first one. Needs a C++ compiler."""
+    dropout: bool = False
+    """Keep the model's own dropout. Off by default: it makes policy ratios and scores noisy."""
+    lora: LoRA | None = None
+    """Train adapters only; None: train every weight."""
+    quantization: Literal["4bit", "8bit"] | None = None
+    """Hold the frozen weights in nf4 or int8 (bitsandbytes). Training then needs ``lora``."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    freeze: list[str] = field(default_factory=list)
+    """Modules that do not learn, as shell patterns over the names of the model's body:
+    ``embed_tokens``, ``layers.[0-5]``, ``*``. Not with ``lora``."""
+    freeze_vision: bool = False
+    """The encoder of images and videos does not learn, nor get adapters, whatever its name. What
+    fits its features to the language model learns, unless it is part of the encoder (Qwen)."""
+
+    def __post_init__(self) -> None:
+        if self.freeze and self.lora is not None:
+            raise ValueError(
+                "freeze: with lora all of the model's own weights are frozen already; choose the "
+                "adapted layers with lora.target_modules instead."
+            )
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer that lies beside the model."""
+        return load_tokenizer(
+            self.source, revision=self.revision, trust_remote_code=self.trust_remote_code
+        )
+
+    def load_processor(self) -> ProcessorMixin | None:
+        """Load what turns images and videos into the model's input; None of a text model."""
+        return load_processor(
+            self.source, revision=self.revision, trust_remote_code=self.trust_remote_code
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalLM(PretrainedSpec):
+    """A language or vision-language model: a policy, or the reference it is held close to."""
+
+    def load(self, *, trainable: bool = True) -> PreTrainedModel | peft.PeftModel:
+        """Load the model, in eval mode as ``from_pretrained`` leaves it.
+
+        Args:
+            trainable: False: every parameter is frozen, and a quantised model needs no adapters.
+
+        Raises:
+            ValueError: The source leads to no model, an option does not fit it, or its output
+                head computes logits in a way that this library does not know.
+        """
+        model = load_pretrained(self, self._auto_class(), trainable=trainable)
+        check_output_head(model)
+        allow_packing(model)
+        if not trainable:
+            return model.requires_grad_(False)
+        freeze_modules(body_of(model), self.freeze)
+        return finish_for_training(model, self, task_type="CAUSAL_LM")
+
+    def _auto_class(self) -> Any:
+        config = load_config(
+            self.source, revision=self.revision, trust_remote_code=self.trust_remote_code
+        )
+        seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        return AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+
+
+def load_pretrained(
+    spec: PretrainedSpec, auto_class: Any, *, trainable: bool, **options: Any
+) -> PreTrainedModel:
+    """Load the weights that ``spec`` names into the class that ``auto_class`` picks.
+
+    Args:
+        spec: Source and loading options; adapters are not added here.
+        auto_class: ``AutoModel``, ``AutoModelForCausalLM``, ...
+        trainable: Whether the weights will be trained, which a quantised model cannot without
+            adapters.
+        options: Fields to override in the model's config.
+
+    Raises:
+        ValueError: The source leads to no model, or lacks weights that the class needs.
+    """
+    if spec.quantization is not None and spec.lora is None and trainable:
+        raise ValueError(
+            f"quantization: {spec.quantization} cannot train the model's own weights. "
+            "Add `lora: {}` to train adapters, or drop quantization."
+        )
+    location = resolve_source(spec.source)
+    shared = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
+    if spec.trust_remote_code:
+        warn_of_remote_code(spec.source)
+    quantization = _bitsandbytes(spec)
+    with explained(spec.source):
+        config = AutoConfig.from_pretrained(location, **shared, **options)
+        if not spec.dropout:
+            clear_dropout(config)
+        model, report = auto_class.from_pretrained(
+            location,
+            config=config,
+            dtype=spec.dtype,
+            attn_implementation=spec.attn_implementation,
+            quantization_config=quantization,
+            use_safetensors=None,  # safetensors where there is one, else a weights_only pickle
+            output_loading_info=True,
+            **shared,
+        )
+    _check_complete(report, spec.source, type(model).__name__)
+    _keep_4_bit_layout(model)
+    if not spec.dropout:
+        silence_dropout(model)
+    if spec.compile:
+        compile_layers(model)
+    return model  # type: ignore[no-any-return]
+
+
+def keep_no_cache(model: PreTrainedModel) -> None:
+    """Have a body that generates nothing keep no keys and values of its passes."""
+    for config in (model.config, model.config.get_text_config()):
+        config.use_cache = False
+
+
+def finish_for_training(
+    model: PreTrainedModel, spec: PretrainedSpec, *, task_type: str
+) -> PreTrainedModel | peft.PeftModel:
+    """Add the adapters, the activation recomputing and the freezing that ``spec`` asks for."""
+    finished: PreTrainedModel | peft.PeftModel = model
+    if spec.freeze_vision:
+        vision_encoder(model).requires_grad_(False)
+    if spec.lora is not None:
+        finished = _with_adapters(model, spec.lora, task_type, skip=_skipped(model, spec))
+        check_mergeable(finished)
+    if spec.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if spec.lora is not None:
+            # the inputs of the first block come from frozen embeddings
+            model.enable_input_require_grads()  # type: ignore[no-untyped-call]
+    return finished
+
+
+def clear_dropout(config: PreTrainedConfig) -> None:
+    """Set every dropout probability of a config, and of the configs inside it, to 0."""
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            clear_dropout(value)
+        elif isinstance(value, float) and any(word in name for word in _DROPOUT_WORDS):
+            setattr(config, name, 0.0)
+
+
+def silence_dropout(model: nn.Module) -> None:
+    """Set the probability of every dropout layer to 0."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+
+
+def _skipped(model: PreTrainedModel, spec: PretrainedSpec) -> str | None:
+    """Return the pattern of module names that get no adapter; None: there is none to leave out."""
+    patterns = []
+    if spec.freeze_vision:
+        encoder = vision_encoder(model)
+        name = next(name for name, module in model.named_modules() if module is encoder)
+        patterns.append(rf"{re.escape(name)}\..*")
+    if spec.lora is not None and spec.lora.target_modules == "all-linear":
+        patterns += map(re.escape, _unlike_linear(model))
+    return "|".join(patterns) or None
+
+
+def _unlike_linear(model: nn.Module) -> Iterator[str]:
+    """Go through linear layers whose place an adapted linear layer cannot take."""
+    for name, module in model.named_modules():
+        # a model's own kind of layer, such as a router, which returns something else
+        own = type(module).__module__.startswith(("transformers.models.", "transformers_modules."))
+        if own and isinstance(module, nn.Linear) and not _maps_vectors(module):
+            yield name
+        # a state space reads these weights, or its kernel does, and never calls the layers
+        if {"A_log", "D"} <= module._parameters.keys():
+            yield from (f"{name}.{part}" for part in ("dt_proj", "out_proj"))
+
+
+@torch.no_grad()
+def _maps_vectors(layer: nn.Linear) -> bool:
+    vector = torch.zeros_like(layer.weight[:1])
+    try:
+        result: Any = layer(vector)
+    except (RuntimeError, TypeError):  # it takes something else
+        return False
+    return isinstance(result, torch.Tensor) and result.shape == (1, layer.out_features)
+
+
+def _with_adapters(
+    model: PreTrainedModel, lora: LoRA, task_type: str, *, skip: str | None
+) -> peft.PeftModel:
+    _refuse_tied_embeddings(model, lora)
+    config = peft.LoraConfig(
+        task_type=task_type,
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        exclude_modules=skip,
+        modules_to_save=lora.modules_to_save,
+    )
+    try:
+        with warnings.catch_warnings():
+            # it looks for the ranks of stacked experts among modules, where they are not
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
+            return peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise ValueError(f"lora does not fit {type(model).__name__}: {error}") from error
+
+
+def _refuse_tied_embeddings(model: PreTrainedModel, lora: LoRA) -> None:
+    """Adapting one end of a tied pair would untie it, and the saved model with it."""
+    named = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules
+    tied = is_tied(model)
+    ends = {name.split(".")[-1] for name in [*named, *(lora.modules_to_save or [])]}
+    ends &= set(EMBEDDING_LAYER_NAMES)
+    if tied and ends:
+        raise ValueError(
+            f"lora: {', '.join(sorted(ends))} shares its weights with the other end of the model "
+            "(tie_word_embeddings). Leave it out of target_modules and modules_to_save."
+        )
+
+
+def _keep_4_bit_layout(model: nn.Module) -> None:
+    """Keep bitsandbytes from packing 4-bit weights anew in the first pass of an evaluation.
+
+    On CPUs with AVX512-BF16 it does, in place, for a product that has no gradient: adapters that
+    are trained after it would learn nothing. It also fails on layers smaller than a block.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
+def _bitsandbytes(spec: PretrainedSpec) -> BitsAndBytesConfig | None:
+    if spec.quantization is None:
+        return None
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(
+            f"quantization: {spec.quantization} needs bitsandbytes. "
+            "Run `pip install 'lrlhf[quantization]'`."
+        )
+    if spec.quantization == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
+    compute = torch.bfloat16 if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
+
+
+def _check_complete(report: Mapping[str, Any], source: str, class_name: str) -> None:
+    """Refuse weights left at random; a pooling layer is allowed to be new, nothing uses it."""
+    missing = sorted(key for key in report["missing_keys"] if "pooler" not in key)
+    wrong = sorted(str(entry) for entry in report["mismatched_keys"])
+    if missing or wrong:
+        raise ValueError(
+            f"source {source!r} does not fill {class_name}: missing {missing[:5]}, "
+            f"of another shape {wrong[:5]}. It holds another kind of model, or is incomplete."
+        )

@@ -1,0 +1,206 @@
+"""Reward networks on disk: what is written, and which folders can be read.
+
+A folder holds the backbone in its own format (or, where one linear head on the last token makes
+it possible, as the family's plain sequence classifier), ``reward_head.json`` and
+``reward_head.safetensors`` with the heads in full precision, and the tokenizer.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from huggingface_hub import snapshot_download
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lrlhf.models.heads import HeadConfig
+from lrlhf.models.loading.export import merged_state_dict, save_model, skeleton_of
+from lrlhf.models.loading.freezing import freeze_modules
+from lrlhf.models.loading.model_sources import explained, load_config, resolve_source
+from lrlhf.models.loading.pretrained import (
+    PretrainedSpec,
+    finish_for_training,
+    keep_no_cache,
+    load_pretrained,
+)
+from lrlhf.models.output_head import plain_model
+from lrlhf.models.scorers import HeadedBackbone, Scorer, StockClassifier
+
+HEAD_CONFIG = "reward_head.json"
+HEAD_WEIGHTS = "reward_head.safetensors"
+_SCORE = "projection.weight"
+
+
+def save_scorer(scorer: Scorer, folder: Path | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write a scorer and its tokenizer, adapters merged.
+
+    Args:
+        scorer: Either kind.
+        folder: Created where it does not exist; None: see `save_model`.
+        tokenizer: Its padding token goes into the plain classifier's config, which needs it.
+    """
+    if isinstance(scorer, StockClassifier):
+        save_model(scorer.model, folder, tokenizer)
+    elif isinstance(scorer, HeadedBackbone):
+        _save_headed(scorer, folder, tokenizer)
+    else:
+        raise TypeError(f"{type(scorer).__name__} cannot be saved.")
+
+
+def load_scorer(
+    spec: PretrainedSpec, *, trainable: bool, freeze: Sequence[str] = ()
+) -> Scorer | None:
+    """Load a trained scorer, or None where ``spec.source`` holds no reward model.
+
+    Args:
+        spec: Source and loading options.
+        trainable: Add the adapters that ``spec`` asks for; False: freeze everything.
+        freeze: Patterns of backbone modules that do not learn.
+
+    Raises:
+        ValueError: The folder's head files do not fit together.
+    """
+    location = resolve_source(spec.source)
+    with explained(spec.source):
+        folder = _head_folder(location, spec.revision)
+        if (folder / HEAD_CONFIG).is_file():
+            return _load_headed(spec, folder, trainable=trainable, freeze=freeze)
+        config = load_config(
+            spec.source, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+        )
+    names = config.architectures or []
+    if not any(name.endswith("ForSequenceClassification") for name in names):
+        return None
+    if config.num_labels != 1:
+        return None
+    return _load_classifier(spec, trainable=trainable, freeze=freeze)
+
+
+def load_backbone(
+    spec: PretrainedSpec, *, trainable: bool, freeze: Sequence[str] = ()
+) -> PreTrainedModel | PeftModel:
+    """Load the body of a model, without any head.
+
+    Args:
+        spec: Source and loading options.
+        trainable: Add the adapters that ``spec`` asks for; False: freeze everything.
+        freeze: Patterns of module names that do not learn.
+    """
+    body = load_pretrained(spec, AutoModel, trainable=trainable)
+    freeze_modules(body, freeze)
+    return _finished(body, spec, trainable=trainable, task_type="FEATURE_EXTRACTION")
+
+
+def _finished(
+    model: PreTrainedModel, spec: PretrainedSpec, *, trainable: bool, task_type: str
+) -> PreTrainedModel | PeftModel:
+    keep_no_cache(model)
+    if not trainable:
+        return model.requires_grad_(False)
+    return finish_for_training(model, spec, task_type=task_type)
+
+
+def _head_folder(location: str, revision: str | None) -> Path:
+    if Path(location).is_dir():
+        return Path(location)
+    wanted = [HEAD_CONFIG, HEAD_WEIGHTS]
+    return Path(snapshot_download(location, revision=revision, allow_patterns=wanted))
+
+
+def _load_headed(
+    spec: PretrainedSpec, folder: Path, *, trainable: bool, freeze: Sequence[str]
+) -> HeadedBackbone:
+    stored = json.loads((folder / HEAD_CONFIG).read_text(encoding="utf-8"))
+    known = {field.name for field in dataclasses.fields(HeadConfig)}
+    if stored.keys() != known:
+        different = ", ".join(sorted(stored.keys() ^ known))
+        raise ValueError(
+            f"{folder / HEAD_CONFIG} was written by another version of lrlhf: {different} differ."
+        )
+    config = HeadConfig(**{**stored, "names": tuple(stored["names"])})
+    body = load_backbone(spec, trainable=trainable, freeze=freeze)
+    scorer = HeadedBackbone(body, config)
+    weights = load_file(folder / HEAD_WEIGHTS)
+    expected = scorer.heads.state_dict()
+    if {k: v.shape for k, v in weights.items()} != {k: v.shape for k, v in expected.items()}:
+        different = ", ".join(sorted(weights.keys() ^ expected.keys())) or "their shapes"
+        raise ValueError(
+            f"{folder / HEAD_WEIGHTS} does not fit {HEAD_CONFIG} beside it: {different} differ."
+        )
+    scorer.heads.load_state_dict(weights)
+    scorer.heads.requires_grad_(trainable)
+    return scorer
+
+
+def _load_classifier(spec: PretrainedSpec, *, trainable: bool, freeze: Sequence[str]) -> Scorer:
+    model = load_pretrained(spec, AutoModelForSequenceClassification, trainable=trainable)
+    freeze_modules(model.base_model, freeze)
+    score = dict(model.named_children()).get("score")
+    if not isinstance(score, nn.Linear) or score.bias is not None:
+        return StockClassifier(_finished(model, spec, trainable=trainable, task_type="SEQ_CLS"))
+    body = _finished(model.base_model, spec, trainable=trainable, task_type="FEATURE_EXTRACTION")
+    scorer = HeadedBackbone(body, HeadConfig())
+    (projection,) = scorer.heads.parameters()
+    projection.data.copy_(score.weight.data)
+    scorer.heads.requires_grad_(trainable)
+    return scorer
+
+
+def _save_headed(
+    scorer: HeadedBackbone, folder: Path | None, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    plain = plain_model(scorer.backbone)
+    classifier = _plain_classifier(scorer)
+    heads = merged_state_dict(scorer.heads)
+    if classifier is None:
+        save_model(scorer.backbone, folder, tokenizer)
+    else:
+        body = merged_state_dict(plain, keep=folder is not None)
+    if folder is None:
+        return
+    if classifier is not None:
+        prefix = classifier.base_model_prefix
+        weights = {f"{prefix}.{name}": weight for name, weight in body.items()}
+        weights["score.weight"] = heads[f"{scorer.head_names[0]}.{_SCORE}"]
+        classifier.config.pad_token_id = tokenizer.pad_token_id
+        classifier.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+    (folder / HEAD_CONFIG).write_text(
+        json.dumps(dataclasses.asdict(scorer.config), indent=2) + "\n", encoding="utf-8"
+    )
+    heads = {name: weight.contiguous() for name, weight in heads.items()}
+    save_file(heads, folder / HEAD_WEIGHTS, metadata={"format": "pt"})
+
+
+def _plain_classifier(scorer: HeadedBackbone) -> PreTrainedModel | None:
+    """Build the family's own sequence classifier, weightless, if it would give the same scores."""
+    plain, config = plain_model(scorer.backbone), scorer.config
+    if config != HeadConfig(names=config.names[:1], scale_max=config.scale_max):
+        return None
+    if type(plain.config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return None
+    classifier_config = copy.deepcopy(skeleton_of(plain).config)
+    classifier_config.num_labels = 1
+    auto_class: Any = AutoModelForSequenceClassification
+    with torch.device("meta"):
+        classifier = auto_class.from_config(classifier_config)
+    score = dict(classifier.named_children()).get("score")
+    if not isinstance(score, nn.Linear) or score.bias is not None:
+        return None
+    if type(classifier.base_model) is not type(plain):
+        return None
+    return cast(PreTrainedModel, classifier.to(plain.dtype))

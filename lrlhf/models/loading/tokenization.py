@@ -1,0 +1,143 @@
+"""Tokenizers that can pad, and the token ids that end a response."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+
+from lrlhf.models.loading.model_sources import (
+    explained,
+    load_config,
+    resolve_source,
+    warn_of_remote_code,
+)
+from lrlhf.models.media_inputs import placeholder_ids
+
+logger = logging.getLogger(__name__)
+
+
+def load_tokenizer(
+    source: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of ``source``, able to pad at the right.
+
+    Args:
+        source: As in :func:`lrlhf.models.resolve_source`.
+        revision: Branch, tag or commit of a hub id.
+        trust_remote_code: Run Python code that comes with the tokenizer.
+
+    Raises:
+        ValueError: There is no tokenizer, or it has neither a padding nor an end token.
+    """
+    location = resolve_source(source)
+    if trust_remote_code:
+        warn_of_remote_code(source)
+    with explained(source):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            location, revision=revision, trust_remote_code=trust_remote_code
+        )
+    tokenizer.padding_side = "right"
+    if tokenizer.pad_token_id is None:
+        _pad_with_eos(tokenizer, source)
+    return tokenizer
+
+
+def load_processor(
+    source: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> ProcessorMixin | None:
+    """Load what turns images and videos into the input of the model ``source``.
+
+    Args:
+        source: As in :func:`lrlhf.models.resolve_source`.
+        revision: Branch, tag or commit of a hub id.
+        trust_remote_code: Run Python code that comes with the processor.
+
+    Returns:
+        None where the model reads text only.
+
+    Raises:
+        ValueError: The model sees images, and its processor cannot be loaded.
+    """
+    location = resolve_source(source)
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if not placeholder_ids(
+        load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    ):
+        return None
+    with explained(source):
+        try:
+            processor = AutoProcessor.from_pretrained(location, **options)  # type: ignore[no-untyped-call]
+        except (ImportError, ValueError, AttributeError) as error:
+            raise ValueError(_processor_advice(source, str(error))) from error
+    if not isinstance(processor, ProcessorMixin):
+        raise ValueError(_processor_advice(source, f"it has a {type(processor).__name__} only"))
+    return processor
+
+
+def _processor_advice(source: str, reason: str) -> str:
+    missing = [
+        package
+        for package in ("torchvision", "num2words")
+        if importlib.util.find_spec(package) is None
+    ]
+    remedy = (
+        f"the processor may need {' and '.join(missing)}: pip install 'lrlhf[vision]'"
+        if missing
+        else "put its preprocessor_config.json and processor_config.json beside the model"
+    )
+    return (
+        f"source {source!r} is a vision-language model without a usable processor ({reason}); "
+        f"{remedy}"
+    )
+
+
+def _pad_with_eos(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"source {source!r}: its tokenizer has neither a pad_token nor an eos_token. Set one "
+            "of them in its tokenizer_config.json."
+        )
+    tokenizer.pad_token = tokenizer.eos_token
+    logger.info("%s has no padding token: padding with %r.", source, tokenizer.eos_token)
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every id that ends a response: of the generation config, the config and the tokenizer.
+
+    Chat models often end their turns with another token than the tokenizer's ``eos_token``, and
+    only the generation config knows; an engine stops at any of them.
+
+    Args:
+        model: A causal language model, with or without adapters.
+        tokenizer: Its tokenizer.
+
+    Raises:
+        ValueError: None of the ids is a token of the tokenizer.
+    """
+    declared = (
+        None if model.generation_config is None else model.generation_config.eos_token_id,
+        model.config.get_text_config().to_dict().get("eos_token_id"),
+        tokenizer.eos_token_id,
+    )
+    ids = frozenset().union(*map(_as_ids, declared))
+    if not any(0 <= token < len(tokenizer) for token in ids):
+        raise ValueError(
+            f"No end-of-sequence token: the generation config, the config and the tokenizer "
+            f"declare {sorted(ids)}, and the tokenizer has {len(tokenizer)} tokens. Set "
+            "eos_token_id in the model's generation_config.json."
+        )
+    return ids
+
+
+def _as_ids(declared: int | list[int] | None) -> frozenset[int]:
+    if declared is None:
+        return frozenset()
+    return frozenset([declared] if isinstance(declared, int) else declared)

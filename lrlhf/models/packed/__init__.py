@@ -1,0 +1,1 @@
+"""Rows without padding, and attention over them."""

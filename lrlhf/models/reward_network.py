@@ -1,0 +1,109 @@
+"""Reward networks: token sequences in, one score per named head out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from lrlhf.models.loading.pretrained import DType, PretrainedSpec
+from lrlhf.models.loading.reward_files import load_scorer, save_scorer
+from lrlhf.models.scorers import Scorer
+from lrlhf.types import SequenceBatch
+
+
+class RewardNetwork(nn.Module):
+    """Scores whole sequences.
+
+    A score depends on the row's attended tokens only: not on padding, its side or its id, nor on
+    the other rows. Every row needs at least one attended token.
+    """
+
+    def __init__(self, scorer: Scorer) -> None:
+        """Wrap the network that computes the scores.
+
+        Args:
+            scorer: ``HeadedBackbone`` or ``StockClassifier``; ``ScoreModel.load`` and
+                ``from_pretrained`` build it.
+        """
+        super().__init__()
+        self.scorer = scorer
+
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        """Names of the scores, in the order of the columns."""
+        return self.scorer.head_names
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """Of the network behind the heads."""
+        return self.scorer.plain.config
+
+    def forward(self, batch: SequenceBatch) -> Float[Tensor, "B H"]:
+        """Score every row.
+
+        Args:
+            batch: Padded on either side, with or without media; ``response_mask`` is not read.
+
+        Returns:
+            Float32 scores, one column per head in the order of ``head_names``.
+        """
+        scores: Tensor = self.scorer(batch)
+        return scores.float()
+
+    def save_pretrained(
+        self, folder: str | Path | None, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Write a folder that :meth:`from_pretrained` loads with exactly the same scores.
+
+        Adapters are merged. One linear head on the last token of a decoder is written so that
+        ``AutoModelForSequenceClassification.from_pretrained(folder)`` gives the same scores too,
+        for rows that do not end in the padding token. Other networks come with the backbone in
+        its own format.
+
+        Args:
+            folder: Created where it does not exist; None: see `save_model`.
+            tokenizer: Written beside the weights.
+        """
+        save_scorer(self.scorer, None if folder is None else Path(folder), tokenizer)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        dtype: DType = "auto",
+        attn_implementation: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> RewardNetwork:
+        """Load a trained reward model, frozen and in eval mode.
+
+        Args:
+            source: Folder written by ``save_pretrained``, or any sequence classifier with one
+                label: a folder, a hub id or ``package:<module>[/<path>]``.
+            dtype: Of the backbone; ``auto`` is as stored. The heads are float32.
+            attn_implementation: As in ``from_pretrained`` of ``transformers``.
+            revision: Branch, tag or commit of a hub id.
+            trust_remote_code: Run Python code that comes with the model.
+
+        Raises:
+            ValueError: The source leads to no reward model.
+        """
+        spec = PretrainedSpec(
+            source=str(source),
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+        scorer = load_scorer(spec, trainable=False)
+        if scorer is None:
+            raise ValueError(
+                f"source {str(source)!r} is no reward model: it has neither reward_head.json nor "
+                "a sequence classifier with one label. Train one from it with "
+                "lrlhf.modules.RewardModel."
+            )
+        return cls(scorer).eval()

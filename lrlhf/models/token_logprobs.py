@@ -1,0 +1,184 @@
+"""Log-probabilities that a language model gives to the tokens of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lrlhf.functional.logprobs import LogprobsAndEntropy, token_logprobs
+from lrlhf.models.backbone import hidden_states
+from lrlhf.models.experts import load_balancing_loss
+from lrlhf.models.output_head import output_head, plain_model
+from lrlhf.models.packed.packing import Compacted
+from lrlhf.models.sharding import within
+from lrlhf.types import SequenceBatch
+
+
+class SequenceOutputs(NamedTuple):
+    """What one forward pass over a batch says about its response tokens."""
+
+    logprobs: Float[Tensor, "B T"]
+    """At least float32; 0 outside ``response_mask`` and on a row's first token."""
+    entropy: Float[Tensor, "B T"] | None
+    """Of every next-token distribution, in nats; None: not asked for."""
+    values: Float[Tensor, "B T"] | None
+    """Value of the state in which each token was chosen; None: there was no head."""
+    router_loss: Float[Tensor, ""] | None
+    """Load-balancing loss of a mixture of experts, unweighted; None: not asked for."""
+
+
+def sequence_outputs(
+    model: PreTrainedModel | PeftModel,
+    batch: SequenceBatch,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = 1024,
+    entropy: bool = False,
+    value_head: Callable[[Tensor], Tensor] | None = None,
+    router_loss: bool = False,
+) -> SequenceOutputs:
+    """Compute ``log p(input_ids[b, t] | what precedes it)`` on the response tokens, and more.
+
+    The body runs once over the batch. The output head sees only the positions that predict a
+    response token, in chunks that the backward pass recomputes, so ``[B, T, V]`` never exists.
+
+    Args:
+        model: A causal language model, with or without LoRA adapters.
+        batch: Tokens outside ``attention_mask`` are invisible, wherever they are.
+        temperature: Logits are divided by it.
+        chunk_size: Positions whose logits exist at the same time.
+        entropy: Also return the entropy of every next-token distribution.
+        value_head: From hidden states ``[N, H]`` to values ``[N]``, to read off the same pass.
+        router_loss: Also return the load-balancing loss of the model's experts.
+
+    Raises:
+        ValueError: ``router_loss`` of a model that has no experts.
+    """
+    plain = plain_model(model)
+
+    def forward() -> tuple[_Body, Tensor | LogprobsAndEntropy]:
+        body = _run(plain, batch, router_logits=router_loss)
+        return body, token_logprobs(
+            body.predicting,
+            output_head(plain).fastest(),
+            body.rows.input_ids[body.asked],
+            temperature=temperature,
+            chunk_size=chunk_size,
+            return_entropy=entropy,
+        )
+
+    body, result = within(model, forward)
+    entropies = body.spread(result.entropy) if isinstance(result, LogprobsAndEntropy) else None
+    logprobs = result.logprobs if isinstance(result, LogprobsAndEntropy) else result
+    return SequenceOutputs(
+        logprobs=body.spread(logprobs),
+        entropy=entropies,
+        values=None if value_head is None else body.spread(value_head(body.predicting)),
+        router_loss=None
+        if body.router_logits is None
+        else load_balancing_loss(plain, body.router_logits, body.computed),
+    )
+
+
+def sequence_logprobs(
+    model: PreTrainedModel | PeftModel,
+    batch: SequenceBatch,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = 1024,
+) -> Float[Tensor, "B T"]:
+    """Compute the log-probabilities of :func:`sequence_outputs` alone."""
+    return sequence_outputs(model, batch, temperature=temperature, chunk_size=chunk_size).logprobs
+
+
+def sequence_values(
+    backbone: PreTrainedModel | PeftModel,
+    head: Callable[[Tensor], Tensor],
+    batch: SequenceBatch,
+    *,
+    train_backbone: bool = True,
+) -> Float[Tensor, "B T"]:
+    """Compute the value of the state in which each response token was chosen.
+
+    Args:
+        backbone: A causal model, with or without an output head of its own, which stays unused.
+        head: From hidden states ``[N, H]`` to values ``[N]``.
+        batch: Tokens outside ``attention_mask`` are invisible, wherever they are.
+        train_backbone: False: only the head's gradient is kept track of.
+
+    Returns:
+        ``[B, T]``, aligned with the tokens like log-probabilities: column t is the value before
+        token t. 0 outside ``response_mask`` and on a row's first token.
+    """
+    with torch.set_grad_enabled(train_backbone and torch.is_grad_enabled()):
+        plain = plain_model(backbone)
+        body = within(backbone, lambda: _run(plain, batch, router_logits=False))
+    return body.spread(head(body.predicting))
+
+
+class _Body(NamedTuple):
+    """Hidden states of the positions that predict a response token."""
+
+    rows: Compacted
+    asked: Bool[Tensor, "B T"]
+    counts: Bool[Tensor, "B T"]
+    predicting: Float[Tensor, "M H"]
+    computed: Bool[Tensor, "R L"]
+    router_logits: tuple[Tensor, ...] | None
+
+    def spread(self, values: Float[Tensor, " M"]) -> Float[Tensor, "B T"]:
+        return _spread(values, self.asked, self.counts, self.rows.order)
+
+
+def _run(plain: PreTrainedModel, batch: SequenceBatch, *, router_logits: bool) -> _Body:
+    options: dict[str, Any] = {"output_router_logits": True} if router_logits else {}
+    hidden = hidden_states(
+        plain,
+        batch,
+        # experts are balanced over the tokens of whole rows
+        share=not router_logits,
+        use_cache=False,
+        **options,
+    )
+    rows = hidden.rows
+    counts = (batch.response_mask & batch.attention_mask).gather(1, rows.order)
+    counts[:, 0] = False  # nothing precedes it
+    asked = _at_least_one(counts)
+    predicting = torch.zeros_like(asked)
+    predicting[:, :-1] = asked[:, 1:]
+    return _Body(
+        rows=rows,
+        asked=asked,
+        counts=counts,
+        predicting=hidden.of(predicting),
+        computed=hidden.computed,
+        router_logits=hidden.router_logits if router_logits else None,
+    )
+
+
+def _at_least_one(counts: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    """Ask for one position of a batch without responses, so that every parameter is used.
+
+    Under DDP a parameter without a gradient on one rank stops all of them. Its value is masked.
+    """
+    asked = counts.clone()
+    asked[:1, 1:2] |= ~counts.any()
+    return asked
+
+
+def _spread(
+    values: Float[Tensor, " N"],
+    asked: Bool[Tensor, "B T"],
+    counts: Bool[Tensor, "B T"],
+    order: Int[Tensor, "B T"],
+) -> Float[Tensor, "B T"]:
+    """Put the values where they were asked for, zero elsewhere, in the original columns."""
+    spread = torch.zeros(asked.shape, dtype=values.dtype, device=values.device)
+    spread = spread.masked_scatter(asked, values).masked_fill(~counts, 0.0)
+    return torch.zeros_like(spread).scatter(1, order, spread)

@@ -1,0 +1,141 @@
+"""What an iteration reports of its rollout and of its update."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lrlhf.functional.kl import kl_estimate
+from lrlhf.functional.losses import PolicyLoss
+from lrlhf.functional.masking import masked_sum
+from lrlhf.functional.policy import policy_metrics, sequence_ratio
+from lrlhf.guard.anomalies import reference_kl
+from lrlhf.modules.metrics.metric_sums import MetricSums
+from lrlhf.modules.policy.objective import value_mask
+from lrlhf.modules.settings import Critic
+from lrlhf.rewards import RewardResult
+from lrlhf.rollout import groups_differ
+from lrlhf.types import Experience, Rollout
+
+
+def measure_rollout(
+    rollout: Rollout, result: RewardResult, metrics: MetricSums, *, num_generations: int
+) -> None:
+    """Scores, lengths, truncation, and groups that teach nothing."""
+    scores = result.scores.double()
+    groups = scores.view(-1, num_generations)
+    metrics.add_values("rollout/score", scores)
+    if num_generations > 1:
+        for group in groups:
+            scorable = group[group.isfinite()]
+            if len(scorable) > 1:
+                metrics.add("rollout/score_std", scorable.std(), 1.0)
+    alike = ~groups_differ(scores, num_generations)
+    metrics.add_values("rollout/zero_variance_groups", alike.double())
+    metrics.add_values("rollout/unscorable_fraction", scores.isnan().double())
+    metrics.add_values("rollout/response_length", rollout.response_mask.sum(dim=1).double())
+    metrics.add_values("rollout/truncated_fraction", rollout.truncated.double())
+    for column, name in enumerate(result.names):
+        values = result.per_function[:, column].double()
+        finite = values[values.isfinite()]
+        metrics.add_values(f"rewards/{name}/mean", values)
+        metrics.add_moments(f"rewards/{name}/std", finite)
+    for name, value in result.metrics.items():
+        metrics.add(f"rewards/{name}", value, 1.0)
+    if rollout.kept_mass is not None:
+        mask = rollout.response_mask
+        metrics.add("rollout/kept_mass", masked_sum(rollout.kept_mass, mask), mask.sum())
+
+
+def measure_kl(experience: Experience, metrics: MetricSums) -> None:
+    """Distance to the reference per token and per response, in nats; see `reference_kl`."""
+    kl = reference_kl(experience)
+    if kl is None:
+        return
+    total = kl.sum()
+    metrics.add("kl/reference", total, experience.response_mask.sum())
+    metrics.add("kl/sequence", total, float(len(experience)))
+
+
+def measure_mismatch(logprobs: Tensor, experience: Experience, metrics: MetricSums) -> None:
+    """Distance between the trainer's log-probabilities of a rollout and the engine's.
+
+    Tokens that top_p, top_k or min_p cut off are no difference.
+    """
+    mask = experience.response_mask
+    engine = experience.engine_logprobs
+    log_ratio = torch.where(mask, logprobs - engine, 0.0)
+    metrics.add("mismatch/mean", log_ratio.abs().sum(), mask.sum())
+    metrics.maximum("mismatch/max", log_ratio.abs().max())
+    kl = kl_estimate(engine, logprobs, estimator="k3")
+    metrics.add("mismatch/kl", masked_sum(kl, mask), mask.sum())
+    metrics.add_quantiles("mismatch/ratio", torch.where(mask, log_ratio, torch.nan))
+
+
+def measure_update(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    micro: Experience,
+    metrics: MetricSums,
+    *,
+    loss: PolicyLoss,
+) -> None:
+    """How far one micro-batch has moved from the policy that drew it.
+
+    The clip fraction and the largest ratio are of what the loss clips: tokens, or whole responses.
+    """
+    mask = micro.loss_mask
+    tokens = mask.sum()
+    old = micro.old_logprobs
+    if old is None:
+        old = logprobs
+        measure_mismatch(logprobs, micro, metrics)
+    bounds = loss.clip_range
+    low, high = (math.inf, math.inf) if bounds is None else bounds
+    measured = policy_metrics(logprobs, old, mask, clip_low=low, clip_high=high)
+    metrics.add("policy/approx_kl", measured.approx_kl * tokens, tokens)
+    if loss.level == "sequence":
+        normalized = loss.defaults.get("length_normalized", False)
+        counted = micro.counted
+        ratio = sequence_ratio(logprobs, old, mask, length_normalized=normalized)
+        clipped = ((ratio < 1 - low) | (ratio > 1 + high)) & counted
+        clip_fraction, ratios = clipped.sum(), counted.sum()
+        metrics.maximum("policy/ratio_max", torch.where(counted, ratio, 0.0).amax())
+    else:
+        clip_fraction, ratios = measured.clip_fraction * tokens, tokens
+        metrics.maximum("policy/ratio_max", measured.ratio_max)
+    if bounds is not None:
+        metrics.add("policy/clip_fraction", clip_fraction, ratios)
+    # where no entropy was computed, the mean surprise of the sampled tokens estimates it
+    surprise = -micro.sampling_logprobs if entropy is None else entropy.detach()
+    metrics.add("policy/entropy", masked_sum(surprise, mask), tokens)
+
+
+def measure_values(
+    values: Tensor, micro: Experience, metrics: MetricSums, *, critic: Critic
+) -> None:
+    """How far one micro-batch's values have moved from those the rollout was taken with."""
+    assert micro.values is not None
+    mask = value_mask(micro)
+    tokens = mask.sum()
+    metrics.add("value/mean", masked_sum(values, mask), tokens)
+    if critic.value_clip_range is not None:
+        outside = (values - micro.values).abs() > critic.value_clip_range
+        metrics.add("value/clip_fraction", (outside & mask).sum(), tokens)
+
+
+def measure_critic(experience: Experience, metrics: MetricSums) -> None:
+    """How well the critic knew the returns of a rollout before it learnt from them."""
+    assert experience.values is not None
+    assert experience.returns is not None
+    mask = value_mask(experience)
+    returns = experience.returns[mask]
+    metrics.add_moments("value/return_std", returns)
+    metrics.add_moments("value/error_std", returns - experience.values[mask])
+
+
+def explained_variance(error_std: float, return_std: float) -> float:
+    """Share of the returns' variance that the values explain; below 0: worse than their mean."""
+    return 1.0 - (error_std / return_std) ** 2 if return_std > 0 else float("nan")

@@ -1,0 +1,1 @@
+"""The parts of a step on preference pairs."""

@@ -1,0 +1,1 @@
+"""The parts of a policy gradient iteration: sampler, scorer, objective, updater."""

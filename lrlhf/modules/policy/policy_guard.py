@@ -1,0 +1,172 @@
+"""What the guard is shown of a policy's iterations and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.functional.losses import PolicyLoss
+from lrlhf.functional.masking import masked_mean, masked_sum
+from lrlhf.guard.anomalies import (
+    Anomaly,
+    IterationSums,
+    judge,
+    locate,
+    locate_in,
+    measure,
+    prompt_text,
+    reference_kl,
+)
+from lrlhf.guard.dump import StepInputs
+from lrlhf.guard.random_state import random_state
+from lrlhf.guard.step_guard import StepGuard, StepWatch
+from lrlhf.run import Collectives
+from lrlhf.types import Experience, SequenceBatch, TensorBatch
+
+ITERATION = "iteration"
+"""Stage of what is found before the update."""
+
+
+class PolicyGuard(L.LightningModule):
+    """The part of `PolicyModule` that leaves steps out."""
+
+    tokenizer: PreTrainedTokenizerBase
+    step_guard: StepGuard
+    _watch: StepWatch
+    _replayed: bool
+    _takes_drawn: bool
+    """Whether old log-probabilities are those of the engine, not computed again."""
+    _moved: bool
+    """Whether this iteration has changed the policy."""
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were left out so far."""
+        return self.step_guard.skipped
+
+    @property
+    def log_ratios(self) -> Tensor:
+        """`[B]`: how far the rows of the last optimizer step had moved, in nats; NaN: not known."""
+        return self._watch.log_ratios
+
+    def _step_inputs(self, stage: str, batches: Mapping[str, TensorBatch | None]) -> StepInputs:
+        """Take down what a step is taken with, before it draws random numbers."""
+        return StepInputs(
+            stage=stage,
+            batches={name: batch for name, batch in batches.items() if batch is not None},
+            random=[random_state(self.device)] if self.step_guard.keeps_inputs else [],
+            extra={
+                "replayed": self._replayed,
+                "drawn": self._takes_drawn,
+                "moved": self._moved,
+            },
+        )
+
+    def _passes_guard(
+        self, experience: Experience, inputs: StepInputs, collectives: Collectives
+    ) -> bool:
+        """Look at an iteration before its update; False: all ranks leave the update out."""
+        guard = self.step_guard
+        own = measure(experience, replayed=self._replayed, drawn=self._takes_drawn)
+        sums = IterationSums(*collectives.sum(own).tolist())
+        found = judge(sums, guard.settings, guard.lengths)
+        if not found:
+            guard.lengths.update(sums.tokens / max(sums.rows, 1))
+            return True
+        place = locate_in(experience, self.tokenizer)
+        # what is about all ranks, the first one tells
+        told = [one for one in found if collectives.rank == 0]
+        if place:
+            bad = next((one for one in found if one.limit is None), found[0])
+            told = [one for one in told if one is not bad]
+            told.append(bad._replace(text=f"{bad.text} ({place})"))
+        self._report(told, inputs, experience)
+        return False
+
+    def _report(self, found: list[Anomaly], inputs: StepInputs, rows: Experience) -> None:
+        kept = None
+        if self.step_guard.keeps_inputs:
+            moves = None if inputs.stage == ITERATION else self.log_ratios
+            kept = replace(inputs, records=describe_rows(rows, self.tokenizer, moves))
+        self.step_guard.report(found, kept)
+
+    def _begin_step(self, stage: str, part: Experience, text: SequenceBatch | None) -> StepInputs:
+        self._watch = StepWatch(
+            self.step_guard.settings,
+            rows=len(part),
+            device=self.device,
+            replayed=self._replayed,
+        )
+        return self._step_inputs(stage, {"part": part, "text": text})
+
+    def _see_probabilities(self, logprobs: Tensor, micro: Experience, loss: PolicyLoss) -> None:
+        """Show the guard how far a micro-batch's probabilities are from where they should be."""
+        self._watch.outputs["the policy's log-probabilities"] = logprobs.detach()
+        mask = micro.loss_mask
+        if micro.old_logprobs is not None:
+            self._watch.see_ratios(log_ratios(logprobs, micro, loss))
+        unseen = micro.old_logprobs is None or (self._takes_drawn and not self._moved)
+        if unseen and self.step_guard.settings.max_mismatch is not None:
+            distance = (logprobs.detach() - micro.engine_logprobs).abs()
+            self._watch.see_mismatch(masked_sum(distance, mask), mask.sum())
+
+    def _place_of(self, micro: Experience) -> str:
+        """Say where in a micro-batch the first entry is that is not finite."""
+        place = locate(micro, self._watch.outputs, tokenizer=self.tokenizer, rows=self._watch.rows)
+        return place or locate_in(micro, self.tokenizer)
+
+
+def log_ratios(logprobs: Tensor, experience: Experience, loss: PolicyLoss) -> Tensor:
+    """`[B]`: how far each response has moved from where it was drawn, in nats, without sign.
+
+    Of a loss per token the token that moved most; of one per response the mean over its tokens.
+    """
+    assert experience.old_logprobs is not None
+    distance = logprobs.detach() - experience.old_logprobs
+    if loss.level == "sequence":
+        return masked_mean(distance, experience.loss_mask, 1).abs()
+    return torch.where(experience.loss_mask, distance, 0.0).abs().amax(dim=1)
+
+
+def describe_rows(
+    experience: Experience, tokenizer: PreTrainedTokenizerBase, moves: Tensor | None
+) -> list[dict[str, Any]]:
+    """Describe each row in JSON types.
+
+    Args:
+        experience: The rows.
+        tokenizer: Writes them.
+        moves: `[B]`, how far each row's probabilities have moved, in nats; None: not at all.
+    """
+    kl = reference_kl(experience)
+    advantages = masked_mean(experience.advantages, experience.response_mask, 1)
+    rows = []
+    for row in range(len(experience)):
+        said = experience.input_ids[row, experience.response_mask[row]].tolist()
+        media = None if experience.media is None else experience.media[row]
+        rows.append(
+            {
+                "row": row,
+                "prompt": prompt_text(experience, row, tokenizer),
+                "completion": str(tokenizer.decode(said)),
+                "length": len(said),
+                "score": shown(experience.scores[row]),
+                "advantage": shown(advantages[row]),
+                "kl": None if kl is None else shown(kl[row]),
+                "log_ratio": None if moves is None else shown(moves[row]),
+                **({} if media is None else {"media": list(media.names)}),
+            }
+        )
+    return rows
+
+
+def shown(value: Tensor) -> float | str:
+    """Return a number for JSON, which has no word for those that are not finite."""
+    number = float(value)
+    return number if bool(value.isfinite()) else str(number)

@@ -1,0 +1,67 @@
+"""Mean and deviation of all scores of a run so far."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lrlhf.run import Collectives
+
+
+class RunningMoments:
+    """Scales scores by their running standard deviation, over all ranks and iterations.
+
+    A batch is counted before it is scaled, so the first one is scaled by its own deviation.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0.0
+        self.mean = 0.0
+        self.squares = 0.0
+        """Sum of the squared distances from the mean."""
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation (Bessel-corrected); 1 before two scores are known."""
+        if self.count < 2 or self.squares <= 0:
+            return 1.0
+        return float((self.squares / (self.count - 1)) ** 0.5)
+
+    def update(self, scores: Float[Tensor, " B"], collectives: Collectives) -> None:
+        """Count the finite scores of all ranks.
+
+        Reference:
+            Chan, Golub, LeVeque 1979, eq. 2.1 (combining the moments of two samples)
+        """
+        finite = scores[scores.isfinite()].double()
+        total = collectives.sum(torch.stack([finite.sum(), torch.ones_like(finite).sum()]))
+        count = float(total[1])
+        if count == 0:
+            return
+        mean = float(total[0]) / count
+        squares = float(collectives.sum((finite - mean).square().sum()))
+        distance = mean - self.mean
+        combined = self.count + count
+        self.squares += squares + distance**2 * self.count * count / combined
+        self.mean += distance * count / combined
+        self.count = combined
+
+    def scale(
+        self, scores: Float[Tensor, " B"], *, mode: Literal["none", "std", "mean_std"]
+    ) -> Float[Tensor, " B"]:
+        """Divide by the deviation, and with ``mean_std`` subtract the mean before."""
+        if mode == "none":
+            return scores
+        centre = self.mean if mode == "mean_std" else 0.0
+        return (scores - centre) / self.deviation
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs."""
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``."""
+        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]

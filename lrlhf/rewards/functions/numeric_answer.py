@@ -1,0 +1,171 @@
+"""Rewards for questions whose answer is a number or a mathematical expression."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, Literal
+
+from lrlhf.rewards.function import Completion, RewardFunction, column_of, completion_text
+from lrlhf.rewards.functions import expressions
+from lrlhf.rewards.functions.numbers_in_text import boxed, numbers_in, only_number
+from lrlhf.rewards.functions.one_by_one import OneByOne, UnjudgedError, judged, shared
+from lrlhf.rewards.functions.text_patterns import TextPattern
+from lrlhf.rewards.reward_values import shorten
+
+logger = logging.getLogger(__name__)
+
+_MARK = "####"
+
+
+class NumericAnswer(RewardFunction):
+    r"""1 where the response gives the right number, else 0; no value without a right answer.
+
+    The right answer is what follows ``####`` in its column, else what ``\boxed{}`` holds, else
+    all of it; units, currency and percent signs and thousands separators do not count. One that
+    is no number is compared as an expression, with ``math-verify``, in a process of its own. A
+    response that it does not finish with in time counts 0, and is reported.
+
+    Args:
+        answer_column: Data column with the right answer, a number or text.
+        which: Where the response gives its answer: ``last`` is the number after the last
+            ``####``, else the last one; ``first`` the first one; ``boxed`` what the last
+            ``\boxed{}`` holds. Anything else is a regular expression; the last number in what its
+            last match holds (its first group, if it has one) counts.
+        tolerance: Accepted difference, as a part of the answer if that is larger than 1.
+        use_math_verify: ``auto``: for right answers that are no numbers, if it is installed
+            (``pip install 'lrlhf[math]'``); true: also where numbers differ, as it reads more
+            notations; false: never. Without it, answers that are no numbers give no score.
+        timeout: Seconds that comparing one response with ``math-verify`` may take.
+    """
+
+    def __init__(
+        self,
+        answer_column: str = "answer",
+        which: str = "last",
+        tolerance: float = 1e-6,
+        use_math_verify: bool | Literal["auto"] = "auto",
+        timeout: float = 10.0,
+    ) -> None:
+        if not timeout > 0:
+            raise ValueError(f"timeout is {timeout}; it must be above 0")
+        if not 0 <= tolerance < 1:
+            raise ValueError(f"tolerance is {tolerance}; it must lie in [0, 1)")
+        self._answer_column = answer_column
+        self._which = which
+        named = which in ("last", "first", "boxed")
+        self._pattern = None if named else TextPattern(which, "which")
+        self._tolerance = Fraction(tolerance)
+        self._use_math_verify = use_math_verify
+        self._timeout = timeout
+        self._unreadable: set[str] = set()
+        """Right answers that math-verify does not finish reading."""
+        self._told = False
+
+    def prepare(self) -> None:
+        """Start the process with math-verify, which takes a second, if it is sure to be used.
+
+        Raises:
+            ImportError: It must be used and is not installed.
+        """
+        if self._use_math_verify is True:
+            if not expressions.available():
+                raise ImportError(expressions.MISSING)
+            _comparing().start()
+
+    def __call__(self, *, completions: Sequence[Completion], **columns: Any) -> list[float | None]:
+        answers = column_of(columns, self._answer_column, setting="answer_column")
+        return judged(
+            lambda row, share: self._score(completion_text(completions[row]), answers[row], share),
+            len(completions),
+        )
+
+    def _score(self, text: str, answer: object, share: float) -> float | None:
+        if answer is None:
+            return None
+        right_text = _right_part(str(answer))
+        right = only_number(right_text)
+        if right is not None:
+            given = self._given_number(text)
+            if given is not None and self._close(given, right):
+                return 1.0
+            if self._use_math_verify is not True:
+                return 0.0
+        elif self._use_math_verify is False or not expressions.available():
+            self._tell(answer)
+            return None
+        given_text = self._given_text(text)
+        return 0.0 if given_text is None else self._equal(right_text, given_text, share)
+
+    def _equal(self, right: str, given: str, share: float) -> float | None:
+        if right in self._unreadable:
+            return None
+        try:
+            return _comparing().ask(share * self._timeout, right=right, given=given)
+        except UnjudgedError:
+            if self._readable(right):
+                raise  # it was the response
+            return None
+
+    def _readable(self, right: str) -> bool:
+        try:
+            _comparing().ask(self._timeout, right=right, given=right)
+        except UnjudgedError as error:
+            self._unreadable.add(right)
+            logger.warning(
+                "NumericAnswer: math-verify cannot read the right answer %s, which gives no "
+                "score: %s",
+                shorten(right),
+                str(error).splitlines()[-1],
+            )
+            return False
+        return True
+
+    def _given_number(self, text: str) -> Fraction | None:
+        if self._which == "boxed":
+            inside = boxed(text)
+            return None if inside is None else only_number(inside.rpartition("=")[2])
+        if self._which == "last" and _MARK in text:
+            return next(iter(numbers_in(text.rpartition(_MARK)[2])), None)
+        if self._pattern is not None:
+            text = self._pattern.last(text) or ""
+        numbers = numbers_in(text)
+        if not numbers:
+            return None
+        return numbers[0 if self._which == "first" else -1]
+
+    def _given_text(self, text: str) -> str | None:
+        """Return the part of the response that may be an expression."""
+        if self._pattern is not None:
+            return self._pattern.last(text)
+        if self._which == "boxed":
+            return boxed(text)
+        if self._which == "last" and _MARK in text:
+            return text.rpartition(_MARK)[2]
+        lines = [line for line in text.splitlines() if line.strip()]
+        return lines[0 if self._which == "first" else -1] if lines else None
+
+    def _close(self, given: Fraction, right: Fraction) -> bool:
+        return abs(given - right) <= self._tolerance * max(Fraction(1), abs(right))
+
+    def _tell(self, answer: object) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "NumericAnswer: the right answer %s is no number, and gives no score: install "
+                "math-verify (pip install 'lrlhf[math]') and leave use_math_verify at auto, or set "
+                "answer_column to a column with numbers.",
+                shorten(answer),
+            )
+
+
+def _comparing() -> OneByOne:
+    return shared("expressions.py:Comparer")
+
+
+def _right_part(answer: str) -> str:
+    if _MARK in answer:
+        return answer.rpartition(_MARK)[2].strip()
+    inside = boxed(answer)
+    return answer.strip() if inside is None else inside

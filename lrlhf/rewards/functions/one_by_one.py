@@ -1,0 +1,136 @@
+"""Judging responses one after the other, where one of them may take for ever."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lrlhf.rewards.dispatch import CallTimeoutError, out_of_time
+from lrlhf.rewards.function import PartialValues, RewardError
+from lrlhf.rewards.isolation.isolated_worker import Limits, Worker, WorkerError
+from lrlhf.rewards.reward_values import finite_number
+
+_LIMITS = Limits(memory_bytes=4 * 10**9, cpu_seconds=None, reply_bytes=10**6)
+_START_S = 120.0
+_LEAST_SHARE = 0.05
+
+
+class UnjudgedError(Exception):
+    """A response that could not be judged in time, or made what judges it fail."""
+
+
+def judged(score: Callable[[int, float], float | None], count: int) -> list[float | None]:
+    """Score one response after the other; one that cannot be judged gets 0, and is reported.
+
+    It is not shown to be right. Were it left out instead, one such response could stop a run of
+    small batches, and every resume of it, which draws the same responses. It counts as a failure,
+    so that a run ends in which what judges is itself broken. Each one halves the time of those
+    after it, so that many of them do not use up the time of the batch.
+
+    Args:
+        score: Given the number of the response, and the share of the usual time that it has;
+            raises `UnjudgedError`.
+        count: Responses.
+    """
+    values: list[float | None] = []
+    reasons: dict[int, str] = {}
+    for row in range(count):
+        if out_of_time():
+            raise CallTimeoutError("the rest is not scored, as the call has run out of time")
+        try:
+            values.append(score(row, max(_LEAST_SHARE, 0.5 ** len(reasons))))
+        except UnjudgedError as error:
+            values.append(0.0)
+            reasons[row] = str(error)
+    if not reasons:
+        return values
+    first = min(reasons)
+    *details, summary = reasons[first].splitlines()
+    told = (
+        f"{len(reasons)} of {count} responses could not be judged and count 0, the first is "
+        f"response {first}: {summary}"
+    )
+    return PartialValues(values, "\n".join([*details, told]), failed=len(reasons))
+
+
+class OneByOne:
+    """A function that judges one response at a time, in a process of its own.
+
+    For libraries that work out what a text says: a policy can write what keeps them busy for
+    hours, with Python's lock held, so that no thread can stop them. The process is killed then,
+    and a new one started for the next response.
+
+    Args:
+        function: ``file.py:name`` in this folder. The process imports the file alone and not this
+            package, so that it starts in a second; the function takes and returns lists.
+    """
+
+    def __init__(self, function: str) -> None:
+        self._function = function
+        self._worker: Worker | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start the process, if it does not run.
+
+        Raises:
+            RewardError: The function cannot be loaded.
+        """
+        with self._lock:
+            try:
+                self._running()
+            except WorkerError as error:
+                raise RewardError(f"{self._function} cannot be started: {error}") from error
+
+    def ask(self, timeout: float, **arguments: Any) -> float | None:
+        """Return what the function says of one response.
+
+        Args:
+            timeout: Seconds.
+            arguments: Of the function, the response's entry of each list.
+
+        Raises:
+            UnjudgedError: It took too long, raised, or ended its process.
+            RewardError: The function raised one, or cannot be loaded.
+        """
+        lists = {name: [value] for name, value in arguments.items()}
+        request = {"arguments": lists, "count": 1, "seconds": timeout, "loggers": []}
+        with self._lock:
+            worker = self._running()
+            try:
+                reply = worker.ask(request, timeout)
+            except WorkerError as error:
+                raise UnjudgedError(str(error)) from None
+            if reply.get("kind") == "MemoryError":  # what is left of it is of no use
+                worker.close()
+        if reply.get("kind") == "RewardError":
+            raise RewardError(str(reply.get("message")))
+        if "error" in reply:
+            raise UnjudgedError(str(reply["error"]))
+        (value,) = reply["values"]
+        return None if value is None else finite_number(value)
+
+    def _running(self) -> Worker:
+        if self._worker is None or not self._worker.alive:
+            source = Path(__file__).with_name(self._function)
+            worker = Worker(str(source), _LIMITS, (), _START_S)
+            if "error" in worker.greeting:
+                worker.close()
+                error = worker.greeting["error"]
+                raise RewardError(f"{self._function} cannot be loaded in its process: {error}")
+            self._worker = worker
+        return self._worker
+
+
+def shared(function: str) -> OneByOne:
+    """Return the one process for a function that all rewards of this process share."""
+    return _shared(function, os.getpid())
+
+
+@functools.cache
+def _shared(function: str, _owner: int) -> OneByOne:
+    return OneByOne(function)

@@ -1,0 +1,109 @@
+"""The scores of procedurally made tasks."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lrlhf.rewards.function import (
+    Completion,
+    LogMetric,
+    RewardError,
+    RewardFunction,
+    column_of,
+    completion_text,
+)
+from lrlhf.rewards.functions.one_by_one import judged, shared
+from lrlhf.rewards.functions.text_patterns import TextPattern
+
+_SCORERS = "task_scorers.py:score"
+
+
+class ReasoningGymScore(RewardFunction):
+    """What the ``reasoning-gym`` task itself gives the response, from 0 to 1.
+
+    Needs the columns ``question``, ``answer`` and ``metadata`` of
+    ``lrlhf.datamodules.ReasoningGym``; rows of several tasks may be mixed. Rows without
+    ``metadata`` get no score. A response that the task's scorer cannot read, or does not finish
+    with in time, gets 0, and ``rewards/reasoning_gym/unreadable`` counts it. The scorers run in a
+    process of their own: some of them compute whatever a response says.
+
+    Args:
+        strict: 1 for full marks, else 0; otherwise partial credit counts, which many tasks give
+            to a right answer inside a longer text.
+        extract: Regular expression; what its last match in the response holds (its first group,
+            if it has one) is the answer. Without a match there is no answer.
+        timeout: Seconds that the task's scorer may take for one response.
+    """
+
+    def __init__(
+        self, strict: bool = False, extract: str | None = None, timeout: float = 10.0
+    ) -> None:
+        self._strict = strict
+        if not timeout > 0:
+            raise ValueError(f"timeout is {timeout}; it must be above 0")
+        self._extract = None if extract is None else TextPattern(extract, "extract")
+        self._timeout = timeout
+
+    def prepare(self) -> None:
+        """Start the process with reasoning-gym, which takes seconds.
+
+        Raises:
+            ImportError: It is not installed.
+        """
+        _load()
+
+    def __call__(
+        self, *, completions: Sequence[Completion], log_metric: LogMetric, **columns: Any
+    ) -> list[float | None]:
+        names = ("question", "answer", "metadata")
+        entries = [
+            dict(zip(names, values, strict=True))
+            for values in zip(
+                *(column_of(columns, name, setting="the data's source") for name in names),
+                strict=True,
+            )
+        ]
+        unreadable: set[int] = set()
+
+        def score(row: int, share: float) -> float | None:
+            entry = entries[row]
+            if entry["metadata"] is None:
+                return None
+            unreadable.add(row)
+            found = self._score(completion_text(completions[row]), entry, share)
+            if found is not None:
+                unreadable.remove(row)
+            return found or 0.0
+
+        scores = judged(score, len(entries))
+        log_metric("reasoning_gym/unreadable", len(unreadable) / max(1, len(scores)))
+        return scores
+
+    def _score(self, text: str, entry: Mapping[str, Any], share: float) -> float | None:
+        task = _task_of(entry)
+        answer = text if self._extract is None else self._extract.last(text, share=share)
+        answer = None if answer is None else answer.strip()
+        score = shared(_SCORERS).ask(share * self._timeout, task=task, answer=answer, entry=entry)
+        return float(score >= 1) if self._strict and score is not None else score
+
+
+def _task_of(entry: Mapping[str, Any]) -> str:
+    metadata = entry["metadata"]
+    if not isinstance(metadata, Mapping) or "source_dataset" not in metadata:
+        raise RewardError(
+            f"column 'metadata' holds {str(metadata)[:80]!r} without 'source_dataset', which names "
+            "the task: take the rows from lrlhf.datamodules.ReasoningGym"
+        )
+    return str(metadata["source_dataset"])
+
+
+@functools.cache
+def _load() -> None:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ImportError(
+            "ReasoningGymScore needs the package reasoning-gym: pip install 'lrlhf[tasks]'"
+        )
+    shared(_SCORERS).start()

@@ -1,0 +1,1 @@
+"""Rewards in processes of their own."""

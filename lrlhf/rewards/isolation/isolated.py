@@ -1,0 +1,348 @@
+"""Reward functions in a process of their own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+import pickle
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from lrlhf.rewards.function import PartialValues, RewardError
+from lrlhf.rewards.functions.builtins import BUILTINS
+from lrlhf.rewards.isolation.fresh_copies import CopiesStartAfresh
+from lrlhf.rewards.isolation.isolated_worker import Limits, Worker, WorkerError
+from lrlhf.rewards.lookup import (
+    BoundFunction,
+    NamedFunction,
+    bind_functions,
+    chosen_arguments,
+    default_name,
+)
+from lrlhf.rewards.reward_values import check_values, finite_number
+
+logger = logging.getLogger(__name__)
+
+_LOGGERS = ("log_metric", "log_extra")
+_GB = 10**9
+
+
+class IsolatedFailureError(RuntimeError):
+    """An isolated reward function scored none of the responses."""
+
+
+@dataclass
+class _Found:
+    """What is known of one call so far."""
+
+    deadline: float
+    values: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    extras: dict[str, dict[int, Any]] = field(default_factory=dict)
+    restarts: list[str] = field(default_factory=list)
+    """Why a process was killed, once for each."""
+
+
+class IsolatedReward(CopiesStartAfresh):
+    """Runs another reward function in a process of its own, with limits to its time and memory.
+
+    Where the function fails on a batch of responses, it is asked about each one alone, so that a
+    response that makes it loop, crash or use too much memory costs only its own value. A process
+    that was killed is started anew.
+
+    The process has a temporary working folder, and of the environment only what it needs to run,
+    so no keys and tokens. It is a protection against accidents: it runs as the same user, and may
+    read files and use the network.
+
+    Args:
+        function: Import path, the short name of a built-in one, or ``class_path`` with
+            ``init_args``. An import path is imported in the process only.
+        timeout: Seconds for a batch of responses, and for each one that is asked about alone.
+        total_timeout: Seconds for all that together; what was scored by then counts.
+        memory_gb: GB of address space that the function may use on top of what is mapped when it
+            is loaded; null: no limit, which is what functions on a GPU need.
+        cpu_seconds: Seconds of CPU time for a batch; null: no limit.
+        workers: Processes that share the responses of a batch.
+        env: Names of environment variables that the function needs.
+        start_timeout: Seconds to import the function and to load what it needs.
+        max_reply_mb: Largest result of a batch, with what is logged.
+    """
+
+    ends_by_itself: ClassVar[bool] = True
+    _not_copied = ("_workers", "_signature", "_lock")
+
+    def __init__(  # noqa: PLR0913  the keys of a user's config
+        self,
+        function: NamedFunction,
+        timeout: float = 10.0,
+        total_timeout: float = 600.0,
+        memory_gb: float | None = 4.0,
+        cpu_seconds: float | None = None,
+        workers: int = 1,
+        env: list[str] | None = None,
+        start_timeout: float = 60.0,
+        max_reply_mb: float = 16.0,
+    ) -> None:
+        settings = {
+            "timeout": timeout, "total_timeout": total_timeout, "memory_gb": memory_gb,
+            "cpu_seconds": cpu_seconds, "workers": workers, "start_timeout": start_timeout,
+            "max_reply_mb": max_reply_mb,
+        }  # fmt: skip
+        for name, value in settings.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}; it must be above 0")
+        self._name, self._function = _portable(function)
+        self._timeout = timeout
+        self._total_timeout = total_timeout
+        self._limits = Limits(
+            memory_bytes=None if memory_gb is None else int(memory_gb * _GB),
+            cpu_seconds=cpu_seconds,
+            reply_bytes=int(max_reply_mb * 1e6),
+        )
+        self._env = tuple(env or ())
+        self._start_timeout = start_timeout
+        self._count = workers
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self._workers: list[Worker | None] = [None] * self._count
+        self._signature: inspect.Signature | None = None
+        self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Start the processes, if they do not run.
+
+        Raises:
+            RewardError: The function cannot be loaded there.
+        """
+        with self._lock:
+            self._start_all()
+
+    def close(self) -> None:
+        """End the processes; the next call starts them again."""
+        with self._lock:
+            for place, worker in enumerate(self._workers):
+                if worker is not None:
+                    worker.close()
+                self._workers[place] = None
+
+    def __call__(self, **arguments: Any) -> list[float | None]:
+        with self._lock:
+            deadline = time.monotonic() + self._total_timeout
+            self._start_all()
+            count = len(arguments["completions"])
+            found = _Found(deadline)
+            if count:
+                self._share(found, self._chosen(arguments), count)
+        return self._told(found, count, arguments)
+
+    def _start_all(self) -> None:
+        if all(worker is not None and worker.alive for worker in self._workers):
+            return
+        try:
+            with ThreadPoolExecutor(self._count) as threads:
+                for _ in threads.map(self._running, range(self._count)):
+                    pass
+        except WorkerError as error:
+            raise RewardError(f"{self._name!r} cannot be started in a process: {error}") from error
+
+    def _running(self, place: int, timeout: float = math.inf) -> Worker:
+        worker = self._workers[place]
+        if worker is None or not worker.alive:
+            worker = self._workers[place] = self._started(min(timeout, self._start_timeout))
+        return worker
+
+    def _started(self, timeout: float) -> Worker:
+        worker = Worker(self._function, self._limits, self._env, timeout)
+        greeting = worker.greeting
+        if "error" in greeting:
+            worker.close()
+            raise RewardError(
+                f"{self._name!r} cannot be loaded in its process: {greeting['error']}"
+            )
+        self._signature = _signature(greeting)
+        return worker
+
+    def _chosen(self, available: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the function takes of what there is."""
+        assert self._signature is not None
+
+        def stand_in(**arguments: Any) -> None:
+            """Has the signature that the process tells."""
+
+        stand_in.__signature__ = self._signature  # type: ignore[attr-defined]
+        return chosen_arguments(BoundFunction(self._name, stand_in), available)
+
+    def _share(self, found: _Found, arguments: Mapping[str, Any], count: int) -> None:
+        """Let every process have its part of the responses, as equal as possible."""
+        parts = [list(range(place, count, self._count)) for place in range(self._count)]
+        with ThreadPoolExecutor(self._count) as threads:
+            done = [
+                threads.submit(self._score, found, place, arguments, rows)
+                for place, rows in enumerate(parts)
+                if rows
+            ]
+        for future in done:
+            future.result()
+
+    def _score(
+        self, found: _Found, place: int, arguments: Mapping[str, Any], rows: Sequence[int]
+    ) -> None:
+        """Ask about some responses, and if that fails about one after the other."""
+        failure = self._attempt(found, place, arguments, rows)
+        if not failure:
+            return
+        if len(rows) == 1:
+            found.failures[rows[0]] = failure
+            return
+        summary = failure.splitlines()[-1]
+        logger.warning(
+            "%s failed on %d responses at once and is asked about each: %s",
+            self._name,
+            len(rows),
+            summary,
+        )
+        for row in rows:
+            if alone := self._attempt(found, place, arguments, [row]):
+                found.failures[row] = alone
+
+    def _attempt(
+        self, found: _Found, place: int, arguments: Mapping[str, Any], rows: Sequence[int]
+    ) -> str:
+        """Ask a process about some responses; return what went wrong, empty if nothing did."""
+        left = found.deadline - time.monotonic()
+        if left <= 0:
+            return f"no time is left of total_timeout = {self._total_timeout:g} s"
+        seconds = min(self._timeout, left)
+        try:
+            worker = self._running(place, left)
+            reply = worker.ask(_request(arguments, rows, seconds), seconds)
+            if "error" in reply:
+                return self._raised(found, worker, reply)
+            self._keep(found, reply, rows)
+        except WorkerError as error:
+            found.restarts.append(str(error))
+            return str(error)
+        except _GarbledError as error:
+            found.restarts.append(str(error))
+            worker.close()
+            return str(error)
+        return ""
+
+    def _raised(self, found: _Found, worker: Worker, reply: Mapping[str, Any]) -> str:
+        if reply.get("kind") == "RewardError":
+            raise RewardError(str(reply.get("message")))
+        if reply.get("kind") == "MemoryError":  # what is left of it is of no use
+            found.restarts.append("MemoryError")
+            worker.close()
+        return str(reply["error"])
+
+    def _keep(self, found: _Found, reply: Mapping[str, Any], rows: Sequence[int]) -> None:
+        metrics, extras = _logged(reply, len(rows))
+        values = reply.get("values")
+        check_values(values, function=self._name, rows=rows)  # their number; each one comes later
+        assert isinstance(values, list)
+        found.values.update(zip(rows, values, strict=True))
+        found.metrics += metrics
+        for column, entries in extras.items():
+            found.extras.setdefault(column, {}).update(zip(rows, entries, strict=True))
+
+    def _told(self, found: _Found, count: int, arguments: Mapping[str, Any]) -> list[float | None]:
+        """Log what the function logged, and report what failed."""
+        for name, value in found.metrics:
+            arguments["log_metric"](name, value)
+        for column, entries in found.extras.items():
+            arguments["log_extra"](column, [entries.get(row) for row in range(count)])
+        arguments["log_metric"]("isolated/restarts", len(found.restarts))
+        arguments["log_metric"]("isolated/failures", len(found.failures))
+        values = [found.values.get(row) for row in range(count)]
+        if not found.failures:
+            return values
+        first = min(found.failures)
+        *details, summary = found.failures[first].splitlines()
+        told = (
+            f"{self._name} failed on {len(found.failures)} of {count} responses, the first is "
+            f"response {first}: {summary}"
+        )
+        failure = "\n".join([*details, told])
+        if len(found.failures) == count:
+            raise IsolatedFailureError(failure)
+        return PartialValues(values, failure)
+
+
+class _GarbledError(Exception):
+    """A reply that is JSON, and not what was agreed."""
+
+
+def _portable(function: NamedFunction) -> tuple[str, str | bytes]:
+    """Return a function's name, and how another process finds it."""
+    if isinstance(function, str) and "." in function:
+        return function.rpartition(".")[2], function
+    (bound,) = bind_functions([function], None, BUILTINS)
+    inner = bound.function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    home = inner.__module__ if inspect.isroutine(inner) else type(inner).__module__
+    if home == "__main__":
+        raise ValueError(
+            f"function {default_name(inner)!r} is defined in the script that was started, where "
+            "another process does not find it: move it to a module, and give its import path"
+        )
+    try:
+        return bound.name, pickle.dumps(bound.function)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"function {bound.name!r} cannot be sent to another process ({error}): define it at "
+            "the top of a module, and give its import path"
+        ) from error
+
+
+def _signature(greeting: Mapping[str, Any]) -> inspect.Signature:
+    """Return the signature that the process tells of its function."""
+    takes, requires = greeting.get("takes"), greeting.get("requires", [])
+    names = requires if takes is None else takes
+    parameters = [
+        inspect.Parameter(
+            str(name),
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if name in requires else None,
+        )
+        for name in names
+    ]
+    if takes is None:
+        parameters.append(inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD))
+    return inspect.Signature(parameters)
+
+
+def _request(arguments: Mapping[str, Any], rows: Sequence[int], seconds: float) -> dict[str, Any]:
+    """Return what a process is asked, with the responses of ``rows``."""
+    data = {
+        name: [values[row] for row in rows]
+        for name, values in arguments.items()
+        if name not in _LOGGERS
+    }
+    wanted = [name for name in _LOGGERS if name in arguments]
+    return {"arguments": data, "count": len(rows), "seconds": seconds, "loggers": wanted}
+
+
+def _logged(
+    reply: Mapping[str, Any], count: int
+) -> tuple[list[tuple[str, float]], dict[str, list[Any]]]:
+    """Return the metrics and columns of a reply, in which there may be anything."""
+    metrics, extras = reply.get("metrics"), reply.get("extras")
+    if not isinstance(metrics, list) or not isinstance(extras, dict):
+        raise _GarbledError("its reply has no metrics or extras")
+    for entry in metrics:
+        right = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)
+        if not right or finite_number(entry[1]) is None:
+            raise _GarbledError("its reply has a metric that is no finite number")
+    if not all(isinstance(column, list) and len(column) == count for column in extras.values()):
+        raise _GarbledError(f"its reply has a column that has not {count} values")
+    return [(name, float(value)) for name, value in metrics], extras

@@ -1,0 +1,1 @@
+"""How rows are cut into minibatches and micro-batches."""

@@ -1,0 +1,138 @@
+"""Which rows go through a model together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lrlhf.models.packed.packing import Tree, compact, find_trees
+from lrlhf.rollout.batching.minibatches import micro_batch_rows
+from lrlhf.types import SequenceBatch
+
+
+class Pass(NamedTuple):
+    """Rows that one forward pass is about."""
+
+    rows: Tensor
+    """`[N]`, their places in the batch."""
+    computed: int
+    """Tokens that go through the model: padding counts, what rows share counts once."""
+    given: int
+    """Tokens of the rows."""
+
+    @property
+    def padding(self) -> int:
+        """Tokens that are computed for nothing."""
+        return max(0, self.computed - self.given)
+
+    @property
+    def shared(self) -> int:
+        """Tokens that need no computation, as another row of the pass begins with them too."""
+        return max(0, self.given - self.computed)
+
+
+def plan_passes(
+    batch: SequenceBatch,
+    *,
+    max_tokens: int | None,
+    packed: bool,
+    shared: bool = True,
+    at_least: int = 1,
+) -> list[Pass]:
+    """Cut a batch into forward passes, the largest first.
+
+    Args:
+        batch: Rows of any length.
+        max_tokens: Tokens of one pass as they are computed; a single row may have more. None: all
+            rows in one pass.
+        packed: Whether the model lays rows one after another, see `lrlhf.models.allow_packing`.
+            Else rows of similar length go together, and padding counts.
+        shared: Whether it computes once what rows of a group begin with, where they are packed.
+        at_least: Passes to make, where there are as many rows; ranks that gather weights together
+            need equally many.
+    """
+    if packed:
+        return _packed_passes(batch, batch.group_ids if shared else None, max_tokens, at_least)
+    lengths = batch.lengths.cpu()
+    groups = micro_batch_rows(lengths, max_tokens=max_tokens, at_least=at_least)
+    return [
+        Pass(rows, len(rows) * int(lengths[rows].max()), int(lengths[rows].sum()))
+        for rows in groups
+    ]
+
+
+def _packed_passes(
+    batch: SequenceBatch, groups: Tensor | None, max_tokens: int | None, at_least: int
+) -> list[Pass]:
+    if not len(batch):
+        return []
+    rows = compact(batch.input_ids.cpu(), batch.attention_mask.cpu())
+    trees = find_trees(rows, groups, batch.media)
+    parts = [part for tree in trees for part in _within(tree, max_tokens)]
+    bins = _fill(parts, max_tokens)
+    while len(bins) < min(at_least, len(batch)):
+        largest = max(range(len(bins)), key=lambda place: _rows(bins[place]))
+        bins[largest : largest + 1] = _halved(bins[largest])
+    bins.sort(key=_tokens, reverse=True)
+    lengths = rows.attention_mask.sum(dim=1)
+    chosen = [torch.tensor([row for part in parts for row in part.rows]) for parts in bins]
+    return [
+        Pass(places, _tokens(parts), int(lengths[places].sum()))
+        for places, parts in zip(chosen, bins, strict=True)
+    ]
+
+
+def _within(tree: Tree, max_tokens: int | None) -> list[Tree]:
+    """Cut a tree into parts that fit, each with the prefix of its own."""
+    if max_tokens is None or tree.tokens <= max_tokens or len(tree.rows) == 1:
+        return [tree]
+    starts, tokens = [0], tree.prefix
+    for place, branch in enumerate(tree.branches):
+        if tokens + branch > max_tokens and place > starts[-1]:
+            starts.append(place)
+            tokens = tree.prefix
+        tokens += branch
+    ends = [*starts[1:], len(tree.rows)]
+    return [_part(tree, start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+def _part(tree: Tree, start: int, end: int) -> Tree:
+    return Tree(tree.rows[start:end], tree.prefix, tree.branches[start:end])
+
+
+def _fill(parts: Sequence[Tree], max_tokens: int | None) -> list[list[Tree]]:
+    """Put each part, largest first, where there is room for it (first fit decreasing)."""
+    if max_tokens is None:
+        return [list(parts)]
+    bins: list[list[Tree]] = []
+    room: list[int] = []
+    for part in sorted(parts, key=lambda one: -one.tokens):
+        place = next((i for i, free in enumerate(room) if part.tokens <= free), None)
+        if place is None:
+            bins.append([part])
+            room.append(max_tokens - part.tokens)
+        else:
+            bins[place].append(part)
+            room[place] -= part.tokens
+    return bins
+
+
+def _halved(parts: list[Tree]) -> tuple[list[Tree], list[Tree]]:
+    """Split rows in two, within a tree only where it is the only one."""
+    if len(parts) > 1:
+        middle = len(parts) // 2
+        return parts[:middle], parts[middle:]
+    (tree,) = parts
+    middle = len(tree.rows) // 2
+    return [_part(tree, 0, middle)], [_part(tree, middle, len(tree.rows))]
+
+
+def _rows(parts: Sequence[Tree]) -> int:
+    return sum(len(part.rows) for part in parts)
+
+
+def _tokens(parts: Sequence[Tree]) -> int:
+    return sum(part.tokens for part in parts)

@@ -1,0 +1,1 @@
+"""Engines that generate responses, and what they have in common."""

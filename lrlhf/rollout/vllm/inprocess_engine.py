@@ -1,0 +1,224 @@
+"""vLLM inside the training process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lrlhf.rollout.engines.engine import Response
+from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
+from lrlhf.rollout.sampling import Sampling
+from lrlhf.rollout.vllm.support import (
+    import_vllm,
+    is_cpu,
+    media_argument,
+    sampling_arguments,
+    seed_argument,
+)
+from lrlhf.rollout.vllm.vllm_base import VLLMBase, read_response
+
+
+class VLLMEngine(VLLMBase):
+    """vLLM inside the training process, on the same device; one engine per rank.
+
+    Args:
+        sleep: Give the GPU's memory back while the policy is updated.
+        inexact_video: Show videos to vLLM, although it computes with them otherwise than
+            ``transformers`` (other positions or features; log-probabilities of random tiny models
+            differed by 0.001 to 0.2 nats, where those of images agree to 1e-6).
+        engine: The other arguments of `VLLMBase`.
+    """
+
+    default_gpu_memory_utilization = 0.3
+    _alone: ClassVar[int] = 0
+    """Running engines of this process that are in no process group of the trainer's."""
+
+    def __init__(self, *, sleep: bool = False, inexact_video: bool = False, **engine: Any) -> None:
+        super().__init__(**engine)
+        self.inexact_video = inexact_video
+        if sleep and is_cpu():
+            raise ValueError("engine.sleep gives GPU memory back, and there is no GPU: drop it")
+        self.sleeps = sleep
+        self._asleep = False
+        self._llm: Any = None
+        self._in_trainers_group = False
+        self._broken = False
+
+    def _start(self) -> None:
+        if self._in_trainers_group:
+            if self._broken:
+                raise self._start_error(
+                    "an engine inside a training of several processes cannot be started a second "
+                    "time; VLLMServerEngine can"
+                )
+            # it was closed, but could not be ended
+            return
+        self._refuse_other_device()
+        vllm = import_vllm()
+        arguments = {**self._launch_arguments(), "enable_sleep_mode": self.sleeps}
+        grouped = torch.distributed.is_initialized()
+        # without a process group vLLM makes one, which further engines share
+        self._in_trainers_group = grouped and VLLMEngine._alone == 0
+        if self._in_trainers_group and torch.distributed.get_world_size() > 1:
+            arguments["distributed_executor_backend"] = "external_launcher"
+        with _isolated():
+            try:
+                self._llm = vllm.LLM(**arguments)
+            except (ValueError, RuntimeError) as error:
+                raise self._start_error(str(error)) from error
+        if not self._in_trainers_group:
+            VLLMEngine._alone += 1
+        self._check_description(self._llm.collective_rpc("lrlhf_describe")[0])
+
+    def _stop(self) -> None:
+        self._remove_folder()
+        self._asleep = False
+        if self._in_trainers_group or self._llm is None:
+            # its end would take the trainer's process group along
+            return
+        self._llm = None
+        VLLMEngine._alone -= 1
+        if VLLMEngine._alone == 0:
+            state = importlib.import_module("vllm.distributed.parallel_state")
+            state.cleanup_dist_env_and_memory()
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back, where ``sleep`` is on; the next push wakes it up.
+
+        The weights are thrown away: what a later push brings is all that is ever read.
+        """
+        if self.sleeps and self._running and not self._asleep:
+            self._llm.sleep(level=2)
+            self._asleep, self.version = True, None
+
+    def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
+        with self._failing("a push of weights"):
+            if self._asleep:
+                self._llm.wake_up(tags=["weights"])
+            arrived: list[dict[str, str]] = self._llm.collective_rpc("lrlhf_load", args=(tensors,))
+            if self._asleep:
+                self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
+        return arrived
+
+    def _reset_caches(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise EngineFailure("vLLM did not reset its prefix cache: requests are still running")
+        self._llm.llm_engine.reset_encoder_cache()
+        self._llm.reset_mm_cache()
+
+    def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
+        if not self.inexact_video and any(
+            request.media and request.media.videos for request in requests
+        ):
+            raise ValueError(
+                "a prompt shows a video, which vLLM computes otherwise than transformers: take "
+                "lrlhf.rollout.TransformersEngine, or accept responses of a slightly different "
+                "policy with engine.inexact_video: true (mismatch/* tells how different)"
+            )
+        vllm = import_vllm()
+        shared = sampling_arguments(sampling, self._known_policy, self._known_tokenizer)
+        shared["detokenize"] = bool(sampling.stop)
+        parameters = [
+            vllm.SamplingParams(**shared, seed=seed_argument(request, sampling))
+            for request in requests
+        ]
+        prompts = [
+            {"prompt_token_ids": request.short_ids, **media_argument(request.media)}
+            for request in requests
+        ]
+        # responses have seeds of their own, but vLLM takes numbers from the global stream besides
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with self._failing("generation"), torch.random.fork_rng(devices), torch.inference_mode():
+            answers = self._llm.generate(prompts, parameters, use_tqdm=False)
+        for request, answer in zip(requests, answers, strict=True):
+            if list(answer.prompt_token_ids) != request.prompt_ids:
+                raise EngineFailure(
+                    "vLLM answered another prompt than the one it was given: "
+                    f"{len(answer.prompt_token_ids)} tokens instead of {len(request.prompt_ids)}"
+                )
+        outputs = [answer.outputs[0] for answer in answers]
+        return [
+            read_response(
+                list(output.token_ids),
+                [
+                    step[token].logprob
+                    for step, token in zip(output.logprobs, output.token_ids, strict=True)
+                ],
+                output.finish_reason,
+            )
+            for output in outputs
+        ]
+
+    @contextlib.contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """Turn whatever goes wrong inside vLLM into an `EngineFailure`.
+
+        After any exception in a step its scheduler keeps the request, and the next call would wait
+        for ever, so no kind of error leaves the engine usable.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._broken = True
+            reason = f"{type(error).__name__}: {error}"
+            raise EngineFailure(f"vLLM failed in {what} ({reason})") from error
+
+    def _refuse_other_device(self) -> None:
+        """One process takes the first GPU that it sees, whichever the policy is on."""
+        device = self._device
+        single = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+        if device.type == "cuda" and single and device.index:
+            raise self._start_error(
+                f"the policy is on {device}, and vLLM would take the first GPU: choose the GPU "
+                f"with CUDA_VISIBLE_DEVICES={device.index} and trainer.devices: 1"
+            )
+
+
+@contextlib.contextmanager
+def _isolated() -> Iterator[None]:
+    """Keep what vLLM changes of its process at start-up away from the trainer.
+
+    It seeds the random number generators, sets environment variables that later child processes
+    and Lightning would read, and takes ``torch.set_num_threads`` away.
+    """
+    environment, set_num_threads = dict(os.environ), torch.set_num_threads
+    if torch.distributed.is_initialized():
+        # what vLLM asks of a launcher; Lightning's own does not set them all
+        os.environ.setdefault("RANK", str(torch.distributed.get_rank()))
+        if torch.cuda.is_available():
+            # the rank's own GPU, which need not be that of its number
+            os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
+        os.environ.setdefault("LOCAL_RANK", str(torch.distributed.get_node_local_rank(0)))
+    states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+    on_gpu = torch.cuda.is_available()
+    device, cuda = (
+        (torch.cuda.current_device(), torch.cuda.get_rng_state()) if on_gpu else (0, None)
+    )
+    # one process: a child would load everything again, and could not be handed tensors
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        if cuda is not None:
+            torch.cuda.set_device(device)
+            torch.cuda.set_rng_state(cuda)
+        torch.set_num_threads = set_num_threads
+        # vLLM goes on reading its own
+        for name in os.environ.keys() - environment.keys():
+            if not name.startswith("VLLM_"):
+                del os.environ[name]
+        os.environ.update(
+            {name: value for name, value in environment.items() if not name.startswith("VLLM_")}
+        )

@@ -1,0 +1,384 @@
+"""vLLM in a process of its own, started here or by the user."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from lrlhf.rollout.engines.background import in_background
+from lrlhf.rollout.engines.engine import Response
+from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
+from lrlhf.rollout.sampling import Sampling
+from lrlhf.rollout.vllm.client import ServerClient
+from lrlhf.rollout.vllm.group import RankGroup
+from lrlhf.rollout.vllm.process import ServerProcess, ServerStartError
+from lrlhf.rollout.vllm.support import (
+    check_installed,
+    is_cpu,
+    quiet_environment,
+    sampling_arguments,
+    seed_argument,
+)
+from lrlhf.rollout.vllm.vllm_base import EngineStartError, VLLMBase
+from lrlhf.threads import spin_not_at_all
+from lrlhf.vllm_worker.access import TOKEN_VARIABLE
+from lrlhf.vllm_worker.stream import Sender, StreamError
+
+ResultT = TypeVar("ResultT")
+
+_RESET_SECONDS = 10.0
+_SERVER = "vllm.entrypoints.openai.api_server"
+_GUARD = "lrlhf.vllm_worker.access.TokenGuard"
+_TRAINERS_OWN = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+class _Outcome(NamedTuple):
+    """What the leader tells the other ranks of something that only it did."""
+
+    value: Any
+    failure: str | None
+    refusal: str | None
+
+
+class VLLMServerEngine(VLLMBase):
+    """A vLLM server, shared by all ranks: on GPUs of its own, or beside the trainer on a CPU.
+
+    Without ``url`` the server is started on the first push and ends with the run, however that
+    ends. It listens on this machine only and asks for a token that no one else knows. Weights go
+    to it in buckets, through a socket on ``sync_host``.
+
+    Args:
+        url: A server that runs already; its token is the environment's ``VLLM_API_KEY``. None:
+            start one. ``docs/rollouts.md`` has the command.
+        sync_host: Address of this machine that the server's workers can reach.
+        tensor_parallel_size: GPUs that the model is split over.
+        visible_devices: GPUs of the server, as in CUDA_VISIBLE_DEVICES; None: the trainer's.
+        start_timeout: Seconds until a started server, or one that went away, answers.
+        stall_timeout: Seconds without a finished response after which the server counts as hung.
+        sync_timeout: Seconds that a push may take.
+        log_file: Where a started server writes; None: into a temporary folder.
+        engine: The other arguments of `VLLMBase`.
+    """
+
+    concurrent = True
+    default_gpu_memory_utilization = 0.9
+
+    def __init__(
+        self,
+        *,
+        url: str | None = None,
+        sync_host: str = "127.0.0.1",
+        tensor_parallel_size: int = 1,
+        visible_devices: str | None = None,
+        start_timeout: float = 900.0,
+        stall_timeout: float = 600.0,
+        sync_timeout: float = 300.0,
+        log_file: str | None = None,
+        **engine: Any,
+    ) -> None:
+        super().__init__(**engine)
+        for name, value in (
+            ("tensor_parallel_size", tensor_parallel_size),
+            ("start_timeout", start_timeout),
+            ("stall_timeout", stall_timeout),
+            ("sync_timeout", sync_timeout),
+        ):
+            if not value > 0:
+                raise ValueError(f"engine.{name} is {value}; it must be above 0")
+        self.url = url
+        self.sync_host = sync_host
+        self.tensor_parallel_size = tensor_parallel_size
+        self.visible_devices = visible_devices
+        self.start_timeout = start_timeout
+        self.stall_timeout = stall_timeout
+        self.sync_timeout = sync_timeout
+        self.log_file = log_file
+        self._group = RankGroup()
+        self._process: ServerProcess | None = None
+        self._client: ServerClient | None = None
+        self._last_push = ""
+        self._log_folder: Path | None = None
+
+    # ------------------------------------------------------------------ life of the server
+
+    def _start(self) -> None:
+        address = self._led(self._start_server if self.url is None else self._find_server)
+        url, token, described = address
+        self._client = self._client or self._connect(url, token)
+        self._check_description(described)
+
+    def _stop(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        if self._process is not None:
+            worked = self._process.running
+            self._process.stop()
+            self._process = None
+            if worked and self._log_folder is not None:
+                # what a server that failed wrote stays
+                shutil.rmtree(self._log_folder, ignore_errors=True)
+                self._log_folder = None
+        self._remove_folder()
+
+    def _start_server(self) -> tuple[str, str, dict[str, Any]]:
+        check_installed()
+        token = secrets.token_hex(32)
+        port = _free_port()
+        if self.log_file is None and self._log_folder is None:
+            self._log_folder = Path(tempfile.mkdtemp(prefix="lrlhf-vllm-log-"))
+        log_file = Path(self.log_file or f"{self._log_folder}/vllm.log")
+        self._process = ServerProcess(
+            self.command(port), env=self._environment(token), log_file=log_file
+        )
+        url = f"http://127.0.0.1:{port}"
+        self._client = self._connect(url, token)
+        self._process.start()
+        try:
+            self._process.wait_until(self._client.is_healthy, timeout=self.start_timeout)
+        except ServerStartError as error:
+            cause = root_cause(self._process.log_tail(1000))
+            reason = f"{cause} (all of it is in {log_file})" if cause else str(error)
+            raise self._start_error(reason) from error
+        return url, token, self._describe(self._client)
+
+    def _find_server(self) -> tuple[str, str, dict[str, Any]]:
+        assert self.url is not None
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        if not token:
+            raise EngineStartError(
+                f"engine.url is set, but not the environment variable {TOKEN_VARIABLE}: set it to "
+                "the token that the server was started with"
+            )
+        self._client = self._connect(self.url, token)
+        deadline = time.monotonic() + self.start_timeout
+        while not self._client.is_healthy():
+            if time.monotonic() > deadline:
+                raise EngineStartError(
+                    f"no vLLM server answered at {self.url} for {self.start_timeout:g} s "
+                    f"(engine.start_timeout); start it with\n{self._command_for_users()}"
+                )
+            time.sleep(1.0)
+        return self.url, token, self._describe(self._client)
+
+    def _describe(self, client: ServerClient) -> dict[str, Any]:
+        try:
+            described = client.call_workers("lrlhf_describe", timeout=60.0)[0]
+        except EngineFailure as error:
+            raise EngineStartError(
+                f"the vLLM server cannot take weights ({error}); start it with\n"
+                f"{self._command_for_users()}"
+            ) from error
+        assert isinstance(described, dict)
+        return described
+
+    def _connect(self, url: str, token: str) -> ServerClient:
+        return ServerClient(url, token, concurrency=self.max_num_seqs)
+
+    def command(self, port: int) -> list[str]:
+        """Return the command that starts a server for this policy."""
+        return [sys.executable, *self._server_arguments(port)]
+
+    def _server_arguments(self, port: int) -> list[str]:
+        arguments = self._launch_arguments() | {
+            "host": "127.0.0.1",
+            "port": port,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "middleware": _GUARD,
+        }
+        # not the console script: the CPU build has none that works
+        return ["-m", _SERVER, *command_line(arguments)]
+
+    def _command_for_users(self) -> str:
+        arguments = self._server_arguments(8000)
+        # the folder that is written for a server of one's own is gone by then
+        arguments[arguments.index("--model") + 1] = "MODEL"
+        return f"VLLM_SERVER_DEV_MODE=1 {TOKEN_VARIABLE}=TOKEN {shlex.join(['python', *arguments])}"
+
+    def _environment(self, token: str) -> dict[str, str]:
+        environment = quiet_environment() | {
+            name: value for name, value in os.environ.items() if name not in _TRAINERS_OWN
+        }
+        if is_cpu():
+            # threads that spin while they wait would take the trainer's cores
+            spin_not_at_all(environment)
+        if self.visible_devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self.visible_devices
+        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        return environment | {"VLLM_SERVER_DEV_MODE": "1", TOKEN_VARIABLE: token}
+
+    # ------------------------------------------------------------------ weights and responses
+
+    def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
+        if not self._group.leads:
+            # brings its parts of split weights; and takes the fingerprints of its own meanwhile
+            for _ in tensors:
+                pass
+
+        def stream() -> list[dict[str, str]]:
+            try:
+                return self._stream(tensors)
+            finally:
+                # before the other ranks hear how it went: until then they bring their parts
+                self._bring_parts(tensors)
+
+        return self._led(stream)
+
+    def _stream(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
+        client, workers = self._connected, int(self._described["workers"])
+        with Sender(self.sync_host, receivers=workers, timeout=self.sync_timeout) as sender:
+            self._last_push = sender.token
+            access = (self.sync_host, str(sender.port), sender.token, str(self.sync_timeout))
+
+            def receive() -> list[dict[str, str]]:
+                return client.call_workers("lrlhf_receive", *access, timeout=self.sync_timeout)
+
+            arrived = in_background(receive, name="vllm-push")
+            try:
+                sender.send(tensors, give_up=arrived.done)
+            except StreamError as error:
+                raise EngineFailure(
+                    f"a push of weights broke off: {error}{_told(arrived)}"
+                ) from error
+            return arrived.result()
+
+    def _reset_caches(self) -> None:
+        self._led(self._reset_server_caches)
+
+    def _reset_server_caches(self) -> None:
+        deadline = time.monotonic() + _RESET_SECONDS
+        while not self._connected.post("/reset_prefix_cache", timeout=self.sync_timeout)["success"]:
+            # the blocks of a response that was just answered are given back a moment later
+            if time.monotonic() > deadline:
+                raise EngineFailure("vLLM did not reset its prefix cache: requests still run")
+            time.sleep(0.1)
+        for path in ("/reset_mm_cache", "/reset_encoder_cache"):
+            self._connected.post(path, timeout=self.sync_timeout)
+
+    def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
+        if any(request.media is not None for request in requests):
+            raise ValueError(
+                "VLLMServerEngine takes no images or videos: its server would tokenise the text "
+                "again. Take lrlhf.rollout.VLLMEngine, or TransformersEngine"
+            )
+        shared = sampling_arguments(sampling, self._known_policy, self._known_tokenizer)
+        shared |= {"return_token_ids": True, "model": str(self._model_name())}
+        bodies = [
+            {
+                **shared,
+                "prompt": request.prompt_ids,
+                "seed": seed_argument(request, sampling),
+            }
+            for request in requests
+        ]
+        prompts = [request.prompt_ids for request in requests]
+        self._check_last_push()
+        responses = self._connected.complete(bodies, prompts, stall=self.stall_timeout)
+        self._check_last_push()
+        return responses
+
+    def _check_last_push(self) -> None:
+        """Make sure that the server was not started anew, or given weights by someone else."""
+        if not self._group.leads:
+            return
+        found = self._connected.call_workers("lrlhf_last_push", timeout=self.sync_timeout)
+        if set(found) != {self._last_push}:
+            raise EngineFailure("the vLLM server has other weights than it was given here")
+
+    def _model_name(self) -> str:
+        return str(self._described["model"])
+
+    @property
+    def _connected(self) -> ServerClient:
+        assert self._client is not None
+        return self._client
+
+    # ------------------------------------------------------------------ ranks
+
+    def _worst_of_ranks(self, trouble: int) -> int:
+        return self._group.worst(trouble)
+
+    def _led(self, act: Callable[[], ResultT]) -> ResultT:
+        """Act on rank 0 only; what comes of it, also an error, comes to every rank."""
+        outcome, error = _Outcome(None, None, None), None
+        if self._group.leads:
+            try:
+                outcome = _Outcome(act(), None, None)
+            except EngineFailure as failure:
+                outcome = _Outcome(None, str(failure), None)
+            except Exception as raised:  # noqa: BLE001  raised again once every rank knows of it
+                outcome, error = _Outcome(None, None, str(raised)), raised
+        outcome = self._group.share(outcome)
+        if error is not None:
+            raise error
+        if outcome.failure is not None:
+            raise EngineFailure(outcome.failure)
+        if outcome.refusal is not None:
+            raise EngineStartError(outcome.refusal)
+        value: ResultT = outcome.value
+        return value
+
+
+def command_line(arguments: dict[str, Any]) -> list[str]:
+    """Write engine arguments the way vLLM's command line has them."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if value is True:
+            words.append(f"--{option}")
+        elif value is False:
+            words.append(f"--no-{option}")
+        elif isinstance(value, dict):
+            words += [f"--{option}", json.dumps(value)]
+        elif isinstance(value, list | tuple):
+            words += [f"--{option}", *map(str, value)]
+        elif value is not None:
+            words += [f"--{option}", str(value)]
+    return words
+
+
+def root_cause(log: str) -> str | None:
+    """Find the error in a server's log that the others follow from."""
+    raised = re.findall(r"\b([A-Z]\w*(?:Error|Exception): .+)$", log, re.MULTILINE)
+    # processes that wait for the one that failed only say that it did
+    causes = [line for line in raised if "root cause" not in line]
+    return causes[-1] if causes else None
+
+
+def _told(answer: Future[Any]) -> str:
+    """Return the server's own complaint, which says more than a broken connection."""
+    try:
+        error = answer.exception(timeout=5.0)
+    except TimeoutError:
+        return ""
+    return "" if error is None else f"; {error}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

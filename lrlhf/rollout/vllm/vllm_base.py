@@ -1,0 +1,225 @@
+"""What the two engines of vLLM share: options, and how a response is read."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lrlhf.rollout.engines.engine import Response
+from lrlhf.rollout.engines.synced_engine import EngineFailure, SyncedEngine
+from lrlhf.rollout.vllm.support import (
+    EXTENSION,
+    check_version,
+    is_cpu,
+    write_model_folder,
+)
+
+EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+# the smallest block that vLLM's CPU attention takes: prompts below it would never be shared
+_CPU_BLOCK = 32
+_CPU_CACHE_GIB = 1.0
+_SHORTEST = 16
+
+
+class EngineStartError(RuntimeError):
+    """An engine did not start; says what to change."""
+
+
+class VLLMBase(SyncedEngine):
+    """Options of `VLLMEngine` and `VLLMServerEngine`.
+
+    Args:
+        dtype: What the engine computes in. "auto": bfloat16 on a GPU, float32 on a CPU.
+        max_model_len: Tokens of the longest prompt and response together, at most the model's own
+            limit, which None stands for; the cache must have room for one such sequence.
+        kv_cache_gib: Memory for keys and values. None: on a GPU what ``gpu_memory_utilization``
+            leaves, on a CPU 1 GiB.
+        gpu_memory_utilization: Share of a GPU's memory for weights, keys and values. None: 0.3
+            inside the training process, 0.9 in a server.
+        max_num_seqs: Responses that are computed at the same time.
+        enforce_eager: Compile nothing. None: on a GPU compile, on a CPU, where it takes over a
+            minute at every start, do not.
+        options: Further engine arguments of vLLM by name, such as ``{seed: 1}``.
+        max_restarts: How often in a row a call may start the engine anew before it gives up.
+    """
+
+    default_gpu_memory_utilization: float
+
+    def __init__(
+        self,
+        *,
+        dtype: EngineDtype = "auto",
+        max_model_len: int | None = None,
+        kv_cache_gib: float | None = None,
+        gpu_memory_utilization: float | None = None,
+        max_num_seqs: int = 256,
+        enforce_eager: bool | None = None,
+        options: dict[str, Any] | None = None,
+        max_restarts: int = 2,
+    ) -> None:
+        super().__init__(max_restarts=max_restarts)
+        for name, value in (
+            ("max_model_len", max_model_len),
+            ("kv_cache_gib", kv_cache_gib),
+            ("max_num_seqs", max_num_seqs),
+        ):
+            if value is not None and not value > 0:
+                raise ValueError(f"engine.{name} is {value}; it must be above 0")
+        if max_model_len is not None and max_model_len < _SHORTEST:
+            raise ValueError(
+                f"engine.max_model_len is {max_model_len}; the probe of the weights alone needs "
+                f"{_SHORTEST} tokens"
+            )
+        if gpu_memory_utilization is None:
+            gpu_memory_utilization = self.default_gpu_memory_utilization
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"engine.gpu_memory_utilization is {gpu_memory_utilization}; it must lie in (0, 1]"
+            )
+        self.engine_dtype = dtype
+        self.wanted_model_len = max_model_len
+        self.kv_cache_gib = kv_cache_gib
+        self.gpu_memory_utilization = gpu_memory_utilization
+        self.max_num_seqs = max_num_seqs
+        self.enforce_eager = enforce_eager
+        self.options = dict(options or {})
+        self._described: dict[str, Any] = {}
+        self._folder: Path | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the running engine keeps its weights in."""
+        found = getattr(torch, self._described["dtype"])
+        assert isinstance(found, torch.dtype)
+        return found
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest prompt and response together."""
+        return int(self._described["max_model_len"])
+
+    def _launch_arguments(self) -> dict[str, Any]:
+        """Engine arguments by vLLM's names; the weights come with the first push."""
+        self._refuse_experts_on_cpu()
+        arguments: dict[str, Any] = {
+            "model": str(self._model_folder()),
+            "dtype": self._launch_dtype(),
+            "load_format": "dummy",
+            "worker_extension_cls": EXTENSION,
+            # of the distribution that was sampled from: divided by the temperature, cut tokens out
+            "logprobs_mode": "processed_logprobs",
+            # else defaults of the checkpoint's generation config would be mixed in
+            "generation_config": "vllm",
+            "max_num_seqs": self.max_num_seqs,
+            "enforce_eager": is_cpu() if self.enforce_eager is None else self.enforce_eager,
+            "enable_prefix_caching": True,
+        }
+        cache_gib = self.kv_cache_gib
+        if is_cpu():
+            arguments["block_size"] = _CPU_BLOCK
+            cache_gib = cache_gib or _CPU_CACHE_GIB
+        else:
+            arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
+        if cache_gib is not None:
+            arguments["kv_cache_memory_bytes"] = int(cache_gib * 2**30)
+        if self.wanted_model_len is not None:
+            config = self._known_policy.config.get_text_config()
+            own = getattr(config, "max_position_embeddings", None)
+            arguments["max_model_len"] = min(self.wanted_model_len, own or self.wanted_model_len)
+        return {**arguments, **self.options}
+
+    def _refuse_experts_on_cpu(self) -> None:
+        config = self._known_policy.config.get_text_config().to_dict()
+        if is_cpu() and config.get("num_experts_per_tok"):
+            raise self._start_error(
+                "its CPU kernels for mixtures of experts go on computing with old weights after a "
+                "push; take lrlhf.rollout.TransformersEngine"
+            )
+
+    def _launch_dtype(self) -> str:
+        if self.engine_dtype == "auto":
+            return "float32" if is_cpu() else "bfloat16"
+        return self.engine_dtype
+
+    def _model_folder(self) -> Path:
+        if self._folder is None:
+            assert self._weights is not None
+            self._folder = write_model_folder(self._weights, self._known_tokenizer, self._processor)
+        return self._folder
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _check_description(self, described: dict[str, Any]) -> None:
+        check_version(described["vllm"])
+        if described["logprobs_mode"] != "processed_logprobs":
+            raise EngineStartError(
+                f"vLLM runs with logprobs_mode {described['logprobs_mode']!r}, whose "
+                "log-probabilities are not those of the sampling distribution; start it with "
+                "processed_logprobs"
+            )
+        self._described = described
+
+    def _start_error(self, reason: str) -> EngineStartError:
+        """Turn vLLM's complaint into what to change."""
+        text = f"vLLM did not start: {reason}"
+        if ("KV cache" in reason or "cache blocks" in reason) and (is_cpu() or self.kv_cache_gib):
+            text += (
+                f" (engine.kv_cache_gib is {self.kv_cache_gib}, engine.max_model_len is "
+                f"{self.wanted_model_len}: raise the first or lower the second)"
+            )
+        elif "cache" in reason:
+            text += (
+                f" (engine.gpu_memory_utilization is {self.gpu_memory_utilization}, "
+                f"engine.max_model_len is {self.wanted_model_len}: raise the first or lower the "
+                "second)"
+            )
+        elif "memory" in reason.lower():
+            text += (
+                f" (engine.gpu_memory_utilization is {self.gpu_memory_utilization}: lower it, or "
+                "free memory of the GPU)"
+            )
+        return EngineStartError(text)
+
+    @property
+    def _known_policy(self) -> PreTrainedModel:
+        assert self._weights is not None
+        return self._weights.model
+
+    @property
+    def _known_tokenizer(self) -> PreTrainedTokenizerBase:
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+
+def read_response(
+    token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str | None
+) -> Response:
+    """Turn vLLM's answer into a response.
+
+    Args:
+        token_ids: The end-of-sequence token included.
+        logprobs: One per token.
+        finish_reason: ``stop`` or ``length``.
+
+    Raises:
+        EngineFailure: The response was broken off, or is not whole.
+    """
+    if finish_reason not in ("stop", "length") or len(token_ids) != len(logprobs):
+        raise EngineFailure(
+            f"vLLM broke a response off: {len(token_ids)} tokens, {len(logprobs)} "
+            f"log-probabilities, finish reason {finish_reason!r}"
+        )
+    return Response(
+        token_ids=torch.tensor(token_ids, dtype=torch.long),
+        logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        truncated=finish_reason == "length",
+    )

@@ -1,0 +1,35 @@
+"""What a run needs whatever it trains: checkpoints, supervision, seeds, ranks, loops."""
+
+from lrlhf.run.checkpoints.checkpoint_io import AtomicCheckpointIO, use_atomic_checkpoints
+from lrlhf.run.collectives import Collectives
+from lrlhf.run.gradient_updates import Updater, gradients_of
+from lrlhf.run.host_memory import keep_host_memory, return_host_memory
+from lrlhf.run.idle_parameters import minds_idle_parts, waits_for_every_parameter
+from lrlhf.run.iteration_loop import count_iterations_as_steps
+from lrlhf.run.resumed_loop import resume_where_it_stopped
+from lrlhf.run.seeding import run_seed, sample_seeds, seed_everything_for
+from lrlhf.run.split_models import SplitsModels
+from lrlhf.run.supervision.phase_deadlines import DeadlineError
+from lrlhf.run.supervision.signals import LostProcessError
+from lrlhf.run.supervision.watch import watch_over
+
+__all__ = [
+    "AtomicCheckpointIO",
+    "Collectives",
+    "DeadlineError",
+    "LostProcessError",
+    "SplitsModels",
+    "Updater",
+    "count_iterations_as_steps",
+    "gradients_of",
+    "keep_host_memory",
+    "minds_idle_parts",
+    "resume_where_it_stopped",
+    "return_host_memory",
+    "run_seed",
+    "sample_seeds",
+    "seed_everything_for",
+    "use_atomic_checkpoints",
+    "waits_for_every_parameter",
+    "watch_over",
+]

@@ -1,0 +1,269 @@
+"""How a file or folder appears under its name: whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Final
+
+from safetensors import SafetensorError
+
+from lrlhf.run.locks import claim, is_claimed
+
+TEMPORARY: Final = "tmp"
+
+
+@contextlib.contextmanager
+def naming(path: Path, fresh: Path | None = None) -> Iterator[None]:
+    """Have errors say which file could not be written: the system names none when a disk is full.
+
+    Torch reports a write that failed as an error of its own making, from which only the context
+    leads to what the system said.
+
+    Args:
+        path: What the block writes.
+        fresh: The temporary name that it is written under, which means nothing to anybody else.
+
+    Raises:
+        OSError: As the system reported it, with ``path`` where it named no file, or ``fresh``.
+    """
+    handled = sys.exception()
+    try:
+        yield
+    except SafetensorError as error:  # all that safetensors knows of a full disk
+        raise OSError(f"{path} cannot be written: {error}") from error
+    except RuntimeError as error:
+        if (cause := _system_error(error, handled)) is None:
+            raise
+        raise _named(cause, path, fresh) from error
+    except OSError as error:
+        if error.errno is None or (named := _named(error, path, fresh)).filename == error.filename:
+            raise
+        raise named from error
+
+
+def _system_error(error: BaseException, handled: BaseException | None) -> OSError | None:
+    """Find what the system said while an error came about; ``handled`` was there before."""
+    origin = error.__context__
+    while origin is not None and origin is not handled:
+        if isinstance(origin, OSError) and origin.errno is not None:
+            return origin
+        origin = origin.__context__
+    return None
+
+
+def _named(error: OSError, path: Path, fresh: Path | None) -> OSError:
+    name = str(path) if error.filename is None else os.fsdecode(error.filename)
+    if fresh is not None and Path(name).is_relative_to(fresh):
+        name = str(path / Path(name).relative_to(fresh))
+    assert error.errno is not None
+    return OSError(error.errno, os.strerror(error.errno), name)
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that takes the place of ``path`` when the block ends well.
+
+    The data go to a hidden file in the same folder, whose name no other process has, reach the
+    disk, then take the name in one step: whoever reads ``path`` sees the old content or the new
+    one, also after a crash. If the block raises, ``path`` is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path)
+    temporary, handle = _open_temporary(path)
+    try:
+        with naming(path, temporary), handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+            _take_name(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Hand out an empty folder that takes the place of ``path`` when the block ends well.
+
+    A folder cannot replace another in one step, so an old one is moved aside first and removed
+    last; after a crash between the two, the next call moves it back.
+    """
+    recover_folder(path)
+    remove_leftovers(path)
+    try:
+        with temporary_folder(path) as fresh:
+            yield fresh
+            place_folder(fresh, path)
+    finally:
+        recover_folder(path)
+
+
+@contextlib.contextmanager
+def temporary_folder(path: Path, ending: str = TEMPORARY) -> Iterator[Path]:
+    """Hand out an empty folder beside ``path``, which is removed when it has not been renamed."""
+    fresh, descriptor = _make_temporary(path, ending)
+    try:
+        with naming(path, fresh):
+            yield fresh
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        os.close(descriptor)
+
+
+def atomic_link(path: Path, target: Path) -> None:
+    """Have ``path`` lead to ``target``, in the place of what had the name.
+
+    The link is relative, so that both can be moved together. Where links are refused, as on some
+    file systems, ``path`` becomes a copy.
+    """
+    remove_leftovers(path)
+    fresh = _hidden_name(path, TEMPORARY)
+    try:
+        fresh.symlink_to(os.path.relpath(target, path.parent))
+    except (OSError, NotImplementedError):
+        _copy(target, path)
+        return
+    _take_name(fresh, path)
+    _sync_folder(path.parent)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what killed processes left of their attempts to write ``path``."""
+    remove_unclaimed(path.parent, path.name, TEMPORARY)
+
+
+def remove_unclaimed(folder: Path, name: str, ending: str) -> None:
+    """Remove what has a temporary name and no living owner.
+
+    Where the file system has no locks, nothing tells who lives, and all of it goes.
+
+    Args:
+        folder: Where to look.
+        name: That would have been taken, or what it ends with behind a dot, such as ``ckpt``.
+        ending: Of the temporary ones: ``tmp``, or another one that `temporary_folder` was given.
+    """
+    if not folder.is_dir():
+        return
+    # a pattern of every checkpoint's name would be compiled and kept; older versions had no token
+    end = f".{name}.{ending}"
+    for left in [entry for entry in folder.iterdir() if entry.name.endswith(end)]:
+        if left.name.startswith(".") and not is_claimed(left):
+            remove(left)
+
+
+def _hidden_name(path: Path, ending: str) -> Path:
+    """Choose a name beside ``path`` that no other process has."""
+    return path.with_name(f".{secrets.token_hex(4)}.{path.name}.{ending}")
+
+
+def _open_temporary(path: Path) -> tuple[Path, IO[bytes]]:
+    while True:
+        fresh = _hidden_name(path, TEMPORARY)
+        with naming(path, fresh):
+            handle = fresh.open("wb")
+        # else another process took it for a leftover before it was claimed
+        if claim(handle.fileno()) and fresh.exists():
+            return fresh, handle
+        handle.close()
+
+
+def _make_temporary(path: Path, ending: str) -> tuple[Path, int]:
+    while True:
+        fresh = _hidden_name(path, ending)
+        with naming(path, fresh):
+            fresh.mkdir(parents=True)
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(fresh, os.O_RDONLY)
+            if claim(descriptor) and fresh.exists():
+                return fresh, descriptor
+            os.close(descriptor)
+
+
+def _copy(source: Path, path: Path) -> None:
+    if source.is_dir():
+        with atomic_folder(path) as folder:
+            shutil.copytree(source, folder, dirs_exist_ok=True)
+        return
+    with atomic_write(path) as handle, source.open("rb") as stream:
+        shutil.copyfileobj(stream, handle)
+
+
+def open_folder(fresh: Path) -> None:
+    """Make an empty folder, in the place of what a crash may have left there."""
+    remove(fresh)
+    fresh.mkdir(parents=True)
+
+
+def place_folder(fresh: Path, path: Path) -> None:
+    """Give a finished folder its name, in the place of what had it."""
+    _sync_tree(fresh)
+    _take_name(fresh, path)
+    _sync_folder(path.parent)
+
+
+def recover_folder(path: Path) -> None:
+    """Leave ``path`` in place, and nothing beside it, whatever a crash in `atomic_folder` left.
+
+    Several processes may do so at the same time.
+    """
+    old = _aside(path)
+    if path.exists():
+        remove(old)
+        return
+    if path.is_symlink() and os.path.lexists(old):
+        path.unlink(missing_ok=True)  # it leads nowhere, and no folder can take its place
+    with contextlib.suppress(FileNotFoundError):
+        old.rename(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder, if it is there."""
+    if _is_folder(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _take_name(fresh: Path, path: Path) -> None:
+    """Rename what is finished to ``path``, whatever is there."""
+    if os.path.lexists(path) and (_is_folder(fresh) or _is_folder(path)):
+        # only a file or link can replace another in one step
+        recover_folder(path)
+        path.rename(_aside(path))
+        try:
+            fresh.rename(path)
+        finally:
+            recover_folder(path)
+    else:
+        fresh.replace(path)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as handle:
+                os.fsync(handle.fileno())
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    # a rename is only on the disk once the folder that lists the name is
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Checkpoints as files and folders: written whole, verified, found again."""

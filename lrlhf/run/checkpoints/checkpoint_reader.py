@@ -1,0 +1,232 @@
+"""Reads checkpoints: folders tensor by tensor, as far as they are asked for, and files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.tensor import DTensor
+
+from lrlhf.run.checkpoints.checksums import NotACheckpointError
+
+META_FILE = "meta.pt"
+TENSOR_MARK = "__tensor__"
+
+
+def is_folder_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a path is a checkpoint of this kind."""
+    return (Path(path) / META_FILE).is_file()
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """Tensors of a folder, each read when it is asked for.
+
+    Args:
+        folder: The checkpoint.
+        keys: Key in the folder of each tensor's name.
+    """
+
+    def __init__(self, folder: Path, keys: Mapping[str, str]) -> None:
+        self._reader = FolderReader(folder)
+        self._keys = dict(keys)
+
+    def __getitem__(self, name: str) -> Tensor:
+        key = self._keys[name]
+        return _read(self._reader, [key])[key]
+
+    def read_like(self, name: str, weight: DTensor) -> DTensor | None:
+        """See `lrlhf.models.sharding.ReadsParts`."""
+        key = self._keys[name]
+        about = _described(self._reader, key)
+        if about.size != weight.shape:
+            return None
+        part = torch.empty_like(weight, dtype=about.properties.dtype, requires_grad=False)
+        _fill(self._reader, {key: part})
+        return part  # type: ignore[return-value]  # what is like a DTensor is one
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._keys  # without reading it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def read_folder(folder: Path, *, lazy: bool) -> dict[str, Any]:
+    """Read a checkpoint, as Lightning wants to have it.
+
+    Args:
+        folder: Written by `save_folder`.
+        lazy: Leave dictionaries of tensors unread, as `StoredTensors`.
+
+    Raises:
+        NotACheckpointError: Something else is there, or it is damaged.
+    """
+    if not is_folder_checkpoint(folder):
+        raise NotACheckpointError(f"{folder} is no checkpoint: it has no {META_FILE}")
+    with explained(folder / META_FILE):
+        rest = torch.load(folder / META_FILE, map_location="cpu", weights_only=True)
+    if not isinstance(rest, dict):
+        raise NotACheckpointError(
+            f"{folder} is no checkpoint: its {META_FILE} holds something else"
+        )
+    tensors = None
+    if not lazy:
+        reader = FolderReader(folder)
+        tensors = _read(reader, list(reader.read_metadata().state_dict_metadata))
+    return {name: _put_back(part, folder, tensors) for name, part in rest.items()}
+
+
+def _put_back(value: Any, folder: Path, tensors: Mapping[str, Tensor] | None) -> Any:
+    """Put tensors, read already or to be read, in the place of their marks."""
+    if isinstance(value, dict):
+        if TENSOR_MARK in value:
+            key = value[TENSOR_MARK]
+            if tensors is not None and key not in tensors:
+                raise NotACheckpointError(f"{folder} is damaged: it does not have {key}")
+            return StoredTensors(folder, {"": key})[""] if tensors is None else tensors[key]
+        marks = {
+            name: part[TENSOR_MARK]
+            for name, part in value.items()
+            if isinstance(part, dict) and TENSOR_MARK in part
+        }
+        if tensors is None and marks and len(marks) == len(value):
+            return StoredTensors(folder, marks)
+        return {name: _put_back(part, folder, tensors) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [_put_back(part, folder, tensors) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return value
+
+
+class FolderReader(FileSystemReader):
+    """Reads a folder's list of tensors once, and nothing in it that could run code."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self._list: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        del args, kwargs
+        if self._list is None:
+            path = self._folder / ".metadata"
+            with explained(path), path.open("rb") as stream:
+                found = _ListUnpickler(stream).load()
+            if not isinstance(found, Metadata):
+                raise NotACheckpointError(f"{self._folder}/.metadata is no list of tensors")
+            found.storage_meta = found.storage_meta or StorageMeta()
+            self._list = found
+        return self._list
+
+
+# what PyTorch's list of tensors is made of, which it pickles; no part of it runs anything
+_LISTED: dict[str, set[str]] = {
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size", *(name for name, kind in vars(torch).items() if type(kind) is torch.dtype)},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
+}
+
+
+class _ListUnpickler(pickle.Unpickler):
+    """Lets through only the names of which PyTorch's list consists."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        # exact names: "os.system" would be found in any module that imports os
+        if name in _LISTED.get(module.replace("pathlib._local", "pathlib"), ()):
+            return super().find_class(module, name)
+        raise NotACheckpointError(
+            f"a checkpoint's list of tensors names {module}.{name}, which no such list contains: "
+            "it is damaged, or was made to run code"
+        )
+
+
+def _read(reader: FolderReader, keys: list[str]) -> dict[str, Tensor]:
+    """Read whole tensors, without asking the other ranks."""
+    described = {key: _described(reader, key) for key in keys}
+    targets = {
+        key: torch.empty(about.size, dtype=about.properties.dtype)
+        for key, about in described.items()
+    }
+    _fill(reader, targets)
+    return targets
+
+
+def _described(reader: FolderReader, key: str) -> TensorStorageMetadata:
+    about = reader.read_metadata().state_dict_metadata.get(key)
+    if not isinstance(about, TensorStorageMetadata):
+        raise NotACheckpointError(f"{reader.path} is damaged: it does not have {key}")
+    return about
+
+
+def _fill(reader: FolderReader, targets: Mapping[str, Tensor]) -> None:
+    with explained(Path(reader.path)), without_remarks():
+        load_distributed(dict(targets), storage_reader=reader, no_dist=True)
+
+
+@contextlib.contextmanager
+def without_remarks() -> Iterator[None]:
+    """Leave out what PyTorch wraps around: a remark on single processes, and all exceptions."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            # itself no Exception; what it wraps may be an interrupt
+            raise next(iter(error.failures.values()))[0] from error
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Say which checkpoint it is that cannot be read."""
+    try:
+        yield
+    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
+        reason = (str(error) or "it is cut short").splitlines()[0]
+        raise NotACheckpointError(f"{path} cannot be read as a checkpoint: {reason}") from error
+
+
+def read_checkpoint(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
+    """Read a checkpoint of any kind, its tensors when they are asked for.
+
+    Args:
+        path: Of a file or folder.
+        weights_only: Refuse to run code that comes with a file.
+
+    Raises:
+        NotACheckpointError: Something else is there, or nothing.
+    """
+    if is_folder_checkpoint(path):
+        return read_folder(path, lazy=True)
+    if not path.is_file():
+        what = "a folder without meta.pt" if path.is_dir() else "not there"
+        raise NotACheckpointError(f"{path} is no checkpoint: it is {what}")
+    with explained(path):
+        loaded = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
+    if not isinstance(loaded, dict) or "state_dict" not in loaded:
+        raise NotACheckpointError(f"{path} is no checkpoint: it has no state_dict")
+    return loaded

@@ -1,0 +1,234 @@
+"""Which checkpoint of a folder a run can go on from, and why it cannot from others."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from lightning.pytorch.strategies import Strategy
+
+from lrlhf.run.atomic import recover_folder
+from lrlhf.run.checkpoints.checkpoint_reader import META_FILE
+from lrlhf.run.checkpoints.checksums import NotACheckpointError, flaw_of, remember_whole
+
+SUFFIX: Final = ".ckpt"
+_UNREADABLE = (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError)
+_WEIGHTS_ONLY: Final = "it holds weights only (save_weights_only), from which no run can go on"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a folder of checkpoints has.
+
+    Args:
+        path: The newest one that is whole; None: there is none.
+        passed: Why those that would have come first cannot be used.
+        damaged: Files and folders among them that are not as they were written.
+    """
+
+    path: Path | None
+    passed: Mapping[Path, str]
+    damaged: Sequence[Path]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A checkpoint, as far as it tells without its tensors being read."""
+
+    path: Path
+    step: int
+    version: int
+    flaw: str = ""
+    saved: tuple[str, ...] = field(default=())
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Files, folders and links that are checkpoints of the run that saves in a folder."""
+    found = (entry for place in places_in(folder) for entry in place.glob(f"*{SUFFIX}"))
+    return sorted(path for path in found if not path.name.startswith("."))
+
+
+def places_in(folder: Path) -> Iterator[Path]:
+    """The folder and those below it, which names such as ``{eval/score}`` make.
+
+    One with a ``last.ckpt`` belongs to another run; one that is a checkpoint has none inside.
+    """
+    if not folder.is_dir():
+        return
+    yield folder
+    for entry in sorted(folder.iterdir()):
+        inner = entry.is_dir() and not entry.is_symlink() and not entry.name.startswith(".")
+        if inner and entry.suffix != SUFFIX and not os.path.lexists(entry / f"last{SUFFIX}"):
+            yield from places_in(entry)
+
+
+def recover_checkpoints(folder: Path) -> None:
+    """Put back what a crash left between two renames; several processes may do so at a time."""
+    for place in list(places_in(folder)):
+        for old in place.glob(f".*{SUFFIX}.old"):
+            recover_folder(old.with_name(old.name.removeprefix(".").removesuffix(".old")))
+
+
+def newest_intact(
+    folder: Path, last: str, strategy: Strategy | None = None, *, tidy: bool = False
+) -> Found:
+    """Look for the checkpoint that a run goes on from.
+
+    It is the one called ``last``, or the one that a killed process had saved and not called so
+    yet. If they are damaged, it is the one of most steps among the others: the step is that in the
+    checkpoint, as clocks jump and copies have other times.
+
+    Args:
+        folder: Of checkpoints; need not exist.
+        last: Name of the newest one, without ending; ``last-v1`` is that of a later run.
+        strategy: Of a run of several processes that are connected, all of which call: each reads
+            its share. None: this process reads all.
+        tidy: Put back first what a crash left between two renames.
+
+    Raises:
+        NotACheckpointError: A process does not see what rank zero has found.
+        OSError: One is there and cannot be read now.
+    """
+    passed: dict[Path, str] = {}
+    damaged: list[Path] = []
+    candidates: list[_Candidate] = []
+    failure: OSError | None = None
+    if strategy is None or strategy.is_global_zero:
+        try:
+            if tidy:
+                recover_checkpoints(folder)
+            found = [_describe(path) for path in checkpoints_in(folder)]
+            candidates = _in_order(found, folder, last)
+        except OSError as error:  # the others wait to be told
+            failure = error
+    if strategy is not None:
+        candidates, failure = strategy.broadcast((candidates, failure))
+    if failure is not None:
+        raise failure
+    for candidate in candidates:
+        path = candidate.path
+        damage = flaw_of(path) if strategy is None else _flaw_on_all_ranks(path)
+        if not (damage or candidate.flaw):
+            return Found(path, passed, damaged)
+        if path.resolve() not in {known.resolve() for known in passed}:
+            passed[path] = damage or candidate.flaw
+            damaged += [path.resolve()] if damage and path.exists() else []
+    return Found(None, passed, damaged)
+
+
+def _in_order(found: Sequence[_Candidate], folder: Path, last: str) -> list[_Candidate]:
+    name = re.compile(rf"{re.escape(last)}(-v\d+)?")
+    lasts = [one for one in found if one.path.parent == folder and name.fullmatch(one.path.stem)]
+    lasts.sort(key=lambda one: one.version, reverse=True)
+    others = [one for one in found if one not in lasts]
+    others.sort(key=lambda one: (one.step, one.version), reverse=True)
+    return [*_unnamed(lasts, others), *lasts, *others]
+
+
+def _unnamed(lasts: Sequence[_Candidate], others: Sequence[_Candidate]) -> list[_Candidate]:
+    """What was saved right after ``last``, by a process that was killed before it said so."""
+    if not lasts or not lasts[0].saved:
+        return []
+    newest = lasts[0]
+    return [one for one in others if one.step > newest.step and _follows(one.saved, newest.saved)]
+
+
+def _follows(saved: Sequence[str], before: Sequence[str]) -> bool:
+    """Tell whether one more was saved; since ``before`` was written, old ones may have gone."""
+    known = saved[:-1]
+    return bool(known) and before[-len(known) :] == known
+
+
+def _describe(path: Path) -> _Candidate:
+    named = re.search(r"-v(\d+)$", path.stem)
+    version = int(named[1]) if named else 0
+    step = re.search(r"step=(\d+)", path.name)
+    unread = _Candidate(path, int(step[1]) if step else -1, version)
+    source = path / META_FILE if path.is_dir() else path
+    try:
+        content = torch.load(source, map_location="meta", weights_only=True, mmap=not path.is_dir())
+    except _UNREADABLE:
+        # its checksums tell what is damaged; classes of the user's own are no damage
+        return unread
+    if not isinstance(content, dict) or "state_dict" not in content:
+        return _Candidate(path, unread.step, version, "it has no state_dict")
+    flaw = "" if "optimizer_states" in content else _WEIGHTS_ONLY
+    saved = tuple(_saved(content.get("callbacks", {})))
+    return _Candidate(path, int(content.get("global_step", unread.step)), version, flaw, saved)
+
+
+def _saved(callbacks: Mapping[str, Any]) -> Iterable[str]:
+    """Names of the checkpoints that the callback had saved and kept, the oldest first."""
+    for state in callbacks.values():
+        if isinstance(state, dict) and "saved" in state and "best_model_path" in state:
+            return [Path(path).name for path in state["saved"]]
+    return ()
+
+
+def check(path: Path) -> None:
+    """Read a whole checkpoint, and compare it with its checksums.
+
+    Raises:
+        NotACheckpointError: It is damaged; names what is, and others beside it that are not.
+    """
+    if flaw := flaw_of(path):
+        raise NotACheckpointError(f"{path} is damaged: {flaw}{_beside(path)}")
+
+
+def check_together(path: Path, strategy: Strategy) -> None:
+    """Read a checkpoint once, each rank its share, and have all ranks agree on it.
+
+    Raises:
+        NotACheckpointError: It is damaged; on all ranks.
+        OSError: A rank cannot read it now; on all ranks.
+    """
+    if not torch.distributed.is_initialized():
+        check(path)
+    elif flaw := _flaw_on_all_ranks(path):
+        hint = strategy.broadcast(_beside(path) if strategy.is_global_zero else "")
+        raise NotACheckpointError(f"{path} is damaged: {flaw}{hint}")
+
+
+def _flaw_on_all_ranks(path: Path) -> str:
+    """Say what is damaged in a checkpoint, of which each rank reads its share."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    found: list[tuple[bool, str, OSError | None]] = [(False, "", None)] * world
+    seen, flaw, failure = os.path.lexists(path), "", None
+    try:
+        flaw = flaw_of(path, index=rank, count=world) if seen else ""
+    except OSError as error:  # the others wait to be told
+        failure = error
+    torch.distributed.all_gather_object(found, (seen, flaw, failure))
+    unseen = [number for number, (there, _, _) in enumerate(found) if not there]
+    if unseen and len(unseen) < world:
+        raise NotACheckpointError(
+            f"the processes do not see the same checkpoints: rank {unseen[0]} has no {path}; set "
+            "dirpath of RLCheckpoint to a folder on a disk that all of them share"
+        )
+    for _, _, raised in found:
+        if raised is not None:
+            raise raised
+    flaw = next((said for _, said, _ in found if said), "")
+    if not flaw and seen:
+        remember_whole(path)
+    return flaw if seen else "it is not there"
+
+
+def _beside(path: Path) -> str:
+    """Name the newest whole checkpoints in the same folder."""
+    others = [one for one in checkpoints_in(path.parent) if one.resolve() != path.resolve()]
+    described = [one for one in map(_describe, others) if not one.flaw]
+    described.sort(key=lambda one: (one.step, one.version), reverse=True)
+    whole: list[str] = []
+    for one in described:
+        if len(whole) < 2 and not flaw_of(one.path):
+            whole.append(f"{one.path.name} (step {one.step})")
+    if whole:
+        return f"; whole ones beside it: {', '.join(whole)}"
+    return "; there is no whole one beside it" if others else ""

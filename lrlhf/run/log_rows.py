@@ -1,0 +1,170 @@
+"""The rows of a run's logs belong to its checkpoints: none missing, none twice after a resume.
+
+Lightning writes the row of a step after the callbacks of that step, the one that saves included.
+So a checkpoint of twelve steps is older than the twelfth row, and a run that is killed there never
+writes it. Here the checkpoint carries that row, and how far each log was.
+
+This leans on Lightning's private logger connector, for what it is about to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import lightning as L
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+
+from lrlhf.run.folder_lock import hold_folder
+
+_KEY = "log_rows"
+
+
+@runtime_checkable
+class ResumableLog(Protocol):
+    """A logger whose rows a checkpoint can be sure of; all is called on rank zero only."""
+
+    def log_position(self) -> dict[str, Any]:
+        """Bring all rows to the disk and say how far they go, in plain values."""
+
+    def go_back(self, position: Mapping[str, Any]) -> None:
+        """Forget the rows after a position: a run goes on from there."""
+
+    def start_over(self) -> None:
+        """Set aside the rows of an earlier run: one begins."""
+
+    def stand_apart(self, stage: str) -> None:
+        """Keep the rows of an evaluation by itself away from those of the training."""
+
+
+class LogRows(L.Callback):
+    """Keeps the positions of the loggers, and the row that is about to be written, in checkpoints.
+
+    It stands before all other callbacks, whose rows at the start of a run would otherwise be
+    forgotten with those of the killed one.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] | None = None
+        self._row_follows = False
+
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._loaded = checkpoint.get(_KEY, {"logs": [], "row": None})
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        # on all ranks: a metric of an epoch may be reduced over them when it is read
+        row = self._next_row(trainer)
+        logs = _resumable(trainer) if trainer.is_global_zero else ()
+        positions = [(type(log).__name__, log.log_position()) for log in logs]
+        checkpoint[_KEY] = {"logs": positions, "row": row}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        loaded, self._loaded = self._loaded, None
+        self._row_follows = False
+        if not trainer.is_global_zero:
+            return
+        if loaded is not None:
+            _resume(trainer, loaded)
+        elif trainer.global_step == 0:
+            for log in _resumable(trainer):
+                log.start_over()
+
+    # ---- when a row follows
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._row_follows = False
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._row_follows = True
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._row_follows = False
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self._row_follows = True
+
+    def on_train_end(self, *_: Any) -> None:
+        self._row_follows = False
+
+    def _next_row(self, trainer: L.Trainer) -> dict[str, Any] | None:
+        """What Lightning writes when the callbacks are done, if they run where it does."""
+        if not self._row_follows:
+            return None
+        loop, connector = trainer.fit_loop, trainer._logger_connector
+        batches: Any = loop.epoch_loop.batch_progress.total
+        epochs: Any = loop.epoch_progress.total
+        step = loop.epoch_loop._batches_that_stepped
+        if batches.processed > batches.completed:
+            accumulates = loop._should_accumulate()
+            if accumulates and trainer.lightning_module.automatic_optimization:
+                return None
+            if not connector.should_update_logs:
+                return None
+        elif epochs.processed > epochs.completed:
+            step -= 1  # the rows of an epoch's end have the step of its last batch
+        else:
+            return None
+        metrics: dict[str, Any] = convert_tensors_to_scalars(dict(connector.metrics["log"]))
+        if not metrics:
+            return None
+        if "step" in metrics:
+            step = int(metrics.pop("step"))
+        else:
+            metrics.setdefault("epoch", trainer.current_epoch)
+        return {"metrics": metrics, "step": step}
+
+
+def keep_log_rows(trainer: L.Trainer, stage: str) -> None:
+    """Have the logs of a trainer be those of one run, however often it is interrupted.
+
+    Call it when a run is set up, on every rank; a second call changes nothing.
+
+    Args:
+        trainer: Of the run.
+        stage: ``fit``, ``validate``, ``test`` or ``predict``.
+    """
+    if stage != "fit":
+        for log in _resumable(trainer) if trainer.is_global_zero else ():
+            log.stand_apart(TrainerFn(stage).value)
+        return
+    hold_log_folders(trainer)
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if not any(isinstance(callback, LogRows) for callback in callbacks):
+        callbacks.insert(0, LogRows())
+
+
+def hold_log_folders(trainer: L.Trainer) -> None:
+    """Refuse a training run whose logs another one writes; see `hold_folder`."""
+    for log in _resumable(trainer):
+        hold_folder(trainer, Path(log.log_dir or log.save_dir or "."))
+
+
+def _resumable(trainer: L.Trainer) -> Iterator[Any]:
+    # fast_dev_run has a logger that answers every question
+    loggers: list[Logger] = [] if trainer.fast_dev_run else trainer.loggers  # type: ignore[attr-defined]
+    return (logger for logger in loggers if isinstance(logger, ResumableLog))
+
+
+def _resume(trainer: L.Trainer, loaded: Mapping[str, Any]) -> None:
+    positions = list(loaded["logs"])
+    for log in _resumable(trainer):
+        name = type(log).__name__
+        # the first of its class that no logger before it took
+        found = next((entry for entry in positions if entry[0] == name), None)
+        if found is None:
+            rank_zero_info(f"{name}: the checkpoint knows of no such log; it begins here")
+            log.start_over()
+            continue
+        positions.remove(found)
+        log.go_back(found[1])
+        row = loaded["row"]
+        if row is not None:
+            log.log_metrics(row["metrics"], step=row["step"])

@@ -1,0 +1,1 @@
+"""Deadlines, signals and lost processes of a run."""

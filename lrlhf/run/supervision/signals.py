@@ -1,0 +1,195 @@
+"""SIGTERM, as schedulers send it: every rank ends after the same step, with a checkpoint.
+
+Lightning calls a collective inside its signal handler. When the signal reaches all ranks, as it
+does from SLURM, Kubernetes or torchrun, each handler waits for collectives that the others are
+in, and the run hangs until it is killed. Here a handler only takes a note and passes the signal
+on; the ranks compare their notes after each step.
+
+This is the one place that leans on Lightning's private signal connector.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Final
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.multiprocessing.spawn import ProcessExitedException
+
+from lrlhf.run.collectives import Collectives
+
+STATUS: Final = 128 + signal.SIGTERM
+"""Exit status of a process that ended because it was asked to."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Terminated(SIGTERMException):
+    """The run was asked to end, and all ranks do so here; a script that lets it pass exits 143."""
+
+    def __init__(self) -> None:
+        super().__init__(STATUS)
+
+
+class LostProcessError(RuntimeError):
+    """Another process of the run ended or did not answer."""
+
+
+class SavesOnTermination(ABC):
+    """What callbacks derive from that save when a run is asked to end."""
+
+    @abstractmethod
+    def save_on_termination(self, trainer: L.Trainer) -> None:
+        """Save; called on all ranks, after the last step and its callbacks."""
+
+
+class Termination(L.Callback):
+    """Ends a run after the step in which any of its ranks was asked to.
+
+    The running step is finished and the callbacks hear of it, `RLCheckpoint` saves, and
+    `Terminated` is raised on all ranks. With accumulated gradients the step is the optimizer's. A
+    validation of one process ends early, one of several is finished first.
+
+    SLURM's requeue signal waits for the end of the step in the same way, and is then answered as
+    Lightning does: by a checkpoint that the requeued job finds by itself.
+
+    Args:
+        trainer: Of the run; its handlers are replaced.
+    """
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self._connector = trainer._signal_connector
+        self._requeue = self._connector._slurm_sigusr_handler_fn
+        forked = isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
+        # forked processes do not tell callbacks of an exception
+        self._alone = trainer.world_size == 1 and not forked
+        self._asked = False
+        self._requeue_signal = 0
+        self._step = trainer.global_step
+        self._accumulates = False
+        # private, and read when the trainer registers its handlers, which is later
+        self._connector._sigterm_notifier_fn = self._take_note  # type: ignore[method-assign]
+        self._connector._slurm_sigusr_handler_fn = self._take_note_of_requeue  # type: ignore[method-assign]
+        # it tells all ranks of rank zero's note only, and takes any error of the network for a no
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _say_nothing  # type: ignore[method-assign]
+
+    @classmethod
+    def of(cls, trainer: L.Trainer) -> Termination:
+        """Return the one of a trainer, which gets one if it has none."""
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, cls):
+                return callback
+        callbacks.append(cls(trainer))
+        return cls.of(trainer)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._asked = False  # before the handlers are there: of a fit that has ended
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        # a checkpoint between two optimizer steps would lose what was accumulated
+        self._accumulates = pl_module.automatic_optimization and trainer.global_step == self._step
+        self._step = trainer.global_step
+        if not self._accumulates:
+            self._compare_notes(trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._hurry(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == "fit" and not self._accumulates:
+            self._compare_notes(trainer)
+
+    def _hurry(self, trainer: L.Trainer) -> None:
+        """Have the loop of a validation end early, where no other rank goes on with it."""
+        if self._asked and self._alone and trainer.validating and not self._accumulates:
+            self._connector.received_sigterm = True
+
+    def _take_note(self, signum: int, _: FrameType | None) -> None:
+        launcher = self._connector.trainer.strategy.launcher
+        if launcher is not None and not self._asked:
+            launcher.kill(signum)
+        self._asked = True
+        self._hurry(self._connector.trainer)
+
+    def _take_note_of_requeue(self, signum: int, _: FrameType | None) -> None:
+        self._requeue_signal = signum
+
+    def _compare_notes(self, trainer: L.Trainer) -> None:
+        own = torch.tensor(
+            [float(self._asked), float(self._requeue_signal)], device=trainer.strategy.root_device
+        )
+        asked, requeue = Collectives(trainer).max(own).tolist()
+        if requeue:
+            self._requeue_signal = 0
+            self._requeue(signal.Signals(int(requeue)), None)  # type: ignore[arg-type]
+        if asked:
+            self._asked = self._connector.received_sigterm = True
+            if trainer.is_global_zero:
+                _logger.info("asked to end: step %d was the last", trainer.global_step)
+            callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+            for callback in callbacks:
+                if isinstance(callback, SavesOnTermination):
+                    callback.save_on_termination(trainer)
+            raise Terminated
+
+
+def _say_nothing() -> None:
+    """Leave out a collective."""
+
+
+@contextlib.contextmanager
+def answering_sigterm(launcher: _Launcher | None) -> Iterator[None]:
+    """End well on a SIGTERM that comes while no trainer listens.
+
+    That is the case before training starts and after it has ended, and all the time in a process
+    that only waits for those that it has forked. What was launched gets the signal too.
+
+    Args:
+        launcher: Of the trainer.
+
+    Raises:
+        Terminated: The run was asked to end.
+        LostProcessError: A process that was forked ended without an error of its own.
+    """
+    answer = _Answer(launcher)
+    before = signal.signal(signal.SIGTERM, answer)
+    try:
+        yield
+    except ProcessExitedException as error:
+        if answer.waits or error.exit_code == STATUS:
+            raise Terminated from error
+        raise LostProcessError(
+            f"{error}; its own last lines say why, and --ckpt_path last continues"
+        ) from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Answer:
+    """The handler of `answering_sigterm`."""
+
+    def __init__(self, launcher: _Launcher | None) -> None:
+        self._launcher = launcher
+        self.waits = False
+
+    def __call__(self, signum: int, _: FrameType | None) -> None:
+        # the trainer's handler calls the one that it replaced: then there is nothing to do
+        installed: object = signal.getsignal(signum)
+        if installed is not self:
+            return
+        if self._launcher is not None:
+            self._launcher.kill(signum)
+        if isinstance(self._launcher, _MultiProcessingLauncher) and self._launcher.procs:
+            self.waits = True  # they save, and this process hears how they ended
+            return
+        raise Terminated

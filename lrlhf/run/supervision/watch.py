@@ -1,0 +1,380 @@
+"""A run knows what it is doing, ends when that takes too long, and its processes end together.
+
+A process that is gone leaves the others in a collective: over gloo they notice at once, over NCCL
+after the timeout of the process group, which is half an hour, and neither says where that was.
+Phases that take too long are the matter of `lrlhf.run.supervision.phase_deadlines`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import lightning as L
+import torch
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed.constants import default_pg_timeout
+
+from lrlhf.rollout import RolloutListener
+from lrlhf.run.host_memory import return_host_memory
+from lrlhf.run.run_folder import run_folder
+from lrlhf.run.supervision.phase_deadlines import DeadlineWatch, Limits, PhaseClock, SetsDeadlines
+from lrlhf.run.supervision.signals import STATUS, LostProcessError, Termination
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_logger = logging.getLogger(__name__)
+
+# gloo's own errors mostly name the file they come from, but not all
+_NETWORK = re.compile(
+    r"\b(gloo|nccl)\b|pair closure|(send|recv) operation to complete", re.IGNORECASE
+)
+# what gloo, NCCL and the store say of a process that is gone or silent
+_SILENT = re.compile(r"time[d ]*-?out", re.IGNORECASE)
+_GONE = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|remote process exited|socket closed"
+    r"|closing connection|connection was closed|communicator was aborted|aborted communicator",
+    re.IGNORECASE,
+)
+
+
+def watch_over(trainer: L.Trainer, *, grace_s: float = 10.0, poll_s: float = 0.5) -> None:
+    """Have a run end when a phase is late, and all its processes when one does or is asked to.
+
+    Call it when a run is set up, on every rank; a second call changes nothing.
+
+    Args:
+        trainer: Of the run.
+        grace_s: Seconds that a process has to end by itself once another one is gone.
+        poll_s: Seconds between two looks at the processes of this machine.
+    """
+    Termination.of(trainer)
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    watches = [callback for callback in callbacks if isinstance(callback, Watch)]
+    if not watches:
+        watches = [Watch(trainer, grace_s=grace_s, poll_s=poll_s)]
+        callbacks.extend(watches)
+    watches[0].begin()
+
+
+class Watch(L.Callback, RolloutListener):
+    """Knows what this process is doing, and which others it cannot go on without.
+
+    A phase that takes longer than its deadline ends the run with `DeadlineError`.
+
+    A collective that fails because another process is gone raises `LostProcessError`, which names
+    the phase. Where this process launched others, or was launched, a thread looks whether they
+    live: one that is stuck is ended with the same message, without waiting for the timeout.
+
+    Args:
+        trainer: Of the run.
+        grace_s: Seconds that this process has to end by itself.
+        poll_s: Seconds between two looks.
+    """
+
+    def __init__(self, trainer: L.Trainer, *, grace_s: float, poll_s: float) -> None:
+        self._trainer = trainer
+        self._clock = PhaseClock()
+        self._timeout_s = _timeout_of(trainer).total_seconds()
+        self._late: str | None = None
+        self._family = _Family(trainer)
+        self._grace_s, self._poll_s = grace_s, poll_s
+        self._done = threading.Event()
+        self._done.set()
+        self._lost = ""
+        self._deadlines: DeadlineWatch | None = None
+        self._wrap(trainer)
+
+    def begin(self) -> None:
+        """Look at the clock, and for the others, until the run is torn down."""
+        if self._deadlines is not None:
+            return
+        self._clock.enter("set-up")
+        self._deadlines = self._new_deadlines()
+        self._deadlines.begin()
+        if self._trainer.world_size > 1 and self._done.is_set():
+            self._done.clear()
+            threading.Thread(target=self._look, name="process-watch", daemon=True).start()
+
+    def _new_deadlines(self) -> DeadlineWatch:
+        trainer = self._trainer
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        settings = next((each for each in callbacks if isinstance(each, SetsDeadlines)), None)
+        folder = settings.stacks_folder if settings else None
+        if folder is None:
+            folder = run_folder(trainer)
+            if trainer.world_size > 1:
+                folder = Path(trainer.strategy.broadcast(str(folder)))
+        return DeadlineWatch(
+            self._clock,
+            settings.limits if settings else Limits(),
+            rank=trainer.global_rank,
+            folder=folder,
+            whereabouts=lambda: self.whereabouts,
+            ranks={child.pid for child in self._family.children},
+            poll_s=self._poll_s,
+        )
+
+    def _wrap(self, trainer: L.Trainer) -> None:
+        """Be there where Lightning has no hook: around the loop, the checkpoints and the end."""
+        if trainer.world_size > 1:
+            trainer.fit_loop.run = self.naming_lost_processes()(trainer.fit_loop.run)  # type: ignore[method-assign]
+        saved, loaded = trainer.save_checkpoint, trainer.strategy.load_checkpoint
+        trainer.save_checkpoint = self._timed("saving", saved)  # type: ignore[method-assign]
+        trainer.strategy.load_checkpoint = self._timed("loading", loaded)  # type: ignore[method-assign]
+        # after an error too, and after what the callbacks do about it
+        torn_down = trainer._teardown
+
+        def tear_down() -> None:
+            try:
+                torn_down()
+            finally:
+                self._finish()
+
+        trainer._teardown = tear_down  # type: ignore[method-assign]
+
+    def _timed(self, phase: str, function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self._clock.inside(phase):
+                return function(*args, **kwargs)
+
+        return timed
+
+    def _finish(self) -> None:
+        if self._deadlines is not None:
+            self._deadlines.finish()
+            self._deadlines = None
+        return_host_memory()
+
+    # ---- what this process is doing
+
+    @property
+    def whereabouts(self) -> str:
+        """What this process is doing, as part of a sentence."""
+        module = self._trainer.lightning_module
+        step = "step" if module.automatic_optimization else "iteration"
+        phase, _ = self._clock.read()
+        return f"in phase '{phase}' of {step} {self._trainer.global_step + 1}"
+
+    def on_phase(self, phase: str) -> None:
+        validating = self._trainer.validating or self._trainer.sanity_checking
+        between = "validation" if validating else "between phases"
+        self._clock.enter(phase or between)
+
+    def on_train_start(self, *_: Any) -> None:
+        self._clock.enter("data")
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._clock.enter("data")
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._clock.enter("train")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        # the callbacks of the run come before this one
+        self._clock.enter("data")
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self._clock.enter("end")
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._clock.enter("validation")
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self._clock.enter("validation")
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self._clock.enter("validation")
+
+    def on_validation_end(self, *_: Any) -> None:
+        self._clock.enter("data")
+
+    # ---- who is gone
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._done.set()
+
+    @contextlib.contextmanager
+    def naming_lost_processes(self) -> Iterator[None]:
+        """Raise a collective's error as `LostProcessError` if another process caused it."""
+        try:
+            yield
+        except RuntimeError as error:
+            explained = self._explain(error)
+            if explained is None:
+                self._leave(error)
+                raise
+            if isinstance(self._trainer.strategy.launcher, _MultiProcessingLauncher):
+                # the process that forked this one reports the first that ended, and no other
+                _logger.error("%s", explained)
+            self._family.end(self._grace_s)
+            raise LostProcessError(explained) from error
+        except BaseException as error:
+            self._leave(error)
+            raise
+
+    def _leave(self, error: BaseException) -> None:
+        """Look no more for processes that may end before this one does."""
+        if self._family.children or isinstance(error, SIGTERMException):
+            self._done.set()
+
+    def _explain(self, error: RuntimeError) -> str | None:
+        text = str(error)
+        # a reward service may time out too
+        if not isinstance(error, torch.distributed.DistError) and not _NETWORK.search(text):
+            return None
+        if _SILENT.search(text):
+            what = f"did not answer within {self._timeout_s:g} s"
+        elif _GONE.search(text):
+            what = "ended"
+        else:
+            return None
+        # the thread may be about to find out which one it was
+        deadline = time.monotonic() + 3 * self._poll_s
+        while not self._lost and time.monotonic() < deadline and self._family.is_known:
+            time.sleep(self._poll_s / 5)
+        return self._sentence(what)
+
+    def _sentence(self, what: str) -> str:
+        rank = f"rank {self._trainer.global_rank}"
+        who = self._lost or "its own last lines say why"
+        return (
+            f"another process {what} while {rank} was {self.whereabouts} ({who}); "
+            "--ckpt_path last continues"
+        )
+
+    def _look(self) -> None:
+        """Run in a thread beside the training."""
+        while not self._done.wait(self._poll_s):
+            self._report_late()
+            self._lost = self._family.find_lost()
+            if self._lost:
+                # its own error, if it gets one, says more
+                if not self._done.wait(self._grace_s):
+                    self._end()
+                return
+
+    def _report_late(self) -> None:
+        phase, seconds = self._clock.read()
+        if seconds < 0.9 * self._timeout_s:
+            self._late = None
+        elif self._late != phase:
+            self._late = phase
+            reason = (
+                f"rank {self._trainer.global_rank} has been {self.whereabouts} for {seconds:.0f} s"
+                f"; a collective gives up after {self._timeout_s:.0f} s"
+            )
+            # NCCL ends a process without asking Python where it was
+            if self._deadlines is not None:
+                self._deadlines.write_stacks(reason)
+
+    def _end(self) -> None:
+        """End this process from the thread: the main one is stuck where nothing reaches it."""
+        sys.stderr.write(f"error: {self._sentence('ended')}\n")
+        sys.stderr.flush()
+        self._family.end(0)
+        os._exit(1)
+
+
+class _Family:
+    """The processes of this machine that this one launched, or that launched this one.
+
+    Args:
+        trainer: Of the run; every rank builds one at the same time.
+    """
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        launcher = trainer.strategy.launcher
+        self.children: list[subprocess.Popen[bytes]] = []
+        if isinstance(launcher, _SubprocessScriptLauncher):
+            self.children = launcher.procs
+        self._first_rank = trainer.global_rank + 1
+        self._parent = self._find_parent(trainer)
+        if self.children:
+            _retire_observer()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is anyone to look for."""
+        return bool(self.children) or self._parent is not None
+
+    def find_lost(self) -> str:
+        """Say who is gone and how; empty: nobody."""
+        for rank, child in enumerate(self.children, start=self._first_rank):
+            status = child.poll()
+            if status not in {None, 0, STATUS}:
+                return f"rank {rank} {_how(status)}"
+        if self._parent is not None and os.getppid() != self._parent:
+            return "the process that launched this one is gone"
+        return ""
+
+    def end(self, grace_s: float) -> None:
+        """Wait for what this process launched to end, and kill what does not."""
+        deadline = time.monotonic() + grace_s
+        for child in self.children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(deadline - time.monotonic(), 0))
+            child.kill()
+
+    def _find_parent(self, trainer: L.Trainer) -> int | None:
+        """Process id of who launched this one, if that is part of the run.
+
+        The parent of a process that torchrun, SLURM or a shell started is none of our business:
+        they have their own ways, and a shell may end long before the run.
+        """
+        if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+            return os.getppid()
+        if trainer.world_size == 1:
+            return None
+        launched = (socket.gethostname(), os.getpid(), [child.pid for child in self.children])
+        known: list[tuple[str, int, list[int]] | None] = [None] * trainer.world_size
+        torch.distributed.all_gather_object(known, launched)
+        for entry in known:
+            if entry is not None and entry[:2] == (launched[0], os.getppid()):
+                return entry[1] if os.getpid() in entry[2] else None
+        return None
+
+
+def _how(status: int | None) -> str:
+    if status is not None and status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
+def _retire_observer() -> None:
+    """Stop Lightning's thread that kills this process when one that it launched fails.
+
+    It sends SIGKILL, so that neither message nor exit status says what happened, also while this
+    process is still writing its last checkpoint.
+    """
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver):
+            thread._child_processes = []
+
+
+def _timeout_of(trainer: L.Trainer) -> timedelta:
+    strategy = trainer.strategy
+    if isinstance(strategy, DDPStrategy | ModelParallelStrategy):
+        return strategy._timeout or default_pg_timeout
+    return default_pg_timeout
