@@ -9,21 +9,37 @@ from lrlhf.functional.advantages import (
     has_baseline,
     leave_one_out_advantages,
 )
-from lrlhf.functional.estimators import ESTIMATORS, Estimator, EstimatorInputs, resolve_estimator
+from lrlhf.functional.algorithm import (
+    Algorithm,
+    Estimator,
+    EstimatorInputs,
+    PolicyLoss,
+    counted_scores,
+    penalized_scores,
+    returns_to_go,
+    spread_over_tokens,
+)
+from lrlhf.functional.algorithms import (
+    ALGORITHMS,
+    ESTIMATORS,
+    POLICY_LOSSES,
+    resolve_algorithm,
+    resolve_estimator,
+    resolve_policy_loss,
+)
+from lrlhf.functional.algorithms.cispo import cispo_policy_loss
+from lrlhf.functional.algorithms.cpgd import cpgd_policy_loss
 from lrlhf.functional.importance import IMPORTANCE_MODES, ImportanceMode, importance_weights
 from lrlhf.functional.kl import adaptive_kl_coef, kl_estimate, shape_rewards
 from lrlhf.functional.linear_logprobs import LinearHead
 from lrlhf.functional.logprobs import LogprobsAndEntropy, token_logprobs
-from lrlhf.functional.losses import POLICY_LOSSES, PolicyLoss, resolve_policy_loss
 from lrlhf.functional.masking import masked_mean, masked_sum, standardize, whiten
 from lrlhf.functional.policy import (
     ClipFractions,
     PolicyMetrics,
     aggregate,
-    cispo_policy_loss,
     clip_fractions,
     clipped_policy_loss,
-    cpgd_policy_loss,
     high_entropy_mask,
     importance_weighted_policy_loss,
     policy_metrics,
@@ -40,10 +56,12 @@ from lrlhf.functional.reward import (
 from lrlhf.functional.value_loss import clipped_value_loss
 
 __all__ = [
+    "ALGORITHMS",
     "ESTIMATORS",
     "IMPORTANCE_MODES",
     "POLICY_LOSSES",
     "AdvantagesAndReturns",
+    "Algorithm",
     "ClipFractions",
     "Estimator",
     "EstimatorInputs",
@@ -60,6 +78,7 @@ __all__ = [
     "clip_fractions",
     "clipped_policy_loss",
     "clipped_value_loss",
+    "counted_scores",
     "cpgd_policy_loss",
     "discounted_returns",
     "generalized_advantages",
@@ -75,12 +94,16 @@ __all__ = [
     "log_exp_loss",
     "masked_mean",
     "masked_sum",
+    "penalized_scores",
     "policy_metrics",
+    "resolve_algorithm",
     "resolve_estimator",
     "resolve_policy_loss",
+    "returns_to_go",
     "sequence_clipped_policy_loss",
     "sequence_ratio",
     "shape_rewards",
+    "spread_over_tokens",
     "standardize",
     "tie_loss",
     "token_logprobs",

@@ -22,8 +22,8 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> ValueError:
     return ValueError(f"unknown {kind} {name!r}, expected one of {', '.join(names)}{hint}")
 
 
-def import_function(kind: str, name: str, known: Iterable[str]) -> Callable[..., Any]:
-    """Import a function that a configuration names by its dotted path.
+def import_value(kind: str, name: str, known: Iterable[str]) -> Any:
+    """Import what a configuration names by its dotted path.
 
     Args:
         kind: What is being named, for the message.
@@ -31,14 +31,23 @@ def import_function(kind: str, name: str, known: Iterable[str]) -> Callable[...,
         known: Names that would not have needed an import, for the message.
 
     Raises:
-        ValueError: No path, or one that leads to nothing that can be called.
+        ValueError: No path, or one that leads to nothing.
     """
     if "." not in name:
         raise unknown_name(kind, name, known)
     try:
-        found = pkgutil.resolve_name(name)
+        return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{kind} {name!r} cannot be imported: {error}") from error
+
+
+def import_function(kind: str, name: str, known: Iterable[str]) -> Callable[..., Any]:
+    """Import a function that a configuration names by its dotted path; see `import_value`.
+
+    Raises:
+        ValueError: No path, or one that leads to nothing that can be called.
+    """
+    found = import_value(kind, name, known)
     if not callable(found):
         raise ValueError(f"{kind} {name!r} is a {type(found).__name__}, not a function")
     function: Callable[..., Any] = found

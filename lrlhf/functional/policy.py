@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -49,13 +48,13 @@ def clipped_policy_loss(
 
     Differs from the paper: the log-ratio is bounded to ±20.
     """
-    ratio = _token_ratio(logprobs, old_logprobs, response_mask)
-    loss = _clipped(ratio, _kept(advantages, response_mask), clip_low, clip_high)
+    ratio = token_ratio(logprobs, old_logprobs, response_mask)
+    loss = _clipped(ratio, kept_inside(advantages, response_mask), clip_low, clip_high)
     if dual_clip is None:
         return loss
     if dual_clip <= 1:
         raise ValueError(f"dual_clip is {dual_clip}; it must be above 1, or None")
-    bound = -dual_clip * _kept(advantages, response_mask)
+    bound = -dual_clip * kept_inside(advantages, response_mask)
     return torch.where(bound > 0, torch.minimum(loss, bound), loss)
 
 
@@ -116,91 +115,6 @@ def sequence_ratio(
     return _bounded_exp(reduce(logprobs - old_logprobs.detach(), response_mask, 1))
 
 
-def cispo_policy_loss(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    response_mask: Bool[Tensor, "B T"],
-    *,
-    ratio_max: float = 5.0,
-) -> Float[Tensor, "B T"]:
-    """REINFORCE with a bounded importance weight, so that no token loses its gradient.
-
-        ℓ = -sg(min(ρ, ratio_max)) · A · logprobs
-
-    Args:
-        logprobs: Under the policy being trained.
-        old_logprobs: Under the policy that the ratio starts from; no gradient.
-        advantages: No gradient.
-        response_mask: Outside it the loss is 0.
-        ratio_max: Largest weight.
-
-    Raises:
-        ValueError: ``ratio_max`` is not positive.
-
-    Reference:
-        MiniMax 2025 (CISPO), eq. 4-5, https://arxiv.org/abs/2506.13585
-    """
-    if ratio_max <= 0:
-        raise ValueError(f"ratio_max is {ratio_max}; it must be above 0")
-    weight = _token_ratio(logprobs, old_logprobs, response_mask).detach().clamp(max=ratio_max)
-    return -weight * _kept(advantages, response_mask) * torch.where(response_mask, logprobs, 0.0)
-
-
-def cpgd_policy_loss(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    response_mask: Bool[Tensor, "B T"],
-    *,
-    clip_range: float = 0.2,
-    drift_coef: float = 0.0,
-    drift_clip: float = 5.0,
-) -> Float[Tensor, "B T"]:
-    """Policy gradient whose log-probabilities, not ratios, are clipped, and a pull to the old.
-
-        A > 0:  ℓ = -min(logprobs, old + log(1 + ε)) A  +  α D
-        A ≤ 0:  ℓ = -max(logprobs, old + log(1 - ε)) A  +  α D
-
-    with the policy drift D = ρ - 1 - log ρ, an estimate of KL(old || new), whose gradient
-    (ρ - 1) ∇logprobs is bounded: a ratio ρ that ran away would dominate the batch.
-
-    Args:
-        logprobs: Under the policy being trained.
-        old_logprobs: Under the policy that the bounds are taken from; no gradient.
-        advantages: No gradient.
-        response_mask: Outside it the loss is 0.
-        clip_range: ε, above 0 and below 1.
-        drift_coef: α, 0 or more.
-        drift_clip: Largest factor ρ - 1 in the drift's gradient, above 0.
-
-    Raises:
-        ValueError: An option out of range.
-
-    Reference:
-        Liu et al. 2025 (CPGD), §4, https://arxiv.org/abs/2505.12504
-    """
-    if not 0 < clip_range < 1:
-        raise ValueError(f"clip_range is {clip_range}; it must lie between 0 and 1")
-    if drift_coef < 0 or drift_clip <= 0:
-        raise ValueError(
-            f"drift_coef is {drift_coef} and drift_clip {drift_clip}; the first must be 0 or "
-            "more, the second above 0"
-        )
-    advantages, old = _kept(advantages, response_mask), _kept(old_logprobs, response_mask)
-    logprobs = torch.where(response_mask, logprobs, 0.0)
-    risen = torch.minimum(logprobs, old + math.log1p(clip_range))
-    fallen = torch.maximum(logprobs, old + math.log1p(-clip_range))
-    gain = torch.where(advantages > 0, risen, fallen) * advantages
-    if drift_coef == 0:
-        return -gain
-    ratio = _token_ratio(logprobs, old, response_mask).detach()
-    drift = ratio - 1 - ratio.log()
-    slope = (ratio - 1).clamp(max=drift_clip)
-    # the drift's value, with the bounded gradient
-    return drift_coef * (drift + slope * (logprobs - logprobs.detach())) - gain
-
-
 def importance_weighted_policy_loss(
     logprobs: Float[Tensor, "B T"],
     old_logprobs: Float[Tensor, "B T"],
@@ -220,8 +134,8 @@ def importance_weighted_policy_loss(
     Reference:
         Williams 1992, https://doi.org/10.1007/BF00992696
     """
-    ratio = _token_ratio(logprobs, old_logprobs, response_mask)
-    return -ratio * _kept(advantages, response_mask)
+    ratio = token_ratio(logprobs, old_logprobs, response_mask)
+    return -ratio * kept_inside(advantages, response_mask)
 
 
 def high_entropy_mask(
@@ -376,16 +290,18 @@ def _bounded_exp(log_ratio: Float[Tensor, "*dims"]) -> Float[Tensor, "*dims"]:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _token_ratio(
+def token_ratio(
     logprobs: Float[Tensor, "B T"],
     old_logprobs: Float[Tensor, "B T"],
     response_mask: Bool[Tensor, "B T"],
 ) -> Float[Tensor, "B T"]:
+    """`exp(logprobs - old)`, 1 outside the response and bounded; no gradient through the old."""
     # masked before exp: the gradient of a masked infinity is 0 · inf
     return _bounded_exp(torch.where(response_mask, logprobs - old_logprobs.detach(), 0.0))
 
 
-def _kept(constant: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def kept_inside(constant: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Return values without gradient, 0 outside the mask."""
     return torch.where(mask, constant.detach(), 0.0)
 
 

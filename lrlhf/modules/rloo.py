@@ -1,17 +1,183 @@
-"""REINFORCE leave-one-out and its siblings, for any causal language model."""
+"""REINFORCE leave-one-out, and every other algorithm without a critic."""
 
 from __future__ import annotations
 
-from lrlhf.modules.policy.policy_module import PolicyModule
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from lrlhf.functional.algorithm import Algorithm
+from lrlhf.guard.bundle import StepBundle
+from lrlhf.guard.guard_settings import Guard
+from lrlhf.guard.replay import Retaken
+from lrlhf.models import CausalLM
+from lrlhf.modules.base import TrainingModule
+from lrlhf.modules.optimizers import OptimizerConfig
+from lrlhf.modules.policy.importance_sampling import ImportanceSampling
+from lrlhf.modules.policy.load_policy import load_policy
+from lrlhf.modules.policy.policy_parts import PolicyParts
+from lrlhf.modules.policy.policy_settings import complete_settings
+from lrlhf.modules.policy.policy_step import PolicyStep
+from lrlhf.modules.policy.retake import retake
+from lrlhf.modules.policy.updates import minibatches_of
+from lrlhf.modules.settings import Advantage, DynamicSampling, Reference, Update
+from lrlhf.rewards import Rewards
+from lrlhf.rollout import RolloutEngine, Sampling
+from lrlhf.types import PromptBatch, StoredRollout
 
 
-class RLOO(PolicyModule):
-    """Trains a policy with REINFORCE and a leave-one-out baseline, or one of its siblings.
+class RLOO(TrainingModule):
+    """Generates groups of responses, compares their scores, and updates the policy.
 
-    The defaults are those of TRL's ``RLOOTrainer``: clip the raw score, subtract beta times the
-    summed KL, leave one out, one clipped ratio per sequence. The arguments are those of
-    `PolicyModule`.
+    One training step is one iteration: generate ``num_generations`` responses to each prompt of the
+    batch, score them, turn the scores into advantages, take the optimizer steps.
+    ``trainer.global_step`` counts iterations. A batch of stored rollouts takes the place of the
+    first two. Any `Algorithm` that needs no critic fits: GRPO, Dr. GRPO, DAPO, GSPO, ReMax, ….
+
+    Args:
+        policy: What to train: a hub id, a folder, ``package:<module>``, a `CausalLM` that says
+            how to load it, or a model that is already built (then pass ``tokenizer``).
+        rewards: What scores a response.
+        tokenizer: For a policy that is already built.
+        processor: For a vision-language policy that is already built; as ``AutoProcessor`` loads
+            it.
+        engine: What generates the responses; None: the policy itself, through ``transformers``.
+        algorithm: A name from `lrlhf.functional.ALGORITHMS` (grpo, dapo, remax, …), an `Algorithm`
+            of yours or its import path; None: rloo.
+        num_generations: Responses per prompt.
+        sampling: How training responses are generated.
+        eval_sampling: How validation responses are generated; None: greedily, with the lengths and
+            stop strings of ``sampling``.
+        reference: The frozen policy and the KL penalty.
+        advantage: How scores become advantages, where the algorithm's own way is not wanted.
+        update: How advantages become optimizer steps.
+        importance_sampling: Weights against the mismatch of engine and trainer; None: truncated
+            ratios of tokens where the engine is not exact or its weights were older than the
+            policy's, else none.
+        optimizer: AdamW and its schedule, counted in iterations.
+        guard: What counts as an anomaly, whose step is left out, and when to give up.
+        dynamic_sampling: Train on groups with different scores only; None: on all.
+        rollout_ahead: 1: generate the next iteration's responses while this one trains, with
+            weights that are then one update old; needs an engine in a process of its own
+            (`VLLMServerEngine`).
+        allow_truncated_sampling: Train on responses sampled with top_p, top_k or min_p, although
+            their distribution is not the policy's.
+        seed: Seeds every random number of the run, together with rank, step and sample; None:
+            the seed of ``seed_everything``.
 
     Reference:
-        Ahmadian et al. 2024, "Back to Basics", eq. 8, https://arxiv.org/abs/2402.14740
+        Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740
     """
+
+    def __init__(  # noqa: PLR0913  the constructor is the config schema
+        self,
+        policy: str | CausalLM | PreTrainedModel | PeftModel,
+        rewards: Rewards,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        processor: ProcessorMixin | None = None,
+        engine: RolloutEngine | None = None,
+        algorithm: str | Algorithm | None = None,
+        num_generations: int = 4,
+        sampling: Sampling = Sampling(),  # noqa: B008  frozen
+        eval_sampling: Sampling | None = None,
+        reference: Reference = Reference(),  # noqa: B008  frozen
+        advantage: Advantage = Advantage(),  # noqa: B008  frozen
+        update: Update = Update(),  # noqa: B008  frozen
+        importance_sampling: ImportanceSampling | None = None,
+        optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6),  # noqa: B008  frozen
+        guard: Guard = Guard(),  # noqa: B008  frozen
+        dynamic_sampling: DynamicSampling | None = None,
+        rollout_ahead: Literal[0, 1] = 0,
+        allow_truncated_sampling: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(guard=guard, seed=seed)
+        self.settings = complete_settings(
+            default_algorithm="rloo",
+            algorithm=algorithm,
+            num_generations=num_generations,
+            sampling=sampling,
+            eval_sampling=eval_sampling,
+            reference=reference,
+            advantage=advantage,
+            update=update,
+            importance_sampling=importance_sampling,
+            dynamic_sampling=dynamic_sampling,
+            rollout_ahead=rollout_ahead,
+            allow_truncated_sampling=allow_truncated_sampling,
+        )
+        if self.settings.algorithm.estimator.uses_values:
+            raise ValueError(
+                f"algorithm {self.settings.algorithm.name!r} needs a critic, which "
+                f"{type(self).__name__} has not: use lrlhf.modules.PPO"
+            )
+        loaded = load_policy(policy, tokenizer, processor)
+        self.policy, self.tokenizer, self.processor = loaded
+        self.optimizer_config = optimizer.filled(lr=1e-6)
+        self.parts = PolicyParts(self, loaded, rewards, engine, self.settings)
+        self.means = self.parts.means
+        self.policy_step = PolicyStep(self.policy, self.tokenizer, self.settings)
+        self.kl_coef = self.settings.kl_coef
+        self.samples_per_step = 0
+
+    def training_step(self, batch: PromptBatch | StoredRollout, batch_idx: int) -> None:
+        parts = self.parts
+        it = parts.begin(self, batch)
+        sample = parts.sampler.sample(batch, it)  # y ~ π(· | x), and their scores
+        moments = parts.moments.update(sample.scores, it.ranks)
+        seeds = it.seed_before_update()
+        with it.phase("logprob"):  # log π_old(y), log π_ref(y), then the advantages
+            experience, context = parts.experience(sample, moments, self.kl_coef, it)
+        it.show_rollout(experience, sample.records)
+        if parts.passes_guard(experience, sample, moments, context, seeds, it):
+            with it.phase("update"):
+                for part, text in minibatches_of(
+                    experience, batch.pretraining, self.settings, [self.policy], it
+                ):
+                    self.policy_step(part, text, it, context)
+        parts.finish(self, experience, it, freeze_steps=[self.settings.update.freeze_steps])
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        learning = self.trainer.estimated_stepping_batches - self.settings.update.freeze_steps
+        built = self.optimizer_config.build(self.policy.named_parameters(), learning)
+        return [built.optimizer], [built.scheduler]
+
+    def trainable_models(self) -> dict[str, nn.Module]:
+        return {"policy": self.policy}
+
+    def export_pretrained(self, folder: Path | None) -> None:
+        """Write the policy, adapters merged, and its tokenizer, as ``transformers`` loads them."""
+        self.parts.export(folder)
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.parts.setup(self, stage)
+
+    def on_fit_start(self) -> None:
+        self.parts.shard_reference(self)
+
+    def teardown(self, stage: str) -> None:
+        self.parts.sampler.close()
+
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Any]:
+        return {"records": self.parts.evaluate(self, batch, batch_idx)}
+
+    def test_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Any]:
+        return self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
+        return self.parts.answer(self, batch, batch_idx).records
+
+    @property
+    def step_names(self) -> tuple[str, ...]:
+        """Stages whose steps `retake` knows."""
+        return ("iteration", self.policy_step.stage)
+
+    def retake(self, bundle: StepBundle) -> Retaken:
+        """Take the step of a bundle again, see `lrlhf.guard.replay`."""
+        return retake(self, bundle, steps=[self.policy_step], parts=self.parts)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import Tensor
-
-from lrlhf.functional.estimators import Estimator, resolve_estimator
-from lrlhf.functional.losses import Aggregate, PolicyLoss, resolve_policy_loss
-from lrlhf.functional.names import unknown_name
+from lrlhf.functional.algorithm import Aggregate
 from lrlhf.models import CausalLM, HeadKind, ValueModel, ValueNetwork
 from lrlhf.modules.optimizers import OptimizerConfig
 
@@ -22,11 +16,12 @@ class Reference:
 
     Args:
         kl_coef: Strength of the penalty on KL(policy || reference), in reward units per nat;
-            0 loads no reference.
+            0 loads no reference. None: as the algorithm has it, which is 0.05, or 0 where its paper
+            does without a penalty (dapo, cispo).
         kl_estimator: Estimator of the penalty per token: k1, k2 or k3. None: k1 in the reward, as
             its mean is the KL, and k3 in the loss. k1 is refused in the loss, where it does
             nothing but add noise.
-        placement: Where the penalty goes: "reward" or "loss". None follows the estimator: the
+        placement: Where the penalty goes: "reward" or "loss". None follows the algorithm: the
             RLOO and REINFORCE families in the reward, the GRPO family and functions of your own in
             the loss.
         sync_every: Mix the policy into the reference every so many iterations (TR-DPO, Gorbatovski
@@ -37,7 +32,7 @@ class Reference:
             ranks leave it whole then.
     """
 
-    kl_coef: float = 0.05
+    kl_coef: float | None = None
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     placement: Literal["reward", "loss"] | None = None
     sync_every: int | None = None
@@ -46,7 +41,7 @@ class Reference:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        if self.kl_coef < 0:
+        if self.kl_coef is not None and self.kl_coef < 0:
             raise ValueError(f"reference.kl_coef is {self.kl_coef}; it must be 0 or more")
         if self.sync_every is not None and self.sync_every < 1:
             raise ValueError(f"reference.sync_every is {self.sync_every}; it must be 1 or more")
@@ -61,11 +56,11 @@ class Advantage:
     """How scores become advantages.
 
     Args:
-        estimator: A name from `lrlhf.functional.estimators.ESTIMATORS` (gae, rloo, rloo_openrlhf,
-            grpo, dr_grpo, reinforce, reinforce_baseline, reinforce_plus_plus, cpgd; group_norm is
-            another name of grpo), or the import path of a function of the same signature. None:
-            rloo; in PPO gae.
-        options: Keyword arguments of that function.
+        estimator: Advantages in place of the algorithm's own: those of another algorithm by its
+            name (`lrlhf.functional.ESTIMATORS`; gae and group_norm are other names of those of ppo
+            and grpo), or the import path of a function or `Estimator` of yours. Where ``algorithm``
+            is not set, a name selects the whole algorithm, its loss included.
+        options: Keyword arguments of the estimator.
         scale_rewards: Divide scores by the running standard deviation of all scores so far
             ("std"), or also subtract their running mean ("mean_std"); before everything else.
         reward_clip_range: Lowest and highest score, applied next.
@@ -90,9 +85,6 @@ class Advantage:
     unscorable: Literal["exclude", "trl"] = "exclude"
 
     def __post_init__(self) -> None:
-        if self.estimator is not None:
-            where = f"advantage.options (estimator {self.estimator})"
-            _check_options(where, self.function.function, self.options)
         if self.reward_clip_range is not None and not (
             self.reward_clip_range[0] < self.reward_clip_range[1]
         ):
@@ -103,30 +95,21 @@ class Advantage:
         if self.clip is not None and self.clip <= 0:
             raise ValueError(f"advantage.clip is {self.clip}; it must be above 0, or null")
 
-    @property
-    def function(self) -> Estimator:
-        """The estimator that the name stands for."""
-        return resolve_estimator(self.estimator or "rloo")
-
-    def named(self, default: str) -> Advantage:
-        """Return these settings with the estimator of a module where they name none."""
-        return replace(self, estimator=self.estimator or default)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
     """How experience becomes optimizer steps.
 
     Args:
-        loss: A name from `lrlhf.functional.losses.POLICY_LOSSES` (sequence_clip, token_clip, gspo,
-            cispo, dapo, dr_grpo, cpgd, reinforce), or the import path of a function of the same
-            signature. None: that of the estimator's paper.
-        options: Keyword arguments of that function, for example ``clip_high: 0.28``.
+        loss: A policy loss in place of the algorithm's own: a name from
+            `lrlhf.functional.POLICY_LOSSES` (sequence_clip, token_clip, gspo, cispo, dapo, dr_grpo,
+            cpgd, reinforce, remax), or the import path of a function or `PolicyLoss` of yours.
+        options: Keyword arguments of the loss, for example ``clip_high: 0.28``.
         aggregate: What a loss per token, and the KL and entropy terms beside it, are averaged over:
-            token_mean, sequence_mean or constant. None: as the estimator's paper has it for its own
-            loss, else as the loss's paper. With one ratio per response the terms are summed over
-            each response (sequence_clip) or averaged (gspo), as the logarithm of the ratio is; the
-            router's and the texts' losses follow.
+            token_mean, sequence_mean, sequence_sum or constant. None: as the algorithm has it for
+            its own loss, else as the loss's paper. With one ratio per response the terms are summed
+            over each response (sequence_clip) or averaged (gspo), as the logarithm of the ratio is;
+            the router's and the texts' losses follow.
         num_iterations: Passes over each rollout.
         num_minibatches: Optimizer steps per pass, each on an equal share of the rollout. None: 4
             in `PPO`, or as near below as divides a process's responses; 1 elsewhere.
@@ -146,7 +129,6 @@ class Update:
         offload: Keep the experience in CPU memory between the forward passes.
         logprob_chunk: Tokens whose logits may exist at the same time; those of a pass that has more
             are computed again in the backward pass.
-        max_skipped_steps: Older name of ``guard.max_skipped``; null: that decides.
     """
 
     loss: str | None = None
@@ -164,11 +146,8 @@ class Update:
     freeze_steps: int = 0
     offload: bool = False
     logprob_chunk: int = 1024
-    max_skipped_steps: int | None = None
 
     def __post_init__(self) -> None:
-        if self.loss is not None:
-            self._check_loss()
         for name in (
             "num_iterations",
             "num_minibatches",
@@ -195,47 +174,11 @@ class Update:
             value = getattr(self, name)
             if value < 0:
                 raise ValueError(f"update.{name} is {value}; it must be 0 or more")
-        if self.max_skipped_steps is not None and self.max_skipped_steps < 0:
-            raise ValueError(
-                f"update.max_skipped_steps is {self.max_skipped_steps}; it must be 0 or more"
-            )
         if not 0 < self.high_entropy_fraction <= 1:
             raise ValueError(
                 f"update.high_entropy_fraction is {self.high_entropy_fraction}; it must lie in "
                 "(0, 1]"
             )
-
-    def _check_loss(self) -> None:
-        function = self.function
-        _check_options(f"update.options (loss {self.loss})", function.function, self.options)
-        for name, given in (
-            ("aggregate", self.aggregate is not None),
-            ("high_entropy_fraction", self.high_entropy_fraction < 1),
-        ):
-            if given and function.level == "sequence":
-                raise ValueError(
-                    f"update.{name} is about tokens, but update.loss {self.loss!r} has one value "
-                    "per response; leave it out, or choose a token loss (token_clip, dapo, …)"
-                )
-
-    def following(self, estimator: Estimator) -> Update:
-        """Return these settings with the loss of an estimator's paper where they name none.
-
-        Raises:
-            ValueError: Options do not fit that loss.
-        """
-        name = self.loss or estimator.loss
-        own = estimator.aggregate if name == estimator.loss else None
-        return replace(self, loss=name, aggregate=self.aggregate or own)
-
-    @property
-    def function(self) -> PolicyLoss:
-        """The loss that the name stands for, with the options in place."""
-        assert self.loss is not None, "the loss of an estimator: Update.following names it"
-        loss = resolve_policy_loss(self.loss)
-        return loss._replace(
-            defaults={**loss.defaults, **self.options}, aggregate=self.aggregate or loss.aggregate
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,14 +249,3 @@ class Critic:
             )
         if not (self.model is None or isinstance(self.model, str)) and self.head != "linear":
             raise ValueError("critic.head is set beside a critic.model that has its own: drop it")
-
-
-def _check_options(where: str, function: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
-    """Refuse options that the function does not have, before a rollout was paid for."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    for name in options:
-        if name not in known:
-            raise unknown_name(f"option in {where}", name, known)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lrlhf.functional.kl import kl_estimate
-from lrlhf.functional.losses import PolicyLoss
+from lrlhf.functional.algorithm import PolicyLoss
 from lrlhf.functional.masking import masked_sum
 from lrlhf.functional.policy import policy_metrics, sequence_ratio
 from lrlhf.guard.anomalies import reference_kl
@@ -97,7 +97,7 @@ def measure_update(
     measured = policy_metrics(logprobs, old, mask, clip_low=low, clip_high=high)
     metrics.add("policy/approx_kl", measured.approx_kl * tokens, tokens)
     if loss.level == "sequence":
-        normalized = loss.defaults.get("length_normalized", False)
+        normalized = loss.options.get("length_normalized", False)
         counted = micro.counted
         ratio = sequence_ratio(logprobs, old, mask, length_normalized=normalized)
         clipped = ((ratio < 1 - low) | (ratio > 1 + high)) & counted

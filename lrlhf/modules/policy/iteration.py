@@ -1,4 +1,4 @@
-"""The phases of an iteration, and who is told of them."""
+"""What every part of one training step is handed: ranks, step, seeds, phases, metrics."""
 
 from __future__ import annotations
 
@@ -8,26 +8,37 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning as L
+import torch
 
+from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.rollout import RolloutListener
+from lrlhf.run import Collectives, seed_everything_for
 from lrlhf.types import Experience
+
+_BEFORE_UPDATE = 0
+"""Place of the pass without gradients among the seeds of an iteration; optimizer steps follow."""
 
 
 class Iteration:
-    """Times the phases of the iterations of one module, and tells the listening callbacks.
+    """One training step of a policy, or one batch of an evaluation.
 
     Args:
-        module: Its trainer has the callbacks.
+        module: Takes the step; its trainer has the callbacks that listen.
+        seeds: Of a step that is taken again, see `TrainingModule.seed_step`; None: of this one.
     """
 
-    def __init__(self, module: L.LightningModule) -> None:
-        self._module = module
+    def __init__(self, module: TrainingModule, *, seeds: tuple[int, ...] | None = None) -> None:
+        self.module = module
+        self.trainer: L.Trainer = module.trainer
+        self.device: torch.device = module.device
+        self.step: int = module.global_step
+        self.ranks = Collectives(module.trainer)
+        self.metrics = MetricSums()
+        self._seeds = seeds
+        self.optimizer_steps = 0 if seeds is None else max(0, seeds[-1] - 1)
+        """How many were begun so far, of whichever optimizer."""
         self._seconds: dict[str, float] = {}
-
-    def begin(self) -> None:
-        """Forget the times of the iteration before."""
-        self._seconds = {}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -40,29 +51,44 @@ class Iteration:
         for listener in self._listeners():
             listener.on_phase("")
 
-    def tell_weights_needed(self) -> None:
+    def seed_before_update(self) -> tuple[int, ...]:
+        """Seed the pass without gradients; returns what it was seeded with."""
+        return self._seed(_BEFORE_UPDATE)
+
+    def seed_optimizer_step(self) -> tuple[int, ...]:
+        """Count and seed an optimizer step; returns what it was seeded with."""
+        self.optimizer_steps += 1
+        return self._seed(self.optimizer_steps)
+
+    def _seed(self, place: int) -> tuple[int, ...]:
+        if self._seeds is None:
+            return self.module.seed_step(place)
+        seed_everything_for(*self._seeds)
+        return self._seeds
+
+    def request_weights(self) -> None:
         """Have the listeners bring the engine its weights."""
         with self.phase("sync"):
             for listener in self._listeners():
-                listener.on_weights_needed(self._module.trainer, self._module)
+                listener.on_weights_needed(self.trainer, self.module)
 
-    def tell_rollout(self, experience: Experience, records: Sequence[dict[str, Any]]) -> None:
+    def show_rollout(self, experience: Experience, records: Sequence[dict[str, Any]]) -> None:
         """Show the listeners what is about to be trained on."""
         first = experience.response_mask.long().argmax(dim=1)
         advantages = experience.advantages.gather(1, first[:, None])[:, 0].tolist()
         for record, advantage in zip(records, advantages, strict=True):
             record["advantage"] = advantage
         for listener in self._listeners():
-            listener.on_rollout(self._module.trainer, self._module, experience, records)
+            listener.on_rollout(self.trainer, self.module, experience, records)
 
-    def measure(self, metrics: MetricSums, *, tokens: float, world_size: int) -> None:
-        """Add up the times of the phases, and how many tokens went through per second."""
+    def measure_times(self, tokens: float) -> None:
+        """Report how long each phase took, and how many tokens of this rank went through."""
         for phase, seconds in self._seconds.items():
-            metrics.maximum(f"perf/{phase}_s", seconds)
+            self.metrics.maximum(f"perf/{phase}_s", seconds)
         busy = sum(self._seconds.values())
         if busy > 0:
-            metrics.add("perf/tokens_per_s", tokens / busy, 1 / world_size)
+            self.metrics.add("perf/tokens_per_s", tokens / busy, 1 / self.ranks.world_size)
 
     def _listeners(self) -> list[RolloutListener]:
-        callbacks: list[L.Callback] = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         return [callback for callback in callbacks if isinstance(callback, RolloutListener)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
@@ -15,11 +17,19 @@ from lrlhf.models import (
 )
 
 
+class LoadedPolicy(NamedTuple):
+    """A policy and what reads text and images for it."""
+
+    model: PreTrainedModel | PeftModel
+    tokenizer: PreTrainedTokenizerBase
+    processor: MediaProcessor | None
+
+
 def load_policy(
     policy: str | CausalLM | PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase | None,
     processor: ProcessorMixin | None,
-) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase, MediaProcessor | None]:
+) -> LoadedPolicy:
     """Load a policy, unless it is loaded already.
 
     Raises:
@@ -38,4 +48,5 @@ def load_policy(
         check_mergeable(policy)
         check_output_head(policy)
         allow_packing(policy)
-    return policy, tokenizer, MediaProcessor.for_model(processor, plain_model(policy).config)
+    media = MediaProcessor.for_model(processor, plain_model(policy).config)
+    return LoadedPolicy(policy, tokenizer, media)

@@ -6,7 +6,7 @@ taken over the whole optimizer step, so that no split into micro-batches or rank
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import NamedTuple
 
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from lrlhf.functional.advantages import has_baseline
-from lrlhf.functional.estimators import EstimatorInputs
+from lrlhf.functional.algorithm import Algorithm, EstimatorInputs, PolicyLoss
 from lrlhf.functional.kl import kl_estimate
-from lrlhf.functional.losses import PolicyLoss
 from lrlhf.functional.masking import masked_mean
 from lrlhf.functional.policy import aggregate
 from lrlhf.functional.value_loss import clipped_value_loss
@@ -57,12 +56,14 @@ def as_experience(
 def compute_advantages(
     experience: Experience,
     *,
+    algorithm: Algorithm,
     settings: Advantage,
     reward_kl: str | None,
     kl_coef: float,
     num_generations: int,
     whiten: Whiten,
     scaled_scores: Tensor | None = None,
+    columns: Mapping[str, Tensor] | None = None,
     metrics: MetricSums | None = None,
 ) -> Experience:
     """Turn the scores of a rollout into advantages per token.
@@ -74,12 +75,14 @@ def compute_advantages(
         experience: Rows of complete groups, ``old_logprobs`` set where the KL is in the reward,
             ``values`` where there is a critic; rows that are not ``counted`` stay out.
             ``advantages`` and ``loss_mask`` are not read.
-        settings: Estimator, clipping, whitening, and what becomes of truncated responses.
+        algorithm: Its estimator, and what that wants whitened.
+        settings: Clipping, and what becomes of truncated responses.
         reward_kl: Estimator (k1, k2, k3) of the KL penalty in the reward; None: there is none.
         kl_coef: Strength of the penalty.
         num_generations: Responses per prompt.
         whiten: Whitens over all ranks.
         scaled_scores: ``[B]``, used in place of the experience's scores.
+        columns: ``[B]`` each, further ones for the estimator.
         metrics: Told the share of scores and advantages that were clipped.
 
     Returns:
@@ -102,8 +105,8 @@ def compute_advantages(
         policy = experience.old_logprobs if policy is None else policy
         assert policy is not None
         kl = kl_estimate(policy, experience.ref_logprobs, estimator=reward_kl)
-    estimator = settings.function
-    advantages = estimator.function(
+    estimator = algorithm.estimator
+    advantages = estimator(
         EstimatorInputs(
             scores=scores,
             kl=kl * loss_mask,
@@ -112,8 +115,9 @@ def compute_advantages(
             kl_coef=kl_coef,
             baseline_mask=~excluded,
             values=experience.values,
-        ),
-        **settings.options,
+            rows=columns or {},
+            tokens=_token_columns(experience),
+        )
     )
     returns = None
     if experience.values is not None:
@@ -124,7 +128,7 @@ def compute_advantages(
         comparable = scores.masked_fill(excluded, torch.nan)
         scorable = has_baseline(comparable, num_generations=num_generations)
     observed = mask & scorable[:, None]
-    advantages = _normalized(advantages, observed, settings, whiten)
+    advantages = _normalized(advantages, observed, estimator.normalize, whiten)
     return replace(
         experience,
         advantages=_clipped_advantages(advantages, observed, settings.clip, metrics),
@@ -170,10 +174,16 @@ def value_mask(experience: Experience) -> Tensor:
     return experience.response_mask & known[:, None]
 
 
-def _normalized(advantages: Tensor, mask: Tensor, settings: Advantage, whiten: Whiten) -> Tensor:
-    level = settings.function.normalize
-    if settings.normalize is not None:
-        level = ("sequence" if level == "none" else level) if settings.normalize else "none"
+def _token_columns(experience: Experience) -> dict[str, Tensor]:
+    columns = {
+        "sampling_logprobs": experience.sampling_logprobs,
+        "old_logprobs": experience.old_logprobs,
+        "ref_logprobs": experience.ref_logprobs,
+    }
+    return {name: column for name, column in columns.items() if column is not None}
+
+
+def _normalized(advantages: Tensor, mask: Tensor, level: str, whiten: Whiten) -> Tensor:
     if level == "token":
         return whiten(advantages, mask, eps=1e-8) * mask
     if level == "sequence":
@@ -226,6 +236,7 @@ def policy_loss(
     logprobs: Tensor,
     experience: Experience,
     *,
+    loss: PolicyLoss,
     update: Update,
     reference: Reference,
     kl_coef: float,
@@ -239,29 +250,29 @@ def policy_loss(
         logprobs: `[B, T]` of the current policy, with gradient.
         experience: The rows, ``advantages`` and ``loss_mask`` set; ``importance_weights`` multiply
             each token's gradient in the policy term; no other term, and no denominator.
-        update: Loss and its options.
+        loss: With its options in place.
+        update: Weight of the entropy bonus.
         reference: Estimator of the KL term.
         kl_coef: Strength of the KL term of the loss; 0 where the penalty is in the reward.
         totals: Rows and tokens of the whole optimizer step.
         max_new_tokens: Constant length of Dr. GRPO's normalisation.
         entropy: `[B, T]` of the current policy; None: no bonus.
     """
-    function = update.function
     mask = experience.loss_mask
     selected = mask if experience.selected is None else experience.selected
     old = experience.old_logprobs if experience.old_logprobs is not None else logprobs.detach()
     advantages, weights = experience.advantages, experience.importance_weights
-    per_response = function.level == "sequence"
+    per_response = loss.level == "sequence"
     given = logprobs
     if per_response:
         advantages = masked_mean(advantages, experience.response_mask, dim=1)
         given = _with_weighted_gradient(logprobs, weights)
-    values = function.function(given, old, advantages, selected, **function.defaults)
+    values = loss.function(given, old, advantages, selected, **loss.options)
     if weights is not None and not per_response:
         values = values * weights
 
     def share(term: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
-        mode = function.term_aggregate
+        mode = loss.term_aggregate
         divisor = {
             "token_mean": tokens,
             "sequence_mean": totals.rows,
@@ -281,8 +292,8 @@ def policy_loss(
         estimate = kl_estimate(logprobs, experience.ref_logprobs, estimator=estimator)
         kl = share(estimate, mask, totals.tokens)
     bonus = zero if entropy is None else share(entropy, mask, totals.tokens)
-    loss = policy + kl_coef * kl - update.entropy_coef * bonus
-    return LossTerms(loss, policy.detach(), kl.detach(), bonus.detach())
+    total = policy + kl_coef * kl - update.entropy_coef * bonus
+    return LossTerms(total, policy.detach(), kl.detach(), bonus.detach())
 
 
 def _with_weighted_gradient(logprobs: Tensor, weights: Tensor | None) -> Tensor:

@@ -1,20 +1,16 @@
-"""What the guard is shown of a policy's iterations and steps."""
+"""What the guard is shown of a policy's iterations and steps, and how their rows are described."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.functional.losses import PolicyLoss
+from lrlhf.functional.algorithm import PolicyLoss
 from lrlhf.functional.masking import masked_mean, masked_sum
 from lrlhf.guard.anomalies import (
-    Anomaly,
     IterationSums,
     judge,
     locate,
@@ -23,35 +19,108 @@ from lrlhf.guard.anomalies import (
     prompt_text,
     reference_kl,
 )
-from lrlhf.guard.dump import StepInputs
-from lrlhf.guard.random_state import random_state
-from lrlhf.guard.step_guard import StepGuard, StepWatch
-from lrlhf.run import Collectives
-from lrlhf.types import Experience, SequenceBatch, TensorBatch
+from lrlhf.guard.bundle import StepBundle
+from lrlhf.guard.step_watch import StepWatch
+from lrlhf.modules.policy.gradient_step import UpdateContext
+from lrlhf.modules.policy.iteration import Iteration
+from lrlhf.modules.policy.running_moments import ScoreMoments
+from lrlhf.modules.policy.sampler import Sample
+from lrlhf.types import Experience
 
 ITERATION = "iteration"
 """Stage of what is found before the update."""
+_COLUMN = "column/"
 
 
-class PolicyGuard(L.LightningModule):
-    """The part of `PolicyModule` that leaves steps out."""
+def passes_guard(
+    experience: Experience,
+    sample: Sample,
+    moments: ScoreMoments,
+    context: UpdateContext,
+    seeds: tuple[int, ...],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    it: Iteration,
+) -> bool:
+    """Look at an iteration before its update; False: all ranks leave the update out.
 
-    tokenizer: PreTrainedTokenizerBase
-    step_guard: StepGuard
-    _watch: StepWatch
-    _replayed: bool
-    _takes_drawn: bool
-    """Whether old log-probabilities are those of the engine, not computed again."""
-    _moved: bool
-    """Whether this iteration has changed the policy."""
+    Args:
+        experience: What would be trained on.
+        sample: What it was made of, as the other arguments: kept in a dump.
+        moments: Of the scores.
+        context: Of the update.
+        seeds: Of the pass without gradients.
+        tokenizer: Writes the rows.
+        it: The iteration.
+    """
+    guard = it.module.step_guard
+    own = measure(experience, replayed=sample.stored, drawn=context.from_engine)
+    sums = IterationSums(*it.ranks.sum(own).tolist())
+    found = judge(sums, guard.settings, guard.lengths)
+    if not found:
+        guard.lengths.update(sums.tokens / max(sums.rows, 1))
+        return True
+    place = locate_in(experience, tokenizer)
+    # what is about all ranks, the first one tells
+    told = [one for one in found if it.ranks.rank == 0]
+    if place:
+        bad = next((one for one in found if one.limit is None), found[0])
+        told = [one for one in told if one is not bad]
+        told.append(bad._replace(text=f"{bad.text} ({place})"))
 
-    @property
-    def skipped_steps(self) -> int:
-        """Steps that were left out so far."""
-        return self.step_guard.skipped
+    def bundle() -> StepBundle:
+        columns = {f"{_COLUMN}{name}": column for name, column in sample.columns.items()}
+        return StepBundle(
+            stage=ITERATION,
+            batches={"experience": experience},
+            seeds=[seeds],
+            context={
+                **context._asdict(), **moments._asdict(), **columns, "filler": sample.filler
+            },
+            records=describe_rows(experience, tokenizer, None),
+        )
 
-    @property
-    def log_ratios(self) -> Tensor:
+    guard.report(told, bundle, it.module)
+    return False
+
+
+def columns_of(bundle: StepBundle) -> dict[str, Tensor]:
+    """Return the named columns that an iteration's bundle holds."""
+    return {
+        name.removeprefix(_COLUMN): value
+        for name, value in bundle.context.items()
+        if name.startswith(_COLUMN)
+    }
+
+
+def show_probabilities(
+    watch: StepWatch, logprobs: Tensor, micro: Experience, loss: PolicyLoss, *, unseen: bool
+) -> None:
+    """Show the guard how far a micro-batch's probabilities are from where they should be.
+
+    Args:
+        watch: Of the optimizer step.
+        logprobs: `[B, T]` of the policy, without gradient.
+        micro: The rows.
+        loss: Whose ratios are limited.
+        unseen: Whether this is the first time that engine and trainer can be compared.
+    """
+    watch.outputs["the policy's log-probabilities"] = logprobs
+    mask = micro.loss_mask
+    if micro.old_logprobs is not None:
+        watch.see_ratios(log_ratios(logprobs, micro, loss))
+    if unseen and watch.limits_mismatch:
+        distance = (logprobs - micro.engine_logprobs).abs()
+        watch.see_mismatch(masked_sum(distance, mask), mask.sum())
+
+
+def place_in(micro: Experience, watch: StepWatch, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Say where in a micro-batch the first entry is that is not finite."""
+    place = locate(micro, watch.outputs, tokenizer=tokenizer, rows=watch.rows)
+    return place or locate_in(micro, tokenizer)
+
+
+def log_ratios(self) -> Tensor:
         """`[B]`: how far the rows of the last optimizer step had moved, in nats; NaN: not known."""
         return self._watch.log_ratios
 

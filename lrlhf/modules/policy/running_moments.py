@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -10,9 +10,32 @@ from torch import Tensor
 
 from lrlhf.run import Collectives
 
+ScaleRewards: TypeAlias = Literal["none", "std", "mean_std"]
+
+
+class ScoreMoments(NamedTuple):
+    """Mean and deviation that scores, and values of them, are measured against."""
+
+    mean: float
+    deviation: float
+
+    def scaled(self, scores: Float[Tensor, " B"], mode: ScaleRewards) -> Float[Tensor, " B"]:
+        """Divide by the deviation, and with ``mean_std`` subtract the mean before."""
+        if mode == "none":
+            return scores
+        centre = self.mean if mode == "mean_std" else 0.0
+        return (scores - centre) / self.deviation
+
+    def as_they_enter(self, mode: ScaleRewards) -> ScoreMoments:
+        """Return the moments of the scores after `scaled`."""
+        if mode == "none":
+            return self
+        centre = 0.0 if mode == "mean_std" else self.mean
+        return ScoreMoments(centre / self.deviation, 1.0)
+
 
 class RunningMoments:
-    """Scales scores by their running standard deviation, over all ranks and iterations.
+    """Counts scores over all ranks and iterations.
 
     A batch is counted before it is scaled, so the first one is scaled by its own deviation.
     """
@@ -30,8 +53,8 @@ class RunningMoments:
             return 1.0
         return float((self.squares / (self.count - 1)) ** 0.5)
 
-    def update(self, scores: Float[Tensor, " B"], collectives: Collectives) -> None:
-        """Count the finite scores of all ranks.
+    def update(self, scores: Float[Tensor, " B"], collectives: Collectives) -> ScoreMoments:
+        """Count the finite scores of all ranks; returns the moments with them.
 
         Reference:
             Chan, Golub, LeVeque 1979, eq. 2.1 (combining the moments of two samples)
@@ -40,7 +63,7 @@ class RunningMoments:
         total = collectives.sum(torch.stack([finite.sum(), torch.ones_like(finite).sum()]))
         count = float(total[1])
         if count == 0:
-            return
+            return self.moments
         mean = float(total[0]) / count
         squares = float(collectives.sum((finite - mean).square().sum()))
         distance = mean - self.mean
@@ -48,15 +71,12 @@ class RunningMoments:
         self.squares += squares + distance**2 * self.count * count / combined
         self.mean += distance * count / combined
         self.count = combined
+        return self.moments
 
-    def scale(
-        self, scores: Float[Tensor, " B"], *, mode: Literal["none", "std", "mean_std"]
-    ) -> Float[Tensor, " B"]:
-        """Divide by the deviation, and with ``mean_std`` subtract the mean before."""
-        if mode == "none":
-            return scores
-        centre = self.mean if mode == "mean_std" else 0.0
-        return (scores - centre) / self.deviation
+    @property
+    def moments(self) -> ScoreMoments:
+        """Mean and deviation so far."""
+        return ScoreMoments(self.mean, self.deviation)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs."""

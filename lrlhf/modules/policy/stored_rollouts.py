@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,14 +19,16 @@ def check_stored(
     num_generations: int,
     temperature: float,
     allow_truncated_sampling: bool,
+    beside: Iterable[str] = (),
 ) -> None:
-    """Check that a stored rollout was drawn as this run would have drawn it.
+    """Check that a stored rollout was sampled as this run would have sampled it.
 
     Args:
         stored: Of an earlier iteration.
         num_generations: Responses per prompt of this run.
         temperature: Of this run's sampling.
         allow_truncated_sampling: Whether responses may come from top_p, top_k or min_p.
+        beside: What the algorithm samples beside the responses, whose scores it needs.
 
     Raises:
         ValueError: It was not; says which option differs.
@@ -46,6 +49,12 @@ def check_stored(
             f"sampling.temperature is {temperature}, but the stored rollout was drawn at "
             f"{drawn_at}: the log-probabilities do not compare; set it to {drawn_at}"
         )
+    for name in beside:
+        if name not in stored.records[0].get("beside", {}):
+            raise ValueError(
+                f"the algorithm compares with the score of {name!r}, which the stored rollout has "
+                "not: store it with the same algorithm, or choose another one"
+            )
     if stored.rollout.kept_mass is not None and not allow_truncated_sampling:
         raise ValueError(
             "the stored rollout was drawn with top_p, top_k or min_p, whose distribution is not "
@@ -82,4 +91,8 @@ def as_collected(stored: StoredRollout, *, step: int) -> tuple[Collected, Tensor
         [bool(record.get("filler", False)) for record in records],
         device=stored.rollout.truncated.device,
     )
-    return Collected(stored.rollout, result, records), filler
+    beside = {
+        name: torch.tensor([float(record["beside"][name]) for record in records])
+        for name in records[0].get("beside", {})
+    }
+    return Collected(stored.rollout, result, records, beside), filler

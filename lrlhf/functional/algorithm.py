@@ -1,0 +1,160 @@
+"""What a policy-gradient algorithm consists of, as a value; each one is a file in `algorithms`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lrlhf.functional.advantages import discounted_returns
+from lrlhf.functional.kl import shape_rewards
+from lrlhf.functional.masking import masked_sum
+
+Aggregate: TypeAlias = Literal["sequence_mean", "sequence_sum", "token_mean", "constant"]
+"""How a loss per token is averaged, see `lrlhf.functional.aggregate`."""
+
+
+class EstimatorInputs(NamedTuple):
+    """What an estimator may look at; rows of one prompt are consecutive."""
+
+    scores: Float[Tensor, " B"]
+    """NaN is unscorable."""
+    kl: Float[Tensor, "B T"]
+    """k1 estimate against the reference; zeros where the reward holds no penalty."""
+    response_mask: Bool[Tensor, "B T"]
+    num_generations: int
+    kl_coef: float
+    baseline_mask: Bool[Tensor, " B"]
+    """False: the row stays out of its siblings' baselines and gets no advantage itself."""
+    values: Float[Tensor, "B T"] | None = None
+    """The critic's, when the rollout was taken; None: there is no critic."""
+    rows: Mapping[str, Float[Tensor, " B"]] = {}
+    """Further columns per response by name: ``reward/<function>``, what each reward function gave,
+    and the score of whatever the algorithm has sampled ``beside`` the responses."""
+    tokens: Mapping[str, Float[Tensor, "B T"]] = {}
+    """Further columns per token by name, as far as an iteration has them: ``sampling_logprobs`` of
+    the engine, ``old_logprobs`` of the policy and ``ref_logprobs`` of the reference."""
+
+
+class Estimator(NamedTuple):
+    """Advantages from the scores of a rollout, and what that needs from its caller."""
+
+    function: Callable[..., Tensor]
+    """``(inputs: EstimatorInputs, **options) -> [B, T]``, 0 outside the response and on unscorable
+    rows."""
+    normalize: Literal["none", "sequence", "token"] = "none"
+    """What the caller whitens over the global batch unless told otherwise."""
+    per_token: bool = False
+    """Whether a KL penalty in the reward makes the tokens of one response differ."""
+    groups: bool = False
+    """Whether it compares the responses to one prompt, and so needs two or more of them."""
+    uses_values: bool = False
+    """Whether it needs a critic."""
+    uses_kl: bool = True
+    """Whether it subtracts ``inputs.kl``; else a KL penalty can only go into the loss."""
+    options: Mapping[str, Any] = {}
+    """Keyword arguments of the function."""
+
+    def __call__(self, inputs: EstimatorInputs) -> Float[Tensor, "B T"]:
+        """Compute the advantages with the options in place."""
+        return self.function(inputs, **self.options)
+
+
+class PolicyLoss(NamedTuple):
+    """A loss of log-probabilities and advantages, and what it wants from its caller."""
+
+    name: str
+    function: Callable[..., Tensor]
+    """``(logprobs, old_logprobs, advantages, response_mask, **options)``."""
+    level: Literal["token", "sequence"] = "token"
+    """Whether it takes advantages and returns losses ``[B, T]`` or ``[B]``."""
+    aggregate: Aggregate = "token_mean"
+    """Mode of :func:`lrlhf.functional.policy.aggregate`; for sequences, their mean."""
+    options: Mapping[str, Any] = {}
+    """Keyword arguments of the function."""
+
+    @property
+    def term_aggregate(self) -> Aggregate:
+        """Mode for the terms per token beside it, KL and entropy.
+
+        That of the loss itself, so that terms and loss keep their proportion at any length: the
+        gradient of a ratio of whole responses is a sum over their tokens, and so is the term's.
+        """
+        if self.level == "token" or self.options.get("length_normalized"):
+            return self.aggregate
+        return "sequence_sum"
+
+    @property
+    def clip_range(self) -> tuple[float, float] | None:
+        """How far below and above 1 a ratio still counts as it is; None: the loss clips nothing."""
+        if "clip_range" in self.options:
+            return self.options["clip_range"], self.options["clip_range"]
+        if "ratio_max" in self.options:
+            return math.inf, self.options["ratio_max"] - 1
+        if "clip_low" in self.options:
+            return self.options["clip_low"], self.options["clip_high"]
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """All that the name of a policy-gradient algorithm stands for.
+
+    Args:
+        name: What messages and logs call it.
+        estimator: How scores become advantages.
+        loss: What is minimised, and how it is averaged over tokens and responses.
+        kl_in: Where the KL penalty goes: into the reward or the loss.
+        kl_coef: Strength of the penalty where the user names none; 0: the algorithm has none.
+        beside: What is sampled beside the responses, once per prompt: options of the run's
+            `Sampling` to replace, by name. It is scored by the same rewards and not trained on; its
+            score is ``inputs.rows[name]`` in the estimator.
+    """
+
+    name: str
+    estimator: Estimator
+    loss: PolicyLoss
+    kl_in: Literal["reward", "loss"] = "loss"
+    kl_coef: float = 0.05
+    beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def counted_scores(inputs: EstimatorInputs) -> Float[Tensor, " B"]:
+    """Scores, NaN where a row is in no baseline: such a row is treated like an unscorable one."""
+    return torch.where(inputs.baseline_mask, inputs.scores.detach(), torch.nan)
+
+
+def penalized_scores(inputs: EstimatorInputs) -> Float[Tensor, " B"]:
+    """Scores minus the KL penalty of the whole response: ``score - kl_coef · Σ_t kl_t``."""
+    total = masked_sum(inputs.kl.detach(), inputs.response_mask, dim=1)
+    return counted_scores(inputs) - inputs.kl_coef * total
+
+
+def spread_over_tokens(
+    advantages: Float[Tensor, " B"], inputs: EstimatorInputs
+) -> Float[Tensor, "B T"]:
+    """Give every token of a response the response's advantage."""
+    return torch.where(inputs.response_mask, advantages[:, None], 0.0)
+
+
+def returns_to_go(
+    scores: Float[Tensor, " B"], inputs: EstimatorInputs, gamma: float
+) -> Float[Tensor, "B T"]:
+    """Discounted sum, from each token on, of a score on the last token and a KL penalty on each.
+
+    Args:
+        scores: Reward of the last token; NaN leaves the row out, its KL penalty included.
+        inputs: KL and mask.
+        gamma: Discount per response token.
+    """
+    rewards = shape_rewards(
+        scores, inputs.kl.detach(), inputs.response_mask, kl_coef=inputs.kl_coef
+    )
+    returns = discounted_returns(rewards, inputs.response_mask, gamma=gamma)
+    counted = ~counted_scores(inputs).isnan()
+    return torch.where(counted[:, None], returns, 0.0)

@@ -1,0 +1,139 @@
+"""What a module does for Lightning whatever it trains; the base of a module of your own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import lightning as L
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+
+from lrlhf.guard.guard_settings import Guard
+from lrlhf.guard.step_guard import StepGuard
+from lrlhf.modules.checks import (
+    prepare_trainer,
+    refuse_other_weights,
+    refuse_pure_low_precision,
+)
+from lrlhf.run import Updater, count_iterations_as_steps, run_seed, seed_everything_for
+
+
+class Stateful(Protocol):
+    """A part whose state belongs into checkpoints."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return plain values and tensors."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        ...
+
+
+class TrainingModule(L.LightningModule):
+    """A LightningModule with manual optimization that is seeded, guarded and resumed exactly.
+
+    A subclass defines ``trainable_models``, ``configure_optimizers`` and ``training_step``, and may
+    add parts to ``stateful``. One ``training_step`` counts as one step of the trainer, however many
+    optimizer steps it takes. What it gets from here: strategies find its models, checkpoints are
+    whole or absent and hold the state of all parts, 16-bit weights without a master copy are
+    refused, and `optimizer_step` clips, leaves out what is not finite, and counts it.
+
+    Args:
+        guard: Which steps are left out, and when to give up.
+        seed: Seeds every random number of the run, together with rank and step; None: the seed of
+            ``seed_everything``.
+
+    Example:
+        A complete module is ``examples/dpo.py``.
+    """
+
+    def __init__(self, *, guard: Guard = Guard(), seed: int | None = None) -> None:  # noqa: B008
+        super().__init__()
+        self.automatic_optimization = False
+        self.seed = run_seed(seed)
+        self.step_guard = StepGuard(guard)
+        self.gradients = Updater(self)
+        self.stateful: dict[str, Stateful] = {"guard": self.step_guard}
+        """Parts whose state is saved under ``checkpoint["lrlhf"]``, by name."""
+
+    def trainable_models(self) -> dict[str, nn.Module]:
+        """Models that receive gradients, by role, in the order of their optimizers."""
+        raise NotImplementedError
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were left out so far, resumed runs included."""
+        return self.step_guard.skipped
+
+    # ---- one step
+
+    def seed_step(self, *path: int) -> tuple[int, ...]:
+        """Seed all random number generators for this step; returns what they were seeded with.
+
+        Args:
+            path: Further numbers, such as that of the optimizer step within this one.
+        """
+        seeds = (self.seed, self.global_step, self.trainer.global_rank, *path)
+        seed_everything_for(*seeds)
+        return seeds
+
+    def optimizer_of(self, index: int) -> LightningOptimizer:
+        """Return one of the optimizers, in the order of `trainable_models`."""
+        optimizers = self.optimizers()
+        optimizer = optimizers[index] if isinstance(optimizers, list) else optimizers
+        assert isinstance(optimizer, LightningOptimizer)
+        return optimizer
+
+    def optimizer_step(self, loss: Tensor, *, index: int = 0, max_grad_norm: float = 1.0) -> float:
+        """Go backward, clip, step and advance the schedule.
+
+        Args:
+            loss: Of this rank; gradients are averaged over the ranks.
+            index: Which optimizer.
+            max_grad_norm: Clip the gradient to this norm; ``inf`` leaves it.
+
+        Returns:
+            The gradient's norm before clipping; not finite: all ranks left the step out.
+        """
+        self.gradients.backward(loss, last=True)
+        norm = self.gradients.step(self.optimizer_of(index), max_grad_norm=max_grad_norm)
+        self.advance_schedule(index)
+        return norm
+
+    def advance_schedule(self, index: int) -> None:
+        """Let the learning rate of one optimizer go on by one step."""
+        schedulers = self.lr_schedulers()
+        scheduler = schedulers[index] if isinstance(schedulers, list) else schedulers
+        if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+            advance(scheduler)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients.before_step(optimizer)
+
+    # ---- Lightning's hooks
+
+    def setup(self, stage: str) -> None:
+        prepare_trainer(self.trainer, stage)
+        if stage == "fit":
+            for model in self.trainable_models().values():
+                refuse_pure_low_precision(self.trainer, model)
+            count_iterations_as_steps(self.trainer)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["lrlhf"] = {name: part.state_dict() for name, part in self.stateful.items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        refuse_other_weights(self, checkpoint)
+        for name, part in self.stateful.items():
+            part.load_state_dict(checkpoint["lrlhf"][name])
+
+
+def advance(scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+    """Take one step of a schedule; steps that the optimizer has left out count too."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler")
+        scheduler.step()

@@ -1,0 +1,284 @@
+"""The parts of a policy's iteration put together, for `RLOO`, `PPO` and modules of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from torch import Tensor
+
+from lrlhf.models import (
+    ReferencePolicy,
+    check_has_experts,
+    frozen_reference,
+    plain_model,
+    save_model,
+)
+from lrlhf.modules.base import TrainingModule
+from lrlhf.modules.checks import refuse_idle_encoder
+from lrlhf.modules.contracts import KLPenalized
+from lrlhf.modules.metrics.rollout_metrics import measure_kl, measure_mismatch
+from lrlhf.modules.policy.critic import ValueFunction
+from lrlhf.modules.policy.evaluation import ResponseMeans
+from lrlhf.modules.policy.experience import make_experience
+from lrlhf.modules.policy.gradient_step import UpdateContext
+from lrlhf.modules.policy.iteration import Iteration
+from lrlhf.modules.policy.load_policy import LoadedPolicy
+from lrlhf.modules.policy.policy_guard import passes_guard
+from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.modules.policy.running_moments import RunningMoments, ScoreMoments
+from lrlhf.modules.policy.sampler import Sample, Sampler
+from lrlhf.modules.policy.scorer import Scorer
+from lrlhf.modules.policy.updates import (
+    advance_schedules,
+    check_texts,
+    log_iteration,
+    mix_reference,
+    plan_iteration,
+)
+from lrlhf.rewards import Rewards
+from lrlhf.rollout import Collected, RolloutEngine, TransformersEngine
+from lrlhf.run import SplitsModels
+from lrlhf.types import Experience, PromptBatch, StoredRollout
+
+
+class PolicyParts:
+    """What generates, scores and judges the responses of one module.
+
+    Args:
+        module: Whose parts they are; only its seed is read here.
+        policy: The model and its readers.
+        rewards: What scores a response.
+        engine: What generates; None: the policy itself.
+        settings: Of the run.
+        critic: The value function; None: there is none.
+    """
+
+    def __init__(
+        self,
+        module: TrainingModule,
+        policy: LoadedPolicy,
+        rewards: Rewards,
+        engine: RolloutEngine | None,
+        settings: PolicySettings,
+        critic: ValueFunction | None = None,
+    ) -> None:
+        self.settings = settings
+        self.policy = policy
+        self.critic = critic
+        self.rewards = rewards
+        self.engine: RolloutEngine = engine or TransformersEngine()
+        if settings.update.router_loss_coef > 0:
+            check_has_experts(policy.model)
+        self.reference = load_reference(policy.model, settings)
+        self.moments = RunningMoments()
+        self.means = ResponseMeans(tuple(rewards.names))
+        self.sampler = Sampler(policy, self.engine, rewards, settings, seed=module.seed)
+        models = {"policy": policy.model, **({} if critic is None else {"critic": critic.model})}
+        self.scorer = Scorer(
+            policy.model, self.reference, self.engine, settings, critic=critic, models=models
+        )
+        self._shown_plan = ""
+        module.stateful |= {
+            "kl": _KLState(module, settings.kl_coef),
+            "moments": self.moments,
+            "sampler": self.sampler,
+            "reference": _ReferenceState(self.reference, settings),
+        }
+
+    # ---- one iteration
+
+    def begin(self, module: TrainingModule, batch: PromptBatch | StoredRollout) -> Iteration:
+        """Start an iteration: its sizes, its ranks, its metrics.
+
+        Raises:
+            ValueError: The batch does not fit the settings.
+        """
+        assert isinstance(module, KLPenalized)
+        it = Iteration(module)
+        plan = plan_iteration(batch, self.settings, it)
+        if plan.table() != self._shown_plan:
+            self._shown_plan = plan.table()
+            module.print(self._shown_plan)
+        check_texts(batch.pretraining, self.settings)
+        if module.kl_coef > 0 and self.reference is None:
+            raise ValueError(
+                f"the KL coefficient was set to {module.kl_coef}, but no reference was loaded: "
+                "start with reference.kl_coef above 0"
+            )
+        module.samples_per_step = plan.responses_trained
+        it.metrics.add("kl/coef", module.kl_coef, 1.0)
+        it.metrics.add("train/lr", module.optimizer_of(0).param_groups[0]["lr"], 1.0)
+        return it
+
+    def experience(
+        self, sample: Sample, moments: ScoreMoments, kl_coef: float, it: Iteration
+    ) -> tuple[Experience, UpdateContext]:
+        """Compute log-probabilities, values and advantages of a sample, without gradients.
+
+        Args:
+            sample: The responses and their scores.
+            moments: Of the scores so far, these included.
+            kl_coef: Strength of the KL penalty.
+            it: The iteration.
+
+        Returns:
+            What the update trains on, and what holds for all of its steps.
+        """
+        entering = moments.as_they_enter(self.settings.advantage.scale_rewards)
+        if self.critic is not None:
+            self.critic.follow(entering, step=it.step)
+        scored = self.scorer(sample.rollout, it, stored=sample.stored, kl_coef=kl_coef)
+        exact = self.engine.capabilities.exact
+        experience = make_experience(
+            sample, scored, moments, self.settings, kl_coef=kl_coef, exact=exact, it=it
+        )
+        measure_kl(experience, it.metrics)
+        if scored.old_logprobs is not None and not (sample.stored or scored.from_engine):
+            measure_mismatch(scored.old_logprobs, experience, it.metrics)
+        return experience, UpdateContext(
+            kl_coef=kl_coef,
+            stored=sample.stored,
+            from_engine=scored.from_engine,
+            exact=exact,
+            value_unit=entering.deviation,
+        )
+
+    def passes_guard(
+        self,
+        experience: Experience,
+        sample: Sample,
+        moments: ScoreMoments,
+        context: UpdateContext,
+        seeds: tuple[int, ...],
+        it: Iteration,
+    ) -> bool:
+        """Whether the iteration may update anything, see `lrlhf.modules.policy.policy_guard`."""
+        return passes_guard(
+            experience,
+            sample,
+            moments,
+            context,
+            seeds,
+            tokenizer=self.policy.tokenizer,
+            it=it,
+        )
+
+    def finish(
+        self,
+        module: TrainingModule,
+        experience: Experience,
+        it: Iteration,
+        *,
+        freeze_steps: Sequence[int],
+    ) -> None:
+        """Advance schedules and reference, and log.
+
+        Args:
+            module: Takes the step.
+            experience: What was trained on.
+            it: The iteration.
+            freeze_steps: Iterations in which each optimizer waits at the start.
+        """
+        advance_schedules(module, freeze_steps)
+        mix_reference(self.reference, self.policy.model, self.settings.reference, it)
+        log_iteration(module, experience, it)
+
+    # ---- evaluation
+
+    def answer(self, module: TrainingModule, batch: PromptBatch, batch_idx: int) -> Collected:
+        """Answer held-out prompts and score the answers."""
+        return self.sampler.answer(batch, batch_idx, Iteration(module))
+
+    def evaluate(
+        self, module: TrainingModule, batch: PromptBatch, batch_idx: int
+    ) -> list[dict[str, Any]]:
+        """Answer held-out prompts, log the means, and return a readable line for each answer."""
+        collected = self.answer(module, batch, batch_idx)
+        self.means.log(module, collected)
+        return collected.records
+
+    # ---- Lightning's hooks
+
+    def setup(self, module: TrainingModule, stage: str) -> None:
+        """Begin with a trainer: refuse what hangs, and attach the engine anew."""
+        if stage == "fit":
+            refuse_idle_encoder(
+                module.trainer, plain_model(self.policy.model), self.policy.processor
+            )
+            self._shown_plan = ""
+        self.sampler.reset()
+
+    def shard_reference(self, module: TrainingModule) -> None:
+        """Have the reference split over the ranks as trained models are."""
+        strategy = module.trainer.strategy
+        if self.reference is not None and isinstance(strategy, SplitsModels):
+            whole = self.settings.reference.offload
+            self.reference.split(partial(strategy.shard_frozen, whole=whole))
+
+    def export(self, folder: Path | None) -> None:
+        """Write the policy, adapters merged, and what reads for it, as ``transformers`` loads."""
+        save_model(self.policy.model, folder, self.policy.tokenizer)
+        if self.policy.processor is not None and folder is not None:
+            self.policy.processor.save(folder)
+
+
+def load_reference(policy: Any, settings: PolicySettings) -> ReferencePolicy | None:
+    """Freeze the policy, or another model, as the reference; None: there is no KL penalty.
+
+    It stays out of the module tree: no gradient, no wrapping, no checkpoint.
+
+    Raises:
+        ValueError: A reference of adapters cannot move.
+    """
+    reference = settings.reference
+    if reference.sync_every is not None and isinstance(policy, PeftModel):
+        raise ValueError(
+            "reference.sync_every is set, but the reference of a LoRA policy stays as the "
+            "policy started; drop sync_every, or train all weights"
+        )
+    return frozen_reference(policy, reference.model) if settings.kl_coef else None
+
+
+class _KLState:
+    """The strength of the KL penalty, which callbacks steer through the module's ``kl_coef``."""
+
+    def __init__(self, module: TrainingModule, configured: float) -> None:
+        self._module = module
+        self._configured = configured
+
+    def state_dict(self) -> dict[str, Any]:
+        assert isinstance(self._module, KLPenalized)
+        return {"coef": self._module.kl_coef, "configured": self._configured}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert isinstance(self._module, KLPenalized)
+        if state["configured"] == self._configured:
+            self._module.kl_coef = state["coef"]
+
+
+class _ReferenceState:
+    """The weights of a reference that moves; one that never does is loaded from its source."""
+
+    def __init__(self, reference: ReferencePolicy | None, settings: PolicySettings) -> None:
+        self._reference = reference
+        self._moves = settings.reference.sync_every is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._reference is None or not self._moves:
+            return {"weights": None}
+        return {"weights": self._reference.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        weights: Mapping[str, Tensor] | None = state["weights"]
+        if weights is None:
+            return
+        if self._reference is None:
+            raise ValueError(
+                "the checkpoint holds a moved reference policy, but reference.kl_coef is 0; "
+                "resume with the configuration that the run was started with"
+            )
+        self._reference.load_state_dict(weights)

@@ -1,0 +1,291 @@
+"""The settings of a policy's run, complete: every default filled in, and all of them compatible."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lrlhf.functional.algorithm import Algorithm, Estimator, PolicyLoss
+from lrlhf.functional.algorithms import (
+    ALGORITHMS,
+    ALIASES,
+    resolve_algorithm,
+    resolve_estimator,
+    resolve_policy_loss,
+)
+from lrlhf.functional.algorithms.ppo import PPO_CLIP
+from lrlhf.functional.names import unknown_name
+from lrlhf.modules.policy.importance_sampling import AUTOMATIC, ImportanceSampling
+from lrlhf.modules.policy.batch_plan import largest_divisor
+from lrlhf.modules.settings import Advantage, DynamicSampling, Reference, Update
+from lrlhf.rollout import Sampling
+from lrlhf.run import Collectives
+
+_TOKEN_LOSSES = "token_clip, dapo, cispo, reinforce"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings:
+    """What the parts of an iteration are configured by; made by `complete_settings`."""
+
+    algorithm: Algorithm
+    """With every override of a single part in place."""
+    num_generations: int
+    sampling: Sampling
+    eval_sampling: Sampling
+    reference: Reference
+    advantage: Advantage
+    update: Update
+    default_minibatches: int
+    """Optimizer steps per pass where ``update`` names no number."""
+    importance_sampling: ImportanceSampling | None
+    dynamic_sampling: DynamicSampling | None
+    rollout_ahead: Literal[0, 1]
+    allow_truncated_sampling: bool
+
+    @property
+    def kl_coef(self) -> float:
+        """The configured strength of the KL penalty."""
+        assert self.reference.kl_coef is not None, "complete_settings fills it in"
+        return self.reference.kl_coef
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL penalty is part of the reward, not of the loss."""
+        return self.algorithm.kl_in == "reward"
+
+    def minibatch_rows(self, rows: int, ranks: Collectives) -> int:
+        """How many of a rank's rows one optimizer step takes."""
+        if self.update.minibatch_size is not None:
+            return self.update.minibatch_size // ranks.world_size
+        steps = self.update.num_minibatches or largest_divisor(rows, self.default_minibatches)
+        return rows // steps
+
+    @property
+    def importance(self) -> ImportanceSampling:
+        """What becomes of the ratios between engine and trainer where they are weighed."""
+        return self.importance_sampling or AUTOMATIC
+
+
+def complete_settings(
+    *,
+    default_algorithm: str,
+    default_minibatches: int = 1,
+    algorithm: str | Algorithm | None,
+    num_generations: int,
+    sampling: Sampling,
+    eval_sampling: Sampling | None,
+    reference: Reference,
+    advantage: Advantage,
+    update: Update,
+    importance_sampling: ImportanceSampling | None,
+    dynamic_sampling: DynamicSampling | None,
+    rollout_ahead: Literal[0, 1],
+    allow_truncated_sampling: bool,
+) -> PolicySettings:
+    """Fill in what a constructor was not given, and refuse what does not fit together.
+
+    Args:
+        default_algorithm: Of the module, where nothing names another.
+        default_minibatches: Of the module.
+        algorithm: See `RLOO`, as all that follow.
+
+    Raises:
+        ValueError: Two options do not fit together; says what would.
+    """
+    chosen = assemble_algorithm(
+        algorithm, default=default_algorithm, advantage=advantage, update=update
+    )
+    if reference.placement is not None:
+        chosen = replace(chosen, kl_in=reference.placement)
+    if reference.kl_coef is None:
+        reference = replace(reference, kl_coef=chosen.kl_coef)
+    settings = PolicySettings(
+        algorithm=chosen,
+        num_generations=num_generations,
+        sampling=sampling,
+        eval_sampling=eval_sampling or greedy_like(sampling),
+        reference=reference,
+        advantage=advantage,
+        update=update,
+        default_minibatches=default_minibatches,
+        importance_sampling=importance_sampling,
+        dynamic_sampling=dynamic_sampling,
+        rollout_ahead=rollout_ahead,
+        allow_truncated_sampling=allow_truncated_sampling,
+    )
+    _check_groups(settings)
+    _check_sampling(settings)
+    _check_levels(settings)
+    _check_penalty(settings)
+    return settings
+
+
+def greedy_like(sampling: Sampling) -> Sampling:
+    """Return greedy sampling with the lengths and stop strings of another."""
+    return Sampling(
+        temperature=0.0,
+        max_new_tokens=sampling.max_new_tokens,
+        stop=sampling.stop,
+        stop_in_text=sampling.stop_in_text,
+    )
+
+
+def assemble_algorithm(
+    algorithm: str | Algorithm | None, *, default: str, advantage: Advantage, update: Update
+) -> Algorithm:
+    """Return an algorithm with the parts in place that are overridden one by one.
+
+    Args:
+        algorithm: A value, a name or an import path; None: the one that ``advantage.estimator``
+            names, or ``default``.
+        default: A name.
+        advantage: Its estimator, options and normalisation, where they are set.
+        update: Its loss, options and aggregation, where they are set.
+
+    Raises:
+        ValueError: A name or option is unknown, or an option is not of this kind of loss.
+    """
+    named = advantage.estimator
+    if algorithm is None and named in {*ALGORITHMS, *ALIASES}:
+        algorithm = named
+    estimator = None if named is None else resolve_estimator(named)
+    if algorithm is None and named is not None and estimator is not None:
+        # PPO's loss takes advantages whether or not the tokens of a response differ
+        algorithm = Algorithm(name=named, estimator=estimator, loss=PPO_CLIP, kl_in="reward")
+    base = resolve_algorithm(algorithm or default)
+    estimator = estimator or base.estimator
+    estimator = _with_estimator_options(estimator, named or base.name, advantage)
+    own = update.loss in (None, base.loss.name)
+    loss = base.loss if own or update.loss is None else resolve_policy_loss(update.loss)
+    loss = _with_loss_options(loss, update)
+    kl_in = base.kl_in if estimator.uses_kl else "loss"
+    return replace(base, estimator=estimator, loss=loss, kl_in=kl_in)
+
+
+def _with_estimator_options(estimator: Estimator, name: str, advantage: Advantage) -> Estimator:
+    _check_options(
+        f"advantage.options (estimator {name})", estimator.function, advantage.options
+    )
+    level = estimator.normalize
+    if advantage.normalize is not None:
+        level = ("sequence" if level == "none" else level) if advantage.normalize else "none"
+    return estimator._replace(
+        options={**estimator.options, **advantage.options}, normalize=level
+    )
+
+
+def _with_loss_options(loss: PolicyLoss, update: Update) -> PolicyLoss:
+    _check_options(f"update.options (loss {loss.name})", loss.function, update.options)
+    for name, given in (
+        ("aggregate", update.aggregate is not None),
+        ("high_entropy_fraction", update.high_entropy_fraction < 1),
+    ):
+        if given and loss.level == "sequence":
+            raise ValueError(
+                f"update.{name} is about tokens, but update.loss {loss.name!r} has one value per "
+                f"response; leave it out, or choose a token loss ({_TOKEN_LOSSES}, …)"
+            )
+    return loss._replace(
+        options={**loss.options, **update.options}, aggregate=update.aggregate or loss.aggregate
+    )
+
+
+def _check_options(where: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuse options that the function does not have, before a rollout was paid for."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    for name in options:
+        if name not in known:
+            raise unknown_name(f"option in {where}", name, known)
+
+
+def _check_groups(settings: PolicySettings) -> None:
+    size, estimator = settings.num_generations, settings.algorithm.estimator
+    if size < 1:
+        raise ValueError(f"num_generations is {size}; it must be 1 or more")
+    if size < 2 and (estimator.groups or settings.dynamic_sampling is not None):
+        who = f"algorithm {_estimator_name(settings)!r}" if estimator.groups else "dynamic_sampling"
+        raise ValueError(
+            f"{who} compares the responses to one prompt, but num_generations is {size}; the "
+            "nearest value is 2"
+        )
+
+
+def _check_sampling(settings: PolicySettings) -> None:
+    if settings.sampling.temperature == 0:
+        raise ValueError(
+            "sampling.temperature is 0: all responses to a prompt would be the same; train with a "
+            "temperature above 0 (eval_sampling may be 0)"
+        )
+    if settings.sampling.truncates and not settings.allow_truncated_sampling:
+        raise ValueError(
+            "sampling.top_p, top_k, min_p or min_new_tokens cuts tokens off, so responses would "
+            "not come from the policy that is trained; set them to 1.0, 0, 0.0 and 0, or accept "
+            "the bias with allow_truncated_sampling: true"
+        )
+    if settings.rollout_ahead and settings.algorithm.beside:
+        raise ValueError(
+            f"rollout_ahead samples one iteration ahead, and algorithm {settings.algorithm.name!r} "
+            f"samples {', '.join(settings.algorithm.beside)} beside the responses with the same "
+            "weights: set rollout_ahead: 0"
+        )
+    if settings.rollout_ahead and settings.dynamic_sampling is not None:
+        raise ValueError(
+            "rollout_ahead generates responses before the present ones are scored, and "
+            "dynamic_sampling decides by scores how many to generate: drop one of the two"
+        )
+
+
+def _check_levels(settings: PolicySettings) -> None:
+    """Refuse one ratio per response for advantages that differ from token to token."""
+    loss, estimator = settings.algorithm.loss, settings.algorithm.estimator
+    if loss.level != "sequence":
+        return
+    name = _estimator_name(settings)
+    if estimator.uses_values:
+        raise ValueError(
+            f"update.loss {loss.name!r} takes one advantage per response, but the estimator "
+            f"{name!r} gives one per token; choose a token loss ({_TOKEN_LOSSES})"
+        )
+    penalty = settings.kl_in_reward and settings.kl_coef > 0
+    if estimator.per_token and (penalty or estimator.options.get("gamma", 1.0) != 1):
+        raise ValueError(
+            f"update.loss {loss.name!r} takes one advantage per response, but the estimator "
+            f"{name!r} with a KL penalty in the reward, or with gamma below 1, gives one per "
+            f"token; choose a token loss ({_TOKEN_LOSSES}), or reference.placement: loss and no "
+            "gamma"
+        )
+
+
+def _check_penalty(settings: PolicySettings) -> None:
+    """Refuse a KL penalty that does nothing.
+
+    The gradient of k1 in a loss is that of the log-probabilities, whose mean over a policy's own
+    samples is zero wherever the reference is (Tang & Munos 2025, https://arxiv.org/abs/2506.09477).
+    """
+    reference = settings.reference
+    if reference.sync_every is not None and settings.kl_coef == 0:
+        raise ValueError("reference.sync_every is set, but kl_coef is 0: there is no reference")
+    if settings.kl_coef == 0:
+        return
+    if settings.kl_in_reward and not settings.algorithm.estimator.uses_kl:
+        raise ValueError(
+            f"reference.placement is reward, but the estimator {_estimator_name(settings)!r} is "
+            "not known to subtract inputs.kl, so the penalty would be lost: drop placement, or "
+            "pass an Estimator with uses_kl=True"
+        )
+    if reference.kl_estimator == "k1" and not settings.kl_in_reward:
+        raise ValueError(
+            "reference.kl_estimator is k1 and the penalty is in the loss, where its gradient is "
+            "zero on average: it would add noise and hold the policy nowhere. Take k3 (the default "
+            "there) or k2, or move it with reference.placement: reward"
+        )
+
+
+def _estimator_name(settings: PolicySettings) -> str:
+    return settings.advantage.estimator or settings.algorithm.name

@@ -1,0 +1,341 @@
+"""From prompts to scored responses: generated now, ahead of time, or by an earlier run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lrlhf.modules.metrics.rollout_metrics import measure_rollout
+from lrlhf.modules.policy.iteration import Iteration
+from lrlhf.modules.policy.load_policy import LoadedPolicy
+from lrlhf.modules.policy.objective import trained_scores
+from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.modules.policy.stored_rollouts import as_collected, check_stored
+from lrlhf.rewards import Rewards
+from lrlhf.rollout import (
+    Collected,
+    Collector,
+    RolloutAhead,
+    RolloutEngine,
+    Sampling,
+    collect_different,
+)
+from lrlhf.run import sample_seeds
+from lrlhf.types import PromptBatch, Rollout, StoredRollout
+
+_EVAL_STREAM = 1_000_003
+"""Keeps the random numbers of validation apart from those of any training step."""
+_BESIDE_STREAM = 1_000_033
+"""The same for what is sampled beside the responses."""
+
+
+class Sample(NamedTuple):
+    """Responses and their scores, as an iteration starts from them."""
+
+    rollout: Rollout
+    scores: Tensor
+    """`[B]` float32 on the device of the rollout; NaN: no reward could score the response."""
+    columns: Mapping[str, Tensor]
+    """`[B]` by name: what each reward function gave (``reward/<name>``), and the score of what the
+    algorithm samples beside the responses."""
+    filler: Tensor
+    """`[B]`, rows that only fill the batch."""
+    records: list[dict[str, Any]]
+    stored: bool
+    """Whether an earlier run's policy generated the responses."""
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A loader that knows its next batch before it is asked for."""
+
+    def upcoming(self) -> PromptBatch:
+        """Return the next batch, and leave the position where it is."""
+        ...
+
+
+class Sampler:
+    """Generates responses and has them scored.
+
+    Args:
+        policy: What generates, and what reads the prompts.
+        engine: How it generates.
+        rewards: What scores the responses.
+        settings: Of the run.
+        seed: Seeds the responses, together with step and prompt.
+
+    Raises:
+        ValueError: The engine cannot do what the settings ask for.
+    """
+
+    def __init__(
+        self,
+        policy: LoadedPolicy,
+        engine: RolloutEngine,
+        rewards: Rewards,
+        settings: PolicySettings,
+        *,
+        seed: int,
+    ) -> None:
+        self._policy = policy
+        self._engine = engine
+        self._rewards = rewards
+        self._settings = settings
+        self._seed = seed
+        self._ready = False
+        _check_engine(engine, settings)
+        self._collector = Collector(
+            engine, rewards, policy.tokenizer, shows_media=policy.processor is not None
+        )
+        self._ahead = RolloutAhead(engine) if settings.rollout_ahead else None
+
+    # ---- training
+
+    def sample(self, batch: PromptBatch | StoredRollout, it: Iteration) -> Sample:
+        """Return scored responses to a batch of prompts, or the stored ones of an earlier run.
+
+        Args:
+            batch: Prompts of this rank, or what an earlier iteration stored.
+            it: The iteration; measures the responses.
+        """
+        stored = isinstance(batch, StoredRollout)
+        if isinstance(batch, StoredRollout):
+            self._check_stored(batch)
+            trained, filler = as_collected(batch, step=it.step)
+            measured = trained
+        elif self._settings.dynamic_sampling is not None:
+            trained, filler, measured = self._sample_until_different(batch, it)
+        else:
+            trained = measured = self._sample_batch(batch, it)
+            filler = torch.zeros_like(trained.rollout.truncated)
+        version = trained.rollout.weight_version
+        if version is not None and not stored:
+            it.metrics.add_values("sync/age", (it.step - version).double())
+        measure_rollout(
+            measured.rollout,
+            measured.rewards,
+            it.metrics,
+            num_generations=self._settings.num_generations,
+        )
+        self._engine.sleep()
+        return _as_sample(trained, filler, stored=stored)
+
+    def _check_stored(self, batch: StoredRollout) -> None:
+        settings = self._settings
+        if settings.dynamic_sampling is not None:
+            raise ValueError(
+                "dynamic_sampling generates responses, but the data holds stored ones: drop "
+                "dynamic_sampling, or train on prompts"
+            )
+        check_stored(
+            batch,
+            num_generations=settings.num_generations,
+            temperature=settings.sampling.temperature,
+            allow_truncated_sampling=settings.allow_truncated_sampling,
+            beside=settings.algorithm.beside,
+        )
+
+    def _sample_batch(self, batch: PromptBatch, it: Iteration) -> Collected:
+        if self._ahead is not None:
+            return self._sample_with_ahead(self._ahead, batch, it)
+        return self._sample_part(batch, it.ranks.rank * len(batch), it)
+
+    def _sample_part(self, prompts: PromptBatch, first: int, it: Iteration) -> Collected:
+        """Generate and score the responses to some prompts, and what belongs beside them.
+
+        Args:
+            prompts: Of this rank.
+            first: Number of the first one among those of all ranks.
+            it: The iteration.
+        """
+        settings = self._settings
+        seeds = self._seeds(first, len(prompts), it.step)
+        collected = self._generate(prompts, settings.sampling, seeds, it)
+        beside: dict[str, Tensor] = {}
+        for number, (name, options) in enumerate(settings.algorithm.beside.items()):
+            sampling = replace(settings.sampling, **options)
+            stream = _BESIDE_STREAM + number
+            seeds = [
+                sample_seeds(self._seed, it.step, stream, first + row, count=1)[0]
+                for row in range(len(prompts))
+            ]
+            scores = self._generate(prompts, sampling, seeds, it).rewards.scores
+            beside[name] = scores.repeat_interleave(settings.num_generations)
+        if not beside:
+            return collected
+        for row, record in enumerate(collected.records):
+            record["beside"] = {name: float(scores[row]) for name, scores in beside.items()}
+        return collected._replace(beside=beside)
+
+    def _sample_until_different(
+        self, batch: PromptBatch, it: Iteration
+    ) -> tuple[Collected, Tensor, Collected]:
+        """Sample in rounds, see `DynamicSampling`.
+
+        Returns:
+            What is trained on, `[B]` which rows only fill it up, and everything that was sampled.
+        """
+        settings = self._settings
+        assert settings.dynamic_sampling is not None
+        offset = it.ranks.rank * len(batch)
+        filtered = collect_different(
+            batch,
+            lambda prompts, first: self._sample_part(prompts, offset + first, it),
+            wanted=settings.dynamic_sampling.prompts,
+            scores_of=partial(trained_scores, settings=settings.advantage),
+            num_generations=settings.num_generations,
+            any_rank=it.ranks.any,
+        )
+        filler = filtered.filler
+        it.metrics.add("rollout/rounds", filtered.rounds, 1.0)
+        it.metrics.add("rollout/filler_fraction", filler.sum(), float(len(filler)))
+        for record, fills in zip(filtered.collected.records, filler.tolist(), strict=True):
+            record["filler"] = fills
+        return filtered.collected, filler, filtered.drawn
+
+    def _sample_with_ahead(
+        self, ahead: RolloutAhead, batch: PromptBatch, it: Iteration
+    ) -> Collected:
+        """Take the responses that were generated ahead, and have the next ones generated."""
+        settings = self._settings
+        size = settings.num_generations
+        with it.phase("generate"):
+            rollout = ahead.take(
+                it.step, batch, num_generations=size, any_rank=it.ranks.any
+            )
+        self._prepare(it)
+        if rollout is None:
+            seeds = self._seeds(it.ranks.rank * len(batch), len(batch), it.step)
+            with it.phase("generate"):
+                rollout = self._engine.generate(
+                    batch, settings.sampling, num_generations=size, seeds=seeds
+                )
+        if it.step + 1 < it.trainer.estimated_stepping_batches:
+            upcoming = _upcoming_batch(it)
+            first = it.ranks.rank * len(upcoming)
+            ahead.start(
+                it.step + 1,
+                upcoming,
+                settings.sampling,
+                num_generations=size,
+                seeds=self._seeds(first, len(upcoming), it.step + 1),
+            )
+        return self._collector.score(
+            batch, rollout, settings.sampling, step=it.step, phase=it.phase
+        )
+
+    def _seeds(self, first_prompt: int, prompts: int, step: int) -> list[int]:
+        """One seed per response, whichever rank generates it."""
+        return [
+            seed
+            for row in range(first_prompt, first_prompt + prompts)
+            for seed in sample_seeds(self._seed, step, row, count=self._settings.num_generations)
+        ]
+
+    # ---- evaluation
+
+    def answer(self, batch: PromptBatch, batch_idx: int, it: Iteration) -> Collected:
+        """Answer held-out prompts once each, as ``eval_sampling`` says, and score the answers."""
+        position = batch_idx * it.ranks.world_size + it.ranks.rank
+        seeds = sample_seeds(self._seed, _EVAL_STREAM, position, count=len(batch))
+        return self._generate(batch, self._settings.eval_sampling, seeds, it)
+
+    # ---- the engine
+
+    def _generate(
+        self, prompts: PromptBatch, sampling: Sampling, seeds: Sequence[int], it: Iteration
+    ) -> Collected:
+        self._prepare(it)
+        return self._collector.collect(
+            prompts, sampling, seeds=seeds, step=it.step, phase=it.phase
+        )
+
+    def _prepare(self, it: Iteration) -> None:
+        if not self._ready:
+            # not before it is needed: stored rollouts are trained on without engine and rewards
+            self._engine.attach(*self._policy)
+            self._rewards.prepare()
+            self._ready = True
+        if self._ahead is not None:
+            # no weights may change under responses in the making, here or on another rank
+            self._ahead.wait()
+            it.ranks.any(False)
+        if self._engine.capabilities.holds_copy:
+            it.request_weights()
+
+    def reset(self) -> None:
+        """Attach the engine anew before it is used next: a new trainer has come."""
+        self._ready = False
+
+    def close(self) -> None:
+        """Drop what was generated ahead, and give back what the engine holds."""
+        if self._ahead is not None:
+            self._ahead.drop()
+        self._engine.close()
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was generated ahead.
+
+        A checkpoint is rank 0's: of several ranks the others would miss their responses.
+        """
+        alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+        kept = self._ahead.state_dict() if self._ahead is not None and alone else None
+        return {"ahead": kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what was generated ahead."""
+        if self._ahead is not None:
+            self._ahead.load_state_dict(state["ahead"], torch.device("cpu"))
+
+
+def _as_sample(collected: Collected, filler: Tensor, *, stored: bool) -> Sample:
+    rollout, rewards = collected.rollout, collected.rewards
+    device = rollout.input_ids.device
+    columns = {
+        f"reward/{name}": column
+        for name, column in zip(rewards.names, rewards.per_function.T, strict=True)
+    }
+    columns |= collected.beside
+    return Sample(
+        rollout,
+        rewards.scores.to(device).float(),
+        {name: column.to(device).float() for name, column in columns.items()},
+        filler,
+        collected.records,
+        stored,
+    )
+
+
+def _upcoming_batch(it: Iteration) -> PromptBatch:
+    loader = it.trainer.train_dataloader
+    if not isinstance(loader, LooksAhead):
+        raise ValueError(
+            f"rollout_ahead needs to know the next batch, and a {type(loader).__name__} does "
+            "not tell it: use PromptDataModule, or give the loader a method upcoming()"
+        )
+    return loader.upcoming().to(it.device)
+
+
+def _check_engine(engine: RolloutEngine, settings: PolicySettings) -> None:
+    """Refuse responses whose probabilities could not be compared with the policy's."""
+    can = engine.capabilities
+    if settings.sampling.truncates and not can.tells_kept_mass:
+        raise ValueError(
+            f"sampling.top_p, top_k, min_p or min_new_tokens cuts tokens off, and "
+            f"{type(engine).__name__} does not tell how much probability that was, so its "
+            "log-probabilities do not compare with the policy's: set them to 1.0, 0, 0.0 and "
+            "0, or take lrlhf.rollout.TransformersEngine (eval_sampling may cut)"
+        )
+    if settings.rollout_ahead and not can.concurrent:
+        raise ValueError(
+            f"rollout_ahead is {settings.rollout_ahead}, but model.engine is "
+            f"{type(engine).__name__}, which computes in the training process: set "
+            "rollout_ahead: 0, or take lrlhf.rollout.VLLMServerEngine"
+        )
