@@ -10,7 +10,7 @@ import lightning as L
 
 from lrlhf.callbacks.ema import EMA
 from lrlhf.modules import PolicyModule
-from lrlhf.rollout import RolloutListener, SyncedEngine, WeightSyncError
+from lrlhf.rollout import RolloutEngine, RolloutListener, WeightSyncError
 from lrlhf.run import SplitsModels
 from lrlhf.types import Experience
 
@@ -21,7 +21,9 @@ _LOW_PRECISION_GAP = 0.08
 
 
 class VLLMWeightSync(RolloutListener, L.Callback):
-    """Pushes the policy into `VLLMEngine` or `VLLMServerEngine` before responses are drawn.
+    """Pushes the policy into an engine with a copy of the weights before it generates.
+
+    Such are `VLLMEngine` and `VLLMServerEngine`, wrapped or not.
 
     A push happens when the engine's weights are older than the policy's: after every update, on a
     resume, after the engine had to be started again, and for a validation with averaged weights
@@ -68,7 +70,7 @@ class VLLMWeightSync(RolloutListener, L.Callback):
                 f"VLLMWeightSync needs a module with a rollout engine (PPO, RLOO), and "
                 f"{type(pl_module).__name__} has none: drop the callback"
             )
-        if not isinstance(pl_module.engine, SyncedEngine):
+        if not pl_module.engine.capabilities.holds_copy:
             raise ValueError(
                 f"VLLMWeightSync has nothing to do: model.engine is "
                 f"{type(pl_module.engine).__name__}, which generates with the policy itself. Drop "
@@ -76,17 +78,17 @@ class VLLMWeightSync(RolloutListener, L.Callback):
             )
         self._pushes, self._evaluated = 0, False
         # a run that broke off may have left the engine with weights of any step
-        pl_module.engine.version = None
+        pl_module.engine.outdate()
 
     def on_weights_needed(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Push, if the engine's weights are not those that responses are to be drawn with."""
-        engine = _engine(module)
+        """Push, if the engine's weights are not those that are to generate."""
+        engine = _policy_module(module).engine
         averaged = any(
             isinstance(callback, EMA) and callback.stands_in
             for callback in trainer.callbacks  # type: ignore[attr-defined]
         )
         step = trainer.global_step
-        engine.policy_version = step
+        engine.policy_moved(step)
         # after `setup` the engine may hold weights of an earlier run, whatever their number
         if engine.version is not None and self._pushes and averaged == self._averaged:
             due = self.every_n_steps if trainer.training else 1
@@ -127,17 +129,16 @@ class VLLMWeightSync(RolloutListener, L.Callback):
         age = trainer.global_step - int(experience.weight_version.min())
         if not 0 <= age <= allowed:
             raise WeightSyncError(
-                f"a response was drawn with weights {age} iterations old, and at most {allowed} "
+                f"a response was sampled with weights {age} iterations old, and at most {allowed} "
                 "are allowed (every_n_steps of VLLMWeightSync, rollout_ahead)"
             )
 
-    def _probe(self, engine: SyncedEngine, trainer: L.Trainer) -> None:
-        limit, splits = self.tolerance, isinstance(trainer.strategy, SplitsModels)
+    def _probe(self, engine: RolloutEngine, trainer: L.Trainer) -> None:
+        gap, limit = engine.probe(), self.tolerance
         if limit is None:
             # weights that are split are gathered in 16 bits, also where autocast is off
-            rounds = engine.rounds or (splits and trainer.precision != "32-true")
-            limit = _LOW_PRECISION_GAP if rounds else _FLOAT32_GAP
-        gap = engine.probe()
+            splits = isinstance(trainer.strategy, SplitsModels) and trainer.precision != "32-true"
+            limit = _LOW_PRECISION_GAP if gap.low_precision or splits else _FLOAT32_GAP
         if not gap.typical <= limit:
             raise WeightSyncError(
                 "every weight arrived in the engine, but its log-probabilities differ from the "
@@ -151,9 +152,3 @@ class VLLMWeightSync(RolloutListener, L.Callback):
 def _policy_module(module: L.LightningModule) -> PolicyModule:
     assert isinstance(module, PolicyModule)
     return module
-
-
-def _engine(module: L.LightningModule) -> SyncedEngine:
-    engine = _policy_module(module).engine
-    assert isinstance(engine, SyncedEngine)
-    return engine

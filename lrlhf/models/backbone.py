@@ -21,7 +21,7 @@ from lrlhf.models.media_inputs import (
     placeholder_ids,
     ruled_out_ids,
 )
-from lrlhf.models.modes import evaluating, trial
+from lrlhf.models.modes import ModelRefusalError, evaluating, refusals, trial
 from lrlhf.models.output_head import body_of, plain_model
 from lrlhf.models.packed.attention_trial import COMPARED_ATTENTION, comparing
 from lrlhf.models.packed.packed_attention import (
@@ -37,9 +37,6 @@ logger = logging.getLogger(__name__)
 
 _WINDOWED = {"full_attention", "sliding_attention"}
 """Kinds of layers whose attention packed rows know."""
-
-_REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
-"""What a model's code does with inputs that it was not written for."""
 
 _BOTH_WAYS = ("gemma4", "gemma4_unified", "deepseek_ocr2")
 """Families whose image tokens see each other, beside those that are told of them by
@@ -249,12 +246,12 @@ def _fitting(plain: PreTrainedModel) -> tuple[_Attention, HiddenStates | None]:
     states, asking = None, []
     try:
         config._attn_implementation = COMPARED_ATTENTION
-        with comparing() as asking:
+        with refusals(), comparing() as asking:
             if plain.device.type == "meta":
                 _pass_without_weights(plain)
             else:
                 states = _trial(plain)
-    except _REFUSALS as error:
+    except ModelRefusalError as error:
         logger.debug("the attention of %s was not compared: %s", type(plain).__name__, error)
     finally:
         config._attn_implementation = "sdpa"
@@ -313,11 +310,12 @@ def _difference(
     before = config._attn_implementation
     try:
         config._attn_implementation = attention.padded
-        padded = padded or _trial(plain)
-        config._attn_implementation = attention.packed
-        packed = _trial(plain)
-    except _REFUSALS as error:
-        return f"it refuses them ({type(error).__name__}: {error})"
+        with refusals():
+            padded = padded or _trial(plain)
+            config._attn_implementation = attention.packed
+            packed = _trial(plain)
+    except ModelRefusalError as error:
+        return f"it refuses them ({error})"
     finally:
         config._attn_implementation = before
     expected, actual = (one.of(one.rows.attention_mask).float() for one in (padded, packed))

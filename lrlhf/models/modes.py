@@ -6,9 +6,25 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 
+import torch
 from torch import nn
 
 _trying: ContextVar[bool] = ContextVar("trying", default=False)
+
+
+class ModelRefusalError(RuntimeError):
+    """A model's code does not take inputs that it was not written for."""
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Raise `ModelRefusalError` for what a model's code raises; lack of memory is no refusal."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ModelRefusalError(f"{type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -3,10 +3,14 @@
 from lrlhf.rewards.dispatch import out_of_time
 from lrlhf.rewards.function import (
     Completion,
+    CompletionText,
+    CompletionTurns,
     PartialValues,
     RewardError,
     RewardFunction,
     RewardValues,
+    TextSegment,
+    completion_segments,
     completion_text,
 )
 from lrlhf.rewards.functions.length_rewards import LengthPenalty, OverlongPenalty, RepetitionPenalty
@@ -21,6 +25,8 @@ from lrlhf.rewards.rewards import Rewards
 
 __all__ = [
     "Completion",
+    "CompletionText",
+    "CompletionTurns",
     "ExactMatch",
     "IsolatedReward",
     "LearnedReward",
@@ -37,6 +43,8 @@ __all__ = [
     "RewardResult",
     "RewardValues",
     "Rewards",
+    "TextSegment",
+    "completion_segments",
     "completion_text",
     "out_of_time",
 ]

@@ -5,12 +5,65 @@ from __future__ import annotations
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from lrlhf.types import Message, Prompt
 
 Completion = str | Sequence[Message]
-"""Text, or for a chat the turns that the policy added."""
+"""All that follows the prompt: text, or for a chat the turns that the policy added.
+
+Where responses come from a rollout it is a `CompletionText` or `CompletionTurns`, whose
+``segments`` tell what the policy wrote from what it was given.
+"""
+
+
+class TextSegment(NamedTuple):
+    """A part of a completion that has one origin."""
+
+    text: str
+    sampled: bool
+    """Whether the policy wrote it; else it was given, such as the output of a tool."""
+
+
+class CompletionText(str):
+    """A completion of a text; a plain string but for its segments.
+
+    Args:
+        segments: In their order; their texts together are the string.
+    """
+
+    segments: tuple[TextSegment, ...]
+
+    def __new__(cls, segments: Sequence[TextSegment]) -> CompletionText:
+        text = super().__new__(cls, "".join(segment.text for segment in segments))
+        text.segments = tuple(segments)
+        return text
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)  # other processes need not have this library
+
+
+class CompletionTurns(list[Message]):
+    """A completion of a chat: one turn of the assistant's, with its segments.
+
+    Args:
+        text: Content of the turn.
+    """
+
+    def __init__(self, text: CompletionText) -> None:
+        super().__init__([{"role": "assistant", "content": str(text)}])
+        self.segments = text.segments
+
+    def __reduce__(self) -> tuple[type[list[Message]], tuple[list[Message]]]:
+        return list, ([*self],)  # see CompletionText
+
+
+def completion_segments(completion: Completion) -> tuple[TextSegment, ...]:
+    """Return what the policy wrote and what it was given; all of a plain text was written."""
+    if isinstance(completion, CompletionText | CompletionTurns):
+        return completion.segments
+    return (TextSegment(completion_text(completion), sampled=True),)
+
 
 RewardValues = Sequence[float | None]
 """One number per response; None: this function has no value for the response."""
@@ -76,8 +129,10 @@ class RewardFunction(ABC):
 
         Args:
             prompts: Text or the turns of a chat, one per response.
-            completions: The responses: text, or the assistant's turns where the prompt is a chat.
-            completion_ids: Token ids of the responses as the engine returned them.
+            completions: The responses: text, or the assistant's turns where the prompt is a chat;
+                see `Completion`.
+            completion_ids: Token ids of the responses as the engine returned them, given ones
+                included.
             log_metric: ``log_metric(name, value)`` logs a number under ``rewards/<name>``.
             log_extra: ``log_extra(column, values)`` adds a column to the log of responses, one
                 value per response.

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rewards import RewardResult, Rewards
 from lrlhf.rollout.engines.engine import RolloutEngine
-from lrlhf.rollout.records import completions_for_rewards, response_ids, rollout_records
+from lrlhf.rollout.records import completions_for_rewards, plain_json, rollout_records
+from lrlhf.rollout.responses import response_ids
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.texts import response_texts
 from lrlhf.types import PromptBatch, Rollout
@@ -22,13 +28,42 @@ class Collected(NamedTuple):
     rollout: Rollout
     rewards: RewardResult
     records: list[dict[str, Any]]
+    beside: Mapping[str, Float[Tensor, " B"]] = MappingProxyType({})
+    """Values of each row that were sampled beside the responses, by name, such as the score of a
+    greedy response; NaN: unknown."""
+
+    def with_beside(self, beside: Mapping[str, Float[Tensor, " B"]]) -> Collected:
+        """Add values of each row, also to the records, from which stored rollouts read them."""
+        values = {name: value.tolist() for name, value in beside.items()}
+        records = [
+            {
+                **record,
+                "beside": {
+                    **record.get("beside", {}),
+                    **{name: plain_json(value[row]) for name, value in values.items()},
+                },
+            }
+            for row, record in enumerate(self.records)
+        ]
+        return self._replace(records=records, beside={**self.beside, **beside})
+
+
+def beside_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Float[Tensor, " B"]]:
+    """Read the values back that `Collected.with_beside` has put into records."""
+    names = records[0].get("beside", {}) if records else {}
+    return {
+        name: torch.tensor(
+            [math.nan if (value := record["beside"][name]) is None else value for record in records]
+        )
+        for name in names
+    }
 
 
 class Collector:
-    """Draws responses and has them scored.
+    """Has responses generated and scored.
 
     Args:
-        engine: Draws the responses; already attached to the policy.
+        engine: Generates the responses; already attached to the policy.
         rewards: Scores them.
         tokenizer: Turns them into text for the rewards and for people.
         shows_media: Give the rewards columns ``images`` and ``videos``, lists for each response.
@@ -56,11 +91,11 @@ class Collector:
         step: int,
         phase: Callable[[str], AbstractContextManager[None]],
     ) -> Collected:
-        """Draw and score ``len(seeds) / len(prompts)`` responses to each prompt.
+        """Generate and score ``len(seeds) / len(prompts)`` responses to each prompt.
 
         Args:
             prompts: Unique prompts.
-            sampling: How tokens are drawn.
+            sampling: How tokens are sampled.
             seeds: One per response, those of one prompt consecutive.
             step: Written into the records.
             phase: Entered with "generate" and "reward" around the two halves.
@@ -81,11 +116,11 @@ class Collector:
         step: int,
         phase: Callable[[str], AbstractContextManager[None]],
     ) -> Collected:
-        """Score responses that were drawn; see `collect`."""
+        """Score responses that were generated; see `collect`."""
         num_generations = len(rollout) // len(prompts)
         rows = range(len(rollout))
         with phase("reward"):
-            ids = response_ids(rollout)
+            ids = response_ids(rollout, prompts)
             texts = response_texts(prompts, rollout, self._tokenizer, sampling)
             columns = self._columns(prompts)
             rewards = self._rewards.score(

@@ -22,8 +22,8 @@ class Filtered(NamedTuple):
     collected: Collected
     filler: Bool[Tensor, " B"]
     """Rows of groups that only fill the batch: all their scores are equal."""
-    drawn: Collected
-    """Everything that was drawn."""
+    everything: Collected
+    """All responses that were generated."""
     rounds: int
     used: int
     """Prompts that were answered."""
@@ -31,7 +31,7 @@ class Filtered(NamedTuple):
 
 def collect_different(
     prompts: PromptBatch,
-    draw: Callable[[PromptBatch, int], Collected],
+    sample: Callable[[PromptBatch, int], Collected],
     *,
     wanted: int,
     num_generations: int,
@@ -42,34 +42,35 @@ def collect_different(
 
     Args:
         prompts: The candidates; their number is the budget.
-        draw: Draws and scores responses to a part of them; gets the index of its first prompt.
+        sample: Generates and scores responses to a part of them; gets the index of its first
+            prompt.
         wanted: Groups to end with.
         num_generations: Responses per prompt.
         scores_of: `[B]`, the scores that are trained on; NaN: the response is not.
-        any_rank: Whether a condition holds on any rank. All ranks draw in the same number of
-            rounds, as an engine may need them together.
+        any_rank: Whether a condition holds on any rank. All ranks sample in the same number
+            of rounds, as an engine may need them together.
 
     Returns:
-        Exactly ``wanted`` groups, in the order they were drawn: those with differences first, then
-        fillers.
+        Exactly ``wanted`` groups, in the order they were sampled: those with differences first,
+        then fillers.
     """
-    drawn: list[Collected] = []
+    rounds: list[Collected] = []
     different: list[bool] = []
     used = 0
     while used < len(prompts) and any_rank(sum(different) < wanted):
         size = min(wanted, len(prompts) - used)
-        part = draw(prompts.select(torch.arange(used, used + size)), used)
-        drawn.append(part)
+        part = sample(prompts.select(torch.arange(used, used + size)), used)
+        rounds.append(part)
         different += groups_differ(scores_of(part), num_generations).tolist()
         used += size
     first = [group for group, differs in enumerate(different) if differs][:wanted]
     fillers = [group for group, differs in enumerate(different) if not differs]
     chosen = first + fillers[: wanted - len(first)]
     rows = torch.tensor([g * num_generations + i for g in chosen for i in range(num_generations)])
-    device = drawn[0].rollout.input_ids.device
+    device = rounds[0].rollout.input_ids.device
     filler = torch.arange(wanted * num_generations, device=device) >= len(first) * num_generations
-    everything = merge_collected(drawn)
-    return Filtered(select_collected(everything, rows), filler, everything, len(drawn), used)
+    everything = merge_collected(rounds)
+    return Filtered(select_collected(everything, rows), filler, everything, len(rounds), used)
 
 
 def groups_differ(scores: Float[Tensor, " B"], num_generations: int) -> Bool[Tensor, " P"]:
@@ -81,7 +82,7 @@ def groups_differ(scores: Float[Tensor, " B"], num_generations: int) -> Bool[Ten
 
 
 def merge_collected(parts: Sequence[Collected]) -> Collected:
-    """Put several draws of one iteration into one, groups numbered through."""
+    """Put several rounds of one iteration into one, groups numbered through."""
     if len(parts) == 1:
         return parts[0]
     records: list[dict[str, Any]] = []
@@ -93,6 +94,7 @@ def merge_collected(parts: Sequence[Collected]) -> Collected:
         _merge_rollouts([part.rollout for part in parts]),
         _merge_rewards([part.rewards for part in parts]),
         records,
+        {name: torch.cat([part.beside[name] for part in parts]) for name in parts[0].beside},
     )
 
 
@@ -110,6 +112,7 @@ def select_collected(collected: Collected, rows: Tensor) -> Collected:
             },
         ),
         [collected.records[row] for row in chosen],
+        {name: values[rows.to(values.device)] for name, values in collected.beside.items()},
     )
 
 

@@ -18,7 +18,7 @@ class RolloutListener:
     """
 
     def on_weights_needed(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Hear that an engine with a copy of the weights is about to draw responses."""
+        """Hear that an engine with a copy of the weights is about to generate responses."""
 
     def on_phase(self, phase: str) -> None:
         """Hear that ``phase`` begins (sync, generate, reward, logprob, update); empty: it ends."""
@@ -38,8 +38,10 @@ class RolloutListener:
             experience: The rows on their device.
             records: One JSON-ready line per row, in the order of ``experience``: ``step``,
                 ``group``, ``prompt``, ``completion``, ``token_ids``, ``score``, ``rewards`` by
-                name, ``advantage`` (of the first response token), ``length``, ``finish_reason``
-                (``stop`` or ``length``), ``weight_version`` (iterations behind the weights that
-                drew it), ``columns``, ``extras``, ``temperature`` (of the sampling), and
-                ``filler`` where dynamic sampling found too few groups.
+                name, ``advantage`` (of the first sampled token), ``length`` (sampled tokens),
+                ``finish_reason`` (``stop`` or ``length``), ``weight_version`` (iterations behind
+                the weights that sampled it), ``columns``, ``extras``, ``temperature`` (of the
+                sampling), ``segments`` (``sampled`` and ``text`` of each) where some text was
+                given, ``beside`` where values were sampled beside the responses, and ``filler``
+                where dynamic sampling found too few groups.
         """

@@ -9,26 +9,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.rewards import RewardResult
+from lrlhf.rewards import CompletionText, CompletionTurns, RewardResult
+from lrlhf.rollout.responses import response_ids
 from lrlhf.types import PromptBatch, Rollout
 
 
-def response_ids(rollout: Rollout) -> list[list[int]]:
-    """Token ids of each response, as the engine returned them."""
-    return [
-        ids[mask].tolist()
-        for ids, mask in zip(rollout.input_ids, rollout.response_mask, strict=True)
-    ]
-
-
 def completions_for_rewards(
-    prompts: PromptBatch, texts: Sequence[str], *, num_generations: int
-) -> list[str | list[dict[str, str]]]:
+    prompts: PromptBatch, texts: Sequence[CompletionText], *, num_generations: int
+) -> list[CompletionText | CompletionTurns]:
     """Shape the texts as rewards expect them: as a chat turn where the prompt is a chat."""
     return [
         text
         if isinstance(prompts.prompts[index // num_generations], str)
-        else [{"role": "assistant", "content": text}]
+        else CompletionTurns(text)
         for index, text in enumerate(texts)
     ]
 
@@ -36,7 +29,7 @@ def completions_for_rewards(
 def rollout_records(
     prompts: PromptBatch,
     rollout: Rollout,
-    texts: Sequence[str],
+    texts: Sequence[CompletionText],
     rewards: RewardResult,
     *,
     tokenizer: PreTrainedTokenizerBase,
@@ -55,21 +48,22 @@ def rollout_records(
     num_generations = len(rollout) // len(prompts)
     prompt_texts = [tokenizer.decode(ids) for ids in _readable_ids(prompts)]
     records = []
-    for row, token_ids in enumerate(response_ids(rollout)):
+    for row, token_ids in enumerate(response_ids(rollout, prompts)):
         group = row // num_generations
         records.append(
             {
                 "step": step,
                 "group": group,
                 "prompt": prompt_texts[group],
-                "completion": texts[row],
+                "completion": str(texts[row]),
+                **_segments(texts[row]),
                 "token_ids": token_ids,
                 "score": _number(rewards.scores[row]),
                 "rewards": {
                     name: _number(rewards.per_function[row, column])
                     for column, name in enumerate(rewards.names)
                 },
-                "length": len(token_ids),
+                "length": int(rollout.response_mask[row].sum()),
                 "finish_reason": "length" if bool(rollout.truncated[row]) else "stop",
                 "weight_version": step
                 if rollout.weight_version is None
@@ -91,6 +85,17 @@ def _readable_ids(prompts: PromptBatch) -> list[list[int]]:
         ids[mask].tolist() if entry is None else list(entry.prompt_ids)
         for ids, mask, entry in zip(prompts.input_ids, prompts.attention_mask, media, strict=True)
     ]
+
+
+def _segments(text: CompletionText) -> dict[str, list[dict[str, Any]]]:
+    """Tell what the policy wrote from what it was given, where it was given anything."""
+    if all(segment.sampled for segment in text.segments):
+        return {}
+    return {
+        "segments": [
+            {"sampled": segment.sampled, "text": segment.text} for segment in text.segments
+        ]
+    }
 
 
 def _media_names(prompts: PromptBatch, row: int) -> dict[str, list[str]]:

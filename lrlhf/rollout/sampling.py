@@ -1,4 +1,4 @@
-"""How responses are drawn."""
+"""How responses are sampled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How an engine draws a response.
+    """How an engine samples a response.
 
     Args:
         temperature: Divides the logits; 0 takes the most likely token.
@@ -56,5 +56,5 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens can never be drawn, so that the policy is not what is sampled."""
+        """Whether some tokens can never be sampled, so that the policy is not what is sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.min_new_tokens > 0

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.rollout.engines.engine import prompt_token_ids
-from lrlhf.rollout.records import response_ids
+from lrlhf.rewards import CompletionText, TextSegment
+from lrlhf.rollout.responses import Run, prompt_token_ids, response_runs
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import PromptBatch, Rollout
 
@@ -22,7 +22,7 @@ def response_texts(
     rollout: Rollout,
     tokenizer: PreTrainedTokenizerBase,
     sampling: Sampling,
-) -> list[str]:
+) -> list[CompletionText]:
     """Decode each response, without special tokens and without the stop string that ended it.
 
     A response that goes on a text is decoded behind the end of its prompt: decoders of
@@ -34,7 +34,7 @@ def response_texts(
         prompts: The unique prompts.
         rollout: Their responses, rows of one prompt consecutive.
         tokenizer: The policy's.
-        sampling: How they were drawn.
+        sampling: How they were sampled.
     """
     contexts = [
         ids[-_CONTEXT:].tolist() if isinstance(prompt, str) else []
@@ -43,11 +43,30 @@ def response_texts(
     num_generations = len(rollout) // len(prompts)
     stops = () if sampling.stop_in_text else sampling.stop
     texts = []
-    for row, ids in enumerate(response_ids(rollout)):
+    for row, runs in enumerate(response_runs(rollout, prompts)):
         decoder = _Decoder(tokenizer, contexts[row // num_generations])
-        ended = bool(stops) and not bool(rollout.truncated[row])
-        texts.append(_before_stop(decoder, ids, stops) if ended else decoder.text(ids))
+        ended = bool(stops) and bool(runs) and runs[-1].sampled and not rollout.truncated[row]
+        ids = rollout.input_ids[row].tolist()
+        texts.append(_decoded(decoder, ids, runs, stops if ended else ()))
     return texts
+
+
+def _decoded(
+    decoder: _Decoder, ids: Sequence[int], runs: Sequence[Run], stops: Sequence[str]
+) -> CompletionText:
+    """Decode the segments of a response, each behind those before it."""
+    segments: list[TextSegment] = []
+    said = ""
+    for run in runs:
+        so_far = ids[runs[0].start : run.end]
+        last = run is runs[-1]
+        text = _before_stop(decoder, so_far, stops) if last and stops else decoder.text(so_far)
+        # else the bytes of a letter are in two segments
+        behind = text.startswith(said)
+        own = text[len(said) :] if behind else decoder.text(ids[run.start : run.end])
+        segments.append(TextSegment(own, run.sampled))
+        said += own
+    return CompletionText(segments)
 
 
 class _Decoder(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which rows go through a model together."""
+"""Micro-batches: which rows go through a model together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lrlhf.rollout.batching.minibatches import micro_batch_rows
 from lrlhf.types import SequenceBatch
 
 
-class Pass(NamedTuple):
+class MicroBatch(NamedTuple):
     """Rows that one forward pass is about."""
 
     rows: Tensor
@@ -30,43 +30,43 @@ class Pass(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """Tokens that need no computation, as another row of the pass begins with them too."""
+        """Tokens that need no computation, as another row of it begins with them too."""
         return max(0, self.given - self.computed)
 
 
-def plan_passes(
+def plan_micro_batches(
     batch: SequenceBatch,
     *,
     max_tokens: int | None,
     packed: bool,
     shared: bool = True,
     at_least: int = 1,
-) -> list[Pass]:
-    """Cut a batch into forward passes, the largest first.
+) -> list[MicroBatch]:
+    """Cut a batch into micro-batches, the largest first.
 
     Args:
         batch: Rows of any length.
-        max_tokens: Tokens of one pass as they are computed; a single row may have more. None: all
-            rows in one pass.
+        max_tokens: Tokens of one micro-batch as they are computed; a single row may have more.
+            None: all rows in one.
         packed: Whether the model lays rows one after another, see `lrlhf.models.allow_packing`.
             Else rows of similar length go together, and padding counts.
         shared: Whether it computes once what rows of a group begin with, where they are packed.
-        at_least: Passes to make, where there are as many rows; ranks that gather weights together
-            need equally many.
+        at_least: Micro-batches to make, where there are as many rows; ranks that gather weights
+            together need equally many.
     """
     if packed:
-        return _packed_passes(batch, batch.group_ids if shared else None, max_tokens, at_least)
+        return _packed(batch, batch.group_ids if shared else None, max_tokens, at_least)
     lengths = batch.lengths.cpu()
     groups = micro_batch_rows(lengths, max_tokens=max_tokens, at_least=at_least)
     return [
-        Pass(rows, len(rows) * int(lengths[rows].max()), int(lengths[rows].sum()))
+        MicroBatch(rows, len(rows) * int(lengths[rows].max()), int(lengths[rows].sum()))
         for rows in groups
     ]
 
 
-def _packed_passes(
+def _packed(
     batch: SequenceBatch, groups: Tensor | None, max_tokens: int | None, at_least: int
-) -> list[Pass]:
+) -> list[MicroBatch]:
     if not len(batch):
         return []
     rows = compact(batch.input_ids.cpu(), batch.attention_mask.cpu())
@@ -80,7 +80,7 @@ def _packed_passes(
     lengths = rows.attention_mask.sum(dim=1)
     chosen = [torch.tensor([row for part in parts for row in part.rows]) for parts in bins]
     return [
-        Pass(places, _tokens(parts), int(lengths[places].sum()))
+        MicroBatch(places, _tokens(parts), int(lengths[places].sum()))
         for places, parts in zip(chosen, bins, strict=True)
     ]
 

@@ -1,4 +1,4 @@
-"""How a batch of experience is cut into optimizer steps and forward passes."""
+"""How a batch of experience is cut into minibatches, and rows into micro-batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def minibatches(batch: Batch, *, size: int | None, shuffle: bool = True) -> Iter
     Args:
         batch: All rows of an iteration on this rank.
         size: Rows per part; must divide the number of rows. None: one part.
-        shuffle: Draw the parts at random (torch's global generator) rather than in order.
+        shuffle: Choose the parts at random (torch's global generator) rather than in order.
 
     Raises:
         ValueError: ``size`` does not divide the rows.
@@ -31,12 +31,12 @@ def minibatches(batch: Batch, *, size: int | None, shuffle: bool = True) -> Iter
     size = rows if size is None else size
     if size < 1 or rows % size != 0:
         raise ValueError(f"{rows} rows do not split into parts of {size}")
-    order = _drawn(batch, size) if shuffle and size < rows else torch.arange(rows)
+    order = _shuffled(batch, size) if shuffle and size < rows else torch.arange(rows)
     for start in range(0, rows, size):
         yield batch.select(order[start : start + size])
 
 
-def _drawn(batch: SequenceBatch, size: int) -> Tensor:
+def _shuffled(batch: SequenceBatch, size: int) -> Tensor:
     if batch.group_ids is None:
         return torch.randperm(len(batch))
     by_group = torch.argsort(batch.group_ids.cpu(), stable=True)

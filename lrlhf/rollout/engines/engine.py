@@ -1,28 +1,72 @@
-"""What a rollout engine does, and how its answer becomes a batch."""
+"""What a rollout engine does, what it may be able to do besides, and how to wrap one."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.media import MediaProcessor
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.types import Media, PromptBatch, Rollout
+from lrlhf.types import PromptBatch, Rollout
 
 
-class RolloutEngine(Protocol):
-    """Draws responses. Token ids go in and come out; text is never tokenised again."""
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What an engine can do; what uses an engine asks for these, never for its class.
 
-    exact: bool
-    """Whether its log-probabilities are the policy's own, up to rounding; known once it has
-    generated."""
+    Args:
+        holds_copy: It generates with its own copy of the weights, which has to be pushed.
+        concurrent: It computes elsewhere, so that it can generate while the trainer computes.
+        exact: Its log-probabilities are the policy's own, up to rounding. An engine that has to
+            find that out knows it once it has generated.
+        tells_kept_mass: It says how much probability top_p, top_k, min_p and min_new_tokens left.
+        media: It takes prompts with images or videos.
+    """
 
+    holds_copy: bool = False
+    concurrent: bool = False
+    exact: bool = False
+    tells_kept_mass: bool = True
+    media: bool = True
+
+
+class SyncReport(NamedTuple):
+    """What a push took."""
+
+    version: int
+    seconds: float
+    restarts: int
+
+
+class ProbeGap(NamedTuple):
+    """Distance between log-probabilities of engine and trainer, in nats."""
+
+    typical: float
+    """Of the response that differs most, the median over its tokens: other weights move them all,
+    rounding that sends a token to another expert moves a few by far."""
+    mean: float
+    max: float
+    low_precision: bool
+    """Whether engine or policy computes in less than float32."""
+
+
+class RolloutEngine(ABC):
+    """Generates responses. Token ids go in and come out; text is never tokenised again.
+
+    The methods about weights are for engines that hold a copy of them (`Capabilities`).
+    """
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do."""
+        return Capabilities()
+
+    @abstractmethod
     def attach(
         self,
         policy: nn.Module,
@@ -36,7 +80,98 @@ class RolloutEngine(Protocol):
             tokenizer: Its tokenizer.
             processor: What it sees images and videos with; None: it reads text only.
         """
-        ...
+
+    @abstractmethod
+    def generate(
+        self,
+        prompts: PromptBatch,
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        seeds: Sequence[int],
+    ) -> Rollout:
+        """Generate ``num_generations`` responses to each prompt.
+
+        Args:
+            prompts: Unique prompts.
+            sampling: How tokens are sampled.
+            num_generations: Responses per prompt; rows of one prompt are consecutive.
+            seeds: One per response. A response depends on its prompt and its seed, not on what
+                else is in the batch, up to rounding.
+
+        Returns:
+            Right-padded rows, one per response, on the device of the prompts; see
+            `lrlhf.rollout.assemble_rollout`.
+        """
+
+    def sleep(self) -> None:  # noqa: B027  most engines leave the trainer's memory alone
+        """Give back what the device lacks for an update; the next push undoes it."""
+
+    def close(self) -> None:  # noqa: B027  most engines hold nothing
+        """Give back what it holds; ``generate`` or ``push`` may start it again."""
+
+    # ------------------------------------------------------------------ a copy of the weights
+
+    @property
+    def version(self) -> int | None:
+        """Training iterations behind the engine's weights; None: it has none, or unknown ones."""
+        return None
+
+    def push(self, version: int) -> SyncReport:
+        """Give the engine the policy's weights, and check that they arrived.
+
+        Args:
+            version: Training iterations behind these weights.
+
+        Raises:
+            WeightSyncError: A weight is missing or has other values in the engine; names it.
+            EngineFailure: The engine failed again and again.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no weights of its own")
+
+    def outdate(self) -> None:  # noqa: B027  see push
+        """Count its weights as unknown: it generates nothing before the next push."""
+
+    def policy_moved(self, version: int) -> None:  # noqa: B027  see push
+        """Hear how many iterations are behind the policy's weights, for a push after a restart."""
+
+    def forget(self) -> None:  # noqa: B027  see push
+        """Drop what is kept of earlier prompts; a push does so too.
+
+        Keys and values out of a cache can differ in their last bit from those that are computed
+        together with the rest of a prompt, so what a run samples would depend on what else it has
+        sampled since the push.
+        """
+
+    def probe(self) -> ProbeGap:
+        """Compare log-probabilities of a few sampled tokens with those of the policy."""
+        raise NotImplementedError(f"{type(self).__name__} has no weights of its own")
+
+
+class EngineWrapper(RolloutEngine):
+    """Forwards everything to another engine: override ``generate`` to change its responses.
+
+    Args:
+        engine: The wrapped engine.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.engine = engine
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the wrapped engine can do."""
+        return self.engine.capabilities
+
+    def attach(
+        self,
+        policy: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: MediaProcessor | None = None,
+    ) -> None:
+        """Make the wrapped engine known to the policy; ``tokenizer`` is kept for subclasses."""
+        self.tokenizer = tokenizer
+        self.engine.attach(policy, tokenizer, processor)
 
     def generate(
         self,
@@ -46,104 +181,41 @@ class RolloutEngine(Protocol):
         num_generations: int,
         seeds: Sequence[int],
     ) -> Rollout:
-        """Draw ``num_generations`` responses to each prompt.
+        """Have the wrapped engine generate."""
+        return self.engine.generate(prompts, sampling, num_generations=num_generations, seeds=seeds)
 
-        Args:
-            prompts: Unique prompts.
-            sampling: How tokens are drawn.
-            num_generations: Responses per prompt; rows of one prompt are consecutive.
-            seeds: One per response. A response depends on its prompt and its seed, not on what
-                else is in the batch, up to rounding.
-
-        Returns:
-            Right-padded rows, one per response, on the device of the prompts.
-        """
-        ...
+    def sleep(self) -> None:
+        """Have the wrapped engine sleep."""
+        self.engine.sleep()
 
     def close(self) -> None:
-        """Give back what it holds; ``generate`` may start it again."""
-        ...
+        """Close the wrapped engine."""
+        self.engine.close()
 
+    @property
+    def version(self) -> int | None:
+        """Of the wrapped engine's weights."""
+        return self.engine.version
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
-    """One response as an engine returned it."""
+    def push(self, version: int) -> SyncReport:
+        """Push into the wrapped engine."""
+        return self.engine.push(version)
 
-    token_ids: Tensor
-    """`[L]`, the end-of-sequence token included where there is one."""
-    logprobs: Tensor
-    """`[L]` float32, of the distribution that was sampled from."""
-    truncated: bool
-    """The length limit came before an end-of-sequence token or a stop string."""
-    kept_mass: Tensor | None = None
-    """`[L]`: probability that top_p, top_k and min_p left at each token; None: nothing was cut."""
+    def outdate(self) -> None:
+        """Count the wrapped engine's weights as unknown."""
+        self.engine.outdate()
 
+    def policy_moved(self, version: int) -> None:
+        """Tell the wrapped engine."""
+        self.engine.policy_moved(version)
 
-def assemble_rollout(
-    prompts: PromptBatch,
-    responses: Sequence[Response],
-    *,
-    num_generations: int,
-    pad_id: int,
-    weight_version: int | None = None,
-) -> Rollout:
-    """Put prompts and responses into right-padded rows.
+    def forget(self) -> None:
+        """Have the wrapped engine forget."""
+        self.engine.forget()
 
-    Args:
-        prompts: The unique prompts, `[U, P]`.
-        responses: ``U * num_generations`` responses, those of one prompt consecutive.
-        num_generations: Responses per prompt.
-        pad_id: What fills the rows; it may equal an end-of-sequence id.
-        weight_version: Of the weights that drew them; None: the policy's own.
-
-    Returns:
-        `[U * num_generations, T]` rows with T the longest prompt and response together.
-    """
-    if len(responses) != len(prompts) * num_generations:
-        raise ValueError(
-            f"the engine returned {len(responses)} responses to {len(prompts)} prompts; "
-            f"{len(prompts) * num_generations} were asked for"
-        )
-    device = prompts.input_ids.device
-    contexts = prompt_token_ids(prompts)
-    rows, logprobs, masses, starts = [], [], [], []
-    for index, response in enumerate(responses):
-        context = contexts[index // num_generations]
-        nothing = torch.zeros(len(context), device=device)
-        rows.append(torch.cat([context, response.token_ids.to(device)]))
-        logprobs.append(torch.cat([nothing, response.logprobs.to(device)]))
-        if response.kept_mass is not None:
-            masses.append(torch.cat([nothing + 1, response.kept_mass.to(device)]))
-        starts.append(len(context))
-    lengths = torch.tensor([len(row) for row in rows], device=device)
-    input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_id)
-    positions = torch.arange(input_ids.shape[1], device=device)
-    attention_mask = positions < lengths[:, None]
-    return Rollout(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        response_mask=attention_mask & (positions >= torch.tensor(starts, device=device)[:, None]),
-        sampling_logprobs=pad_sequence(logprobs, batch_first=True),
-        kept_mass=pad_sequence(masses, batch_first=True, padding_value=1.0) if masses else None,
-        media=repeated_media(prompts.media, num_generations),
-        group_ids=torch.arange(len(rows), device=device) // num_generations,
-        truncated=torch.tensor([response.truncated for response in responses], device=device),
-        weight_version=None
-        if weight_version is None
-        else torch.full((len(rows),), weight_version, device=device),
-    )
-
-
-def repeated_media(
-    media: tuple[Media | None, ...] | None, copies: int
-) -> tuple[Media | None, ...] | None:
-    """Return what each response's prompt shows: one object for all of a prompt's responses."""
-    return media and tuple(entry for entry in media for _ in range(copies))
-
-
-def prompt_token_ids(prompts: PromptBatch) -> list[Tensor]:
-    """Return each prompt's tokens, `[L]`, without the padding."""
-    return [ids[mask] for ids, mask in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
+    def probe(self) -> ProbeGap:
+        """Probe the wrapped engine: what a wrapper changes is no fault of the weights."""
+        return self.engine.probe()
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

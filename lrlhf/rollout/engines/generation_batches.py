@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lrlhf.models import ruled_out_ids
+from lrlhf.models.modes import ModelRefusalError, refusals
 from lrlhf.types import PromptBatch
 
 
@@ -21,6 +23,18 @@ class Batching(Enum):
     """For recurrent states and convolutions that read the padding on the left."""
     SINGLE = "batches of one response"
     """For models that mix the rows of a batch."""
+
+
+class Way(NamedTuple):
+    """How responses are generated."""
+
+    shares_prompts: bool = False
+    """Whether a prompt is computed once for all of its responses."""
+    batching: Batching = Batching.TOGETHER
+    exact: bool = True
+    """Whether it gives the log-probabilities of a forward pass."""
+    reason: str | None = None
+    """Why a faster way is not taken, or why none is exact; None: the fastest is."""
 
 
 class Part(NamedTuple):
@@ -55,6 +69,40 @@ def parts(
             chosen = group[start : start + prompts_at_once]
             copies = range(num_generations)
             yield Part(chosen, [one * num_generations + copy for one in chosen for copy in copies])
+
+
+def best_way(gap_of: Callable[[Way], float], *, limit: float, share_prompts: bool) -> Way:
+    """Find the fastest way that is exact; where none is, the fastest of those that come close.
+
+    Args:
+        gap_of: Mean distance in nats between a way's log-probabilities and a forward pass's.
+        limit: Up to which a way is exact.
+        share_prompts: Whether to try computing prompts once.
+
+    Raises:
+        ModelRefusalError: The model cannot generate at all.
+    """
+    ways = [Way(share_prompts, Batching.TOGETHER), *(Way(False, one) for one in Batching)]
+    gaps: dict[Way, float] = {}
+    reasons: list[str] = []
+    for way in dict.fromkeys(ways):
+        try:
+            with refusals():
+                gap = gap_of(way)
+        except ModelRefusalError as error:
+            if not way.shares_prompts:
+                raise
+            reasons.append(f"it refuses a copied cache ({error})")
+            continue
+        # what is not finite is the guard's to report, and no way is better than another
+        gaps[way] = gap if math.isfinite(gap) else math.inf
+        if gap <= limit:
+            break
+        reasons.append(f"log-probabilities were {gap:.2g} nats off on average")
+    best = min(gaps.values())
+    # what helps little need not slow it down
+    way, gap = next((way, gap) for way, gap in gaps.items() if gap <= 2 * best)
+    return way._replace(exact=gap <= limit, reason=reasons[0] if reasons else None)
 
 
 def trial_prompts(model: PreTrainedModel) -> PromptBatch:

@@ -24,7 +24,7 @@ from lrlhf.models import (
     numbers_media,
     repeat_offsets,
 )
-from lrlhf.rollout.engines.engine import repeated_media
+from lrlhf.rollout.responses import repeated_media
 from lrlhf.types import Media
 
 
@@ -99,7 +99,7 @@ def continued(
 
 @contextlib.contextmanager
 def _own_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    """Keep a checkpoint's generation defaults (repetition penalty, temperature) out of the draw.
+    """Keep a checkpoint's generation defaults (repetition penalty, temperature) out of it.
 
     ``generate`` fills what a given config leaves open from the model's own.
     """

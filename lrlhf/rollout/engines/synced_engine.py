@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -17,17 +18,20 @@ from transformers import PreTrainedTokenizerBase
 from lrlhf.media import MediaProcessor
 from lrlhf.models import evaluating, sequence_logprobs
 from lrlhf.rollout.engines.engine import (
-    Response,
-    assemble_rollout,
+    Capabilities,
+    ProbeGap,
+    RolloutEngine,
+    SyncReport,
     check_seeds,
     pad_token_id,
-    prompt_token_ids,
 )
 from lrlhf.rollout.engines.policy_weights import (
     PolicyWeights,
     WeightSyncError,
     compare_fingerprints,
 )
+from lrlhf.rollout.engines.weight_probe import PROBE_RESPONSE, gap_between, probe_prompts
+from lrlhf.rollout.responses import Response, assemble_rollout, prompt_token_ids
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import Media, PromptBatch, Rollout
 from lrlhf.vllm_worker.fingerprint import Fingerprinted
@@ -36,17 +40,14 @@ logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 
-_PROBES = 4
-_PROBE_PROMPT = 80
-_PROBE_RESPONSE = 8
-_PROBE_IMAGE = 64
+_recovers: ContextVar[bool] = ContextVar("recovers", default=True)
 
 
 class EngineFailure(RuntimeError):  # noqa: N818  the name says what happened to the engine
     """An engine stopped working in a way that a restart may mend."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Request:
     """One response that is asked for."""
 
@@ -61,46 +62,32 @@ class Request:
         return self.prompt_ids if self.media is None else list(self.media.prompt_ids)
 
 
-class SyncReport(NamedTuple):
-    """What a push took."""
-
-    version: int
-    seconds: float
-    restarts: int
-
-
-class ProbeGap(NamedTuple):
-    """Distance between log-probabilities of engine and trainer, in nats."""
-
-    typical: float
-    """Of the response that differs most, the median over its tokens: other weights move them all,
-    rounding that sends a token to another expert moves a few by far."""
-    mean: float
-    max: float
+@contextlib.contextmanager
+def without_recovery() -> Iterator[None]:
+    """Start no failed engine anew in this thread: the policy's weights are changing meanwhile."""
+    token = _recovers.set(False)
+    try:
+        yield
+    finally:
+        _recovers.reset(token)
 
 
-class SyncedEngine(ABC):
+class SyncedEngine(RolloutEngine):
     """Generates with a copy of the policy, which `push` brings up to date.
 
     A failure (a crash, a hang, a push that did not come through) ends the engine; it is started
-    anew, given the policy's weights again, and the same responses are drawn with the same seeds.
+    anew, given the policy's weights again, and generates the same responses from the same seeds.
 
     Args:
         max_restarts: How often in a row a call may start the engine anew before it gives up.
     """
 
-    exact = False
-    concurrent = False
-    """Whether it computes in a process of its own, so that it can draw while the policy trains."""
-
     def __init__(self, *, max_restarts: int = 2) -> None:
         if max_restarts < 0:
             raise ValueError(f"engine.max_restarts is {max_restarts}; it must be 0 or more")
         self.max_restarts = max_restarts
-        self.version: int | None = None
-        """Training iterations behind the engine's weights; None: it was given none yet."""
-        self.policy_version = 0
-        """Training iterations behind the policy's weights, which a restarted engine gets."""
+        self._version: int | None = None
+        self._policy_version = 0
         self.restarts = 0
         self._policy: nn.Module | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -128,14 +115,7 @@ class SyncedEngine(ABC):
 
     @abstractmethod
     def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
-        """Draw one response per request."""
-
-    @property
-    def rounds(self) -> bool:
-        """Whether engine or policy computes in less than float32."""
-        assert self._policy is not None
-        kinds = {weight.dtype for weight in self._policy.parameters()}
-        return bool({self.dtype, *kinds} & {torch.bfloat16, torch.float16})
+        """Generate one response per request."""
 
     @property
     @abstractmethod
@@ -148,6 +128,11 @@ class SyncedEngine(ABC):
         """Tokens of the longest prompt and response together."""
 
     # ------------------------------------------------------------------ contract
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """A copy of the weights; vLLM does not tell the kept mass."""
+        return Capabilities(holds_copy=True, tells_kept_mass=False)
 
     def attach(
         self,
@@ -164,20 +149,26 @@ class SyncedEngine(ABC):
 
     def close(self) -> None:
         """End the engine; the next push starts it again."""
-        self.version = None
+        self._version = None
         if self._running:
             self._running = False
             self._stop()
 
-    def sleep(self) -> None:  # noqa: B027  most engines leave the trainer's memory alone
-        """Give back what the device lacks for an update; the next push undoes it."""
+    @property
+    def version(self) -> int | None:
+        """Training iterations behind the engine's weights; None: it has none, or unknown ones."""
+        return self._version
+
+    def outdate(self) -> None:
+        """Count its weights as unknown."""
+        self._version = None
+
+    def policy_moved(self, version: int) -> None:
+        """Take note of the version that a restarted engine will have."""
+        self._policy_version = version
 
     def forget(self) -> None:
-        """Drop what is kept of earlier prompts; a push does so too.
-
-        Keys and values out of a cache can differ in their last bit from those that are computed
-        together with the rest of a prompt, so what a run draws would depend on what else it has
-        drawn since the push.
+        """Drop what is kept of earlier prompts; see `RolloutEngine.forget`.
 
         Raises:
             EngineFailure: The engine failed more than ``max_restarts`` times in a row.
@@ -185,18 +176,10 @@ class SyncedEngine(ABC):
         self._with_restarts(self._reset_caches)
 
     def push(self, version: int) -> SyncReport:
-        """Give the engine the policy's weights, and check that they arrived.
-
-        Args:
-            version: Training iterations behind these weights.
-
-        Raises:
-            WeightSyncError: A weight is missing or has other values in the engine; names it.
-            EngineFailure: The engine failed more than ``max_restarts`` times in a row.
-        """
+        """Give the engine the policy's weights; see `RolloutEngine.push`."""
         if self._weights is None:
             raise RuntimeError(f"{type(self).__name__}.attach has not been called")
-        self.policy_version = version
+        self._policy_version = version
         start, restarts = time.perf_counter(), self.restarts
         self._with_restarts(lambda: self._push_once(version), repush=False)
         return SyncReport(version, time.perf_counter() - start, self.restarts - restarts)
@@ -208,25 +191,17 @@ class SyncedEngine(ABC):
         *,
         num_generations: int,
         seeds: Sequence[int],
-        recover: bool = True,
     ) -> Rollout:
-        """Draw responses; see `RolloutEngine.generate`.
-
-        Args:
-            prompts: Unique prompts.
-            sampling: How tokens are drawn.
-            num_generations: Responses per prompt.
-            seeds: One per response.
-            recover: Start a failed engine anew with the policy's present weights. Off where these
-                are no longer the ones that the responses are to be drawn with.
+        """Generate responses; see `RolloutEngine.generate`.
 
         Raises:
             WeightSyncError: The engine has no weights yet.
             EngineFailure: The engine failed more than ``max_restarts`` times in a row, or once
-                with ``recover`` off.
-            ValueError: A prompt leaves no room for the response.
+                where it may not recover, see `without_recovery`.
+            ValueError: A prompt leaves no room for the response, or shows what the engine does not
+                take.
         """
-        if self.version is None:
+        if self._version is None:
             raise WeightSyncError(
                 f"{type(self).__name__} was given no weights: add lrlhf.callbacks.VLLMWeightSync "
                 "to trainer.callbacks, or call engine.push(version=0)"
@@ -234,12 +209,14 @@ class SyncedEngine(ABC):
         assert self._tokenizer is not None
         check_seeds(seeds, prompts, num_generations)
         contexts = [ids.tolist() for ids in prompt_token_ids(prompts)]
-        requests = [
-            Request(
-                prompt_ids=contexts[row // num_generations],
-                seed=seed,
-                media=None if prompts.media is None else prompts.media[row // num_generations],
+        shown = prompts.media or (None,) * len(prompts)
+        if not self.capabilities.media and any(media is not None for media in shown):
+            raise ValueError(
+                f"{type(self).__name__} takes no images or videos: take lrlhf.rollout.VLLMEngine, "
+                "or TransformersEngine"
             )
+        requests = [
+            Request(contexts[row // num_generations], seed, shown[row // num_generations])
             for row, seed in enumerate(seeds)
         ]
 
@@ -248,36 +225,34 @@ class SyncedEngine(ABC):
             with torch.autocast(self._device.type, enabled=False):
                 return self._respond(requests, sampling)
 
-        responses = self._with_restarts(respond) if recover else respond()
+        responses = self._with_restarts(respond) if _recovers.get() else respond()
         return assemble_rollout(
             prompts,
-            responses,
+            # a restart may have brought newer weights
+            [replace(response, weight_version=self._version) for response in responses],
             num_generations=num_generations,
             pad_id=pad_token_id(self._tokenizer),
-            weight_version=self.version,
         )
 
     @torch.no_grad()
     def probe(self) -> ProbeGap:
-        """Compare log-probabilities of a few drawn tokens with those of the policy.
-
-        The prompts are the same every time and fill several blocks of the prefix cache, so states
-        that older weights left there show up too. A vision-language policy is shown an image also.
+        """Compare log-probabilities of a few sampled tokens with those of the policy.
 
         Returns:
             Absolute differences; float32 on both sides gives about 1e-6.
         """
         assert self._policy is not None
-        prompts = self._probe_prompts()
-        rollout = self.generate(
-            prompts,
-            Sampling(max_new_tokens=_PROBE_RESPONSE),
-            num_generations=1,
-            seeds=list(range(len(prompts))),
-        )
+        assert self._tokenizer is not None
+        prompts = probe_prompts(
+            self._tokenizer, self._processor, max_model_len=self.max_model_len
+        ).to(self._device)
+        sampling = Sampling(max_new_tokens=PROBE_RESPONSE)
+        rollout = self.generate(prompts, sampling, num_generations=1, seeds=range(len(prompts)))
         with evaluating(self._policy), torch.autocast(self._device.type, enabled=False):
             own = sequence_logprobs(self._policy, rollout)
-        return _gap_between(own, rollout)
+        kinds = {self.dtype, *(weight.dtype for weight in self._policy.parameters())}
+        low_precision = bool(kinds & {torch.bfloat16, torch.float16})
+        return gap_between(own, rollout, low_precision=low_precision)
 
     # ------------------------------------------------------------------ how it is done
 
@@ -286,7 +261,7 @@ class SyncedEngine(ABC):
     @torch.no_grad()
     def _push_once(self, version: int) -> None:
         assert self._weights is not None
-        self.version = None
+        self._version = None
         # adapters are merged in the precision of the weights, whatever the training step casts to
         with torch.autocast(self._device.type, enabled=False):
             self._start_together()
@@ -309,7 +284,7 @@ class SyncedEngine(ABC):
             self._reset_caches()
         for fingerprints in arrived:
             compare_fingerprints(tensors.seen, fingerprints)
-        self.version = version
+        self._version = version
 
     def _start_together(self) -> None:
         """Start, and where ranks put weights together for each other, only if all did."""
@@ -332,7 +307,7 @@ class SyncedEngine(ABC):
             failure, fatal = None, None
             try:
                 if failures and repush:
-                    self._push_once(self.policy_version)
+                    self._push_once(self._policy_version)
                 result = call()
             except EngineFailure as error:
                 failure = str(error)
@@ -388,38 +363,3 @@ class SyncedEngine(ABC):
                 f"{self.max_model_len} (engine.max_model_len): raise it to "
                 f"{longest_prompt + sampling.max_new_tokens}, or set data.max_prompt_tokens"
             )
-
-    def _probe_prompts(self) -> PromptBatch:
-        assert self._tokenizer is not None
-        assert self._policy is not None
-        special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
-        ordinary = [token for token in range(len(self._tokenizer)) if token not in special]
-        length = max(1, min(_PROBE_PROMPT, self.max_model_len - _PROBE_RESPONSE))
-        numbers = np.random.Generator(np.random.Philox(0))
-        rows: list[list[int]] = numbers.choice(ordinary, (_PROBES, length)).tolist()
-        media: list[Media | None] = [None] * _PROBES
-        if self._processor is not None:
-            seen = self._processor.specimen(self._tokenizer, size=_PROBE_IMAGE)
-            if len(seen.input_ids) + _PROBE_RESPONSE <= self.max_model_len:
-                rows.append(seen.input_ids)
-                media.append(seen.media)
-        width = max(map(len, rows))
-        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
-        mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
-        return PromptBatch(
-            input_ids=ids,
-            attention_mask=mask,
-            prompts=("",) * len(rows),
-            columns=({},) * len(rows),
-            media=tuple(media),
-        ).to(self._device)
-
-
-def _gap_between(own: Tensor, rollout: Rollout) -> ProbeGap:
-    """Compare log-probabilities `[B, T]` with those that a rollout was drawn with."""
-    mask = rollout.response_mask
-    gaps = (own - rollout.sampling_logprobs).abs()
-    # a row with NaN among its tokens has NaN as its median
-    medians = [row[counts].median() for row, counts in zip(gaps, mask, strict=True)]
-    typical = torch.stack(medians).max()
-    return ProbeGap(float(typical), float(gaps[mask].mean()), float(gaps[mask].max()))

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 
 from lrlhf.rollout.engines.background import in_background
-from lrlhf.rollout.engines.engine import Response
 from lrlhf.rollout.engines.synced_engine import EngineFailure
+from lrlhf.rollout.responses import Response
 from lrlhf.rollout.vllm.vllm_base import read_response
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lrlhf.rollout.engines.engine import Response
 from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
+from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.vllm.support import (
     import_vllm,
@@ -97,7 +97,7 @@ class VLLMEngine(VLLMBase):
         """
         if self.sleeps and self._running and not self._asleep:
             self._llm.sleep(level=2)
-            self._asleep, self.version = True, None
+            self._asleep, self._version = True, None
 
     def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
         with self._failing("a push of weights"):

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from lrlhf.rollout.engines.background import in_background
-from lrlhf.rollout.engines.engine import Response
+from lrlhf.rollout.engines.engine import Capabilities
 from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
+from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.vllm.client import ServerClient
 from lrlhf.rollout.vllm.group import RankGroup
@@ -83,7 +84,6 @@ class VLLMServerEngine(VLLMBase):
         engine: The other arguments of `VLLMBase`.
     """
 
-    concurrent = True
     default_gpu_memory_utilization = 0.9
 
     def __init__(
@@ -121,6 +121,11 @@ class VLLMServerEngine(VLLMBase):
         self._client: ServerClient | None = None
         self._last_push = ""
         self._log_folder: Path | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """A process of its own; with images or videos its server would tokenise the text again."""
+        return Capabilities(holds_copy=True, concurrent=True, tells_kept_mass=False, media=False)
 
     # ------------------------------------------------------------------ life of the server
 
@@ -279,11 +284,6 @@ class VLLMServerEngine(VLLMBase):
             self._connected.post(path, timeout=self.sync_timeout)
 
     def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
-        if any(request.media is not None for request in requests):
-            raise ValueError(
-                "VLLMServerEngine takes no images or videos: its server would tokenise the text "
-                "again. Take lrlhf.rollout.VLLMEngine, or TransformersEngine"
-            )
         shared = sampling_arguments(sampling, self._known_policy, self._known_tokenizer)
         shared |= {"return_token_ids": True, "model": str(self._model_name())}
         bodies = [

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.rollout.engines.engine import Response
 from lrlhf.rollout.engines.synced_engine import EngineFailure, SyncedEngine
+from lrlhf.rollout.responses import Response
 from lrlhf.rollout.vllm.support import (
     EXTENSION,
     check_version,
@@ -218,8 +218,8 @@ def read_response(
             f"vLLM broke a response off: {len(token_ids)} tokens, {len(logprobs)} "
             f"log-probabilities, finish reason {finish_reason!r}"
         )
-    return Response(
-        token_ids=torch.tensor(token_ids, dtype=torch.long),
-        logprobs=torch.tensor(logprobs, dtype=torch.float32),
+    return Response.sampled(
+        torch.tensor(token_ids, dtype=torch.long),
+        torch.tensor(logprobs, dtype=torch.float32),
         truncated=finish_reason == "length",
     )

@@ -1,4 +1,4 @@
-"""The next iteration's responses, drawn while the present iteration trains."""
+"""The next iteration's responses, generated while the present iteration trains."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lrlhf.rollout.engines.background import in_background
-from lrlhf.rollout.engines.engine import prompt_token_ids, repeated_media
-from lrlhf.rollout.engines.synced_engine import EngineFailure, SyncedEngine
+from lrlhf.rollout.engines.engine import RolloutEngine
+from lrlhf.rollout.engines.synced_engine import EngineFailure, without_recovery
+from lrlhf.rollout.responses import prompt_token_ids, repeated_media
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import PromptBatch, Rollout
 
@@ -23,17 +24,19 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class _Pending:
     step: int
+    prompts: list[list[int]]
+    """Token ids."""
     rollout: Future[Rollout]
 
 
 class RolloutAhead:
-    """Draws beside the main thread, at most one iteration ahead.
+    """Generates beside the main thread, at most one iteration ahead.
 
     Args:
-        engine: Computes elsewhere, so that drawing and training do not stand in each other's way.
+        engine: A concurrent one, so that generation and training do not stand in each other's way.
     """
 
-    def __init__(self, engine: SyncedEngine) -> None:
+    def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._pending: _Pending | None = None
 
@@ -46,16 +49,17 @@ class RolloutAhead:
         num_generations: int,
         seeds: Sequence[int],
     ) -> None:
-        """Begin to draw the responses of iteration ``step`` with the engine's present weights."""
+        """Begin to generate what iteration ``step`` trains on, with the engine's present weights."""
         self.wait()
 
-        def draw() -> Rollout:
+        def generate() -> Rollout:
             # the policy is being trained meanwhile: its weights are not to be pushed now
-            return self._engine.generate(
-                prompts, sampling, num_generations=num_generations, seeds=seeds, recover=False
-            )
+            with without_recovery():
+                return self._engine.generate(
+                    prompts, sampling, num_generations=num_generations, seeds=seeds
+                )
 
-        self._pending = _Pending(step, in_background(draw, name="rollout-ahead"))
+        self._pending = _Pending(step, _ids(prompts), in_background(generate, name="rollout-ahead"))
 
     def take(
         self,
@@ -71,11 +75,11 @@ class RolloutAhead:
             step: The iteration that is about to train.
             prompts: Its prompts.
             num_generations: Responses per prompt.
-            any_rank: Whether a condition holds on any rank; all draw anew if one has to.
+            any_rank: Whether a condition holds on any rank; all generate anew if one has to.
 
         Returns:
             None: nothing was begun, the engine failed, or the responses answer other prompts (the
-            data or the batch size changed on a resume). They are to be drawn now.
+            data or the batch size changed on a resume). They are to be generated now.
         """
         pending, self._pending = self._pending, None
         rollout, failed = None, False
@@ -84,38 +88,48 @@ class RolloutAhead:
                 # one of a checkpoint was read to the CPU
                 rollout = pending.rollout.result().to(prompts.input_ids.device)
             except EngineFailure as failure:
-                logger.warning("%s; drawing the responses again, with newer weights", failure)
+                logger.warning("%s; generating the responses again, with newer weights", failure)
                 failed = True
         if any_rank(failed):
             # on all ranks: they push to a shared engine together
-            self._engine.version = None
-        if rollout is not None and not _answers(rollout, prompts, num_generations):
-            logger.warning("the responses drawn ahead answer other prompts; drawing them again")
+            self._engine.outdate()
+        if rollout is not None and (
+            pending is None
+            or pending.prompts != _ids(prompts)
+            or len(rollout) != len(prompts) * num_generations
+        ):
+            logger.warning(
+                "the responses generated ahead answer other prompts; generating them again"
+            )
             rollout = None
         if rollout is not None:
             rollout = replace(rollout, media=repeated_media(prompts.media, num_generations))
         return None if any_rank(rollout is None) else rollout
 
     def wait(self) -> None:
-        """Wait until the engine is idle; what it drew stays."""
+        """Wait until the engine is idle; what it generated stays."""
         if self._pending is not None:
             # whatever went wrong there is told by `take`
             self._pending.rollout.exception()
 
     def drop(self) -> None:
-        """Wait, and forget what was drawn."""
+        """Wait, and forget what was generated."""
         self.wait()
         self._pending = None
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what was drawn ahead: the weights it was drawn with will be gone."""
+        """Return what was generated ahead: the weights that sampled it will be gone."""
         if self._pending is None or self._pending.rollout.exception() is not None:
             return None
         rollout = self._pending.rollout.result()
         # what it shows comes with the prompts again
         names = [field.name for field in fields(rollout) if field.name != "media"]
         tensors = {name: getattr(rollout, name) for name in names}
-        return {"step": self._pending.step, "rollout": tensors}
+        return {
+            "step": self._pending.step,
+            "prompts": self._pending.prompts,
+            "rollout": tensors,
+        }
 
     def load_state_dict(self, state: dict[str, Any] | None, device: torch.device) -> None:
         """Go on with what `state_dict` returned."""
@@ -125,15 +139,8 @@ class RolloutAhead:
         tensors: dict[str, Tensor | None] = state["rollout"]
         rollout = Rollout(**tensors)  # type: ignore[arg-type]
         done.set_result(rollout.to(device))
-        self._pending = _Pending(state["step"], done)
+        self._pending = _Pending(state["step"], state["prompts"], done)
 
 
-def _answers(rollout: Rollout, prompts: PromptBatch, num_generations: int) -> bool:
-    if len(rollout) != len(prompts) * num_generations:
-        return False
-    asked = [ids.tolist() for ids in prompt_token_ids(prompts)]
-    context = rollout.attention_mask & ~rollout.response_mask
-    return all(
-        ids[mask].tolist() == asked[row // num_generations]
-        for row, (ids, mask) in enumerate(zip(rollout.input_ids, context, strict=True))
-    )
+def _ids(prompts: PromptBatch) -> list[list[int]]:
+    return [ids.tolist() for ids in prompt_token_ids(prompts)]

@@ -1,0 +1,141 @@
+"""Tokens sampled one step at a time, within ``transformers.generate``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StopStringCriteria,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from lrlhf.rollout.responses import Response
+from lrlhf.rollout.sampling import Sampling
+
+
+class TokenSampler(LogitsProcessor):
+    """Samples each row's token from its own random stream and remembers its log-probability."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        *,
+        prompt_width: int,
+        ruled_out: Sequence[int] = (),
+    ) -> None:
+        self._sampling = sampling
+        self._ruled_out = torch.tensor(ruled_out, dtype=torch.long)
+        self._prompt_width = prompt_width
+        steps = sampling.max_new_tokens
+        self._uniform = torch.from_numpy(
+            np.stack([np.random.Generator(np.random.Philox(seed)).random(steps) for seed in seeds])
+        )
+        self._warpers = _warpers(sampling)
+        self._logprobs: list[Tensor] = []
+        self._kept_mass: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        step = input_ids.shape[1] - self._prompt_width
+        greedy = self._sampling.temperature == 0
+        if len(self._ruled_out):  # of a text model there are none, and this copies all scores
+            scores = scores.index_fill(1, self._ruled_out.to(scores.device), -torch.inf)
+        full = (
+            scores.float() if greedy else scores.float() / self._sampling.temperature
+        ).log_softmax(-1)
+        logprobs = full
+        for warper in self._warpers:
+            logprobs = warper(input_ids, logprobs)
+        if self._warpers:
+            mass = full.exp().masked_fill(logprobs.isinf(), 0.0).sum(dim=-1)
+            self._kept_mass.append(mass)
+            logprobs = logprobs - mass.log()[:, None]
+        if greedy:
+            chosen = logprobs.argmax(dim=-1)
+        else:
+            chosen = _inverse_cdf(logprobs, self._uniform[:, step].to(scores.device))
+        self._logprobs.append(logprobs.gather(1, chosen[:, None])[:, 0])
+        # generate takes the argmax of what is returned: leave it one token to take
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
+
+    def responses(self, token_ids: Tensor, ends: Tensor) -> list[Response]:
+        """Cut the rows where they ended.
+
+        Args:
+            token_ids: `[B, L]`, padded behind the end.
+            ends: `[B]`, tokens of each response, 0 where it ran into the length limit.
+        """
+        logprobs = torch.stack(self._logprobs, dim=1)
+        masses = torch.stack(self._kept_mass, dim=1) if self._kept_mass else None
+        responses = []
+        for row, end in enumerate(ends.tolist()):
+            length = end or token_ids.shape[1]
+            responses.append(
+                Response.sampled(
+                    token_ids[row, :length],
+                    logprobs[row, :length],
+                    truncated=end == 0,
+                    kept_mass=None if masses is None else masses[row, :length],
+                )
+            )
+        return responses
+
+
+class Ending(StoppingCriteria):
+    """Ends a row at any end-of-sequence token or stop string, and remembers where.
+
+    Looking for padding afterwards would not do: the pad token often is an end-of-sequence token.
+    """
+
+    def __init__(
+        self,
+        eos: Sequence[int],
+        stop: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        prompt_width: int,
+    ) -> None:
+        self._eos = torch.tensor(list(eos))
+        self._strings = StopStringCriteria(tokenizer, list(stop)) if stop else None
+        self._prompt_width = prompt_width
+        self.ends = torch.zeros(0, dtype=torch.long)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if len(self.ends) == 0:
+            self.ends = torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)
+        done = torch.isin(input_ids[:, -1], self._eos.to(input_ids.device))
+        if self._strings is not None:
+            # only the response: a stop string inside the prompt must not end it at once
+            done |= self._strings(input_ids[:, self._prompt_width :], scores)
+        length = input_ids.shape[1] - self._prompt_width
+        self.ends = torch.where((self.ends == 0) & done, length, self.ends)
+        return self.ends > 0
+
+
+def _inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Pick the token at which the cumulated probability passes ``uniform``."""
+    # float32 sums over a large vocabulary would drift by more than a rare token's probability
+    cumulated = logprobs.double().exp().cumsum(dim=-1)
+    target = uniform[:, None] * cumulated[:, -1:]
+    chosen = torch.searchsorted(cumulated, target, right=True)[:, 0]
+    return chosen.clamp(max=logprobs.shape[1] - 1)
+
+
+def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
+    warpers: list[LogitsProcessor] = []
+    if sampling.top_k > 0:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p > 0:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    return warpers

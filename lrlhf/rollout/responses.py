@@ -1,0 +1,297 @@
+"""Responses as engines return them, made of segments, and how they become a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from lrlhf.types import Media, PromptBatch, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segment:
+    """Consecutive tokens of a response that have one origin.
+
+    Args:
+        token_ids: `[L]`, as the engine returned them, or as they were given.
+        logprobs: `[L]` float32, of the distribution that they were sampled from. None: they were
+            given, such as the output of a tool or the text of an environment. The policy is shown
+            given tokens, and not trained on them.
+        kept_mass: `[L]`, probability that top_p, top_k and min_p left at each token; None: nothing
+            was cut off.
+    """
+
+    token_ids: Int[Tensor, " L"]
+    logprobs: Float[Tensor, " L"] | None = None
+    kept_mass: Float[Tensor, " L"] | None = None
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the policy wrote it."""
+        return self.logprobs is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Response:
+    """All that follows a prompt: what the policy wrote, and perhaps what it was given in between.
+
+    Args:
+        segments: In their order; of a response of one turn a single one.
+        truncated: The length limit came before an end-of-sequence token or a stop string, in the
+            last turn.
+        weight_version: Training iterations behind the oldest weights that sampled any of it; None:
+            the policy's own.
+    """
+
+    segments: tuple[Segment, ...]
+    truncated: bool
+    weight_version: int | None = None
+
+    @classmethod
+    def sampled(
+        cls,
+        token_ids: Int[Tensor, " L"],
+        logprobs: Float[Tensor, " L"],
+        *,
+        truncated: bool,
+        kept_mass: Float[Tensor, " L"] | None = None,
+    ) -> Response:
+        """Return a response of one turn.
+
+        Args:
+            token_ids: `[L]`, the end-of-sequence token included where there is one.
+            logprobs: `[L]` float32, of the distribution that was sampled from.
+            truncated: See `Response`.
+            kept_mass: See `Segment`.
+        """
+        segment = Segment(token_ids=token_ids, logprobs=logprobs, kept_mass=kept_mass)
+        return cls(segments=(segment,), truncated=truncated)
+
+    def given(self, token_ids: Int[Tensor, " L"]) -> Response:
+        """Return the response with tokens behind it that the policy did not write."""
+        return replace(self, segments=(*self.segments, Segment(token_ids=token_ids)))
+
+    def followed_by(self, turn: Response) -> Response:
+        """Return the response with a further turn behind it."""
+        versions = [one.weight_version for one in (self, turn) if one.weight_version is not None]
+        return Response(
+            segments=(*self.segments, *turn.segments),
+            truncated=turn.truncated,
+            weight_version=min(versions, default=None),
+        )
+
+    @property
+    def token_ids(self) -> Int[Tensor, " L"]:
+        """All tokens behind the prompt."""
+        return torch.cat([segment.token_ids for segment in self.segments])
+
+
+class Run(NamedTuple):
+    """Consecutive columns of a row whose tokens have one origin."""
+
+    start: int
+    end: int
+    sampled: bool
+
+
+def assemble_rollout(
+    prompts: PromptBatch,
+    responses: Sequence[Response],
+    *,
+    num_generations: int,
+    pad_id: int,
+) -> Rollout:
+    """Put prompts and responses into right-padded rows.
+
+    Args:
+        prompts: The unique prompts, `[U, P]`.
+        responses: ``U * num_generations`` responses, those of one prompt consecutive.
+        num_generations: Responses per prompt.
+        pad_id: What fills the rows; it may equal an end-of-sequence id.
+
+    Returns:
+        `[U * num_generations, T]` rows with T the longest prompt and response together.
+
+    Raises:
+        ValueError: There are more or fewer responses, or some say what weights sampled them and
+            others do not.
+    """
+    if len(responses) != len(prompts) * num_generations:
+        raise ValueError(
+            f"the engine returned {len(responses)} responses to {len(prompts)} prompts; "
+            f"{len(prompts) * num_generations} were asked for"
+        )
+    device = prompts.input_ids.device
+    contexts = prompt_token_ids(prompts)
+    rows = [
+        _row(contexts[index // num_generations], response, device)
+        for index, response in enumerate(responses)
+    ]
+    cut = any(one.kept_mass is not None for each in responses for one in each.segments)
+    input_ids = pad_sequence([row.ids for row in rows], batch_first=True, padding_value=pad_id)
+    lengths = torch.tensor([len(row.ids) for row in rows], device=device)
+    return Rollout(
+        input_ids=input_ids,
+        attention_mask=torch.arange(input_ids.shape[1], device=device) < lengths[:, None],
+        response_mask=pad_sequence([row.sampled for row in rows], batch_first=True),
+        sampling_logprobs=pad_sequence([row.logprobs for row in rows], batch_first=True),
+        kept_mass=pad_sequence([row.mass for row in rows], batch_first=True, padding_value=1.0)
+        if cut
+        else None,
+        media=repeated_media(prompts.media, num_generations),
+        group_ids=torch.arange(len(rows), device=device) // num_generations,
+        truncated=torch.tensor([response.truncated for response in responses], device=device),
+        weight_version=_weight_versions(responses, device),
+    )
+
+
+class _Row(NamedTuple):
+    """A prompt and a response to it, `[L]` each."""
+
+    ids: Tensor
+    sampled: Tensor
+    logprobs: Tensor
+    mass: Tensor
+
+
+def _row(context: Tensor, response: Response, device: torch.device) -> _Row:
+    parts = []
+    for one in (Segment(token_ids=context), *response.segments):
+        ids = one.token_ids.to(device)
+        nothing = torch.zeros(len(ids), device=device)
+        parts.append(
+            (
+                ids,
+                torch.full_like(ids, one.sampled, dtype=torch.bool),
+                nothing if one.logprobs is None else one.logprobs.to(device),
+                nothing + 1 if one.kept_mass is None else one.kept_mass.to(device),
+            )
+        )
+    return _Row(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _weight_versions(responses: Sequence[Response], device: torch.device) -> Tensor | None:
+    versions = [one.weight_version for one in responses if one.weight_version is not None]
+    if not versions:
+        return None
+    if len(versions) < len(responses):
+        raise ValueError(
+            f"{len(versions)} of {len(responses)} responses say what weights sampled them: give "
+            "weight_version for all of them or for none"
+        )
+    return torch.tensor(versions, device=device)
+
+
+def responses_of(rollout: Rollout, prompts: PromptBatch) -> list[Response]:
+    """Take a rollout apart again, into what `assemble_rollout` would make it of.
+
+    Args:
+        rollout: Rows of one prompt are consecutive.
+        prompts: That it answers.
+    """
+    return [
+        Response(
+            segments=tuple(_segment(rollout, row, run) for run in runs),
+            truncated=bool(rollout.truncated[row]),
+            weight_version=None
+            if rollout.weight_version is None
+            else int(rollout.weight_version[row]),
+        )
+        for row, runs in enumerate(response_runs(rollout, prompts))
+    ]
+
+
+def _segment(rollout: Rollout, row: int, run: Run) -> Segment:
+    columns = slice(run.start, run.end)
+    mass = rollout.kept_mass
+    return Segment(
+        token_ids=rollout.input_ids[row, columns],
+        logprobs=rollout.sampling_logprobs[row, columns] if run.sampled else None,
+        kept_mass=mass[row, columns] if run.sampled and mass is not None else None,
+    )
+
+
+def response_runs(rollout: Rollout, prompts: PromptBatch) -> list[list[Run]]:
+    """Find where the segments of each response are.
+
+    Turns that follow each other without anything given between them count as one.
+    """
+    num_generations = len(rollout) // len(prompts)
+    starts = prompts.attention_mask.sum(dim=1).tolist()
+    return [
+        list(_runs(mask, starts[row // num_generations], length))
+        for row, (mask, length) in enumerate(
+            zip(rollout.response_mask.tolist(), rollout.lengths.tolist(), strict=True)
+        )
+    ]
+
+
+def _runs(sampled: Sequence[bool], start: int, end: int) -> Iterator[Run]:
+    for column in range(start + 1, end + 1):
+        if column == end or sampled[column] != sampled[start]:
+            yield Run(start, column, sampled[start])
+            start = column
+
+
+def response_ids(rollout: Rollout, prompts: PromptBatch) -> list[list[int]]:
+    """Return the token ids of each response, given ones included, as the engine returned them."""
+    return [
+        ids[runs[0].start : runs[-1].end].tolist() if runs else []
+        for ids, runs in zip(rollout.input_ids, response_runs(rollout, prompts), strict=True)
+    ]
+
+
+def continued_prompts(prompts: PromptBatch, responses: Sequence[Response]) -> PromptBatch:
+    """Return the prompts of a further turn: each response with its prompt before it.
+
+    Args:
+        prompts: The unique prompts.
+        responses: So far, those of one prompt consecutive.
+
+    Returns:
+        One prompt per response, left-padded, which shows what its prompt shows.
+    """
+    copies = len(responses) // len(prompts)
+    contexts = prompt_token_ids(prompts)
+    device = prompts.input_ids.device
+    rows = [
+        torch.cat([contexts[index // copies], response.token_ids.to(device)])
+        for index, response in enumerate(responses)
+    ]
+    width = max(map(len, rows))
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    repeated = prompts.select(torch.arange(len(responses)) // copies)
+    return replace(
+        repeated,
+        # the padding repeats a token of the prompts, which every model knows
+        input_ids=torch.stack(
+            [torch.cat([row.new_full((width - len(row),), int(row[0])), row]) for row in rows]
+        ),
+        attention_mask=torch.arange(width, device=device) >= width - lengths[:, None],
+        media=repeated.media and tuple(map(_shown_again, repeated.media, responses)),
+    )
+
+
+def _shown_again(media: Media | None, response: Response) -> Media | None:
+    if media is None:
+        return None
+    said = tuple(response.token_ids.tolist())
+    return replace(media, prompt_ids=(*media.prompt_ids, *said))
+
+
+def repeated_media(
+    media: tuple[Media | None, ...] | None, copies: int
+) -> tuple[Media | None, ...] | None:
+    """Return what each response's prompt shows: one object for all of a prompt's responses."""
+    return media and tuple(entry for entry in media for _ in range(copies))
+
+
+def prompt_token_ids(prompts: PromptBatch) -> list[Tensor]:
+    """Return each prompt's tokens, `[L]`, without the padding."""
+    return [ids[mask] for ids, mask in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
