@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lrlhf.cli.messages.errors import ValidationError, hint
+from lrlhf.cli.messages.renamed_keys import new_name
 
 _UNKNOWN_OPTION = re.compile(r"Option '(?P<key>[^']+)' is not accepted$")
 _UNKNOWN_IN_GROUP = re.compile(
@@ -45,13 +46,18 @@ class Parser(LightningArgumentParser):
     def _hint(self, message: str, error: Exception | None) -> str:
         if "; did you mean" in message:  # an inner parser knew better
             return ""
-        if match := _UNKNOWN_OPTION.match(message):
-            return hint(match["key"], self._options(""))
-        if match := _UNKNOWN_FLAG.match(message):
-            return hint(match["key"], self._dotted())
-        if match := _UNKNOWN_IN_GROUP.match(message):
+        patterns = (_UNKNOWN_OPTION, _UNKNOWN_FLAG, _UNKNOWN_IN_GROUP)
+        match = next(filter(None, (pattern.match(message) for pattern in patterns)), None)
+        if match is None:
+            return ""
+        group = match.groupdict().get("group")
+        if renamed := new_name(f"{group}.{match['key']}"):
+            return f"; did you mean '{renamed}', which took its place?"
+        if group is not None:
             return self._hint_in_group(match, error)
-        return ""
+        return hint(
+            match["key"], self._dotted() if match.re is _UNKNOWN_FLAG else self._options("")
+        )
 
     def _hint_in_group(self, match: re.Match[str], error: Exception | None) -> str:
         if match["kind"] == "Group":

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.guard.dump import CONFIG_FILE, read_about
-from lrlhf.modules import DumpReplay, NotADumpError, PolicyModule, RewardModel, replay_dump
+from lrlhf.modules import DumpReplay, NotADumpError, replay_dump
 
 _MAX_ROWS = 16
 _MAX_NAMES = 5
@@ -75,10 +75,8 @@ def show_replay(module: L.LightningModule, folder: Path) -> bool:
 
     Raises:
         NotADumpError: The dump is damaged.
-        ValueError: The module is none that writes dumps, or not the dump's.
+        ValueError: It is the dump of another kind of module.
     """
-    if not isinstance(module, PolicyModule | RewardModel):
-        raise ValueError(f"{type(module).__name__} writes no dumps; RLOO, PPO and RewardModel do")
     replay = replay_dump(module, folder)
     console = Console(file=sys.stdout, highlight=False)
     for part in _report(replay):
@@ -88,7 +86,7 @@ def show_replay(module: L.LightningModule, folder: Path) -> bool:
 
 def _report(replay: DumpReplay) -> Iterable[RenderableType]:
     dump = replay.dump
-    stage = dump.ranks[0].stage
+    stage = dump.bundles[0].stage
     yield Text(f"{dump.folder}: step {dump.step}, {_STAGES[stage]}")
     yield from _anomalies("then", dump.anomalies)
     yield from _anomalies("now", replay.found)
@@ -96,7 +94,7 @@ def _report(replay: DumpReplay) -> Iterable[RenderableType]:
     if replay.weights:
         yield Text(f"weights that are not finite: {_listed(replay.weights)}")
     for rank in replay.ranks:
-        who = f"rank {rank.rank}: " if dump.world_size > 1 else ""
+        who = f"rank {rank.rank}: " if len(dump.bundles) > 1 else ""
         yield Text(
             f"{who}first output that is not finite: {rank.first_module or 'none of any module'}"
         )

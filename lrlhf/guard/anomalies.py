@@ -263,3 +263,9 @@ def prompt_text(batch: SequenceBatch, row: int, tokenizer: PreTrainedTokenizerBa
 def shortened(text: str) -> str:
     """Return the beginning of a text, as a message can show it."""
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+def shown(value: Tensor) -> float | str:
+    """Return a number for JSON, which has no word for those that are not finite."""
+    number = float(value)
+    return number if math.isfinite(number) else str(number)

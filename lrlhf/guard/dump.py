@@ -1,64 +1,37 @@
 """All that is needed to repeat a step that was left out, in one folder.
 
-A dump holds ``anomaly.json`` (what, where, versions), ``records.jsonl`` (the rows, readable),
-``rank_<r>.pt`` (each process's batch and random state), ``state.pt`` (weights, optimizers and the
-module's own state) and, where ``lrlhf fit`` made the run, its ``config.yaml``.
+A dump holds ``anomaly.json`` (what, where, versions), ``records.jsonl`` (the rows, readable), each
+process's `StepBundle`, ``state.pt`` (weights, optimizers and the module's own state) and, where
+``lrlhf fit`` made the run, its ``config.yaml``.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import platform
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.cli import SaveConfigCallback
 from torch import Tensor
 
 from lrlhf.guard.anomalies import Anomaly
-from lrlhf.guard.batch_files import pack, unpack
+from lrlhf.guard.bundle import NotADumpError, StepBundle, read_bundle, write_bundle
 from lrlhf.run import Collectives
 from lrlhf.run.atomic import open_folder, place_folder, recover_folder
 from lrlhf.run.checkpoints.checkpoint_reader import read_checkpoint
-from lrlhf.types import TensorBatch
 
-FORMAT = "lrlhf-dump-1"
+FORMAT = "lrlhf-dump-2"
 ANOMALY_FILE, CONFIG_FILE, RECORDS_FILE = "anomaly.json", "config.yaml", "records.jsonl"
-STATE_FILE, README_FILE = "state.pt", "README.md"
+STATE_FILE = "state.pt"
 
 _PACKAGES = ("lrlhf", "torch", "lightning", "transformers")
-
-
-class NotADumpError(ValueError):
-    """A path leads to no dump, or to a damaged one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepInputs:
-    """What one rank's step was taken with.
-
-    Attributes:
-        stage: Which step: iteration, policy, value, joint or reward.
-        batches: By name.
-        random: State of the random number generators before the step, see `random_state`; of
-            every micro-batch where each is seeded by itself.
-        extra: Further plain values and tensors.
-        records: The rows in JSON types; not read again.
-    """
-
-    stage: str
-    batches: Mapping[str, TensorBatch]
-    random: Sequence[Mapping[str, Any]]
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    records: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +41,18 @@ class Dump:
     Attributes:
         folder: Where.
         step: Steps that the run had finished.
-        world_size: Processes of the run.
         anomalies: What was found.
-        trainer: Options of the trainer that a step depends on.
-        ranks: What each process's step was taken with; ``records`` stay empty.
+        precision: That the run computed in, as the trainer spells it.
+        device: Kind of device that it computed on.
+        bundles: What each process's step was taken with.
     """
 
     folder: Path
     step: int
-    world_size: int
     anomalies: tuple[Anomaly, ...]
-    trainer: Mapping[str, Any]
-    ranks: tuple[StepInputs, ...]
+    precision: str
+    device: str
+    bundles: tuple[StepBundle, ...]
 
 
 def dump_path(parent: Path, step: int) -> Path:
@@ -92,40 +65,23 @@ def replay_command(folder: Path) -> str:
     return f"lrlhf replay {shlex.quote(str(folder))}"
 
 
-def gathered(value: Any, collectives: Collectives) -> list[Any]:
-    """Return the value of every rank, on every rank."""
-    values = [value]
-    if collectives.world_size > 1:
-        values = [None] * collectives.world_size
-        torch.distributed.all_gather_object(values, value)
-    return values
-
-
 def write_dump(
-    module: L.LightningModule,
-    folder: Path,
-    inputs: StepInputs,
-    anomalies: Sequence[Anomaly],
+    module: L.LightningModule, folder: Path, bundle: StepBundle, anomalies: Sequence[Anomaly]
 ) -> str:
     """Write a dump; all ranks call it, and it appears when it is whole.
 
     Args:
         module: Its weights and optimizer states are as the step found them.
         folder: Its name; what is there is replaced. All ranks must see it.
-        inputs: Of this rank.
+        bundle: Of this rank.
         anomalies: Of all ranks.
 
     Returns:
         Why there is no dump; empty: there is.
     """
-    trainer = module.trainer
-    collectives = Collectives(trainer)
-    first = collectives.rank == 0
-    records = [
-        {"rank": rank, **row}
-        for rank, rows in enumerate(gathered(list(inputs.records), collectives))
-        for row in rows
-    ]
+    trainer, ranks = module.trainer, Collectives(module.trainer)
+    first = ranks.rank == 0
+    rows = ranks.gather(list(bundle.records))
     state = _state(module)
     fresh = folder.with_name(f".{folder.name}.tmp")
 
@@ -135,35 +91,32 @@ def write_dump(
             open_folder(fresh)
             _check_space(fresh, state)
 
-    def write_own() -> None:
-        buffer = io.BytesIO()  # of what torch writes to, a full disk would come back as any error
-        torch.save(_plain(inputs), buffer)
-        (fresh / f"rank_{collectives.rank}.pt").write_bytes(buffer.getvalue())
-
-    def write_state() -> None:
-        trainer.strategy.save_checkpoint(state, fresh / STATE_FILE)
-
     def finish() -> None:
         if first:
-            _write_texts(fresh, folder, module, inputs.stage, anomalies, records)
+            _write_texts(fresh, folder, module, bundle.stage, anomalies, rows)
             place_folder(fresh, folder)
 
-    for phase in (prepare, write_own, write_state, finish):
-        if failure := _agreed_failure(phase, collectives):
+    for phase in (
+        prepare,
+        lambda: write_bundle(fresh, ranks.rank, bundle),
+        lambda: trainer.strategy.save_checkpoint(state, fresh / STATE_FILE),
+        finish,
+    ):
+        if failure := _agreed_failure(phase, ranks):
             if first:
                 shutil.rmtree(fresh, ignore_errors=True)
             return failure
     return ""
 
 
-def _agreed_failure(phase: Callable[[], None], collectives: Collectives) -> str:
+def _agreed_failure(phase: Callable[[], None], ranks: Collectives) -> str:
     """Run one phase on all ranks; returns what the first one that failed says of it."""
     failure = ""
     try:
         phase()
     except Exception as error:  # noqa: BLE001  whatever it is, it is told, and training goes on
         failure = f"{type(error).__name__}: {error}"
-    return next((said for said in gathered(failure, collectives) if said), "")
+    return next((said for said in ranks.gather(failure) if said), "")
 
 
 def _state(module: L.LightningModule) -> dict[str, Any]:
@@ -195,31 +148,20 @@ def _bytes(value: Any) -> int:
     return sum(_bytes(part) for part in value) if isinstance(value, list | tuple) else 0
 
 
-def _plain(inputs: StepInputs) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "stage": inputs.stage,
-        "batches": {name: pack(batch) for name, batch in inputs.batches.items()},
-        "random": [dict(state) for state in inputs.random],
-        "extra": {
-            name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-            for name, value in inputs.extra.items()
-        },
-    }
-
-
 def _write_texts(
     fresh: Path,
     folder: Path,
     module: L.LightningModule,
     stage: str,
     anomalies: Sequence[Anomaly],
-    records: Sequence[Mapping[str, Any]],
+    rows: Sequence[Sequence[Mapping[str, Any]]],
 ) -> None:
     trainer = module.trainer
+    config = _config_text(trainer)
+    python = "lrlhf.modules.replay_dump(module, folder), with the module built as for the run"
     about = {
         "format": FORMAT,
-        "command": replay_command(folder),
+        "command": replay_command(folder) if config else python,
         "module": type(module).__name__,
         "stage": stage,
         "step": trainer.global_step,
@@ -230,8 +172,6 @@ def _write_texts(
             "device": module.device.type,
             "strategy": type(trainer.strategy).__name__,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
-            "gradient_clip_val": trainer.gradient_clip_val,
-            "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
         },
         "versions": {
             **{name: version(name) for name in _PACKAGES},
@@ -239,29 +179,17 @@ def _write_texts(
         },
     }
     (fresh / ANOMALY_FILE).write_text(json.dumps(about, indent=2) + "\n")
+    records = [{"rank": rank, **row} for rank, own in enumerate(rows) for row in own]
     lines = (json.dumps(record, ensure_ascii=False) for record in records)
     (fresh / RECORDS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    config = _config_text(trainer)
     if config:
         (fresh / CONFIG_FILE).write_text(config, encoding="utf-8")
-    (fresh / README_FILE).write_text(_readme(folder, anomalies, has_config=bool(config)))
 
 
 def _config_text(trainer: L.Trainer) -> str:
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     savers = [callback for callback in callbacks if isinstance(callback, SaveConfigCallback)]
     return str(savers[0].parser.dump(savers[0].config, skip_none=False)) if savers else ""
-
-
-def _readme(folder: Path, anomalies: Sequence[Anomaly], *, has_config: bool) -> str:
-    how = (
-        f"    {replay_command(folder)}"
-        if has_config
-        else "    lrlhf.modules.replay_dump(module, folder)    # module as the run built it"
-    )
-    what = "\n".join(f"- {anomaly.kind}: {anomaly.text}" for anomaly in anomalies)
-    again = "To take it again and see where it goes wrong"
-    return f"A step was left out:\n\n{what}\n\n{again}:\n\n{how}\n"
 
 
 def read_about(folder: Path) -> dict[str, Any]:
@@ -287,26 +215,23 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def read_dump(folder: Path) -> Dump:
-    """Read a dump.
+    """Read a dump, without its weights.
 
     Raises:
         NotADumpError: There is none, or it is damaged; names the file.
     """
     about = read_about(folder)
     try:
-        world_size, step = int(about["world_size"]), int(about["step"])
-        anomalies = tuple(Anomaly(**one) for one in about["anomalies"])
-        trainer = dict(about["trainer"])
-    except (KeyError, TypeError, ValueError) as error:
+        return Dump(
+            folder=folder,
+            step=int(about["step"]),
+            anomalies=tuple(Anomaly(**one) for one in about["anomalies"]),
+            precision=about["trainer"]["precision"],
+            device=about["trainer"]["device"],
+            bundles=tuple(read_bundle(folder, rank) for rank in range(int(about["world_size"]))),
+        )
+    except (KeyError, TypeError) as error:
         raise NotADumpError(f"{folder / ANOMALY_FILE} is damaged: {error!r}") from error
-    return Dump(
-        folder=folder,
-        step=step,
-        world_size=world_size,
-        anomalies=anomalies,
-        trainer=trainer,
-        ranks=tuple(_read_inputs(folder / f"rank_{rank}.pt") for rank in range(world_size)),
-    )
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -316,18 +241,3 @@ def read_state(folder: Path) -> dict[str, Any]:
         NotACheckpointError: It is missing or damaged.
     """
     return read_checkpoint(folder / STATE_FILE)
-
-
-def _read_inputs(path: Path) -> StepInputs:
-    if not path.is_file():
-        raise NotADumpError(f"{path} is missing: the dump is not whole")
-    try:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
-        return StepInputs(
-            stage=stored["stage"],
-            batches={name: unpack(batch) for name, batch in stored["batches"].items()},
-            random=stored["random"],
-            extra=stored["extra"],
-        )
-    except Exception as error:
-        raise NotADumpError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error

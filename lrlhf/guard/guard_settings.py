@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-DEFAULT_QUOTA = 10
+_RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+    ("max_skipped", "0 or more", lambda value: value >= 0),
+    ("window", "1 or more, or null", lambda value: value >= 1),
+    ("max_ratio", "above 1, or null", lambda value: value > 1),
+    ("max_kl", "above 0, or null", lambda value: value > 0),
+    ("max_length_factor", "above 1, or null", lambda value: value > 1),
+    ("max_mismatch", "above 0, or null", lambda value: value > 0),
+    ("dump", "0 or more", lambda value: value >= 0),
+)
 
 
 class TrainingDivergedError(ValueError):
@@ -50,7 +58,7 @@ class Guard:
         ValueError: A value is out of its range.
     """
 
-    max_skipped: int = DEFAULT_QUOTA
+    max_skipped: int = 10
     window: int | None = 1000
     max_ratio: float | None = 1e4
     max_kl: float | None = None
@@ -60,20 +68,10 @@ class Guard:
     dirpath: str | None = None
 
     def __post_init__(self) -> None:
-        for name, whole in (("max_skipped", self.max_skipped), ("dump", self.dump)):
-            if whole < 0:
-                raise ValueError(f"guard.{name} is {whole}; it must be 0 or more")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"guard.window is {self.window}; it must be 1 or more, or null")
-        for name, factor in (
-            ("max_ratio", self.max_ratio),
-            ("max_length_factor", self.max_length_factor),
-        ):
-            if factor is not None and not factor > 1:
-                raise ValueError(f"guard.{name} is {factor}; it must be above 1, or null")
-        for name, distance in (("max_kl", self.max_kl), ("max_mismatch", self.max_mismatch)):
-            if distance is not None and not distance > 0:
-                raise ValueError(f"guard.{name} is {distance}; it must be above 0, or null")
+        for name, range_, is_within in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not is_within(value):
+                raise ValueError(f"guard.{name} is {value}; it must be {range_}")
 
     @property
     def max_log_ratio(self) -> float:
@@ -86,39 +84,12 @@ def as_guard(settings: Guard | Mapping[str, Any]) -> Guard:
     return settings if isinstance(settings, Guard) else Guard(**settings)
 
 
-def with_quota(guard: Guard, key: str, value: int | None) -> tuple[Guard, str]:
-    """Take the quota from the option that it had before there was a guard, if that is set.
-
-    Args:
-        guard: The settings.
-        key: Name of the older option.
-        value: Its value; None: not set.
-
-    Returns:
-        The settings, and the name of the option that the quota comes from.
-
-    Raises:
-        ValueError: Both are set, to different numbers; or the value is out of its range.
-    """
-    if value is None:
-        return guard, "guard.max_skipped"
-    if value < 0:
-        raise ValueError(f"{key} is {value}; it must be 0 or more")
-    if guard.max_skipped not in (DEFAULT_QUOTA, value):
-        raise ValueError(
-            f"{key} is {value} and guard.max_skipped is {guard.max_skipped}, which mean the same: "
-            f"drop {key}"
-        )
-    return replace(guard, max_skipped=value), key
-
-
 def refuse_policy_limits(guard: Guard) -> None:
     """Refuse limits that are about responses, in a module that draws none.
 
     Raises:
         ValueError: One is set; names it.
     """
-    given = {field.name: getattr(guard, field.name) for field in fields(guard)}
     for name in ("max_kl", "max_length_factor", "max_mismatch"):
-        if given[name] is not None:
+        if getattr(guard, name) is not None:
             raise ValueError(f"guard.{name} is about a policy's responses; RewardModel has none")

@@ -1,10 +1,10 @@
 """The algorithms as LightningModules: wiring, logging, optimizers."""
 
 import lrlhf.strategies  # noqa: F401  registers its names with Lightning
-from lrlhf.guard.dump import NotADumpError
+from lrlhf.guard.bundle import NotADumpError
 from lrlhf.guard.guard_settings import Guard, TrainingDivergedError
+from lrlhf.guard.replay import DumpReplay, replay_dump
 from lrlhf.modules.contracts import Exportable, KLPenalized
-from lrlhf.modules.dump_replay import DumpReplay, replay_dump
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy.importance_sampling import ImportanceSampling
 from lrlhf.modules.policy.policy_module import PolicyModule

@@ -10,17 +10,18 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lrlhf.guard.anomalies import Anomaly
-from lrlhf.guard.guard_settings import Guard, as_guard, refuse_policy_limits, with_quota
-from lrlhf.guard.random_state import random_state
+from lrlhf.guard.bundle import StepBundle
+from lrlhf.guard.guard_settings import Guard, as_guard, refuse_policy_limits
+from lrlhf.guard.replay import Retaken
 from lrlhf.guard.step_guard import StepGuard
-from lrlhf.media import MediaProcessor
-from lrlhf.models import LoRA, RewardNetwork, ScoreModel
+from lrlhf.models import RewardNetwork, ScoreModel
 from lrlhf.modules.checks import (
     prepare_trainer,
     refuse_idle_encoder,
@@ -35,17 +36,18 @@ from lrlhf.modules.metrics.reward_metrics import (
     three_way_accuracy,
 )
 from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
-from lrlhf.modules.pairs.gradient_window import ClosedWindow, GradientWindow
-from lrlhf.modules.pairs.pair_batches import PairScores, concatenate, score_records
+from lrlhf.modules.pairs.pair_batches import PairScores, concatenate
 from lrlhf.modules.pairs.pair_losses import PairObjective, resolve_losses
-from lrlhf.modules.pairs.pair_steps import TakenPairs
-from lrlhf.modules.pairs.pending_pairs import pending_pairs, take_up_pairs
-from lrlhf.run import Collectives, gradients_of, seed_everything_for
+from lrlhf.modules.pairs.pair_records import bad_place, score_records, step_records
+from lrlhf.modules.pairs.pair_step import MicroBatch, PairMean, PairStep
+from lrlhf.modules.pairs.reward_loading import load_reward_model
+from lrlhf.run import Collectives, gradients_of, run_seed, seed_everything_for
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
 _LR = 1e-5
 _WARMUP = 0.03
 """Share of a run's steps, where the optimizer does not say."""
+_STAGE = "reward"
 _EVAL_ONLY = ("accuracy_low", "accuracy_high", "pairs")
 
 
@@ -75,8 +77,7 @@ class RewardModel(L.LightningModule):
             ``trainer.gradient_clip_val`` takes its place where that is set.
         guard: When an optimizer step is left out, and when to give up; of the limits only those
             of loss and gradient are about a reward model.
-        max_skipped_steps: Older name of ``guard.max_skipped``; null: that decides.
-        seed: Seeds dropout, together with rank and step.
+        seed: Seeds dropout, together with rank and step; None: the seed of ``seed_everything``.
 
     Raises:
         ValueError: An option is out of its range, or names a head that does not exist.
@@ -97,8 +98,7 @@ class RewardModel(L.LightningModule):
         optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008  frozen
         max_grad_norm: float = 1.0,
         guard: Guard = Guard(),  # noqa: B008  frozen
-        max_skipped_steps: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         self._save_options(model, optimizer, guard)
@@ -109,16 +109,19 @@ class RewardModel(L.LightningModule):
             center_coef=center_coef,
             label_smoothing=label_smoothing,
         )
-        self.optimizer_config = _as_optimizer_config(optimizer)
+        # a checkpoint holds settings as plain values
+        self.optimizer_config = (
+            OptimizerConfig(**optimizer) if isinstance(optimizer, Mapping) else optimizer
+        )
         if max_grad_norm <= 0:
             raise ValueError(f"max_grad_norm is {max_grad_norm}; it must be above 0")
         self.max_grad_norm = max_grad_norm
-        self.seed = seed
-        guard = as_guard(guard)
-        refuse_policy_limits(guard)
-        quota = with_quota(guard, "max_skipped_steps", max_skipped_steps)
-        self.step_guard = StepGuard(self, *quota)
-        self.network, self.tokenizer, self.processor = _loaded(model, tokenizer, processor)
+        self.seed = run_seed(seed)
+        self.step_guard = StepGuard(as_guard(guard))
+        refuse_policy_limits(self.step_guard.settings)
+        self.network, self.tokenizer, self.processor = load_reward_model(
+            model, tokenizer, processor
+        )
         self.head_names: tuple[str, ...] = self.network.head_names
         weights = _weights(self.head_names, head_weights)
         self.head_weights: Tensor
@@ -127,8 +130,8 @@ class RewardModel(L.LightningModule):
         self.register_buffer("tie_thresholds", torch.full((len(weights),), torch.nan))
         self.train_metrics = RewardMetrics(self.head_names, weights)
         self.eval_metrics = RewardMetrics(self.head_names, weights)
-        self._window = GradientWindow()
-        self.taken_pairs = TakenPairs(self.head_names, self.tokenizer)
+        self._step = PairStep()
+        self._delivered: PreferenceBatch | None = None
 
     def _save_options(self, model: object, optimizer: object, guard: object) -> None:
         built = isinstance(model, nn.Module)
@@ -177,10 +180,6 @@ class RewardModel(L.LightningModule):
         refuse_idle_encoder(self.trainer, self.network.scorer.plain, self.processor)
         self.network.train()  # from_pretrained leaves eval mode, and Lightning keeps it
 
-    def on_train_batch_start(self, batch: PreferenceBatch, batch_idx: int) -> None:
-        del batch
-        seed_everything_for(self.seed, self.global_rank, self.current_epoch, batch_idx)
-
     def forward(self, batch: SequenceBatch) -> Tensor:
         """Score every row; returns [B, H] in the order of ``head_names``."""
         scores: Tensor = self.network(batch)
@@ -191,15 +190,29 @@ class RewardModel(L.LightningModule):
         both = concatenate(batch.candidate0, batch.candidate1, pad_id=self._pad_id)
         return PairScores(*self(both).split(len(batch)))
 
+    def on_before_batch_transfer(
+        self, batch: PreferenceBatch, dataloader_idx: int
+    ) -> PreferenceBatch:
+        del dataloader_idx
+        if self.trainer.training:
+            self._delivered = batch  # the guard's, so that nothing need be copied back to the host
+        return batch
+
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> Tensor:
-        del batch_idx
-        random = random_state(self.device) if self.step_guard.keeps_inputs else None
+        seed = (self.seed, self.global_rank, self.current_epoch, batch_idx)
+        assert self._delivered is not None
+        return self._loss(batch, self._delivered, seed)
+
+    def _loss(
+        self, batch: PreferenceBatch, delivered: PreferenceBatch, seed: tuple[int, ...]
+    ) -> Tensor:
+        """Return a micro-batch's share of the step's loss, see `PairStep`."""
+        seed_everything_for(*seed)
         scores = self.score_pairs(batch)
-        several = self.trainer.accumulate_grad_batches > 1
-        self.taken_pairs.add(batch, scores, random, several=several)
         losses = self._measured(scores, batch, self.train_metrics)
         total = (losses * self.head_weights).sum()
-        return self._window.add(total, len(batch), Collectives(self.trainer))
+        taken = MicroBatch(delivered, PairScores(*(part.detach() for part in scores)), seed)
+        return self._step.add(total, taken, Collectives(self.trainer))
 
     def _measured(
         self, scores: PairScores, batch: PreferenceBatch, metrics: RewardMetrics
@@ -211,44 +224,57 @@ class RewardModel(L.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         ranks = Collectives(self.trainer)
-        window = self._window.close(self.trainer.accumulate_grad_batches, ranks)
-        self._log_training(self._finish_gradients(optimizer, window, ranks))
-
-    def _finish_gradients(
-        self, optimizer: Optimizer, window: ClosedWindow, ranks: Collectives
-    ) -> float:
+        mean = self._step.close(self.trainer.accumulate_grad_batches, ranks)
         gradients = gradients_of(self.trainer, optimizer)
-        if window.correction != 1.0:
-            gradients.scale(window.correction)
+        if mean.correction != 1.0:
+            gradients.scale(mean.correction)
         norm = gradients.norm()
         gradients_finite = not ranks.sum((~norm.isfinite()).float())
         # a loss scaler finds its scale by overflowing, and leaves those steps out itself
-        finite = window.finite and (gradients_finite or uses_loss_scaler(self.trainer))
-        if not finite:
+        if not mean.finite or not (gradients_finite or uses_loss_scaler(self.trainer)):
             gradients.drop()
-            self.step_guard.report(self._anomalies(window, ranks), self.taken_pairs.inputs())
+            self.step_guard.report(self._anomalies(mean, ranks), self._bundle, self)
         elif self.trainer.gradient_clip_val is None and self.max_grad_norm < norm < math.inf:
             gradients.scale(self.max_grad_norm / norm)
-        self.taken_pairs.clear()
-        return float(norm)
+        self._step = PairStep()
+        self._log_training(float(norm))
 
-    def _anomalies(self, window: ClosedWindow, ranks: Collectives) -> list[Anomaly]:
-        """What this rank knows of a step that is left out."""
-        place = self.taken_pairs.place()
-        if window.finite:
+    # ---- the guard
+
+    def _anomalies(self, mean: PairMean, ranks: Collectives) -> list[Anomaly]:
+        """Return what this rank knows of a step that is left out."""
+        place = bad_place(self._step.micro_batches, self.head_names, self.tokenizer)
+        if mean.finite:
             found = Anomaly("gradient", "the gradient is not finite")
         else:
             found = Anomaly("loss", f"the loss is not finite{f' ({place})' if place else ''}")
         return [found] if place or ranks.rank == 0 else []
 
-    @property
-    def skipped_steps(self) -> int:
-        """Optimizer steps that were left out so far, resumed runs included."""
-        return self.step_guard.skipped
+    def _bundle(self) -> StepBundle:
+        taken = self._step.micro_batches
+        return StepBundle(
+            stage=_STAGE,
+            batches={str(index): one.batch for index, one in enumerate(taken)},
+            seeds=[one.seed for one in taken],
+            context={},
+            records=step_records(taken, self.head_names, self.tokenizer),
+        )
 
-    @skipped_steps.setter
-    def skipped_steps(self, count: int) -> None:
-        self.step_guard.skipped = count
+    @property
+    def step_names(self) -> tuple[str, ...]:
+        """The steps that `retake` knows."""
+        return (_STAGE,)
+
+    def retake(self, bundle: StepBundle) -> Retaken:
+        """Take the step of a dump again, see `lrlhf.guard.replay.Replayable`."""
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, LightningOptimizer)
+        for batch, seed in zip(bundle.batches.values(), bundle.seeds, strict=True):
+            assert isinstance(batch, PreferenceBatch)
+            self.manual_backward(self._loss(batch.to(self.device), batch, seed))
+        records = step_records(self._step.micro_batches, self.head_names, self.tokenizer)
+        optimizer.step()
+        return Retaken(records)
 
     @property
     def _pad_id(self) -> int:
@@ -262,20 +288,18 @@ class RewardModel(L.LightningModule):
         self, batch: PreferenceBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> dict[str, Any]:
         del batch_idx, dataloader_idx
-        return self._evaluate(batch)
+        scores = self.score_pairs(batch)
+        self._measured(scores, batch, self.eval_metrics)
+        return {"records": score_records(scores, batch, self.head_names)}
 
-    def test_step(
-        self, batch: PreferenceBatch, batch_idx: int, dataloader_idx: int = 0
-    ) -> dict[str, Any]:
-        del batch_idx, dataloader_idx
-        return self._evaluate(batch)
+    test_step = validation_step
 
     def predict_step(
         self, batch: PreferenceBatch, batch_idx: int, dataloader_idx: int = 0
-    ) -> dict[str, Any]:
-        """Return the scores of every pair as ``records``, see `score_records`."""
+    ) -> list[dict[str, Any]]:
+        """Return the scores of every pair, see `score_records`."""
         del batch_idx, dataloader_idx
-        return {"records": score_records(self.score_pairs(batch), batch, self.head_names)}
+        return score_records(self.score_pairs(batch), batch, self.head_names)
 
     def on_validation_epoch_end(self) -> None:
         summary = self._compute(self.eval_metrics)
@@ -288,11 +312,6 @@ class RewardModel(L.LightningModule):
         # with the thresholds of the last validation: fitted on other pairs than these
         self._log_evaluation("test", self._compute(self.eval_metrics))
 
-    def _evaluate(self, batch: PreferenceBatch) -> dict[str, Any]:
-        scores = self.score_pairs(batch)
-        self._measured(scores, batch, self.eval_metrics)
-        return {"records": score_records(scores, batch, self.head_names)}
-
     # ---- logging
 
     def _log_training(self, norm: float) -> None:
@@ -304,15 +323,14 @@ class RewardModel(L.LightningModule):
         self.log_dict(values, batch_size=1)
 
     def on_train_epoch_end(self) -> None:
-        if self.train_metrics.update_called:
-            self.log_dict(self._training_values(), batch_size=1, sync_dist=True)
+        self.log_dict(self._training_values(), batch_size=1, sync_dist=True)
 
     def _training_values(self) -> dict[str, float]:
-        """Sum up the pairs since the last call, all ranks together."""
+        """Sum up the pairs since the last call, all ranks together; empty: there are none."""
         metrics = self._compute(self.train_metrics).metrics
-        loss = metrics.pop("loss")
+        loss = {"train/loss": metrics.pop("loss")} if metrics else {}
         kept = {k: v for k, v in metrics.items() if k.split("/")[0] not in _EVAL_ONLY}
-        return {"train/loss": loss, **{f"reward_model/{k}": v for k, v in kept.items()}}
+        return {**loss, **{f"reward_model/{k}": v for k, v in kept.items()}}
 
     def _log_evaluation(self, stage: str, summary: RewardSummary) -> None:
         values = dict(summary.metrics)
@@ -337,47 +355,16 @@ class RewardModel(L.LightningModule):
     # ---- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["guard"] = self.step_guard.state_dict()
-        checkpoint["pending_pairs"] = pending_pairs(self.train_metrics)
+        # those of the last rows that a logger has not seen yet
+        pairs = Collectives(self.trainer).gather(self.train_metrics.seen())
+        checkpoint["lrlhf"] = {"guard": self.step_guard.state_dict(), "pairs": pairs}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         refuse_other_weights(self, checkpoint)
-        self.step_guard.load_checkpoint(checkpoint)
-        take_up_pairs(self.train_metrics, checkpoint.get("pending_pairs", ()))
-
-
-def _loaded(
-    model: object, tokenizer: PreTrainedTokenizerBase | None, processor: ProcessorMixin | None
-) -> tuple[RewardNetwork, PreTrainedTokenizerBase, MediaProcessor | None]:
-    if isinstance(model, RewardNetwork):
-        if tokenizer is None:
-            raise ValueError("model is already built: pass its tokenizer too")
-        network = model
-    else:
-        spec = _as_score_model(model)
-        network = spec.load()
-        tokenizer = tokenizer or spec.load_tokenizer()
-        processor = processor or spec.load_processor()
-    return network, tokenizer, MediaProcessor.for_model(processor, network.config)
-
-
-def _as_score_model(model: object) -> ScoreModel:
-    if isinstance(model, str):
-        return ScoreModel(source=model)
-    if isinstance(model, Mapping):  # as a checkpoint holds it
-        lora = model["lora"]
-        return ScoreModel(**{**model, "lora": None if lora is None else LoRA(**lora)})
-    if isinstance(model, ScoreModel):
-        return model
-    raise ValueError(
-        f"model is a {type(model).__name__}, expected a source, a ScoreModel or a RewardNetwork"
-    )
-
-
-def _as_optimizer_config(optimizer: OptimizerConfig | Mapping[str, Any]) -> OptimizerConfig:
-    if not isinstance(optimizer, OptimizerConfig):
-        optimizer = OptimizerConfig(**optimizer)  # as a checkpoint holds it
-    return optimizer
+        state = checkpoint["lrlhf"]
+        self.step_guard.load_state_dict(state["guard"])
+        if self._trainer is not None:  # a run that goes on, not a model that is loaded
+            self.train_metrics.resume(state["pairs"], Collectives(self.trainer))
 
 
 def _weights(head_names: Sequence[str], given: Mapping[str, float] | None) -> list[float]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
 from torch import Tensor
 
 from lrlhf.functional.masking import masked_sum
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +44,17 @@ class Collectives:
         device = self.trainer.strategy.root_device
         return bool(self.max(torch.tensor(float(condition), device=device)))
 
+    def gather(self, value: T) -> list[T]:
+        """Return the value of every rank, on every rank; whatever `pickle` can carry."""
+        values: list[Any] = [value]
+        if self.world_size > 1:
+            values = [None] * self.world_size
+            torch.distributed.all_gather_object(values, value)
+        return values
+
     def union(self, names: Iterable[str]) -> list[str]:
         """Collect the names that any rank knows, in the same order everywhere."""
-        known: list[set[str] | None] = [set(names)]
-        if self.world_size > 1:
-            known = [None] * self.world_size
-            torch.distributed.all_gather_object(known, set(names))
-        return sorted(set().union(*(part for part in known if part is not None)))
+        return sorted(set().union(*self.gather(set(names))))
 
     def _reduce(self, value: Tensor, operation: str) -> Tensor:
         if self.world_size == 1:

@@ -11,12 +11,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lrlhf.guard.batch_files import pack, unpack
+from lrlhf.guard.random_state import random_state, restore_random_state
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.guard.anomalies import IterationSums, RunningLength, judge, measure
-from lrlhf.guard.batch_files import pack, unpack
 from lrlhf.guard.dump import NotADumpError, read_dump, read_state
-from lrlhf.guard.random_state import random_state, restore_random_state
 from lrlhf.modules import (
     PPO,
     RLOO,

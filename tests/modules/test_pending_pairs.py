@@ -1,10 +1,10 @@
 """A row of a reward model is over all pairs since the one before, across a resume too."""
 
 import torch
+from lrlhf.modules.pairs.pending_pairs import pending_pairs, take_up_pairs
 from torch import Tensor
 
 from lrlhf.modules.metrics.reward_metrics import RewardMetrics
-from lrlhf.modules.pairs.pending_pairs import pending_pairs, take_up_pairs
 
 
 def batch(seed: int) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.functional.classification import binary_calibration_error
 from torchmetrics.utilities import dim_zero_cat
+
+from lrlhf.run import Collectives
 
 _CALIBRATION_BINS = 20  # even, so that no bin lies across one half
 
@@ -85,6 +87,21 @@ class RewardMetrics(Metric):
         """
         none = torch.empty(0, len(self.head_names), device=self.device)
         self.update(none, none, none, none, torch.empty(0, 2, device=self.device))
+
+    def seen(self) -> dict[str, Tensor]:
+        """Return this rank's pairs since the last reset, on the CPU; empty: there are none."""
+        states = {"pairs": self.pairs, "lengths": self.lengths} if self.pairs else {}
+        return {name: dim_zero_cat(state).cpu() for name, state in states.items()}
+
+    def resume(self, seen: Sequence[Mapping[str, Tensor]], ranks: Collectives) -> None:
+        """Go on from what each rank had `seen`; of another number of ranks the first gets all."""
+        self.reset()
+        same = len(seen) == ranks.world_size
+        own = [seen[ranks.rank]] if same else seen if ranks.rank == 0 else []
+        for part in filter(None, own):
+            pairs, lengths = (part[name].to(self.device) for name in ("pairs", "lengths"))
+            scores0, scores1, labels, losses = pairs.unbind(dim=-1)
+            self.update(scores0, scores1, losses, labels, lengths)
 
     def compute(self) -> RewardSummary:
         """Return every metric that the collected pairs define, and the pairs themselves."""

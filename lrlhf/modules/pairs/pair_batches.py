@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lrlhf.types import PreferenceBatch, SequenceBatch, joined_media
+from lrlhf.types import SequenceBatch, joined_media
 
 
 class PairScores(NamedTuple):
@@ -39,18 +38,3 @@ def concatenate(first: SequenceBatch, second: SequenceBatch, *, pad_id: int) -> 
         media=joined_media([first, second]),
         group_ids=torch.arange(len(first)).repeat(2),
     )
-
-
-def score_records(
-    scores: PairScores, batch: PreferenceBatch, head_names: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Return one JSON-ready line per pair: ``info``, and ``scores0``, ``scores1`` by head."""
-    rows = zip(batch.info, scores.candidate0.tolist(), scores.candidate1.tolist(), strict=True)
-    return [
-        {
-            "info": dict(info),
-            "scores0": dict(zip(head_names, scores0, strict=True)),
-            "scores1": dict(zip(head_names, scores1, strict=True)),
-        }
-        for info, scores0, scores1 in rows
-    ]

@@ -1,0 +1,94 @@
+"""Scored pairs as lines for people: in evaluation files, dumps and warnings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.guard.anomalies import shortened, shown
+from lrlhf.modules.pairs.pair_batches import PairScores
+from lrlhf.modules.pairs.pair_step import MicroBatch
+from lrlhf.rollout.records import plain_json
+from lrlhf.types import PreferenceBatch, SequenceBatch
+
+
+def score_records(
+    scores: PairScores, batch: PreferenceBatch, head_names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return one JSON-ready line per pair: ``info``, and ``scores0``, ``scores1`` by head."""
+    rows = zip(batch.info, scores.candidate0.tolist(), scores.candidate1.tolist(), strict=True)
+    return [
+        {
+            "info": dict(info),
+            "scores0": dict(zip(head_names, scores0, strict=True)),
+            "scores1": dict(zip(head_names, scores1, strict=True)),
+        }
+        for info, scores0, scores1 in rows
+    ]
+
+
+def step_records(
+    micro_batches: Sequence[MicroBatch],
+    head_names: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[dict[str, Any]]:
+    """Describe each pair of an optimizer step in JSON types, its texts included."""
+
+    def by_head(values: Tensor) -> dict[str, float | str]:
+        return dict(zip(head_names, map(shown, values), strict=True))
+
+    records: list[dict[str, Any]] = []
+    for batch, scores, _ in micro_batches:
+        first, second = batch.candidate0, batch.candidate1
+        for row in range(len(batch)):
+            records.append(
+                {
+                    "row": len(records),
+                    "candidate0": _text(first, row, tokenizer),
+                    "scores0": by_head(scores.candidate0[row]),
+                    "candidate1": _text(second, row, tokenizer),
+                    "scores1": by_head(scores.candidate1[row]),
+                    "length": int(first.lengths[row]) + int(second.lengths[row]),
+                    "labels": by_head(batch.labels[row]),
+                    "margin": None if batch.margin is None else shown(batch.margin[row]),
+                    "info": plain_json(batch.info[row]),
+                }
+            )
+    return records
+
+
+def bad_place(
+    micro_batches: Sequence[MicroBatch],
+    head_names: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+) -> str:
+    """Say where a step's first score or margin is that is not finite; empty: there is none."""
+    before = 0
+    for batch, scores, _ in micro_batches:
+        for index, (part, candidate) in enumerate(
+            zip(scores, (batch.candidate0, batch.candidate1), strict=True)
+        ):
+            for pair, head in (~part.isfinite()).nonzero().tolist():
+                begins = shortened(_text(candidate, pair, tokenizer))
+                what = (
+                    f"the score {head_names[head]!r} of candidate {index} of pair {before + pair}"
+                )
+                return f"first in {what}, which begins {begins!r}"
+        # of the margins NaN stands for the constant one
+        margins = [] if batch.margin is None else batch.margin.tolist()
+        for pair in [index for index, margin in enumerate(margins) if math.isinf(margin)]:
+            begins = shortened(_text(batch.candidate0, pair, tokenizer))
+            where = f"the margin of pair {before + pair} is {margins[pair]}"
+            return f"{where}, which begins {begins!r}"
+        before += len(batch)
+    return ""
+
+
+def _text(candidate: SequenceBatch, row: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What a candidate says, its prompt included."""
+    ids = candidate.input_ids[row, candidate.attention_mask[row]].tolist()
+    return str(tokenizer.decode(ids))
