@@ -10,8 +10,8 @@ from collections.abc import MutableMapping
 from typing import Final
 
 _SPINS: Final = "10000"
-"""Less than half a millisecond. libgomp's own 300,000 hold a core for thirty times as long, which costs
-nothing alone, and several times the computation where another process has work for that core;
+"""Less than half a millisecond. libgomp's own 300,000 hold a core for thirty times as long, which
+costs nothing alone, and several times the computation where another process has work for that core;
 without any spinning each wait ends with a call of the system (docs/performance.md)."""
 _POLICY: Final = "OMP_WAIT_POLICY"
 _COUNT: Final = "GOMP_SPINCOUNT"

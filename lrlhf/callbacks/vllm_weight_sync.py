@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 
 from lrlhf.callbacks.ema import EMA
-from lrlhf.modules import PolicyModule
+from lrlhf.modules import SamplesResponses
 from lrlhf.rollout import RolloutEngine, RolloutListener, WeightSyncError
 from lrlhf.run import SplitsModels
 from lrlhf.types import Experience
@@ -65,7 +65,7 @@ class VLLMWeightSync(RolloutListener, L.Callback):
         self._evaluated = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if not isinstance(pl_module, PolicyModule):
+        if not isinstance(pl_module, SamplesResponses):
             raise ValueError(
                 f"VLLMWeightSync needs a module with a rollout engine (PPO, RLOO), and "
                 f"{type(pl_module).__name__} has none: drop the callback"
@@ -82,7 +82,7 @@ class VLLMWeightSync(RolloutListener, L.Callback):
 
     def on_weights_needed(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Push, if the engine's weights are not those that are to generate."""
-        engine = _policy_module(module).engine
+        engine = _sampling_module(module).engine
         averaged = any(
             isinstance(callback, EMA) and callback.stands_in
             for callback in trainer.callbacks  # type: ignore[attr-defined]
@@ -111,7 +111,7 @@ class VLLMWeightSync(RolloutListener, L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         """End the engine: Lightning calls no ``teardown`` after an error."""
-        if isinstance(pl_module, PolicyModule):
+        if isinstance(pl_module, SamplesResponses):
             pl_module.engine.close()
 
     def on_rollout(
@@ -125,7 +125,7 @@ class VLLMWeightSync(RolloutListener, L.Callback):
         # stored rollouts are as old as they are
         if experience.weight_version is None or "stored_step" in records[0]:
             return
-        allowed = self.every_n_steps - 1 + _policy_module(module).rollout_ahead
+        allowed = self.every_n_steps - 1 + _sampling_module(module).settings.rollout_ahead
         age = trainer.global_step - int(experience.weight_version.min())
         if not 0 <= age <= allowed:
             raise WeightSyncError(
@@ -149,6 +149,6 @@ class VLLMWeightSync(RolloutListener, L.Callback):
             )
 
 
-def _policy_module(module: L.LightningModule) -> PolicyModule:
-    assert isinstance(module, PolicyModule)
+def _sampling_module(module: L.LightningModule) -> SamplesResponses:
+    assert isinstance(module, SamplesResponses)
     return module

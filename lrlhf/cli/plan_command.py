@@ -8,9 +8,8 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from lrlhf.modules import RewardModel
+from lrlhf.modules import RewardModel, TrainingModule
 from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, plan_batches, table_of
-from lrlhf.modules.policy.policy_module import PolicyModule
 from lrlhf.planning.memory import Device, policy_memory, reward_model_memory
 from lrlhf.planning.memory_phases import options_of
 from lrlhf.planning.trainer_sizes import processes, training_steps
@@ -131,9 +130,11 @@ def _is_policy_module(class_path: str) -> bool:
 
 def _default_minibatches(class_path: str) -> int:
     cls = _policy_class(class_path)
-    return 1 if cls is None else cls.default_minibatches
+    return 1 if cls is None else int(getattr(cls, "default_minibatches", 1))
 
 
-def _policy_class(class_path: str) -> type[PolicyModule] | None:
+def _policy_class(class_path: str) -> type[TrainingModule] | None:
     cls = import_by_path(class_path)
-    return cls if isinstance(cls, type) and issubclass(cls, PolicyModule) else None
+    if not (isinstance(cls, type) and issubclass(cls, TrainingModule)):
+        return None
+    return cls if hasattr(cls, "default_minibatches") else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ class StepGuard:
             "lengths": self.lengths.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state``."""
         self.skipped, self._recent = state["skipped"], list(state["recent"])
         self.kinds, self._dumped = Counter(state["kinds"]), list(state["dumped"])

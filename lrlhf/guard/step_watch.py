@@ -56,6 +56,11 @@ class StepWatch:
         """`[B, T]` each, what the models made of the present micro-batch, by what to call it."""
 
     @property
+    def limits_mismatch(self) -> bool:
+        """Whether the distance between trainer and engine matters."""
+        return self._guard.max_mismatch is not None
+
+    @property
     def log_ratios(self) -> Tensor:
         """`[B]`, how far each row's probabilities have moved, in nats; NaN: not known."""
         moved = torch.full((self._size,), torch.nan)

@@ -4,10 +4,10 @@ import lrlhf.strategies  # noqa: F401  registers its names with Lightning
 from lrlhf.guard.bundle import NotADumpError
 from lrlhf.guard.guard_settings import Guard, TrainingDivergedError
 from lrlhf.guard.replay import DumpReplay, replay_dump
-from lrlhf.modules.contracts import Exportable, KLPenalized
+from lrlhf.modules.base import TrainingModule
+from lrlhf.modules.contracts import Exportable, KLPenalized, SamplesResponses
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy.importance_sampling import ImportanceSampling
-from lrlhf.modules.policy.policy_module import PolicyModule
 from lrlhf.modules.ppo import PPO
 from lrlhf.modules.reward_model import RewardModel
 from lrlhf.modules.rloo import RLOO
@@ -26,10 +26,11 @@ __all__ = [
     "KLPenalized",
     "NotADumpError",
     "OptimizerConfig",
-    "PolicyModule",
     "Reference",
     "RewardModel",
+    "SamplesResponses",
     "TrainingDivergedError",
+    "TrainingModule",
     "Update",
     "replay_dump",
 ]

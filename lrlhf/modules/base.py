@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import lightning as L
@@ -24,11 +23,11 @@ from lrlhf.run import Updater, count_iterations_as_steps, run_seed, seed_everyth
 class Stateful(Protocol):
     """A part whose state belongs into checkpoints."""
 
-    def state_dict(self) -> Mapping[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         ...
 
@@ -40,7 +39,7 @@ class TrainingModule(L.LightningModule):
     add parts to ``stateful``. One ``training_step`` counts as one step of the trainer, however many
     optimizer steps it takes. What it gets from here: strategies find its models, checkpoints are
     whole or absent and hold the state of all parts, 16-bit weights without a master copy are
-    refused, and `optimizer_step` clips, leaves out what is not finite, and counts it.
+    refused, and `take_step` clips, leaves out what is not finite, and counts it.
 
     Args:
         guard: Which steps are left out, and when to give up.
@@ -88,7 +87,7 @@ class TrainingModule(L.LightningModule):
         assert isinstance(optimizer, LightningOptimizer)
         return optimizer
 
-    def optimizer_step(self, loss: Tensor, *, index: int = 0, max_grad_norm: float = 1.0) -> float:
+    def take_step(self, loss: Tensor, *, index: int = 0, max_grad_norm: float = 1.0) -> float:
         """Go backward, clip, step and advance the schedule.
 
         Args:

@@ -21,8 +21,6 @@ from transformers import PreTrainedModel
 from lrlhf.media import MediaProcessor
 from lrlhf.models import media_modules
 from lrlhf.models.sharding import CheckpointMismatchError, check_same_names
-from lrlhf.modules.settings import Advantage, Reference, Update
-from lrlhf.rollout import Sampling
 from lrlhf.run import (
     SplitsModels,
     keep_host_memory,
@@ -154,84 +152,3 @@ def uses_loss_scaler(trainer: L.Trainer) -> bool:
     """Tell whether a loss scaler looks for its scale: by overflowing, which is no divergence."""
     plugin = trainer.precision_plugin
     return isinstance(plugin, MixedPrecision) and plugin.scaler is not None
-
-
-def check_group_policy_options(
-    num_generations: int,
-    sampling: Sampling,
-    advantage: Advantage,
-    update: Update,
-    *,
-    penalty_in_reward: bool,
-    allow_truncated_sampling: bool,
-    needs_groups: bool = False,
-) -> None:
-    """Check options of a policy trained on groups of responses against each other.
-
-    Args:
-        num_generations: Responses per prompt.
-        sampling: How training responses are drawn.
-        advantage: How scores become advantages.
-        update: How advantages become optimizer steps.
-        penalty_in_reward: Whether the scores carry a KL penalty.
-        allow_truncated_sampling: Whether top_p, top_k and min_p may cut tokens off.
-        needs_groups: Whether dynamic sampling compares the responses to one prompt.
-
-    Raises:
-        ValueError: Two of them do not fit together; says what would.
-    """
-    if num_generations < 1:
-        raise ValueError(f"num_generations is {num_generations}; it must be 1 or more")
-    estimator = advantage.function
-    if num_generations < 2 and (estimator.groups or needs_groups):
-        who = f"advantage.estimator {advantage.estimator!r}"
-        raise ValueError(
-            f"{who if estimator.groups else 'dynamic_sampling'} compares the responses to one "
-            f"prompt, but num_generations is {num_generations}; the nearest value is 2"
-        )
-    if sampling.temperature == 0:
-        raise ValueError(
-            "sampling.temperature is 0: all responses to a prompt would be the same; train with a "
-            "temperature above 0 (eval_sampling may be 0)"
-        )
-    if sampling.truncates and not allow_truncated_sampling:
-        raise ValueError(
-            "sampling.top_p, top_k, min_p or min_new_tokens cuts tokens off, so responses would "
-            "not come from the policy that is trained; set them to 1.0, 0, 0.0 and 0, or accept "
-            "the bias with allow_truncated_sampling: true"
-        )
-    if update.function.level == "sequence" and estimator.uses_values:
-        raise ValueError(
-            f"update.loss {update.loss!r} takes one advantage per response, but "
-            f"advantage.estimator {advantage.estimator!r} gives one per token; choose a token "
-            "loss (token_clip, dapo, cispo, reinforce)"
-        )
-    discounts = advantage.options.get("gamma", 1.0) != 1
-    if (
-        update.function.level == "sequence"
-        and estimator.per_token
-        and penalty_in_reward | discounts
-    ):
-        raise ValueError(
-            f"update.loss {update.loss!r} takes one advantage per response, but "
-            f"advantage.estimator {advantage.estimator!r} with a KL penalty in the reward, or with "
-            "gamma below 1, gives one per token; choose a token loss (token_clip, dapo, cispo, "
-            "reinforce), or reference.placement: loss and no gamma"
-        )
-
-
-def check_penalty(reference: Reference, *, in_reward: bool) -> None:
-    """Refuse a KL penalty that does nothing.
-
-    The gradient of k1 in a loss is that of the log-probabilities, whose mean over a policy's own
-    samples is zero wherever the reference is (Tang & Munos 2025, https://arxiv.org/abs/2506.09477).
-
-    Raises:
-        ValueError: k1 is to be a term of the loss.
-    """
-    if reference.kl_coef > 0 and reference.kl_estimator == "k1" and not in_reward:
-        raise ValueError(
-            "reference.kl_estimator is k1 and the penalty is in the loss, where its gradient is "
-            "zero on average: it would add noise and hold the policy nowhere. Take k3 (the default "
-            "there) or k2, or move it with reference.placement: reward"
-        )

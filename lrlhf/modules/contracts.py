@@ -8,6 +8,9 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.rollout import RolloutEngine
+
 
 @runtime_checkable
 class Exportable(Protocol):
@@ -34,3 +37,11 @@ class KLPenalized(Protocol):
     kl_coef: float
     samples_per_step: int
     """Responses of one iteration over all ranks."""
+
+
+@runtime_checkable
+class SamplesResponses(Protocol):
+    """A module whose policy generates responses through an engine."""
+
+    engine: RolloutEngine
+    settings: PolicySettings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from peft import PeftModel
@@ -80,6 +80,9 @@ class PPO(TrainingModule):
         Ouyang et al. 2022, §3.5, https://arxiv.org/abs/2203.02155
     """
 
+    default_minibatches: ClassVar[int] = 4
+    """Optimizer steps per pass over a rollout where ``update`` names no number."""
+
     def __init__(  # noqa: PLR0913  the constructor is the config schema
         self,
         policy: str | CausalLM | PreTrainedModel | PeftModel,
@@ -107,7 +110,7 @@ class PPO(TrainingModule):
         super().__init__(guard=guard, seed=seed)
         self.settings = complete_settings(
             default_algorithm="ppo",
-            default_minibatches=4,
+            default_minibatches=self.default_minibatches,
             algorithm=algorithm,
             num_generations=num_generations,
             sampling=sampling,
@@ -130,13 +133,12 @@ class PPO(TrainingModule):
         self.critic = self.values and self.values.network
         self.value_head = self.values.head if self.values and not self.critic else None
         self.parts = PolicyParts(self, loaded, rewards, engine, self.settings, self.values)
+        self.engine, self.rewards = self.parts.engine, rewards
         self.means = self.parts.means
         self.policy_step = PolicyStep(self.policy, self.tokenizer, self.settings)
         self.critic_step = self.joint_step = None
         if self.values is not None:
-            self.critic_step = CriticStep(
-                self.values, self.policy, self.tokenizer, self.settings
-            )
+            self.critic_step = CriticStep(self.values, self.policy, self.tokenizer, self.settings)
         if self.critic_step is not None and self.value_head is not None:
             self.joint_step = JointStep(
                 self.policy_step, self.critic_step, self.tokenizer, self.settings

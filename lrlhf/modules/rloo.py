@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from peft import PeftModel
@@ -73,6 +73,9 @@ class RLOO(TrainingModule):
         Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740
     """
 
+    default_minibatches: ClassVar[int] = 1
+    """Optimizer steps per pass over a rollout where ``update`` names no number."""
+
     def __init__(  # noqa: PLR0913  the constructor is the config schema
         self,
         policy: str | CausalLM | PreTrainedModel | PeftModel,
@@ -99,6 +102,7 @@ class RLOO(TrainingModule):
         super().__init__(guard=guard, seed=seed)
         self.settings = complete_settings(
             default_algorithm="rloo",
+            default_minibatches=self.default_minibatches,
             algorithm=algorithm,
             num_generations=num_generations,
             sampling=sampling,
@@ -120,6 +124,7 @@ class RLOO(TrainingModule):
         self.policy, self.tokenizer, self.processor = loaded
         self.optimizer_config = optimizer.filled(lr=1e-6)
         self.parts = PolicyParts(self, loaded, rewards, engine, self.settings)
+        self.engine, self.rewards = self.parts.engine, rewards
         self.means = self.parts.means
         self.policy_step = PolicyStep(self.policy, self.tokenizer, self.settings)
         self.kl_coef = self.settings.kl_coef

@@ -12,7 +12,7 @@ import lightning as L
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from lrlhf.modules.policy.policy_module import PolicyModule
+from lrlhf.modules import PPO, RLOO
 from lrlhf.rollout import RolloutListener
 
 
@@ -82,8 +82,10 @@ class MemoryProbe(L.Callback, RolloutListener):
 
 def _resident(trainer: L.Trainer, module: L.LightningModule) -> Iterable[Tensor]:
     models: list[nn.Module] = [module]
-    if isinstance(module, PolicyModule) and module.frozen is not None:
-        models += [value for value in vars(module.frozen).values() if isinstance(value, nn.Module)]
+    if isinstance(module, RLOO | PPO) and module.parts.reference is not None:
+        models += [
+            value for value in vars(module.parts.reference).values() if isinstance(value, nn.Module)
+        ]
     for model in models:
         yield from model.buffers()
         for weight in model.parameters():

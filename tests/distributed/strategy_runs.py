@@ -23,7 +23,6 @@ from lrlhf.modules import (
     Advantage,
     Critic,
     OptimizerConfig,
-    PolicyModule,
     Reference,
     RewardModel,
     Update,
@@ -159,8 +158,8 @@ class SaveAtEnd(L.Callback):
         averages = next(c for c in trainer.callbacks if isinstance(c, EMA)).state_dict()  # type: ignore[attr-defined]
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         state: dict[str, Any] = {"step": trainer.global_step, "metrics": metrics}
-        if isinstance(pl_module, PolicyModule):
-            state |= {"kl_coef": pl_module.kl_coef, "moments": pl_module.moments.state_dict()}
+        if isinstance(pl_module, RLOO | PPO):
+            state |= {"kl_coef": pl_module.kl_coef, "moments": pl_module.parts.moments.state_dict()}
         shared = {"weights": _whole(weights), "averages": _whole(averages["shadows"])}
         torch.save({**state, **shared}, self.folder / f"rank{trainer.global_rank}.pt")
 
@@ -223,7 +222,7 @@ def train(
         HFExport(folder / "export"),
         SaveAtEnd(folder),
     ]
-    if isinstance(module, PolicyModule):
+    if isinstance(module, RLOO | PPO):
         callbacks.append(KLControl(target=0.01, horizon=20))
         if isinstance(module.engine, SyncedEngine):
             callbacks.append(VLLMWeightSync(probe_every=1))

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lrlhf.datamodules import PromptDataModule
-from lrlhf.modules import PolicyModule
+from lrlhf.modules import PPO, RLOO
 from lrlhf.rollout import RolloutListener
 from lrlhf.types import Experience
 
@@ -44,7 +44,7 @@ class Watcher(RolloutListener, L.Callback):
 
 
 def fit(
-    module: PolicyModule,
+    module: RLOO | PPO,
     prompts: Path,
     folder: Path,
     *,

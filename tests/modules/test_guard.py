@@ -24,7 +24,6 @@ from lrlhf.modules import (
     Critic,
     Guard,
     OptimizerConfig,
-    PolicyModule,
     Reference,
     TrainingDivergedError,
     Update,
@@ -42,9 +41,9 @@ NAN = float("nan")
 def build(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    kind: type[PolicyModule] = RLOO,
+    kind: type[RLOO | PPO] = RLOO,
     **options: Any,
-) -> PolicyModule:
+) -> RLOO | PPO:
     settings: dict[str, Any] = {
         "num_generations": 2,
         "sampling": Sampling(max_new_tokens=6),
@@ -78,7 +77,7 @@ def dump_of(folder: Path) -> Path:
     return found
 
 
-def assert_nothing_moved(module: PolicyModule, dump: Path) -> None:
+def assert_nothing_moved(module: RLOO | PPO, dump: Path) -> None:
     """The run ended with the weights and moments that the step found."""
     state = read_state(dump)
     for name, value in module.state_dict().items():
@@ -95,7 +94,7 @@ def assert_nothing_moved(module: PolicyModule, dump: Path) -> None:
 def test_a_weight_that_is_not_finite_is_found_and_named(
     language_model, tokenizer, prompts, tmp_path, caplog
 ) -> None:
-    def poison(module: PolicyModule, _: Experience) -> None:
+    def poison(module: RLOO | PPO, _: Experience) -> None:
         module.policy.model.layers[1].mlp.down_proj.weight[0, 0] = NAN  # type: ignore[union-attr]
 
     module = build(language_model, tokenizer)
@@ -182,7 +181,7 @@ def test_default_limits_let_a_fast_learner_pass(
 def test_a_kl_explosion_leaves_out_the_iteration(
     language_model, tokenizer, prompts, tmp_path
 ) -> None:
-    def depart(module: PolicyModule, experience: Experience) -> None:
+    def depart(module: RLOO | PPO, experience: Experience) -> None:
         head = module.policy.model.layers[0].mlp.down_proj.weight  # type: ignore[union-attr]
         head.mul_(-3)
         del experience
@@ -249,7 +248,7 @@ def test_an_infinite_score_leaves_out_the_iteration(
 def test_ppo_dumps_what_its_critic_stumbled_over(
     language_model, tokenizer, prompts, tmp_path
 ) -> None:
-    def poison(module: PolicyModule, experience: Experience) -> None:
+    def poison(module: RLOO | PPO, experience: Experience) -> None:
         assert experience.returns is not None
         assert isinstance(module, PPO)
         assert module.value_head is not None
@@ -276,7 +275,7 @@ def test_ppo_dumps_what_its_critic_stumbled_over(
 def test_the_quota_names_the_kinds_and_survives_a_resume(
     language_model, tokenizer, prompts, tmp_path
 ) -> None:
-    def broken(model: PreTrainedModel) -> PolicyModule:
+    def broken(model: PreTrainedModel) -> RLOO | PPO:
         return build(model, tokenizer, guard=Guard(max_skipped=2, dump=1))
 
     language_model.model.layers[0].mlp.down_proj.weight.register_hook(lambda g: g * NAN)

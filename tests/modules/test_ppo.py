@@ -432,9 +432,9 @@ def everything(module: PPO, trainer: L.Trainer, callbacks: list[L.Callback]) -> 
     state: dict[str, Any] = {
         "policy": module.policy.state_dict(),
         "critic": module.critic.state_dict(),
-        "reference": module.frozen.state_dict(),
+        "reference": module.parts.reference.state_dict(),
         "kl_coef": module.kl_coef,
-        "moments": module.moments.state_dict(),
+        "moments": module.parts.moments.state_dict(),
         "ema": callbacks[0].state_dict(),
         "kl_control": callbacks[1].state_dict(),
         "step": trainer.global_step,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from jsonargparse import ArgumentParser
 
-from lrlhf.modules import PPO, RLOO, Advantage, PolicyModule, Update
+from lrlhf.modules import PPO, RLOO, Advantage, Update
 from lrlhf.rewards import Rewards
 from tests.modules.policy_runs import letters
 
@@ -14,16 +14,16 @@ LETTERS = "tests.modules.policy_runs.letters"
 GROUPS = {"advantage": Advantage, "update": Update}
 
 
-def from_yaml(kind: type[PolicyModule], folder: Path, options: dict[str, Any]) -> PolicyModule:
+def from_yaml(kind: type[RLOO | PPO], folder: Path, options: dict[str, Any]) -> RLOO | PPO:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, "model")
     rewards = {"class_path": "lrlhf.rewards.Rewards", "init_args": {"functions": [LETTERS]}}
     config = parser.parse_object({"model": {"policy": str(folder), "rewards": rewards, **options}})
-    module: PolicyModule = parser.instantiate(config).model
+    module: RLOO | PPO = parser.instantiate(config).model
     return module
 
 
-def meaning(module: PolicyModule) -> Any:
+def meaning(module: RLOO | PPO) -> Any:
     return module.advantage, module.update, module.update.function
 
 
@@ -40,7 +40,7 @@ def meaning(module: PolicyModule) -> Any:
     ],
 )
 def test_settings_mean_the_same_from_python_and_from_yaml(
-    model_folder, kind: type[PolicyModule], options: dict[str, Any]
+    model_folder, kind: type[RLOO | PPO], options: dict[str, Any]
 ) -> None:
     groups: dict[str, Any] = {name: GROUPS[name](**given) for name, given in options.items()}
     from_python = kind(str(model_folder), Rewards([letters]), **groups)
@@ -69,7 +69,7 @@ def test_settings_mean_the_same_from_python_and_from_yaml(
 def test_the_loss_is_that_of_the_estimators_paper_unless_it_is_named(
     language_model,
     tokenizer,
-    kind: type[PolicyModule],
+    kind: type[RLOO | PPO],
     estimator: str | None,
     update: dict[str, Any],
     expected: tuple[str, str],

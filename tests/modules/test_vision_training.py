@@ -23,7 +23,6 @@ from lrlhf.modules import (
     Advantage,
     Critic,
     OptimizerConfig,
-    PolicyModule,
     Reference,
     RewardModel,
     Update,
@@ -72,10 +71,10 @@ def questions(tmp_path: Path) -> Path:
 def policy(
     vlm: Vlm,
     *,
-    module: Callable[..., PolicyModule] = RLOO,
+    module: Callable[..., RLOO | PPO] = RLOO,
     rewards: Rewards | None = None,
     **options: Any,
-) -> PolicyModule:
+) -> RLOO | PPO:
     settings: dict[str, Any] = {
         "num_generations": 2,
         "sampling": Sampling(max_new_tokens=5),

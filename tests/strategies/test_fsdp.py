@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lrlhf.callbacks import EMA, RLCheckpoint
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.models.sharding import settle, whole
-from lrlhf.modules import RLOO, PolicyModule, Reference, RewardModel, Update
+from lrlhf.modules import PPO, RLOO, Reference, RewardModel, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import RolloutListener, Sampling
 from lrlhf.run.checkpoints.checkpoint_reader import is_folder_checkpoint
@@ -73,7 +73,7 @@ class KeepEnd(L.Callback):
 
 
 def models_of(module: L.LightningModule) -> dict[str, nn.Module]:
-    assert isinstance(module, PolicyModule | RewardModel)
+    assert isinstance(module, RLOO | PPO | RewardModel)
     return module.trainable_models()
 
 
@@ -128,9 +128,9 @@ class LooksBeforeTheUpdate(RolloutListener, L.Callback):
             return
         assert self.trainer is not None
         module = self.trainer.lightning_module
-        assert isinstance(module, PolicyModule)
-        assert module.frozen is not None
-        for model in (module.policy, module.frozen.model):  # type: ignore[attr-defined]
+        assert isinstance(module, RLOO | PPO)
+        assert module.parts.reference is not None
+        for model in (module.policy, module.parts.reference.model):  # type: ignore[attr-defined]
             assert all(isinstance(weight, DTensor) for weight in model.parameters())
         for block in module.policy.model.layers:  # type: ignore[union-attr]
             (group,) = block._get_fsdp_state()._fsdp_param_groups

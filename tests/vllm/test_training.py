@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.callbacks import EMA, RLCheckpoint, VLLMWeightSync
-from lrlhf.modules import PPO, RLOO, PolicyModule, Reference, Update
+from lrlhf.modules import PPO, RLOO, Reference, Update
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, VLLMEngine
@@ -25,8 +25,8 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def module(
-    tokenizer: PreTrainedTokenizerBase, kind: type[PolicyModule] = RLOO, **options: Any
-) -> PolicyModule:
+    tokenizer: PreTrainedTokenizerBase, kind: type[RLOO | PPO] = RLOO, **options: Any
+) -> RLOO | PPO:
     return kind(
         build_policy(tokenizer),
         Rewards([letters]),
@@ -53,7 +53,7 @@ class Gaps(Watcher):
 
 @pytest.mark.parametrize("kind", [RLOO, PPO])
 def test_every_iteration_learns_from_the_present_policy(
-    kind: type[PolicyModule], tokenizer: PreTrainedTokenizerBase, prompts: Path, tmp_path: Path
+    kind: type[RLOO | PPO], tokenizer: PreTrainedTokenizerBase, prompts: Path, tmp_path: Path
 ) -> None:
     gaps = Gaps()
     trained = module(tokenizer, kind)
@@ -117,7 +117,7 @@ def test_validation_draws_with_averaged_weights_and_training_does_not(
     assert seen[-1] == answers.expected
 
 
-def expected_answers(module: PolicyModule, outputs: Any) -> list[str]:
+def expected_answers(module: RLOO | PPO, outputs: Any) -> list[str]:
     """Greedy answers of the weights that stand in the module, one token at a time."""
     answers = []
     for record in outputs["records"]:

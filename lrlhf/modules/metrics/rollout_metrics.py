@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from lrlhf.functional.kl import kl_estimate
 from lrlhf.functional.algorithm import PolicyLoss
+from lrlhf.functional.kl import kl_estimate
 from lrlhf.functional.masking import masked_sum
 from lrlhf.functional.policy import policy_metrics, sequence_ratio
 from lrlhf.guard.anomalies import reference_kl

@@ -21,8 +21,8 @@ from lrlhf.models import (
 )
 from lrlhf.modules.metrics.rollout_metrics import measure_values
 from lrlhf.modules.optimizers import OptimizerAndScheduler
-from lrlhf.modules.policy.gradient_step import GradientStep, Stepped, UpdateContext
-from lrlhf.modules.policy.iteration import Iteration
+from lrlhf.modules.policy.gradient_step import GradientStep, Stepped
+from lrlhf.modules.policy.iteration import Iteration, UpdateContext
 from lrlhf.modules.policy.objective import Denominators, value_loss
 from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.modules.policy.policy_step import PolicyStep

@@ -16,27 +16,13 @@ from lrlhf.guard.anomalies import Anomaly
 from lrlhf.guard.bundle import StepBundle
 from lrlhf.guard.step_watch import StepWatch
 from lrlhf.modules.checks import uses_loss_scaler
-from lrlhf.modules.policy.iteration import Iteration
+from lrlhf.modules.policy.iteration import Iteration, UpdateContext
 from lrlhf.modules.policy.micro_batching import plan_micro_batches
 from lrlhf.modules.policy.objective import Denominators, denominators
 from lrlhf.modules.policy.policy_guard import describe_rows, place_in
 from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.rollout import trim
 from lrlhf.types import Experience, SequenceBatch
-
-
-class UpdateContext(NamedTuple):
-    """What holds for all optimizer steps of one iteration."""
-
-    kl_coef: float
-    stored: bool
-    """Whether an earlier run's policy generated the responses."""
-    from_engine: bool
-    """Whether old log-probabilities are the engine's, taken as they are."""
-    exact: bool
-    """Whether the engine's log-probabilities are the policy's own."""
-    value_unit: float = 1.0
-    """Standard deviation of the scores so far, as values are measured in it."""
 
 
 class OptimizerStep(Protocol):
@@ -66,7 +52,7 @@ class OptimizerStep(Protocol):
 class Stepped(NamedTuple):
     """An optimizer that takes a step."""
 
-    index: int
+    position: int
     """Among the module's optimizers."""
     role: str
     """What metrics call it."""
@@ -134,9 +120,7 @@ class GradientStep:
         """
         seeds = it.seed_optimizer_step()
         guard = it.module.step_guard
-        watch = StepWatch(
-            guard.settings, rows=len(part), device=it.device, replayed=context.stored
-        )
+        watch = StepWatch(guard.settings, rows=len(part), device=it.device, replayed=context.stored)
         self._accumulate(part, it, watch, loss_of, text_loss)
         found = self._step(it, watch, optimizers)
         if found is not None:
@@ -194,9 +178,9 @@ class GradientStep:
         """Step every optimizer; returns what this rank knows of a step that was left out."""
         verdict = watch.judge(it.ranks)
         found, left_out = list(verdict.found), verdict.skips
-        for index, role, max_norm in optimizers:
+        for position, role, max_norm in optimizers:
             norm = it.module.gradients.step(
-                it.module.optimizer_of(index), max_grad_norm=max_norm, leave_out=verdict.skips
+                it.module.optimizer_of(position), max_grad_norm=max_norm, leave_out=verdict.skips
             )
             if verdict.skips:
                 continue

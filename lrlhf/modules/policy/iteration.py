@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -18,6 +18,20 @@ from lrlhf.types import Experience
 
 _BEFORE_UPDATE = 0
 """Place of the pass without gradients among the seeds of an iteration; optimizer steps follow."""
+
+
+class UpdateContext(NamedTuple):
+    """What holds for all optimizer steps of one iteration."""
+
+    kl_coef: float
+    stored: bool
+    """Whether an earlier run's policy generated the responses."""
+    from_engine: bool
+    """Whether old log-probabilities are the engine's, taken as they are."""
+    exact: bool
+    """Whether the engine's log-probabilities are the policy's own."""
+    value_unit: float = 1.0
+    """Standard deviation of the scores so far, as values are measured in it."""
 
 
 class Iteration:

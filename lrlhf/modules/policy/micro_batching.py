@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from lrlhf.models import packs, plain_model
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.settings import Update
-from lrlhf.rollout import Pass, plan_passes
+from lrlhf.rollout import MicroBatch
+from lrlhf.rollout import plan_micro_batches as plan_own
 from lrlhf.types import SequenceBatch
 
 
@@ -21,7 +22,7 @@ def plan_micro_batches(
     models: Sequence[PreTrainedModel | PeftModel],
     update: Update,
     it: Iteration,
-) -> list[Pass]:
+) -> list[MicroBatch]:
     """Cut rows into the micro-batches that go through some models.
 
     Where weights are split, all ranks take part in gathering them, micro-batch by micro-batch.
@@ -33,7 +34,7 @@ def plan_micro_batches(
         it: The ranks.
     """
     plan = partial(
-        plan_passes,
+        plan_own,
         part,
         max_tokens=update.micro_batch_tokens,
         packed=all(packs(plain_model(model), part) for model in models),

@@ -20,7 +20,7 @@ from lrlhf.functional.masking import masked_mean
 from lrlhf.functional.policy import aggregate
 from lrlhf.functional.value_loss import clipped_value_loss
 from lrlhf.modules.metrics.metric_sums import MetricSums
-from lrlhf.modules.settings import Advantage, Critic, Reference, Update
+from lrlhf.modules.settings import Advantage, Critic
 from lrlhf.rollout import Collected
 from lrlhf.types import Experience, Rollout
 
@@ -53,7 +53,7 @@ def as_experience(
     )
 
 
-def compute_advantages(
+def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
     experience: Experience,
     *,
     algorithm: Algorithm,
@@ -232,13 +232,13 @@ def summed_tokens(loss: PolicyLoss, *, tokens: Tensor, rows: Tensor) -> Tensor:
     return torch.ones_like(tokens)
 
 
-def policy_loss(
+def policy_loss(  # noqa: PLR0913  the terms of the objective
     logprobs: Tensor,
     experience: Experience,
     *,
     loss: PolicyLoss,
-    update: Update,
-    reference: Reference,
+    entropy_coef: float,
+    kl_estimator: str,
     kl_coef: float,
     totals: Denominators,
     max_new_tokens: int,
@@ -251,8 +251,8 @@ def policy_loss(
         experience: The rows, ``advantages`` and ``loss_mask`` set; ``importance_weights`` multiply
             each token's gradient in the policy term; no other term, and no denominator.
         loss: With its options in place.
-        update: Weight of the entropy bonus.
-        reference: Estimator of the KL term.
+        entropy_coef: Weight of the entropy bonus.
+        kl_estimator: k2 or k3.
         kl_coef: Strength of the KL term of the loss; 0 where the penalty is in the reward.
         totals: Rows and tokens of the whole optimizer step.
         max_new_tokens: Constant length of Dr. GRPO's normalisation.
@@ -288,11 +288,10 @@ def policy_loss(
     zero = policy.detach() * 0
     kl = zero
     if kl_coef > 0 and experience.ref_logprobs is not None:
-        estimator = reference.kl_estimator or "k3"
-        estimate = kl_estimate(logprobs, experience.ref_logprobs, estimator=estimator)
+        estimate = kl_estimate(logprobs, experience.ref_logprobs, estimator=kl_estimator)
         kl = share(estimate, mask, totals.tokens)
     bonus = zero if entropy is None else share(entropy, mask, totals.tokens)
-    total = policy + kl_coef * kl - update.entropy_coef * bonus
+    total = policy + kl_coef * kl - entropy_coef * bonus
     return LossTerms(total, policy.detach(), kl.detach(), bonus.detach())
 
 

@@ -21,8 +21,7 @@ from lrlhf.guard.anomalies import (
 )
 from lrlhf.guard.bundle import StepBundle
 from lrlhf.guard.step_watch import StepWatch
-from lrlhf.modules.policy.gradient_step import UpdateContext
-from lrlhf.modules.policy.iteration import Iteration
+from lrlhf.modules.policy.iteration import Iteration, UpdateContext
 from lrlhf.modules.policy.running_moments import ScoreMoments
 from lrlhf.modules.policy.sampler import Sample
 from lrlhf.types import Experience
@@ -74,9 +73,7 @@ def passes_guard(
             stage=ITERATION,
             batches={"experience": experience},
             seeds=[seeds],
-            context={
-                **context._asdict(), **moments._asdict(), **columns, "filler": sample.filler
-            },
+            context={**context._asdict(), **moments._asdict(), **columns, "filler": sample.filler},
             records=describe_rows(experience, tokenizer, None),
         )
 
@@ -118,77 +115,6 @@ def place_in(micro: Experience, watch: StepWatch, tokenizer: PreTrainedTokenizer
     """Say where in a micro-batch the first entry is that is not finite."""
     place = locate(micro, watch.outputs, tokenizer=tokenizer, rows=watch.rows)
     return place or locate_in(micro, tokenizer)
-
-
-def log_ratios(self) -> Tensor:
-        """`[B]`: how far the rows of the last optimizer step had moved, in nats; NaN: not known."""
-        return self._watch.log_ratios
-
-    def _step_inputs(self, stage: str, batches: Mapping[str, TensorBatch | None]) -> StepInputs:
-        """Take down what a step is taken with, before it draws random numbers."""
-        return StepInputs(
-            stage=stage,
-            batches={name: batch for name, batch in batches.items() if batch is not None},
-            random=[random_state(self.device)] if self.step_guard.keeps_inputs else [],
-            extra={
-                "replayed": self._replayed,
-                "drawn": self._takes_drawn,
-                "moved": self._moved,
-            },
-        )
-
-    def _passes_guard(
-        self, experience: Experience, inputs: StepInputs, collectives: Collectives
-    ) -> bool:
-        """Look at an iteration before its update; False: all ranks leave the update out."""
-        guard = self.step_guard
-        own = measure(experience, replayed=self._replayed, drawn=self._takes_drawn)
-        sums = IterationSums(*collectives.sum(own).tolist())
-        found = judge(sums, guard.settings, guard.lengths)
-        if not found:
-            guard.lengths.update(sums.tokens / max(sums.rows, 1))
-            return True
-        place = locate_in(experience, self.tokenizer)
-        # what is about all ranks, the first one tells
-        told = [one for one in found if collectives.rank == 0]
-        if place:
-            bad = next((one for one in found if one.limit is None), found[0])
-            told = [one for one in told if one is not bad]
-            told.append(bad._replace(text=f"{bad.text} ({place})"))
-        self._report(told, inputs, experience)
-        return False
-
-    def _report(self, found: list[Anomaly], inputs: StepInputs, rows: Experience) -> None:
-        kept = None
-        if self.step_guard.keeps_inputs:
-            moves = None if inputs.stage == ITERATION else self.log_ratios
-            kept = replace(inputs, records=describe_rows(rows, self.tokenizer, moves))
-        self.step_guard.report(found, kept)
-
-    def _begin_step(self, stage: str, part: Experience, text: SequenceBatch | None) -> StepInputs:
-        self._watch = StepWatch(
-            self.step_guard.settings,
-            rows=len(part),
-            device=self.device,
-            replayed=self._replayed,
-        )
-        return self._step_inputs(stage, {"part": part, "text": text})
-
-    def _see_probabilities(self, logprobs: Tensor, micro: Experience, loss: PolicyLoss) -> None:
-        """Show the guard how far a micro-batch's probabilities are from where they should be."""
-        self._watch.outputs["the policy's log-probabilities"] = logprobs.detach()
-        mask = micro.loss_mask
-        if micro.old_logprobs is not None:
-            self._watch.see_ratios(log_ratios(logprobs, micro, loss))
-        unseen = micro.old_logprobs is None or (self._takes_drawn and not self._moved)
-        if unseen and self.step_guard.settings.max_mismatch is not None:
-            distance = (logprobs.detach() - micro.engine_logprobs).abs()
-            self._watch.see_mismatch(masked_sum(distance, mask), mask.sum())
-
-    def _place_of(self, micro: Experience) -> str:
-        """Say where in a micro-batch the first entry is that is not finite."""
-        place = locate(micro, self._watch.outputs, tokenizer=self.tokenizer, rows=self._watch.rows)
-        return place or locate_in(micro, self.tokenizer)
 
 
 def log_ratios(logprobs: Tensor, experience: Experience, loss: PolicyLoss) -> Tensor:

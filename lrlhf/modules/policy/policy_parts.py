@@ -24,8 +24,7 @@ from lrlhf.modules.metrics.rollout_metrics import measure_kl, measure_mismatch
 from lrlhf.modules.policy.critic import ValueFunction
 from lrlhf.modules.policy.evaluation import ResponseMeans
 from lrlhf.modules.policy.experience import make_experience
-from lrlhf.modules.policy.gradient_step import UpdateContext
-from lrlhf.modules.policy.iteration import Iteration
+from lrlhf.modules.policy.iteration import Iteration, UpdateContext
 from lrlhf.modules.policy.load_policy import LoadedPolicy
 from lrlhf.modules.policy.policy_guard import passes_guard
 from lrlhf.modules.policy.policy_settings import PolicySettings
@@ -254,7 +253,7 @@ class _KLState:
         assert isinstance(self._module, KLPenalized)
         return {"coef": self._module.kl_coef, "configured": self._configured}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         assert isinstance(self._module, KLPenalized)
         if state["configured"] == self._configured:
             self._module.kl_coef = state["coef"]
@@ -272,7 +271,7 @@ class _ReferenceState:
             return {"weights": None}
         return {"weights": self._reference.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         weights: Mapping[str, Tensor] | None = state["weights"]
         if weights is None:
             return

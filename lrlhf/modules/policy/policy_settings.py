@@ -17,8 +17,8 @@ from lrlhf.functional.algorithms import (
 )
 from lrlhf.functional.algorithms.ppo import PPO_CLIP
 from lrlhf.functional.names import unknown_name
-from lrlhf.modules.policy.importance_sampling import AUTOMATIC, ImportanceSampling
 from lrlhf.modules.policy.batch_plan import largest_divisor
+from lrlhf.modules.policy.importance_sampling import AUTOMATIC, ImportanceSampling
 from lrlhf.modules.settings import Advantage, DynamicSampling, Reference, Update
 from lrlhf.rollout import Sampling
 from lrlhf.run import Collectives
@@ -69,7 +69,7 @@ class PolicySettings:
         return self.importance_sampling or AUTOMATIC
 
 
-def complete_settings(
+def complete_settings(  # noqa: PLR0913  what the constructors take
     *,
     default_algorithm: str,
     default_minibatches: int = 1,
@@ -90,7 +90,17 @@ def complete_settings(
     Args:
         default_algorithm: Of the module, where nothing names another.
         default_minibatches: Of the module.
-        algorithm: See `RLOO`, as all that follow.
+        algorithm: See `RLOO`.
+        num_generations: See `RLOO`.
+        sampling: See `RLOO`.
+        eval_sampling: See `RLOO`.
+        reference: See `RLOO`.
+        advantage: See `RLOO`.
+        update: See `RLOO`.
+        importance_sampling: See `RLOO`.
+        dynamic_sampling: See `RLOO`.
+        rollout_ahead: See `RLOO`.
+        allow_truncated_sampling: See `RLOO`.
 
     Raises:
         ValueError: Two options do not fit together; says what would.
@@ -166,15 +176,11 @@ def assemble_algorithm(
 
 
 def _with_estimator_options(estimator: Estimator, name: str, advantage: Advantage) -> Estimator:
-    _check_options(
-        f"advantage.options (estimator {name})", estimator.function, advantage.options
-    )
+    _check_options(f"advantage.options (estimator {name})", estimator.function, advantage.options)
     level = estimator.normalize
     if advantage.normalize is not None:
         level = ("sequence" if level == "none" else level) if advantage.normalize else "none"
-    return estimator._replace(
-        options={**estimator.options, **advantage.options}, normalize=level
-    )
+    return estimator._replace(options={**estimator.options, **advantage.options}, normalize=level)
 
 
 def _with_loss_options(loss: PolicyLoss, update: Update) -> PolicyLoss:

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lrlhf.guard.step_watch import StepWatch
 from lrlhf.models import SequenceOutputs, ruled_out_ids, sequence_logprobs, sequence_outputs
 from lrlhf.modules.metrics.rollout_metrics import measure_mismatch, measure_update
-from lrlhf.modules.policy.gradient_step import GradientStep, Stepped, UpdateContext
+from lrlhf.modules.policy.gradient_step import GradientStep, Stepped
 from lrlhf.modules.policy.importance_sampling import measure_importance, with_importance_weights
-from lrlhf.modules.policy.iteration import Iteration
+from lrlhf.modules.policy.iteration import Iteration, UpdateContext
 from lrlhf.modules.policy.objective import Denominators, policy_loss, summed_tokens
 from lrlhf.modules.policy.policy_guard import show_probabilities
 from lrlhf.modules.policy.policy_settings import PolicySettings
@@ -56,7 +56,11 @@ class PolicyObjective:
             context: Of the iteration's update.
             value_head: Reads the last hidden states; None: there is none.
         """
-        settings, update, loss = self._settings, self._settings.update, self._settings.algorithm.loss
+        settings, update, loss = (
+            self._settings,
+            self._settings.update,
+            self._settings.algorithm.loss,
+        )
         out = sequence_outputs(
             self._policy,
             micro,
@@ -81,8 +85,8 @@ class PolicyObjective:
             out.logprobs,
             micro,
             loss=loss,
-            update=update,
-            reference=settings.reference,
+            entropy_coef=update.entropy_coef,
+            kl_estimator=settings.reference.kl_estimator or "k3",
             kl_coef=0.0 if settings.kl_in_reward else context.kl_coef,
             totals=totals,
             max_new_tokens=settings.sampling.max_new_tokens,
@@ -160,7 +164,9 @@ class PolicyStep:
             return None
 
         def loss_of(micro: Experience, share: float, watch: StepWatch) -> Tensor:
-            return self.objective.loss(micro, share, watch, totals=totals, it=it, context=context)[0]
+            return self.objective.loss(micro, share, watch, totals=totals, it=it, context=context)[
+                0
+            ]
 
         return self._gradient.take(
             part,

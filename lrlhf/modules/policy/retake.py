@@ -9,8 +9,8 @@ from lrlhf.guard.anomalies import measure
 from lrlhf.guard.bundle import StepBundle
 from lrlhf.guard.replay import Retaken
 from lrlhf.modules.base import TrainingModule
-from lrlhf.modules.policy.gradient_step import OptimizerStep, UpdateContext
-from lrlhf.modules.policy.iteration import Iteration
+from lrlhf.modules.policy.gradient_step import OptimizerStep
+from lrlhf.modules.policy.iteration import Iteration, UpdateContext
 from lrlhf.modules.policy.policy_guard import ITERATION, columns_of, describe_rows
 from lrlhf.modules.policy.policy_parts import PolicyParts
 from lrlhf.modules.policy.running_moments import ScoreMoments

@@ -196,7 +196,7 @@ class Sampler:
         it.metrics.add("rollout/filler_fraction", filler.sum(), float(len(filler)))
         for record, fills in zip(filtered.collected.records, filler.tolist(), strict=True):
             record["filler"] = fills
-        return filtered.collected, filler, filtered.drawn
+        return filtered.collected, filler, filtered.everything
 
     def _sample_with_ahead(
         self, ahead: RolloutAhead, batch: PromptBatch, it: Iteration
@@ -205,9 +205,7 @@ class Sampler:
         settings = self._settings
         size = settings.num_generations
         with it.phase("generate"):
-            rollout = ahead.take(
-                it.step, batch, num_generations=size, any_rank=it.ranks.any
-            )
+            rollout = ahead.take(it.step, batch, num_generations=size, any_rank=it.ranks.any)
         self._prepare(it)
         if rollout is None:
             seeds = self._seeds(it.ranks.rank * len(batch), len(batch), it.step)
@@ -251,9 +249,7 @@ class Sampler:
         self, prompts: PromptBatch, sampling: Sampling, seeds: Sequence[int], it: Iteration
     ) -> Collected:
         self._prepare(it)
-        return self._collector.collect(
-            prompts, sampling, seeds=seeds, step=it.step, phase=it.phase
-        )
+        return self._collector.collect(prompts, sampling, seeds=seeds, step=it.step, phase=it.phase)
 
     def _prepare(self, it: Iteration) -> None:
         if not self._ready:
@@ -289,7 +285,7 @@ class Sampler:
         kept = self._ahead.state_dict() if self._ahead is not None and alone else None
         return {"ahead": kept}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what was generated ahead."""
         if self._ahead is not None:
             self._ahead.load_state_dict(state["ahead"], torch.device("cpu"))

@@ -71,9 +71,7 @@ class Scorer:
         self._models = dict(models)
 
     @torch.no_grad()
-    def __call__(
-        self, rollout: Rollout, it: Iteration, *, stored: bool, kl_coef: float
-    ) -> Scored:
+    def __call__(self, rollout: Rollout, it: Iteration, *, stored: bool, kl_coef: float) -> Scored:
         """Compute what the update needs of a rollout.
 
         Args:
@@ -89,9 +87,7 @@ class Scorer:
         from_engine = needs_own and learns and not stored and self._generates_exactly(rollout, it)
         with looking_once():
             self._policy.eval()
-            own = self._own(
-                rollout, it, logprobs=needs_own and not from_engine, entropy=select
-            )
+            own = self._own(rollout, it, logprobs=needs_own and not from_engine, entropy=select)
             reference = self._of_reference(rollout, it) if penalized else None
         self._free_gathered()
         old = rollout.sampling_logprobs if from_engine or stored else own.logprobs
@@ -166,9 +162,7 @@ class Scorer:
             temperature=self._settings.sampling.temperature,
             chunk_size=self._settings.update.logprob_chunk,
         )
-        return self._in_micro_batches(
-            rollout, reference.model, lambda part: [compute(part)], it
-        )[0]
+        return self._in_micro_batches(rollout, reference.model, lambda part: [compute(part)], it)[0]
 
     def _in_micro_batches(
         self,

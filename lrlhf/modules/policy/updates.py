@@ -125,7 +125,7 @@ def mix_reference(
     """Mix the policy into its reference when its time has come."""
     every = settings.sync_every
     if frozen is not None and every is not None and (it.step + 1) % every == 0:
-        frozen.mix(policy, settings.mixup)  # type: ignore[arg-type]
+        frozen.mix(policy, settings.mixup)
 
 
 def log_iteration(module: TrainingModule, experience: Experience, it: Iteration) -> None:
