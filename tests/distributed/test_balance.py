@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, multiprocessing
 
 from lrlhf.datamodules import PromptDataModule
-from lrlhf.modules.policy import policy_update
+from lrlhf.modules.policy import updates
 from lrlhf.run import Collectives
 from lrlhf.run import sequence_balancing as exchange
 from lrlhf.run.sequence_balancing import Balanced, balance_over_ranks
@@ -221,10 +221,10 @@ def test_training_ends_where_it_does_without_the_exchange(
 ) -> None:
     monkeypatch.setattr(strategy_runs, "data_of", data_of)
     model = Path(model_folder)
-    monkeypatch.setattr(policy_update, "balance_over_ranks", noting(tmp_path / "moved.x"))
+    monkeypatch.setattr(updates, "balance_over_ranks", noting(tmp_path / "moved.x"))
     moved = strategy_runs.run("ppo", model, tmp_path / "moved", strategy="ddp")
     monkeypatch.setattr(exchange, "MIN_GAIN", 2.0)  # more than there is to gain: nothing moves
-    monkeypatch.setattr(policy_update, "balance_over_ranks", noting(tmp_path / "stayed.x"))
+    monkeypatch.setattr(updates, "balance_over_ranks", noting(tmp_path / "stayed.x"))
     stayed = strategy_runs.run("ppo", model, tmp_path / "stayed", strategy="ddp")
 
     def balances(folder: str) -> list[tuple[float, float]]:

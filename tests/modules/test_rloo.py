@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from lrlhf.models import CausalLM, LoRA
 from lrlhf.modules import RLOO, Advantage, Guard, OptimizerConfig, Reference, Update
-from lrlhf.modules.policy import policy_experience
+from lrlhf.modules.policy import scorer
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, TransformersEngine
 from lrlhf.types import Rollout
@@ -177,13 +177,13 @@ def test_what_an_exact_engine_drew_with_is_not_computed_again(
     language_model, tokenizer, prompts, tmp_path, monkeypatch
 ) -> None:
     passes: list[int] = []
-    original = policy_experience.sequence_outputs
+    original = scorer.sequence_outputs
 
     def counting(*args: Any, **options: Any) -> Any:
         passes.append(1)
         return original(*args, **options)
 
-    monkeypatch.setattr(policy_experience, "sequence_outputs", counting)
+    monkeypatch.setattr(scorer, "sequence_outputs", counting)
     ends = []
     for exact, needed in ((True, 0), (False, 2)):
         passes.clear()
@@ -311,7 +311,7 @@ def test_an_exported_policy_loads_with_transformers(
 def test_a_step_with_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(
     language_model, tokenizer, prompts, tmp_path
 ) -> None:
-    module = build(language_model, tokenizer, update=Update(max_skipped_steps=5))
+    module = build(language_model, tokenizer, guard=Guard(max_skipped=5))
     language_model.model.layers[0].mlp.down_proj.weight.register_hook(
         lambda gradient: gradient * float("nan")
     )
@@ -323,11 +323,11 @@ def test_a_step_with_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(
 
 
 def test_too_many_skipped_steps_stop_the_run(language_model, tokenizer, prompts, tmp_path) -> None:
-    module = build(language_model, tokenizer, update=Update(max_skipped_steps=1))
+    module = build(language_model, tokenizer, guard=Guard(max_skipped=1))
     language_model.model.layers[0].mlp.down_proj.weight.register_hook(
         lambda gradient: gradient * float("nan")
     )
-    with pytest.raises(ValueError, match="max_skipped_steps"):
+    with pytest.raises(ValueError, match="guard.max_skipped"):
         fit(module, prompts, tmp_path, steps=5)
 
 
