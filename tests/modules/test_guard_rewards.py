@@ -1,68 +1,71 @@
 """The guard of a reward model, and of what is shown images."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lrlhf.guard.dump import read_dump, read_state
-from lrlhf.models import ScoreModel
-from lrlhf.modules import Guard, OptimizerConfig, RewardModel, replay_dump
-from lrlhf.types import Experience, PreferenceBatch, SequenceBatch
+from lrlhf.modules import Guard, OptimizerConfig, TrainingDivergedError, replay_dump
+from lrlhf.types import Experience, PreferenceBatch
 from tests.modules.policy_runs import fit
+from tests.modules.reward_runs import INF, NAN, ONE_HEAD, fit_pairs, flat_weights
 from tests.modules.test_vision_training import policy, questions  # noqa: F401  a fixture
 from tests.vlms import build_vlm
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+
+def nan_gradient(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """A finite loss, 0, whose gradient is infinity times zero."""
+    return ((chosen - rejected) * 0).abs().sqrt()
 
 
-def pairs(tokenizer: Any, texts: list[tuple[str, str]], margin: list[float]) -> PreferenceBatch:
-    def sequences(side: int) -> SequenceBatch:
-        encoded = tokenizer([pair[side] for pair in texts], padding=True, return_tensors="pt")
-        mask = encoded["attention_mask"].bool()
-        return SequenceBatch(
-            input_ids=encoded["input_ids"], attention_mask=mask, response_mask=mask
+@pytest.mark.parametrize("cause", ["loss", "gradient"])
+def test_what_is_not_finite_leaves_out_the_step(cause, reward_model, collate, tmp_path) -> None:
+    options: dict[str, Any] = {"optimizer": OptimizerConfig(lr=0.1, weight_decay=0.5)}
+    if cause == "gradient":
+        options["loss"] = f"{__name__}.nan_gradient"
+    module = reward_model(guard=Guard(dump=0), **options)
+    before = flat_weights(module)
+    batch = collate(ONE_HEAD[:2], margin=[INF if cause == "loss" else 0.0, NAN])
+    run = fit_pairs(module, [batch], tmp_path)
+    assert torch.equal(flat_weights(module), before)
+    assert module.step_guard.kinds == {cause: 1}
+    assert run.callback_metrics["train/skipped_steps"] == 1
+
+
+def test_one_bad_micro_batch_skips_the_whole_step_and_training_goes_on(
+    reward_model, collate, tmp_path
+) -> None:
+    module, clean = reward_model(), reward_model()
+    good = collate(ONE_HEAD[4:8])
+    bad = collate(ONE_HEAD[:2], margin=[INF, 0.0])
+    fit_pairs(module, [bad, good, good, good], tmp_path, accumulate_grad_batches=2)
+    fit_pairs(clean, [good, good], tmp_path, accumulate_grad_batches=2)
+    assert module.step_guard.skipped == 1
+    torch.testing.assert_close(flat_weights(module), flat_weights(clean))
+
+
+def test_the_quota_and_its_window_survive_a_resume(reward_model, collate, tmp_path) -> None:
+    bad = collate(ONE_HEAD[:2], margin=[INF, 0.0])
+    guard = Guard(max_skipped=1, window=2, dump=0)
+    run = fit_pairs(reward_model(guard=guard), [bad], tmp_path)
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    with pytest.raises(TrainingDivergedError, match=r"2 optimizer steps .* within 2 steps"):
+        fit_pairs(
+            reward_model(guard=guard), [bad], tmp_path, max_epochs=2, ckpt=tmp_path / "one.ckpt"
         )
 
-    return PreferenceBatch(
-        candidate0=sequences(0),
-        candidate1=sequences(1),
-        labels=torch.ones(len(texts), 1),
-        margin=torch.tensor(margin),
-        info=tuple({"pair": index} for index in range(len(texts))),
-    )
 
-
-def train(module: RewardModel, batches: list[PreferenceBatch], folder: Path) -> L.Trainer:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        accumulate_grad_batches=2,
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch))  # type: ignore[arg-type]
-    return trainer
-
-
-def test_a_reward_model_repeats_all_micro_batches_of_a_step(
-    model_folder, tokenizer, tmp_path
-) -> None:
-    def fresh(**guard: Any) -> RewardModel:
-        source = ScoreModel(source=model_folder)
-        return RewardModel(source, optimizer=OptimizerConfig(lr=0.01), guard=Guard(**guard))
-
-    good = pairs(tokenizer, [("abc", "de"), ("f", "gh")], [0.0, 0.0])
-    bad = pairs(tokenizer, [("ij", "klm"), ("no", "p")], [0.0, float("inf")])
-    module = fresh()
-    train(module, [good, good, good, bad], tmp_path)
+def test_a_dump_repeats_all_micro_batches_of_a_step(reward_model, collate, tmp_path) -> None:
+    good = collate([("abc", "de", [1.0]), ("f", "gh", [1.0])], margin=[0.0, NAN])
+    bad = collate([("ij", "klm", [1.0]), ("no", "p", [1.0])], margin=[NAN, INF])
+    module = reward_model(optimizer=OptimizerConfig(lr=0.01))
+    fit_pairs(module, [good, good, good, bad], tmp_path, accumulate_grad_batches=2)
     (dump,) = (tmp_path / "dumps").iterdir()
     assert dump.name == "step_000001"  # the first step, of good pairs, was taken
     state = read_state(dump)
@@ -71,16 +74,80 @@ def test_a_reward_model_repeats_all_micro_batches_of_a_step(
     (anomaly,) = read_dump(dump).anomalies
     assert anomaly.kind == "loss"
     assert "the margin of pair 3 is inf, which begins 'no'" in anomaly.text
-    again = replay_dump(fresh(), dump)
+    lines = (dump / "records.jsonl").read_text().splitlines()
+    again = replay_dump(reward_model(optimizer=OptimizerConfig(lr=0.01)), dump)
     assert again.reproduced
-    assert [row["candidate0"] for row in again.ranks[0].rows] == ["abc", "f", "ij", "no"]
-    assert [row["info"]["pair"] for row in again.ranks[0].rows] == [0, 1, 0, 1]
-    assert module.step_guard.kinds == {"loss": 1}
+    rows = again.ranks[0].rows
+    assert [row["candidate0"] for row in rows] == ["abc", "f", "ij", "no"]
+    assert [row["info"]["row"] for row in rows] == [0, 1, 0, 1]
+    # the same weights and pairs have the same scores
+    assert [json.loads(line)["scores0"] for line in lines] == [row["scores0"] for row in rows]
 
 
-def test_a_reward_model_refuses_limits_of_policies(model_folder) -> None:
+def test_dropout_of_each_micro_batch_is_drawn_again(reward_model, collate, tmp_path) -> None:
+    def build() -> Any:
+        module = reward_model(loss=f"{__name__}.nan_gradient")
+        for name, part in module.network.named_modules():
+            if name.endswith("mlp"):
+                part.register_forward_hook(
+                    lambda part, _, out: torch.nn.functional.dropout(out, 0.5, part.training)
+                )
+        return module
+
+    batches = [collate(ONE_HEAD[:2]), collate(ONE_HEAD[2:4])]
+    fit_pairs(build(), batches, tmp_path, accumulate_grad_batches=2)
+    (dump,) = (tmp_path / "dumps").iterdir()
+    then = [json.loads(line) for line in (dump / "records.jsonl").read_text().splitlines()]
+    rows = replay_dump(build(), dump).ranks[0].rows
+    assert [row["scores1"] for row in rows] == [row["scores1"] for row in then]
+
+
+class CopiesToHost(TorchFunctionMode, L.Callback):
+    """Counts the entries of tensors that come to the CPU while a batch is trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[int] = []
+        self.computing = False
+        """The network itself asks where its rows end."""
+        self.kept: list[PreferenceBatch] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        places = [*args[1:], *(kwargs or {}).values()]
+        moved = func is Tensor.to and any(str(place) == "cpu" for place in places)
+        if not self.computing and (moved or func in (Tensor.cpu, Tensor.numpy, Tensor.tolist)):
+            self.entries.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.__enter__()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.kept += [one.batch for one in pl_module._step.micro_batches]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.__exit__(None, None, None)
+
+
+def test_a_healthy_step_copies_nothing_to_the_host(reward_model, collate, tmp_path) -> None:
+    batches = [collate(ONE_HEAD[:5]), collate(ONE_HEAD[5:])]
+    module, seen = reward_model(), CopiesToHost()
+    for register, computing in (
+        (module.network.register_forward_pre_hook, True),
+        (module.network.register_forward_hook, False),
+    ):
+        register(lambda *_, computing=computing: setattr(seen, "computing", computing))
+    fit_pairs(module, batches, tmp_path, accumulate_grad_batches=2, callbacks=[seen])
+    # what the loader delivered, not what came of it on the device
+    assert [one is batch for one, batch in zip(seen.kept, batches, strict=True)] == [True, True]
+    assert module._step.micro_batches == []
+    # numbers of the mean, the norm and the logs
+    assert max(seen.entries) <= 2
+
+
+def test_limits_of_policies_are_refused(reward_model) -> None:
     with pytest.raises(ValueError, match=r"guard.max_kl is about a policy's responses"):
-        RewardModel(ScoreModel(source=model_folder), guard=Guard(max_kl=1.0))
+        reward_model(guard=Guard(max_kl=1.0))
 
 
 def test_images_are_in_the_dump(questions: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -90,7 +157,7 @@ def test_images_are_in_the_dump(questions: Path, tmp_path: Path) -> None:  # noq
     weight.register_hook(lambda gradient: gradient * float("nan"))
     fit(module, questions, tmp_path, steps=1)
     (dump,) = (tmp_path / "dumps").iterdir()
-    part = read_dump(dump).ranks[0].batches["part"]
+    part = read_dump(dump).bundles[0].batches["part"]
     assert isinstance(part, Experience)
     assert part.media is not None
     shown = [entry for entry in part.media if entry is not None]

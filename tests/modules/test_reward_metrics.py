@@ -1,9 +1,11 @@
 """Expected values by hand, or from a slower search."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from lrlhf.modules.metrics.reward_metrics import (
     HeadPairs,
@@ -15,6 +17,7 @@ from lrlhf.modules.metrics.reward_metrics import (
     three_way_accuracy,
     wilson_interval,
 )
+from lrlhf.run import Collectives
 
 NAN = float("nan")
 
@@ -165,3 +168,28 @@ def test_nothing_collected_gives_no_metrics() -> None:
     metrics = RewardMetrics(("reward",), (1.0,))
     metrics.update_with_nothing()
     assert metrics.compute().metrics == {}
+
+
+def batch(seed: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(seed)
+    scores0, scores1, losses = torch.randn(3, 4, 2).unbind()
+    labels = torch.tensor([[1.0, -1.0], [0.0, 1.0], [torch.nan, 1.0], [-1.0, -1.0]])
+    return scores0, scores1, losses, labels, torch.randint(1, 9, (4, 2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pairs_that_were_seen_before_a_resume_count(ranks: int) -> None:
+    alone = Collectives(SimpleNamespace(world_size=1, global_rank=0))  # type: ignore[arg-type]
+    whole, resumed = (RewardMetrics(["a", "b"], [1.0, 2.0]) for _ in range(2))
+    killed = [RewardMetrics(["a", "b"], [1.0, 2.0]) for _ in range(ranks)]
+    for seed in range(3):
+        whole.update(*batch(seed))
+    for seed in range(2):
+        killed[seed % ranks].update(*batch(seed))
+    resumed.update(*batch(7))  # of a fit before
+    # of more ranks than there are now the first takes all
+    resumed.resume([one.seen() for one in killed], alone)
+    resumed.update(*batch(2))
+    assert resumed.compute().metrics == pytest.approx(whole.compute().metrics)
+    resumed.resume([{}], alone)
+    assert resumed.seen() == {}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lrlhf.guard.guard_settings import Guard
-from lrlhf.guard.step_guard import StepWatch
+from lrlhf.guard.step_watch import StepWatch
 from lrlhf.run import Collectives
 
 

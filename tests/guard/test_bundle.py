@@ -1,0 +1,111 @@
+"""A bundle is the same after its files, which hold no code."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lrlhf.guard.bundle import NotADumpError, StepBundle, read_bundle, write_bundle
+from lrlhf.types import Media, PreferenceBatch, TensorBatch
+from tests.guard.batches import NAN, experience, filled, pairs, sequences
+
+
+def bundle(**changes: Any) -> StepBundle:
+    options: dict[str, Any] = {"stage": "policy", "batches": {}, "seeds": [(3, 1, 0)]}
+    return StepBundle(**(options | {"context": {}} | changes))
+
+
+def again(folder: Path, given: StepBundle) -> StepBundle:
+    write_bundle(folder, 1, given)
+    assert {path.name for path in folder.iterdir()} == {"rank_1.json", "rank_1.safetensors"}
+    return read_bundle(folder, 1)
+
+
+def assert_equal(found: Any, given: Any) -> None:
+    assert type(found) is type(given)
+    if isinstance(given, torch.Tensor):
+        assert found.dtype == given.dtype
+        torch.testing.assert_close(found, given, rtol=0, atol=0, equal_nan=True)
+    elif isinstance(given, TensorBatch):
+        for field in fields(given):
+            if field.name != "media":
+                assert_equal(getattr(found, field.name), getattr(given, field.name))
+    else:
+        assert found == given
+
+
+def test_an_iteration_is_the_same_after_its_files(tmp_path: Path) -> None:
+    # advantages that are a column of something larger, and an experience of expanded rows
+    part = experience(advantages=filled(NAN).repeat(1, 3)[:, 5:10], values=filled(float("inf")))
+    context = {"filler": torch.tensor([True, False]), "moments": {"mean": 0.5}, "drawn": True}
+    given = bundle(batches={"experience": part}, context=context | {"none": None})
+    found = again(tmp_path, given)
+    assert (found.stage, found.seeds) == ("policy", [(3, 1, 0)])
+    assert_equal(found.batches["experience"], part)
+    assert found.context.keys() == given.context.keys()
+    for name, value in given.context.items():
+        assert_equal(found.context[name], value)
+    # not the whole of what it is a view of
+    stored = load_file(tmp_path / "rank_1.safetensors")["batches.experience.advantages"]
+    assert stored.untyped_storage().nbytes() == 2 * 5 * 4
+
+
+def test_pairs_share_in_the_file_what_they_show(tmp_path: Path) -> None:
+    picture = Media(
+        tensors={"pixel_values": torch.randn(4, 3)},
+        tokens={"image": 4},
+        images=(object(),),
+        prompt_ids=(1, 2),
+        names=("a.png",),
+    )
+    both = (picture, None)
+    given = pairs(
+        candidate0=sequences(both), candidate1=sequences(both), margin=filled(1.0)[1, 2:4]
+    )
+    found = again(tmp_path, bundle(batches={"0": given, "1": pairs()})).batches
+    assert_equal(found["0"], given)
+    assert_equal(found["1"], pairs())
+    read = found["0"]
+    assert isinstance(read, PreferenceBatch)
+    assert read.candidate0.media is not None
+    assert read.candidate1.media is not None
+    seen = read.candidate0.media[0]
+    assert seen is not None
+    assert seen is read.candidate1.media[0]
+    assert torch.equal(seen.tensors["pixel_values"], picture.tensors["pixel_values"])
+    assert (seen.tokens, seen.names, seen.prompt_ids) == ({"image": 4}, ("a.png",), (1, 2))
+    assert seen.images == ()
+    assert read.candidate0.media[1] is None
+
+
+def spoil(folder: Path, name: str, change: Any) -> None:
+    path = folder / name
+    path.write_bytes(change(path.read_bytes()))
+
+
+def other_kind(data: bytes) -> bytes:
+    described = json.loads(data)
+    described["batches"]["part"]["kind"] = "os.system"
+    return json.dumps(described).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("rank_1.json", other_kind, r"rank_1\..*kind 'os.system'; known are Experience"),
+        ("rank_1.json", lambda data: data[:-5], r"rank_1\.json cannot be read"),
+        ("rank_1.safetensors", lambda data: data[:-5], r"rank_1\.safetensors cannot be read"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, name: str, change: Any, message: str) -> None:
+    write_bundle(tmp_path, 1, bundle(batches={"part": experience()}))
+    spoil(tmp_path, name, change)
+    with pytest.raises(NotADumpError, match=message):
+        read_bundle(tmp_path, 1)
+    (tmp_path / name).unlink()
+    with pytest.raises(NotADumpError, match=rf"{name} is missing: the dump is not whole"):
+        read_bundle(tmp_path, 1)
