@@ -1,8 +1,9 @@
 """All that is needed to repeat a step that was left out, in one folder.
 
 A dump holds ``anomaly.json`` (what, where, versions), ``records.jsonl`` (the rows, readable), each
-process's `StepBundle`, ``state.pt`` (weights, optimizers and the module's own state) and, where
-``lrlhf fit`` made the run, its ``config.yaml``.
+process's `StepBundle`, ``state.pt`` (the weights and the module's own state) and, where
+``lrlhf fit`` made the run, its ``config.yaml``. A step goes wrong before its optimizer moves
+anything: states of optimizers are not needed.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def write_dump(
     """Write a dump; all ranks call it, and it appears when it is whole.
 
     Args:
-        module: Its weights and optimizer states are as the step found them.
+        module: Its weights are as the step found them.
         folder: Its name; what is there is replaced. All ranks must see it.
         bundle: Of this rank.
         anomalies: Of all ranks.
@@ -120,10 +121,9 @@ def _agreed_failure(phase: Callable[[], None], ranks: Collectives) -> str:
 
 
 def _state(module: L.LightningModule) -> dict[str, Any]:
-    trainer, strategy = module.trainer, module.trainer.strategy
+    trainer = module.trainer
     state: dict[str, Any] = {
-        "state_dict": strategy.lightning_module_state_dict(),
-        "optimizer_states": [strategy.optimizer_state(one) for one in trainer.optimizers],
+        "state_dict": trainer.strategy.lightning_module_state_dict(),
         "global_step": trainer.global_step,
     }
     module.on_save_checkpoint(state)
@@ -135,7 +135,7 @@ def _check_space(folder: Path, state: Mapping[str, Any]) -> None:
     needed, free = _bytes(state), shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(
-            f"weights and optimizer states take {needed / 2**20:.0f} MiB, and {folder.parent} has "
+            f"the weights take {needed / 2**20:.0f} MiB, and {folder.parent} has "
             f"{free / 2**20:.0f} MiB left"
         )
 
@@ -235,7 +235,7 @@ def read_dump(folder: Path) -> Dump:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read a dump's ``state_dict``, ``optimizer_states``, and what the module adds to checkpoints.
+    """Read a dump's ``state_dict``, and what the module adds to checkpoints.
 
     Raises:
         NotACheckpointError: It is missing or damaged.

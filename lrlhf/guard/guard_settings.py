@@ -51,7 +51,7 @@ class Guard:
         max_mismatch: Largest mean distance between the log-probabilities of trainer and engine, in
             nats per token.
         dump: Anomalies of a run that are written to disk with all that is needed to repeat them
-            (`lrlhf replay`), each with a copy of weights and optimizer states; 0: none.
+            (`lrlhf replay`), each with a copy of the weights; 0: none.
         dirpath: Folder of the dumps; null: ``dumps`` in the folder of the run.
 
     Raises:

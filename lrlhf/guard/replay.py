@@ -17,7 +17,6 @@ from lrlhf.guard.bundle import StepBundle
 from lrlhf.guard.dump import Dump, read_dump, read_state
 from lrlhf.guard.step_guard import StepGuard
 from lrlhf.models.sharding import load_state
-from lrlhf.run.checkpoints.optimizer_states import load_optimizer_state
 
 _UNSPLIT = {"bf16-true": "bf16-mixed", "16-true": "16-mixed"}
 
@@ -49,8 +48,8 @@ class Replayable(Protocol):
     def retake(self, bundle: StepBundle) -> Retaken:
         """Take the step of a bundle again, with the code that took it.
 
-        It is called inside of a training step of manual optimization, with weights, optimizer
-        states and the module's own state as the step found them.
+        It is called inside of a training step of manual optimization, with the weights and the
+        module's own state as the step found them.
         """
         ...
 
@@ -102,8 +101,7 @@ def replay_dump(module: L.LightningModule, folder: Path | str) -> DumpReplay:
     The parts of several processes are taken one after the other.
 
     Args:
-        module: Built as for the run, see `Replayable`; its weights and optimizer states become
-            those of the dump.
+        module: Built as for the run, see `Replayable`; its weights become those of the dump.
         folder: The dump.
 
     Raises:
@@ -160,7 +158,7 @@ class _Take(L.Callback):
         """Take it, and say what came of it."""
         dump, module = self._dump, self._module
         assert isinstance(module, Replayable)
-        self._state = read_state(dump.folder)  # anew: optimizers go on working in what they get
+        self._state = read_state(dump.folder)
         load_state(module, self._state["state_dict"])
         named = module.named_parameters()
         self.weights = tuple(name for name, weight in named if not _is_finite(weight))
@@ -189,7 +187,7 @@ class _Take(L.Callback):
 
     @contextlib.contextmanager
     def _in_its_place(self) -> Iterator[None]:
-        """Have the module's training step be the one of the dump, and the optimizers its own."""
+        """Have the module's training step be the one of the dump."""
         module, automatic = self._module, self._module.automatic_optimization
         module.automatic_optimization = False
         module.training_step = self._take  # type: ignore[method-assign]
@@ -206,9 +204,6 @@ class _Take(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         pl_module.on_load_checkpoint(dict(self._state))
-        stored = self._state["optimizer_states"]
-        for optimizer, state in zip(trainer.optimizers, stored, strict=True):
-            load_optimizer_state(pl_module, optimizer, state)
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         progress.total.ready = progress.total.completed = self._dump.step
 

@@ -15,6 +15,15 @@ def alone() -> Collectives:
     return Collectives(SimpleNamespace(world_size=1, global_rank=0))  # type: ignore[arg-type]
 
 
+class Other:
+    """A second process that has seen a loss which is not finite."""
+
+    world_size, rank = 2, 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        return value + torch.tensor([1.0, 0, 0, 0])
+
+
 def watch(rows: int = 4, device: str = "cpu") -> StepWatch:
     return StepWatch(Guard(), rows=rows, device=torch.device(device), replayed=False)
 
@@ -36,6 +45,9 @@ def test_the_place_of_a_bad_loss_is_asked_for_with_what_its_micro_batch_had() ->
         asked.append((seen.rows.tolist(), list(seen.outputs)))
         return "here"
 
+    # a place that knows nothing gives way to the next
+    seen.turn_to(torch.tensor([1]))
+    seen.see_loss(torch.tensor(torch.nan), lambda: "")
     for rows, loss in (([3, 1], 0.5), ([0], torch.inf), ([2], torch.nan)):
         seen.turn_to(torch.tensor(rows))
         seen.outputs[f"of {rows}"] = torch.zeros(1)
@@ -47,11 +59,10 @@ def test_the_place_of_a_bad_loss_is_asked_for_with_what_its_micro_batch_had() ->
     assert asked == [([0], ["of [0]"])]
 
 
-def test_a_place_that_knows_nothing_gives_way_to_the_next() -> None:
+def test_all_ranks_leave_out_what_one_of_them_finds() -> None:
     seen = watch()
-    for text in ("", "there"):
-        seen.see_loss(torch.tensor(torch.nan), lambda text=text: text)
-    assert seen.judge(alone()).found[0].text == "the loss is not finite (there)"
+    seen.see_loss(torch.tensor(1.0), lambda: "nowhere")
+    assert seen.judge(Other()) == (True, [])  # type: ignore[arg-type]  the other one says why
 
 
 def test_finite_losses_pass_and_ask_for_no_place() -> None:
