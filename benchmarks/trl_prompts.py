@@ -17,6 +17,7 @@ from trl_models import write_language_model
 
 from lrlhf.media import MediaProcessor
 from lrlhf.rollout import (
+    Capabilities,
     Response,
     RolloutEngine,
     Sampling,
@@ -91,7 +92,7 @@ def stored_responses(prompts: Sequence[dict[str, Any]]) -> dict[tuple[int, ...],
     return {tuple(prompt["ids"]): prompt["responses"] for prompt in prompts}
 
 
-class StoredEngine:
+class StoredEngine(RolloutEngine):
     """Answers known prompts with known responses, and with the policy's log-probabilities.
 
     Args:
@@ -102,8 +103,13 @@ class StoredEngine:
     def __init__(
         self, responses: dict[tuple[int, ...], list[list[int]]], *, exact: bool = True
     ) -> None:
-        self.exact = exact
+        self._exact = exact
         self._stored = responses
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `RolloutEngine`."""
+        return Capabilities(exact=self._exact)
 
     def attach(
         self,
@@ -135,7 +141,7 @@ class StoredEngine:
             for some in stored.split(_DRAWN_AT_ONCE):
                 logprobs = self._logprobs(prompt, some, sampling.temperature)
                 drawn += [
-                    Response(token_ids=row, logprobs=values, truncated=True)
+                    Response.sampled(row, values, truncated=True)
                     for row, values in zip(some, logprobs, strict=True)
                 ]
         return assemble_rollout(

@@ -286,7 +286,7 @@ def _draw(
         num_generations=options.generations,
         seeds=range(step * len(prompt_ids), (step + 1) * len(prompt_ids)),
     )
-    return response_ids(rollout)
+    return response_ids(rollout, batch)
 
 
 def _trl_steps(clock: ExclusiveClock, laps: Laps) -> Any:

@@ -49,7 +49,7 @@ class RolloutAhead:
         num_generations: int,
         seeds: Sequence[int],
     ) -> None:
-        """Begin to generate what iteration ``step`` trains on, with the present weights."""
+        """Begin to generate what iteration ``step`` trains on, with the engine as it is."""
         self.wait()
 
         def generate() -> Rollout:

@@ -127,7 +127,7 @@ def _is_exact(model: PreTrainedModel, engine: TransformersEngine) -> bool:
     with torch.no_grad():
         own = _row_by_row(model, rollout)
     exact = bool((own - rollout.sampling_logprobs).abs().max() < _GAP)
-    return exact and engine.exact
+    return exact and engine.capabilities.exact
 
 
 def _exports(model: PreTrainedModel, folder: Path) -> bool:

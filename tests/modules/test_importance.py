@@ -23,7 +23,7 @@ from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.policy.importance_sampling import measure_importance, off_policy_rows, weighted
 from lrlhf.modules.policy.objective import Denominators, denominators, policy_loss
 from lrlhf.rewards import Rewards
-from lrlhf.rollout import Sampling, TransformersEngine, plan_passes
+from lrlhf.rollout import Capabilities, Sampling, TransformersEngine, plan_micro_batches
 from lrlhf.types import Experience, PromptBatch, Rollout
 from tests.conftest import build_language_model
 from tests.modules.policy_runs import Watcher, fit, letters
@@ -41,7 +41,11 @@ class SkewedEngine(TransformersEngine):
         super().__init__()
         self.exact = exact
         self.spread = spread
-        self.version = version
+        self.claimed = version
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(exact=self.exact)
 
     def generate(
         self,
@@ -56,8 +60,8 @@ class SkewedEngine(TransformersEngine):
             rollout.input_ids.shape, generator=torch.Generator().manual_seed(seeds[0])
         )
         version = None
-        if self.version is not None:
-            version = torch.full_like(rollout.group_ids, self.version)
+        if self.claimed is not None:
+            version = torch.full_like(rollout.group_ids, self.claimed)
         return replace(
             rollout,
             sampling_logprobs=rollout.sampling_logprobs
@@ -388,7 +392,7 @@ def test_one_two_and_eight_micro_batches_give_one_update(
             update=plain(loss, micro_batch_tokens=budget),
         )
         trainer = fit(module, prompts, tmp_path, steps=1, callbacks=[watcher])
-        plan = plan_passes(watcher.experiences[0], max_tokens=budget, packed=True)
+        plan = plan_micro_batches(watcher.experiences[0], max_tokens=budget, packed=True)
         assert len(plan) == parts
         results.append((module.policy, trainer.logged_metrics))
     for policy, logged in results[1:]:

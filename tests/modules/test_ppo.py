@@ -818,15 +818,14 @@ def test_experience_that_waits_in_cpu_memory_gives_the_same_update(
 class NoEngine(RolloutEngine):
     """Refuses to generate anything."""
 
-    capabilities = Capabilities(exact=True)
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(exact=True)
 
     def attach(self, *_: Any) -> None:
         pass
 
-    def close(self) -> None:
-        pass
-
-    def generate(self, *_: Any, **__: Any) -> Any:
+    def generate(self, *_: Any, **__: Any) -> None:
         raise AssertionError("a replayed rollout needs no engine")
 
 

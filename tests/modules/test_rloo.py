@@ -13,7 +13,7 @@ from lrlhf.models import CausalLM, LoRA
 from lrlhf.modules import RLOO, Advantage, Guard, OptimizerConfig, Reference, Update
 from lrlhf.modules.policy import scorer
 from lrlhf.rewards import Rewards
-from lrlhf.rollout import Sampling, TransformersEngine
+from lrlhf.rollout import Capabilities, Sampling, TransformersEngine
 from lrlhf.types import Rollout
 from tests.modules.policy_runs import Watcher, fit, letters, weights
 
@@ -173,6 +173,18 @@ def test_packed_rows_train_as_padded_ones(
     assert float(of_padded["perf/shared_fraction"]) == 0
 
 
+class Claiming(TransformersEngine):
+    """Says of itself whether it is exact."""
+
+    def __init__(self, exact: bool) -> None:
+        super().__init__()
+        self.exact = exact
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(exact=self.exact)
+
+
 def test_what_an_exact_engine_drew_with_is_not_computed_again(
     language_model, tokenizer, prompts, tmp_path, monkeypatch
 ) -> None:
@@ -187,8 +199,7 @@ def test_what_an_exact_engine_drew_with_is_not_computed_again(
     ends = []
     for exact, needed in ((True, 0), (False, 2)):
         passes.clear()
-        engine = TransformersEngine()
-        engine.exact = exact
+        engine = Claiming(exact)
         module = build(
             copy.deepcopy(language_model),
             tokenizer,

@@ -3,13 +3,21 @@
 import copy
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lrlhf.rollout import EngineFailure, Response, Sampling, SyncedEngine, TransformersEngine
+from lrlhf.rollout import (
+    Capabilities,
+    EngineFailure,
+    Response,
+    Sampling,
+    SyncedEngine,
+    TransformersEngine,
+    responses_of,
+)
 from lrlhf.rollout.engines.synced_engine import Request
 from lrlhf.types import PromptBatch
 from lrlhf.vllm_worker.fingerprint import fingerprint
@@ -35,7 +43,7 @@ class CopyEngine(SyncedEngine):
         fail: Calls of ``_start``, ``_send`` and ``_respond``, counted from 1, that fail; by the
             name without its underscore.
         drop: A weight that never arrives.
-        outdate: A weight that arrives with the values it had at the first push.
+        stale: A weight that arrives with the values it had at the first push.
         keep_caches: Go on with states that older weights computed.
         concurrent: Whether it says that it computes elsewhere.
         dtype: Of its weights.
@@ -48,7 +56,7 @@ class CopyEngine(SyncedEngine):
         *,
         fail: Mapping[str, Collection[int]] | None = None,
         drop: str | None = None,
-        outdate: str | None = None,
+        stale: str | None = None,
         keep_caches: bool = False,
         concurrent: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -57,7 +65,7 @@ class CopyEngine(SyncedEngine):
     ) -> None:
         super().__init__(max_restarts=max_restarts)
         self.fail = dict(fail or {})
-        self.drop, self.outdate, self.keep_caches = drop, outdate, keep_caches
+        self.drop, self.stale, self.keep_caches = drop, stale, keep_caches
         self.concurrent = concurrent
         self.calls: Counter[str] = Counter()
         self.draws: list[Draw] = []
@@ -67,6 +75,10 @@ class CopyEngine(SyncedEngine):
         self._copy: PreTrainedModel | None = None
         self._cached: PreTrainedModel | None = None
         self._broken = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, concurrent=self.concurrent)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,7 +112,7 @@ class CopyEngine(SyncedEngine):
         for name, tensor in tensors:
             first = self._first.setdefault(name, tensor.clone())
             if name != self.drop:
-                arrived[name] = first if name == self.outdate else tensor.clone()
+                arrived[name] = first if name == self.stale else tensor.clone()
         unknown = self._model.load_state_dict(arrived, strict=False).unexpected_keys
         assert not unknown, unknown
         self.pushed.append(arrived)
@@ -121,29 +133,11 @@ class CopyEngine(SyncedEngine):
         assert self._tokenizer is not None
         drawer = TransformersEngine()
         drawer.attach(self._cached, self._tokenizer)
+        asked = prompt_batch(prompts)
         rollout = drawer.generate(
-            prompt_batch(prompts),
-            sampling,
-            num_generations=1,
-            seeds=[request.seed for request in requests],
+            asked, sampling, num_generations=1, seeds=[request.seed for request in requests]
         )
-        masses = [None] * len(rollout) if rollout.kept_mass is None else rollout.kept_mass
-        return [
-            Response(
-                token_ids=ids[mask],
-                logprobs=logprobs[mask],
-                truncated=bool(truncated),
-                kept_mass=None if mass is None else mass[mask],
-            )
-            for ids, mask, logprobs, truncated, mass in zip(
-                rollout.input_ids,
-                rollout.response_mask,
-                rollout.sampling_logprobs,
-                rollout.truncated,
-                masses,
-                strict=True,
-            )
-        ]
+        return responses_of(rollout, asked)
 
     def _count(self, call: str) -> None:
         self.calls[call] += 1

@@ -69,7 +69,7 @@ def test_responses_are_drawn_from_the_policy_whatever_a_batch_does_to_the_model(
         rollout = generate(
             model, tokenizer, Sampling(max_new_tokens=5), num_generations=2, engine=engine
         )
-    assert engine.exact
+    assert engine.capabilities.exact
     for row in range(len(rollout)):
         ids = rollout.input_ids[row : row + 1, : int(rollout.lengths[row])]
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
@@ -97,10 +97,10 @@ def test_a_model_that_generates_otherwise_than_it_computes_is_not_called_exact(
 
     language_model.lm_head.register_forward_hook(sharpen)
     engine = TransformersEngine()
-    assert engine.exact
+    assert engine.capabilities.exact
     with caplog.at_level(logging.WARNING, "lrlhf"):
         generate(language_model, tokenizer, Sampling(max_new_tokens=2), engine=engine)
-    assert not engine.exact
+    assert not engine.capabilities.exact
     assert "model.importance_sampling" in caplog.text
     # nothing helps, so nothing is slowed down
     assert engine.shares_prompts
@@ -114,7 +114,7 @@ def test_an_ordinary_model_is_exact_and_computes_prompts_once(
     engine = TransformersEngine(max_batch_size=1)
     with caplog.at_level(logging.WARNING, "lrlhf"):
         generate(language_model, tokenizer, Sampling(max_new_tokens=2), engine=engine)
-    assert engine.exact
+    assert engine.capabilities.exact
     assert engine.shares_prompts
     assert not caplog.records
 
@@ -126,5 +126,5 @@ def test_weights_that_are_not_finite_are_left_to_the_guard(
         language_model.model.norm.weight.fill_(torch.nan)
     engine = TransformersEngine()
     rollout = generate(language_model, tokenizer, Sampling(max_new_tokens=2), engine=engine)
-    assert not engine.exact
+    assert not engine.capabilities.exact
     assert rollout.sampling_logprobs[rollout.response_mask].isnan().all()

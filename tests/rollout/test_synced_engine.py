@@ -1,7 +1,6 @@
 import copy
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from lrlhf.rollout import (
     WeightSyncError,
 )
 from lrlhf.rollout.engines.policy_weights import PolicyWeights
-from lrlhf.rollout.engines.synced_engine import Request
+from lrlhf.rollout.engines.synced_engine import Request, without_recovery
 from lrlhf.types import PromptBatch, Rollout
 from tests.conftest import build_language_model
 from tests.rollout.copy_engine import CopyEngine, prompt_batch
@@ -202,7 +201,7 @@ def test_a_weight_that_did_not_arrive_is_named(language_model, tokenizer, prompt
 
 
 def test_an_older_weight_is_named(language_model, tokenizer) -> None:
-    engine = attached(language_model, tokenizer, outdate=NORM)
+    engine = attached(language_model, tokenizer, stale=NORM)
     engine.push(0)
     with torch.no_grad():
         # the smallest change there is
@@ -281,6 +280,13 @@ def test_a_probe_measures_the_distance_to_the_policy(language_model, tokenizer) 
     assert gap.mean > 1e-2
 
 
+def _moved(response: Response, by: torch.Tensor) -> Response:
+    (segment,) = response.segments
+    assert segment.logprobs is not None
+    moved = segment.logprobs + by[: len(segment.logprobs)]
+    return Response.sampled(segment.token_ids, moved, truncated=response.truncated)
+
+
 class Disturbed(CopyEngine):
     """Says other log-probabilities than it draws with: `[responses, tokens]` are added to them."""
 
@@ -290,7 +296,7 @@ class Disturbed(CopyEngine):
 
     def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
         return [
-            replace(response, logprobs=response.logprobs + added[: len(response.logprobs)])
+            _moved(response, added)
             for response, added in zip(
                 super()._respond(requests, sampling), self.added, strict=True
             )
@@ -458,8 +464,8 @@ def test_failures_are_counted_anew_in_every_call(language_model, tokenizer, prom
 def test_without_recovery_the_first_failure_is_told(language_model, tokenizer, prompts) -> None:
     engine = attached(language_model, tokenizer, fail={"respond": [1]})
     engine.push(0)
-    with pytest.raises(EngineFailure, match="respond number 1 failed"):
-        generate(engine, prompts, recover=False)
+    with pytest.raises(EngineFailure, match="respond number 1 failed"), without_recovery():
+        generate(engine, prompts)
     assert engine.restarts == 0
     # the next push finds an engine that is gone, and starts it again
     assert engine.push(1).restarts == 1

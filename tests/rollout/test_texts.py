@@ -10,8 +10,13 @@ from tokenizers.models import BPE, Unigram
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lrlhf.rewards import Completion, Rewards, completion_text
-from lrlhf.rollout import Collector, Sampling, TransformersEngine
-from lrlhf.rollout.engines.engine import Response, assemble_rollout
+from lrlhf.rollout import (
+    Collector,
+    Response,
+    Sampling,
+    TransformersEngine,
+    assemble_rollout,
+)
 from lrlhf.types import PromptBatch
 
 
@@ -55,7 +60,7 @@ def texts(
     said = [torch.tensor(tokenizer.convert_tokens_to_ids(response)) for response in responses]
     rollout = assemble_rollout(
         prompts,
-        [Response(token_ids=s, logprobs=torch.zeros(len(s)), truncated=truncated) for s in said],
+        [Response.sampled(s, torch.zeros(len(s)), truncated=truncated) for s in said],
         num_generations=len(said),
         pad_id=0,
     )

@@ -18,6 +18,7 @@ from lrlhf.modules import RLOO
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import EngineFailure, Sampling, VLLMServerEngine
+from lrlhf.rollout.engines.synced_engine import without_recovery
 from lrlhf.rollout.vllm.process import ServerProcess
 from tests.modules.policy_runs import fit, letters, weights
 from tests.vllm.models import build_policy, disturb, largest_gap, prompts_of
@@ -96,13 +97,15 @@ def test_a_server_that_someone_started_takes_weights_too(
     guest.push(3)
     assert guest.probe().mean < 1e-4
     # the one that was there first notices that its weights are gone
-    with pytest.raises(EngineFailure, match="other weights than it was given here"):
+    with (
+        pytest.raises(EngineFailure, match="other weights than it was given here"),
+        without_recovery(),
+    ):
         server.generate(
             prompts_of(LONG, tokenizer=tokenizer),
             Sampling(max_new_tokens=4),
             num_generations=1,
             seeds=[0],
-            recover=False,
         )
     guest.close()
     assert server._client.is_healthy()

@@ -1,0 +1,347 @@
+"""Responses in turns: the policy is shown what it is given, and trained on what it wrote."""
+
+import pickle
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lrlhf.functional.advantages import generalized_advantages
+from lrlhf.functional.kl import shape_rewards
+from lrlhf.functional.policy import high_entropy_mask
+from lrlhf.media import MediaProcessor
+from lrlhf.models import allow_packing, sequence_logprobs
+from lrlhf.modules import RLOO, Reference, Update
+from lrlhf.modules.optimizers import OptimizerConfig
+from lrlhf.rewards import Rewards, completion_segments
+from lrlhf.rollout import (
+    Capabilities,
+    Collector,
+    EngineWrapper,
+    Response,
+    Sampling,
+    Segment,
+    TransformersEngine,
+    assemble_rollout,
+    continued_prompts,
+    load_rollout,
+    response_ids,
+    responses_of,
+    save_rollout,
+)
+from lrlhf.types import PromptBatch, Rollout
+from tests.modules.policy_runs import Watcher, fit, letters, weights
+from tests.rollout.copy_engine import CopyEngine, prompt_batch
+
+HINT = " Sure? "
+
+
+class AsksAgain(EngineWrapper):
+    """What a user writes: a fixed text after each response, then one more turn of the policy."""
+
+    def attach(
+        self,
+        policy: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: MediaProcessor | None = None,
+    ) -> None:
+        super().attach(policy, tokenizer, processor)
+        self.hint = torch.tensor(tokenizer(HINT, add_special_tokens=False).input_ids)
+
+    def generate(
+        self,
+        prompts: PromptBatch,
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        seeds: Sequence[int],
+    ) -> Rollout:
+        first = self.engine.generate(
+            prompts, sampling, num_generations=num_generations, seeds=seeds
+        )
+        asked = [response.given(self.hint) for response in responses_of(first, prompts)]
+        turn = continued_prompts(prompts, asked)
+        second = self.engine.generate(
+            turn, sampling, num_generations=1, seeds=[seed + 1 for seed in seeds]
+        )
+        return assemble_rollout(
+            prompts,
+            [
+                before.followed_by(after)
+                for before, after in zip(asked, responses_of(second, turn), strict=True)
+            ],
+            num_generations=num_generations,
+            pad_id=self.tokenizer.pad_token_id,
+        )
+
+
+def sampled(*ids: int, logprob: float = -1.0, **options: Any) -> Response:
+    options = {"truncated": False} | options
+    return Response.sampled(torch.tensor(ids), torch.full((len(ids),), logprob), **options)
+
+
+PROMPTS = prompt_batch([[10, 11], [12]])
+TURNS = [
+    sampled(1, 2).given(torch.tensor([7, 8, 9])).followed_by(sampled(3, truncated=True)),
+    replace(sampled(4), segments=(Segment(token_ids=torch.tensor([6])), *sampled(4).segments)),
+]
+
+
+def turns() -> Rollout:
+    return assemble_rollout(PROMPTS, TURNS, num_generations=1, pad_id=0)
+
+
+def test_given_tokens_are_seen_and_not_trained_on() -> None:
+    rollout = turns()
+    assert rollout.input_ids.tolist() == [
+        [10, 11, 1, 2, 7, 8, 9, 3],
+        [12, 6, 4, 0, 0, 0, 0, 0],
+    ]
+    assert rollout.attention_mask.tolist() == [[True] * 8, [True] * 3 + [False] * 5]
+    assert rollout.response_mask.long().tolist() == [
+        [0, 0, 1, 1, 0, 0, 0, 1],
+        [0, 0, 1, 0, 0, 0, 0, 0],
+    ]
+    assert torch.equal(rollout.sampling_logprobs, -rollout.response_mask.float())
+    assert rollout.truncated.tolist() == [True, False]
+    assert rollout.kept_mass is None
+    assert rollout.weight_version is None
+
+
+def test_a_rollout_can_be_taken_apart_and_put_together_again() -> None:
+    mass = torch.tensor([0.5, 0.25])
+    cut = Response.sampled(
+        torch.tensor([5, 6]), torch.tensor([-1.0, -2.0]), truncated=True, kept_mass=mass
+    )
+    responses = [replace(one, weight_version=3) for one in (*TURNS, cut, sampled(9))]
+    whole = assemble_rollout(PROMPTS, responses, num_generations=2, pad_id=0)
+    assert whole.kept_mass is not None
+    assert whole.kept_mass[2].tolist() == [1.0, 0.5, 0.25, 1.0, 1.0, 1.0, 1.0, 1.0]
+    again = assemble_rollout(PROMPTS, responses_of(whole, PROMPTS), num_generations=2, pad_id=0)
+    for name in Rollout.__dataclass_fields__:
+        first, second = getattr(whole, name), getattr(again, name)
+        assert (first is None and second is None) or torch.equal(first, second), name
+    assert response_ids(whole, PROMPTS) == [[1, 2, 7, 8, 9, 3], [6, 4], [5, 6], [9]]
+
+
+def test_turns_of_other_weights_count_as_the_oldest() -> None:
+    newer, older = (replace(sampled(1), weight_version=version) for version in (4, 2))
+    assert newer.followed_by(older).weight_version == 2
+    with pytest.raises(ValueError, match="1 of 2 responses say what weights"):
+        assemble_rollout(PROMPTS, [newer, sampled(1)], num_generations=1, pad_id=0)
+
+
+def test_a_further_turn_is_asked_for_with_all_that_was_said() -> None:
+    turn = continued_prompts(PROMPTS, TURNS)
+    pairs = zip(turn.input_ids, turn.attention_mask, strict=True)
+    rows = [ids[mask].tolist() for ids, mask in pairs]
+    assert rows == [[10, 11, 1, 2, 7, 8, 9, 3], [12, 6, 4]]
+    assert turn.attention_mask[:, -1].all()  # left-padded
+
+
+def test_everything_is_kept_on_disk(tmp_path: Path) -> None:
+    save_rollout(tmp_path / "a.safetensors", turns(), torch.zeros(2), [{"beside": {"x": 1.0}}, {}])
+    stored = load_rollout(tmp_path / "a.safetensors")
+    assert torch.equal(stored.rollout.response_mask, turns().response_mask)
+    assert [len(one.segments) for one in responses_of(stored.rollout, PROMPTS)] == [3, 2]
+
+
+# ------------------------------------------------------------------ the model
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_logprobs_behind_given_tokens_are_those_of_the_whole_sequence(
+    language_model: PreTrainedModel, packed: bool
+) -> None:
+    if packed:
+        assert allow_packing(language_model)
+    prompts = prompt_batch([[10, 11, 12, 13], [12, 14]])
+    responses = [
+        *TURNS,
+        sampled(1, 2, 5).given(torch.tensor([7])).followed_by(sampled(3, 3)),
+        sampled(8),
+    ]
+    rollout = assemble_rollout(prompts, responses, num_generations=2, pad_id=0)
+    with torch.no_grad():
+        logprobs = sequence_logprobs(language_model, rollout)
+        for row in range(4):
+            ids = rollout.input_ids[row][rollout.attention_mask[row]]
+            expected = language_model(ids[None]).logits[0, :-1].log_softmax(-1)
+            expected = expected.gather(1, ids[1:, None])[:, 0]
+            own = logprobs[row, 1 : len(ids)]
+            mask = rollout.response_mask[row, 1 : len(ids)]
+            torch.testing.assert_close(own[mask], expected[mask], rtol=0, atol=1e-5)
+            assert (logprobs[row, ~rollout.response_mask[row]] == 0).all()
+
+
+def test_given_tokens_get_no_gradient(language_model: PreTrainedModel) -> None:
+    rollout, gradients = turns(), []
+    norm = language_model.get_parameter("model.norm.weight")
+    for everything in (True, False):
+        logprobs = sequence_logprobs(language_model, rollout)
+        read = logprobs if everything else logprobs[rollout.response_mask]
+        (gradient,) = torch.autograd.grad((read - 1).square().sum(), norm)
+        gradients.append(gradient)
+    torch.testing.assert_close(*gradients)
+
+
+def test_given_tokens_in_the_middle_take_part_in_no_formula() -> None:
+    mask = turns().response_mask
+    noise = torch.randn(mask.shape)
+    # the score is on the last sampled token, and credit passes over what was given
+    rewards = shape_rewards(torch.tensor([2.0, 3.0]), noise, mask, kl_coef=0.0)
+    assert rewards.nonzero().tolist() == [[0, 7], [1, 2]]
+    advantages, _ = generalized_advantages(
+        rewards, torch.where(mask, 0.0, 99.0), mask, gamma=0.5, lam=1.0
+    )
+    assert advantages[0].tolist() == [0.0, 0.0, 0.5, 1.0, 0.0, 0.0, 0.0, 2.0]
+    chosen = high_entropy_mask(torch.where(mask, noise.abs(), 99.0), mask, fraction=0.67)
+    assert not (chosen & ~mask).any()
+    assert chosen.sum(dim=1).tolist() == [2, 1]
+
+
+# ------------------------------------------------------------------ rewards and records
+
+
+def collected(
+    tokenizer: PreTrainedTokenizerBase, prompt: Any, stop: tuple[str, ...] = ()
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """What the rewards and the records make of "yes#", a given " no# ", and "so#"."""
+
+    def ids(text: str) -> Tensor:
+        return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+
+    parts = [ids("yes#"), ids(" no# "), ids("so#")]
+    response = Response.sampled(parts[0], torch.zeros(len(parts[0])), truncated=False)
+    response = response.given(parts[1]).followed_by(
+        Response.sampled(parts[2], torch.zeros(len(parts[2])), truncated=False)
+    )
+    one_turn = Response.sampled(parts[2], torch.zeros(len(parts[2])), truncated=False)
+    prompts = replace(prompt_batch([ids("why").tolist()]), prompts=(prompt,))
+    seen: list[Any] = []
+    said: list[list[int]] = []
+
+    def reads(completions: list[Any], completion_ids: list[list[int]]) -> list[float]:
+        seen.extend(completions)
+        said.extend(completion_ids)
+        return [0.0] * len(completions)
+
+    rollout = assemble_rollout(
+        prompts, [response, one_turn, response.given(parts[1])], num_generations=3, pad_id=0
+    )
+    collector = Collector(TransformersEngine(), Rewards([reads]), tokenizer)
+    result = collector.score(prompts, rollout, Sampling(stop=stop), step=0, phase=nullcontext)
+    assert said == [
+        torch.cat(parts).tolist(),
+        parts[2].tolist(),
+        torch.cat([*parts, parts[1]]).tolist(),
+    ]
+    return result.records, seen
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_rewards_and_records_see_the_segments(
+    tokenizer: PreTrainedTokenizerBase, chat: bool
+) -> None:
+    prompt = ({"role": "user", "content": "why"},) if chat else "why"
+    records, seen = collected(tokenizer, prompt, stop=("#",))
+    # the stop string that ended the response is cut; those before it are part of the text
+    texts = ["yes# no# so", "so", "yes# no# so# no# "]
+    assert [record["completion"] for record in records] == texts
+    assert seen == [[{"role": "assistant", "content": t}] for t in texts] if chat else texts
+    assert completion_segments(seen[0]) == seen[0].segments
+    assert list(seen[0].segments) == [("yes#", True), (" no# ", False), ("so", True)]
+    assert records[0]["segments"] == [
+        {"sampled": True, "text": "yes#"},
+        {"sampled": False, "text": " no# "},
+        {"sampled": True, "text": "so"},
+    ]
+    assert "segments" not in records[1]
+    assert [record["length"] for record in records] == [7, 3, 7]
+    assert completion_segments("plain") == (("plain", True),)
+    # a process that has no such class gets plain text
+    for completion in seen:
+        assert type(pickle.loads(pickle.dumps(completion))) is (list if chat else str)
+
+
+def test_letters_cut_in_two_by_a_segment_lose_no_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    first, second = tokenizer("ä", add_special_tokens=False).input_ids
+    response = sampled(first).given(torch.tensor([second])).followed_by(sampled(second))
+    prompts = replace(prompt_batch([[40]]), prompts=("x",))
+    rollout = assemble_rollout(prompts, [response], num_generations=1, pad_id=0)
+    collector = Collector(TransformersEngine(), Rewards([letters]), tokenizer)
+    (record,) = collector.score(prompts, rollout, Sampling(), step=0, phase=nullcontext).records
+    assert len(record["segments"]) == 3
+    assert record["completion"] == "".join(one["text"] for one in record["segments"])
+
+
+# ------------------------------------------------------------------ wrapped engines
+
+
+def test_a_users_wrapper_trains_with_rloo(
+    language_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(f'{{"prompt": "say {word}"}}' for word in "abcdefgh"))
+    watcher = Watcher()
+    module = RLOO(
+        language_model,
+        Rewards([letters]),
+        tokenizer=tokenizer,
+        engine=AsksAgain(TransformersEngine()),
+        num_generations=2,
+        sampling=Sampling(max_new_tokens=5),
+        reference=Reference(kl_coef=0.1),
+        update=Update(minibatch_size=4),
+        optimizer=OptimizerConfig(lr=1e-2),
+        seed=1,
+    )
+    before = weights(module.policy)
+    trainer = fit(module, path, tmp_path, steps=2, callbacks=[watcher])
+    assert float(trainer.logged_metrics["mismatch/max"]) < 1e-4
+    for records, experience in zip(watcher.records, watcher.experiences, strict=True):
+        for row, record in enumerate(records):
+            wrote = [one["sampled"] for one in record["segments"]]
+            assert wrote == [True, False, True]
+            assert record["segments"][1]["text"] == HINT
+            assert HINT in record["completion"]
+            mask = experience.response_mask[row]
+            assert record["length"] == int(mask.sum()) == len(record["token_ids"]) - len(HINT)
+            assert (experience.advantages[row][~mask] == 0).all()
+    assert any(
+        not torch.equal(before[name], value) for name, value in weights(module.policy).items()
+    )
+
+
+def test_a_wrapper_is_synced_like_the_engine_that_it_wraps(
+    language_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    engine = CopyEngine(concurrent=True)
+    wrapped = AsksAgain(engine)
+    wrapped.attach(language_model, tokenizer)
+    assert wrapped.capabilities == Capabilities(
+        holds_copy=True, concurrent=True, tells_kept_mass=False
+    )
+    assert wrapped.push(2).version == wrapped.version == engine.version == 2
+    assert wrapped.probe().mean < 1e-4
+    rollout = wrapped.generate(
+        prompt_batch([[40, 41], [42]]),
+        Sampling(max_new_tokens=3),
+        num_generations=2,
+        seeds=range(4),
+    )
+    assert rollout.weight_version is not None
+    assert rollout.weight_version.tolist() == [2] * 4
+    with torch.no_grad():
+        own = sequence_logprobs(language_model, rollout)
+    torch.testing.assert_close(own, rollout.sampling_logprobs, rtol=0, atol=1e-4)
+    wrapped.outdate()
+    assert engine.version is None
+    wrapped.close()
+    assert not engine.started
