@@ -24,10 +24,6 @@ _NAME = re.compile(r"step_(\d+)\.rank_(\d+)\.safetensors")
 _TENSORS = tuple(field.name for field in fields(Rollout) if field.name != "media")
 _MEDIA = "media."
 _OPTIONAL = ("kept_mass", "weight_version")
-_PER_TOKEN = ("attention_mask", "response_mask", "sampling_logprobs", "kept_mass")
-_PER_ROW = ("group_ids", "truncated", "scores", "weight_version")
-_BOOL = ("attention_mask", "response_mask", "truncated")
-_WHOLE = ("input_ids", "group_ids", "weight_version")
 
 
 class RolloutFile(NamedTuple):
@@ -101,11 +97,10 @@ def load_rollout(path: Path) -> StoredRollout:
     with _opened(path) as (names, file):
         tensors = {name: file.get_tensor(name) for name in names}
         checksum = file.metadata().get("checksum")
-    if checksum not in (None, _checksum(tensors)):  # None: written by an earlier version
+    if checksum != _checksum(tensors):
         raise _damaged(path, "it holds other bytes than were written")
-    records = _decode(tensors.pop("records"), path)
-    media = _media_of(tensors, path)
-    _check_shapes(tensors, len(records), path)
+    records = tuple(json.loads(bytes(tensors.pop("records").numpy())))
+    media = _media_of(tensors)
     scores = tensors.pop("scores")
     return StoredRollout(rollout=Rollout(**tensors, media=media), scores=scores, records=records)
 
@@ -167,33 +162,26 @@ def _media_tensors(rollout: Rollout) -> dict[str, Tensor]:
     return {**tensors, f"{_MEDIA}rows": torch.tensor(rows), f"{_MEDIA}about": about}
 
 
-def _media_of(tensors: dict[str, Tensor], path: Path) -> tuple[Media | None, ...] | None:
+def _media_of(tensors: dict[str, Tensor]) -> tuple[Media | None, ...] | None:
     """Take what `_media_tensors` made out of the tensors of a file."""
     parts = {name: tensors.pop(name) for name in [*tensors] if name.startswith(_MEDIA)}
     if not parts:
         return None
-    try:
-        described = json.loads(bytes(parts.pop(f"{_MEDIA}about").numpy()))
-        rows: list[int] = parts.pop(f"{_MEDIA}rows").tolist()
-        different = [
+    described = json.loads(bytes(parts.pop(f"{_MEDIA}about").numpy()))
+    rows: list[int] = parts.pop(f"{_MEDIA}rows").tolist()
+    different = []
+    for index, about in enumerate(described):
+        prefix = f"{_MEDIA}{index}."
+        own = {name: tensor for name, tensor in parts.items() if name.startswith(prefix)}
+        different.append(
             Media(
-                tensors={
-                    name.removeprefix(f"{_MEDIA}{index}."): tensor
-                    for name, tensor in parts.items()
-                    if name.startswith(f"{_MEDIA}{index}.")
-                },
+                tensors={name.removeprefix(prefix): tensor for name, tensor in own.items()},
                 tokens=about["tokens"],
                 names=tuple(about["names"]),
                 prompt_ids=tuple(about["prompt_ids"]),
             )
-            for index, about in enumerate(described)
-        ]
-        media = tuple(None if row < 0 else different[row] for row in rows)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise _damaged(path, f"what its rows show cannot be read ({error!r})") from error
-    if len(media) != len(tensors["input_ids"]):
-        raise _damaged(path, f"it says what {len(media)} rows show")
-    return media
+        )
+    return tuple(None if row < 0 else different[row] for row in rows)
 
 
 def _check_names(names: Sequence[str], metadata: Mapping[str, str], path: Path) -> None:
@@ -213,40 +201,11 @@ def _check_names(names: Sequence[str], metadata: Mapping[str, str], path: Path) 
         )
 
 
-def _check_shapes(tensors: Mapping[str, Tensor], rows: int, path: Path) -> None:
-    shape = tuple(tensors["input_ids"].shape)
-    if len(shape) != 2 or shape[0] != rows:
-        raise _damaged(path, f"input_ids has shape {shape}, and there are {rows} records")
-    for name, tensor in tensors.items():
-        wanted = shape[:1] if name in _PER_ROW else shape
-        if tuple(tensor.shape) != wanted:
-            raise _damaged(path, f"{name} has shape {tuple(tensor.shape)}, not {wanted}")
-        kind = _kind(tensor)
-        if kind != ("bool" if name in _BOOL else "whole" if name in _WHOLE else "float"):
-            raise _damaged(path, f"{name} holds {tensor.dtype}")
-
-
-def _kind(tensor: Tensor) -> str:
-    if tensor.dtype == torch.bool:
-        return "bool"
-    return "float" if tensor.is_floating_point() else "whole"
-
-
 def _encode(records: Sequence[Mapping[str, Any]]) -> bytearray:
     try:
         return bytearray(json.dumps([dict(record) for record in records], allow_nan=False).encode())
     except (TypeError, ValueError) as error:
         raise ValueError(f"a record of the rollout is not of JSON types: {error}") from error
-
-
-def _decode(data: Tensor, path: Path) -> tuple[Mapping[str, Any], ...]:
-    try:
-        records = json.loads(bytes(data.numpy()))
-    except ValueError as error:
-        raise _damaged(path, f"its records are no JSON ({error})") from error
-    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise _damaged(path, "its records are no list of JSON objects")
-    return tuple(records)
 
 
 def _damaged(path: Path, what: str) -> ValueError:

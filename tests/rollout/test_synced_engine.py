@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rollout import (
     EngineFailure,
-    ProbeGap,
     Response,
     Sampling,
     TransformersEngine,
@@ -59,18 +58,6 @@ def assert_same(first: Rollout, second: Rollout) -> None:
 # ------------------------------------------------------------------ versions
 
 
-def test_without_weights_nothing_is_drawn(language_model, tokenizer, prompts) -> None:
-    engine = attached(language_model, tokenizer)
-    with pytest.raises(WeightSyncError, match=r"CopyEngine was given no weights: add .*VLLMWeight"):
-        generate(engine, prompts)
-    assert not engine.started
-
-
-def test_a_push_before_attach_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"CopyEngine\.attach has not been called"):
-        CopyEngine().push(0)
-
-
 def test_responses_are_those_of_the_policy(language_model, tokenizer, prompts) -> None:
     engine = attached(language_model, tokenizer)
     report = engine.push(version=3)
@@ -86,24 +73,6 @@ def test_responses_are_those_of_the_policy(language_model, tokenizer, prompts) -
     torch.testing.assert_close(rollout.sampling_logprobs, expected.sampling_logprobs)
     assert rollout.weight_version is not None
     assert rollout.weight_version.tolist() == [3] * 6
-
-
-def test_responses_come_from_the_pushed_weights_until_the_next_push(
-    language_model, tokenizer, prompts
-) -> None:
-    engine = attached(language_model, tokenizer)
-    engine.push(0)
-    before = generate(engine, prompts)
-    train(language_model)
-    still = generate(engine, prompts)
-    assert_same(before, still)
-    assert still.weight_version is not None
-    assert still.weight_version.tolist() == [0] * 6
-    engine.push(1)
-    after = generate(engine, prompts)
-    assert after.weight_version is not None
-    assert after.weight_version.tolist() == [1] * 6
-    assert not torch.equal(after.input_ids, before.input_ids)
 
 
 def test_another_policy_makes_the_weights_unknown(language_model, tokenizer) -> None:
@@ -176,39 +145,7 @@ def test_a_push_within_inference_mode_can_be_followed_by_one_outside(
     assert engine.probe().mean < 1e-4
 
 
-def test_a_restart_within_inference_mode_can_be_followed_by_a_push_outside(
-    language_model, tokenizer, prompts
-) -> None:
-    engine = attached(language_model, tokenizer, fail={"respond": [1]})
-    engine.push(0)
-    with torch.inference_mode():
-        generate(engine, prompts)
-    engine.push(1)
-    assert engine.version == 1
-
-
 # ------------------------------------------------------------------ checks
-
-
-@pytest.mark.parametrize("name", [NORM, "model.embed_tokens.weight"])
-def test_a_weight_that_did_not_arrive_is_named(language_model, tokenizer, prompts, name) -> None:
-    engine = attached(language_model, tokenizer, drop=name)
-    with pytest.raises(WeightSyncError, match=f"was not given the weight {name}"):
-        engine.push(0)
-    assert engine.version is None
-    with pytest.raises(WeightSyncError, match="no weights"):
-        generate(engine, prompts)
-
-
-def test_an_older_weight_is_named(language_model, tokenizer) -> None:
-    engine = attached(language_model, tokenizer, stale=NORM)
-    engine.push(0)
-    with torch.no_grad():
-        # the smallest change there is
-        weight = language_model.get_parameter(NORM)
-        weight[3] = torch.nextafter(weight[3], torch.tensor(9.0))
-    with pytest.raises(WeightSyncError, match=rf"other values of the weight {NORM}"):
-        engine.push(1)
 
 
 def test_a_push_puts_the_weights_together_once(language_model, tokenizer, monkeypatch) -> None:
@@ -225,34 +162,6 @@ def test_a_push_puts_the_weights_together_once(language_model, tokenizer, monkey
     monkeypatch.setattr(PolicyWeights, "tensors", counted)
     engine.push(0)
     assert len(read) == len(set(read)) == len(dict(language_model.named_parameters()))
-
-
-def test_every_worker_is_checked(language_model, tokenizer, monkeypatch) -> None:
-    engine = attached(language_model, tokenizer)
-    send = engine._send
-
-    def two_workers(tensors: Any) -> list[dict[str, str]]:
-        (arrived,) = send(tensors)
-        return [arrived, arrived | {NORM: "0"}]
-
-    monkeypatch.setattr(engine, "_send", two_workers)
-    with pytest.raises(WeightSyncError, match=f"other values of the weight {NORM}"):
-        engine.push(0)
-
-
-def test_a_wrong_weight_is_no_reason_to_start_again(language_model, tokenizer) -> None:
-    engine = attached(language_model, tokenizer, drop=NORM)
-    with pytest.raises(WeightSyncError):
-        engine.push(0)
-    assert (engine.calls["start"], engine.restarts) == (1, 0)
-
-
-def test_a_probe_of_equal_weights_finds_no_gap(language_model, tokenizer) -> None:
-    engine = attached(language_model, tokenizer)
-    engine.push(0)
-    gap = engine.probe()
-    # float32 keeps about 7 digits
-    assert 0 <= gap.mean <= gap.max < 1e-4
 
 
 def test_a_probe_measures_the_distance_to_the_policy(language_model, tokenizer) -> None:
@@ -303,32 +212,6 @@ class Disturbed(CopyEngine):
         ]
 
 
-def disturbed(
-    policy: nn.Module, tokenizer: PreTrainedTokenizerBase, added: torch.Tensor
-) -> ProbeGap:
-    engine = Disturbed(added)
-    engine.attach(policy, tokenizer)
-    engine.push(0)
-    return engine.probe()
-
-
-def test_a_token_that_went_to_another_expert_hides_nothing(language_model, tokenizer) -> None:
-    added = torch.zeros(4, 8)
-    added[:, 0] = 5.0
-    gap = disturbed(language_model, tokenizer, added)
-    # one token of eight
-    assert gap.mean == pytest.approx(5 / 8, rel=1e-3)
-    assert gap.typical < 1e-4
-
-
-def test_a_single_response_that_other_weights_drew_shows(language_model, tokenizer) -> None:
-    added = torch.zeros(4, 8)
-    added[2] = 0.2  # as of the only prompt with an image
-    gap = disturbed(language_model, tokenizer, added)
-    assert gap.mean == pytest.approx(0.2 / 4, rel=1e-3)
-    assert gap.typical == pytest.approx(0.2, rel=1e-3)
-
-
 def test_a_probe_shows_states_that_older_weights_left_in_a_cache(language_model, tokenizer) -> None:
     engine = attached(language_model, tokenizer, keep_caches=True)
     engine.push(0)
@@ -338,127 +221,7 @@ def test_a_probe_shows_states_that_older_weights_left_in_a_cache(language_model,
     assert engine.probe().mean > 1e-2
 
 
-def test_a_push_resets_the_caches(language_model, tokenizer) -> None:
-    engine = attached(language_model, tokenizer)
-    engine.push(0)
-    engine.probe()
-    train(language_model)
-    engine.push(1)
-    assert engine.calls["reset_caches"] == 2
-    assert engine.probe().mean < 1e-4
-
-
-def test_probes_ask_the_same_long_prompts_without_special_tokens(language_model, tokenizer) -> None:
-    engine = attached(language_model, tokenizer)
-    engine.push(0)
-    engine.probe()
-    engine.probe()
-    first, second = (draw.prompts for draw in engine.draws)
-    assert first == second
-    assert len(first) > 1
-    assert all(len(ids) > 64 for ids in first)  # two blocks of 32 tokens
-    assert not {0, 1, 2, 3} & {token for ids in first for token in ids}
-
-
-def test_probes_leave_room_for_their_response(language_model, tokenizer) -> None:
-    engine = attached(language_model, tokenizer, max_model_len=30)
-    engine.push(0)
-    assert engine.probe().mean < 1e-4
-    assert {len(ids) for ids in engine.draws[0].prompts} == {22}  # 30 less 8
-
-
-def test_a_probe_leaves_the_policy_in_training_mode_and_its_random_numbers(
-    language_model, tokenizer
-) -> None:
-    engine = attached(language_model, tokenizer)
-    language_model.train()
-    language_model.model.norm.eval()
-    state = torch.get_rng_state()
-    engine.push(0)
-    engine.probe()
-    assert torch.equal(torch.get_rng_state(), state)
-    assert language_model.training
-    assert not language_model.model.norm.training
-
-
 # ------------------------------------------------------------------ recovery
-
-
-def test_a_failed_call_draws_the_same_responses_after_a_restart(
-    language_model, tokenizer, prompts, caplog
-) -> None:
-    healthy = attached(language_model, tokenizer)
-    healthy.push(2)
-    expected = generate(healthy, prompts)
-    engine = attached(language_model, tokenizer, fail={"respond": [1]})
-    engine.push(2)
-    with caplog.at_level(logging.WARNING):
-        rollout = generate(engine, prompts)
-    assert_same(expected, rollout)
-    assert rollout.weight_version is not None
-    assert rollout.weight_version.tolist() == [2] * 6
-    assert engine.version == 2
-    assert (engine.restarts, engine.calls["start"], engine.calls["send"]) == (1, 2, 2)
-    assert "respond number 1 failed; starting the engine again" in caplog.text
-
-
-@pytest.mark.parametrize("call", ["start", "send"])
-def test_a_push_that_fails_is_made_again_on_a_new_engine(
-    language_model, tokenizer, call: str
-) -> None:
-    engine = attached(language_model, tokenizer, fail={call: [1]})
-    report = engine.push(5)
-    assert (report.version, report.restarts) == (5, 1)
-    assert engine.version == 5
-    assert engine.calls["start"] == 2
-    assert engine.probe().mean < 1e-4
-
-
-@pytest.mark.parametrize("call", ["start", "send"])
-def test_an_engine_that_fails_again_during_recovery_gets_another_chance(
-    language_model, tokenizer, prompts, call: str
-) -> None:
-    engine = attached(language_model, tokenizer, fail={"respond": [1], call: [2]})
-    engine.push(0)
-    rollout = generate(engine, prompts)
-    assert engine.restarts == 2
-    assert rollout.weight_version is not None
-    assert rollout.weight_version.tolist() == [0] * 6
-    assert engine.probe().mean < 1e-4
-
-
-@pytest.mark.parametrize("max_restarts", [0, 1, 3])
-@pytest.mark.parametrize("call", ["start", "send"])
-def test_a_push_gives_up_after_max_restarts(
-    language_model, tokenizer, call: str, max_restarts: int
-) -> None:
-    engine = attached(language_model, tokenizer, fail={call: range(99)}, max_restarts=max_restarts)
-    with pytest.raises(
-        EngineFailure,
-        match=rf"{call} number {max_restarts + 1} failed, after {max_restarts} restarts "
-        r"\(engine\.max_restarts\)",
-    ):
-        engine.push(0)
-    assert engine.calls["start"] == max_restarts + 1
-    assert engine.version is None
-    assert not engine.started
-
-
-def test_a_call_gives_up_after_max_restarts(language_model, tokenizer, prompts) -> None:
-    engine = attached(language_model, tokenizer, fail={"respond": range(99)}, max_restarts=2)
-    engine.push(0)
-    with pytest.raises(EngineFailure, match="respond number 3 failed, after 2 restarts"):
-        generate(engine, prompts)
-    assert engine.calls["respond"] == 3
-    assert not engine.started
-
-
-def test_failures_are_counted_anew_in_every_call(language_model, tokenizer, prompts) -> None:
-    engine = attached(language_model, tokenizer, fail={"respond": [1, 3, 5]}, max_restarts=1)
-    engine.push(0)
-    for _ in range(3):
-        generate(engine, prompts)
-    assert engine.restarts == 3
 
 
 def test_without_recovery_the_first_failure_is_told(language_model, tokenizer, prompts) -> None:
@@ -495,19 +258,6 @@ def test_an_error_that_no_restart_mends_ends_the_call_on_every_rank(
     assert engine.restarts == 0
 
 
-def test_other_errors_pass_through(language_model, tokenizer, prompts, monkeypatch) -> None:
-    engine = attached(language_model, tokenizer)
-    engine.push(0)
-
-    def refuse(*_: Any) -> None:
-        raise ValueError("temperature 9")
-
-    monkeypatch.setattr(engine, "_respond", refuse)
-    with pytest.raises(ValueError, match="temperature 9"):
-        generate(engine, prompts)
-    assert engine.restarts == 0
-
-
 # ------------------------------------------------------------------ arguments
 
 
@@ -528,21 +278,115 @@ def test_a_prompt_without_room_for_its_response_names_the_options(
     assert len(generate(roomy, prompts)) == 6
 
 
-def test_padding_is_no_part_of_a_prompt(language_model, tokenizer, prompts) -> None:
-    engine = attached(language_model, tokenizer)
+# ------------------------------------------------------------------ tables
+
+
+@pytest.mark.parametrize(
+    ("typical", "place", "size"),
+    [
+        # a token that went to another expert hides nothing; a response that other weights
+        # sampled, as the only one with an image, shows
+        (0.0, (slice(None), 0), 5.0),
+        (0.2, (2, slice(None)), 0.2),
+    ],
+)
+def test_a_probe_tells_other_weights_from_rounding(
+    language_model, tokenizer, typical: float, place: Any, size: float
+) -> None:
+    added = torch.zeros(4, 8)
+    added[place] = size
+    engine = Disturbed(added)
+    engine.attach(language_model, tokenizer)
     engine.push(0)
-    generate(engine, prompts)
-    texts = [tokenizer.decode(ids) for ids in engine.draws[0].prompts]
-    assert texts == ["hi", "hi", "good morning", "good morning", "x", "x"]
+    gap = engine.probe()
+    assert gap.mean == pytest.approx(float(added.mean()), rel=1e-3)
+    assert gap.typical == pytest.approx(typical, abs=1e-4)
+    assert not gap.low_precision
 
 
-def test_a_number_of_seeds_that_does_not_fit_is_refused(language_model, tokenizer, prompts) -> None:
-    engine = attached(language_model, tokenizer)
+@pytest.mark.parametrize("fault", ["drop", "stale", "worker"])
+def test_a_wrong_weight_is_named(
+    language_model, tokenizer, prompts, monkeypatch, fault: str
+) -> None:
+    engine = attached(language_model, tokenizer, **({} if fault == "worker" else {fault: NORM}))
+    send = engine._send
+    if fault == "worker":  # the second of two has another weight
+        two = lambda weights: [*(one := send(weights)), {**one[0], NORM: "0"}]  # noqa: E731
+        monkeypatch.setattr(engine, "_send", two)
+    if fault == "stale":
+        engine.push(0)
+        with torch.no_grad():  # the smallest change there is
+            weight = language_model.get_parameter(NORM)
+            weight[3] = torch.nextafter(weight[3], torch.tensor(9.0))
+    told = "was not given the weight" if fault == "drop" else "other values of the weight"
+    with pytest.raises(WeightSyncError, match=f"{told} {NORM}"):
+        engine.push(1)
+    assert engine.version is None
+    assert (engine.calls["start"], engine.restarts) == (1, 0)  # it would not help
+    with pytest.raises(WeightSyncError, match=r"CopyEngine was given no weights: add .*VLLMWeight"):
+        generate(engine, prompts)
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        {"respond": [1]},
+        {"start": [1]},
+        {"send": [1]},
+        {"respond": [1], "start": [2]},
+        {"respond": [1], "send": [2]},
+    ],
+)
+def test_failures_are_mended_and_change_no_response(
+    language_model, tokenizer, prompts, caplog, fail: dict[str, list[int]]
+) -> None:
+    healthy = attached(language_model, tokenizer)
+    healthy.push(2)
+    engine = attached(language_model, tokenizer, fail=fail)
+    language_model.train()
+    state = torch.get_rng_state()
+    with caplog.at_level(logging.WARNING):
+        engine.push(2)
+        rollout = generate(engine, prompts)
+    assert_same(generate(healthy, prompts), rollout)
+    assert rollout.weight_version is not None
+    assert rollout.weight_version.tolist() == [2] * 6
+    assert engine.version == 2
+    assert engine.restarts == len(fail)
+    assert "failed; starting the engine again" in caplog.text
+    assert engine.probe().mean < 1e-4
+    assert language_model.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("call", ["start", "send", "respond"])
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_an_engine_that_goes_on_failing_ends_the_call(
+    language_model, tokenizer, prompts, call: str, max_restarts: int
+) -> None:
+    engine = attached(language_model, tokenizer, fail={call: range(99)}, max_restarts=max_restarts)
+    message = rf"{call} number {max_restarts + 1} failed, after {max_restarts} restarts"
+
+    def use() -> None:
+        engine.push(0)
+        generate(engine, prompts)
+
+    with pytest.raises(EngineFailure, match=message):
+        use()
+    assert engine.calls["start"] == max_restarts + 1
+    assert engine.version is None
+    assert not engine.started
+
+
+@pytest.mark.parametrize(("room", "length"), [(256, 80), (30, 22)])
+def test_probes_ask_the_same_long_prompts_without_special_tokens(
+    language_model, tokenizer, room: int, length: int
+) -> None:
+    engine = attached(language_model, tokenizer, max_model_len=room)
     engine.push(0)
-    with pytest.raises(ValueError, match="5 seeds for 3 prompts x 2 generations"):
-        engine.generate(prompts, SAMPLING, num_generations=2, seeds=range(5))
-
-
-def test_fewer_than_no_restarts_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"engine\.max_restarts is -1"):
-        CopyEngine(max_restarts=-1)
+    engine.probe()
+    engine.probe()
+    first, second = (draw.prompts for draw in engine.draws)
+    assert first == second
+    assert [len(ids) for ids in first] == [length] * 4
+    assert not {0, 1, 2, 3} & {token for ids in first for token in ids}
