@@ -133,6 +133,7 @@ class CopyEngine(SyncedEngine):
         assert self._tokenizer is not None
         drawer = TransformersEngine()
         drawer.attach(self._cached, self._tokenizer)
+        drawer._tried = self._cached  # the trial is not what is tested with it
         asked = prompt_batch(prompts)
         rollout = drawer.generate(
             asked, sampling, num_generations=1, seeds=[request.seed for request in requests]

@@ -1,4 +1,4 @@
-"""What is drawn beside the main thread, and when it is taken."""
+"""What is generated beside the main thread, and when it is taken."""
 
 from typing import Any
 
@@ -40,29 +40,13 @@ def take(ahead: RolloutAhead, step: int = 1, prompts: PromptBatch = PROMPTS, **o
     return ahead.take(step, prompts, **arguments)
 
 
-def test_what_was_begun_is_taken_once(language_model, tokenizer) -> None:
-    _, ahead = started(language_model, tokenizer)
-    assert len(take(ahead)) == 4
-    assert take(ahead) is None
-
-
-def test_padding_does_not_make_prompts_others(language_model, tokenizer) -> None:
-    _, ahead = started(language_model, tokenizer)
-    wider = PromptBatch(
-        input_ids=torch.tensor([[0, 10, 11], [0, 0, 12]]),
-        attention_mask=torch.tensor([[False, True, True], [False, False, True]]),
-        prompts=("", ""),
-        columns=({}, {}),
-    )
-    assert take(ahead, prompts=wider) is not None
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"step": 2},
         {"prompts": prompt_batch([[10, 11], [13]])},
         {"prompts": prompt_batch([[12], [10, 11]])},
+        {"prompts": prompt_batch([[10], [12]])},  # which the responses' prompts begin with
         {"prompts": prompt_batch([[10, 11]])},
         {"num_generations": 1},
         # another rank has to draw anew, and all do it together
@@ -90,22 +74,6 @@ def test_a_failure_makes_all_ranks_push_again(language_model, tokenizer) -> None
     engine, ahead = started(language_model, tokenizer)
     assert take(ahead, step=2) is None
     assert engine.version == 0
-
-
-def test_a_new_start_waits_for_the_one_before(language_model, tokenizer) -> None:
-    engine, ahead = started(language_model, tokenizer)
-    ahead.start(2, PROMPTS, SAMPLING, num_generations=2, seeds=range(4))
-    ahead.wait()
-    assert len(engine.draws) == 2
-    assert take(ahead, step=2) is not None
-
-
-def test_what_is_dropped_is_gone(language_model, tokenizer) -> None:
-    engine, ahead = started(language_model, tokenizer)
-    ahead.drop()
-    assert len(engine.draws) == 1
-    assert ahead.state_dict() is None
-    assert take(ahead) is None
 
 
 @pytest.mark.parametrize("sampling", [SAMPLING, Sampling(max_new_tokens=4, top_k=5)])
@@ -138,8 +106,26 @@ def test_a_state_that_was_read_to_the_cpu_is_moved_to_its_prompts(
     assert take(resumed, prompts=PROMPTS.to("cuda")).input_ids.is_cuda
 
 
-def test_no_state_is_an_empty_one() -> None:
-    ahead = RolloutAhead(elsewhere())
+def test_what_was_begun_is_taken_once_whatever_the_padding(language_model, tokenizer) -> None:
+    _, ahead = started(language_model, tokenizer)
+    wider = PromptBatch(
+        input_ids=torch.tensor([[0, 10, 11], [0, 0, 12]]),
+        attention_mask=torch.tensor([[False, True, True], [False, False, True]]),
+        prompts=("", ""),
+        columns=({}, {}),
+    )
+    assert len(take(ahead, prompts=wider)) == 4
+    assert take(ahead) is None
+
+
+def test_a_new_start_waits_for_the_one_before_and_what_is_dropped_is_gone(
+    language_model, tokenizer
+) -> None:
+    engine, ahead = started(language_model, tokenizer)
+    ahead.start(2, PROMPTS, SAMPLING, num_generations=2, seeds=range(4))
+    ahead.wait()
+    assert len(engine.draws) == 2
+    ahead.drop()
     assert ahead.state_dict() is None
     ahead.load_state_dict(None, torch.device("cpu"))
-    assert take(ahead) is None
+    assert take(ahead, step=2) is None

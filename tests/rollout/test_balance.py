@@ -26,68 +26,13 @@ def best_load(costs: Sequence[int], parts: int, *, equal_counts: bool) -> int:
     return smallest
 
 
-def test_differences_cancel_as_in_an_example_worked_by_hand() -> None:
-    # 8-7 = 1 and 6-5 = 1, so 4, 1, 1 are left; 4-1 = 3; 3-1 = 2: one part costs 2 more
-    costs = [8, 7, 6, 5, 4]
-    assert loads(costs, partition(costs, 2)) == [16, 14]
-
-
-def test_a_swap_finds_what_the_differences_missed() -> None:
-    # the merges end with 7, 5, 4 against 8, 6; then 7 and 6 change places
-    costs = [8, 7, 6, 5, 4]
-    assert partition(costs, 2, equal_counts=True) == [[2, 3, 4], [0, 1]]
-
-
 @pytest.mark.parametrize("equal_counts", [False, True])
-@pytest.mark.parametrize(("size", "parts"), [(6, 2), (8, 2), (9, 2), (6, 3), (7, 3), (6, 4)])
-def test_small_cases_come_near_to_the_best_of_all_partitions(
-    size: int, parts: int, equal_counts: bool
-) -> None:
-    ratios = []
-    for seed in range(12):
-        costs = long_tailed(seed, size)
-        dealt = partition(costs, parts, equal_counts=equal_counts)
-        best = best_load(costs, parts, equal_counts=equal_counts)
-        ratios.append(max(loads(costs, dealt)) / best)
-    assert min(ratios) >= 1.0
-    assert max(ratios) <= 7 / 6
-    assert np.mean(ratios) < 1.03
-
-
-@pytest.mark.parametrize("equal_counts", [False, True])
-@pytest.mark.parametrize(("size", "parts"), [(0, 3), (2, 3), (7, 3), (64, 8), (67, 8), (5, 1)])
-def test_every_item_is_dealt_once(size: int, parts: int, equal_counts: bool) -> None:
-    costs = long_tailed(size, size)
-    dealt = partition(costs, parts, equal_counts=equal_counts)
-    assert len(dealt) == parts
-    assert sorted(item for part in dealt for item in part) == list(range(size))
-    assert all(part == sorted(part) for part in dealt)
-    counts = [len(part) for part in dealt]
-    if size >= parts:
-        assert min(counts) > 0
-    if equal_counts:
-        assert max(counts) - min(counts) <= 1
-
-
-def test_items_that_cost_nothing_leave_no_part_empty() -> None:
-    assert [len(part) for part in partition([0, 0, 0], 3)] == [1, 1, 1]
-    assert sorted(len(part) for part in partition([9, 0, 0, 0], 3)) == [1, 1, 2]
-
-
-@pytest.mark.parametrize("parts", [2, 8])
-def test_equal_costs_give_equal_loads(parts: int) -> None:
-    for equal_counts in (False, True):
-        dealt = partition([3] * 6 * parts, parts, equal_counts=equal_counts)
-        assert loads([3] * 6 * parts, dealt) == [18] * parts
-
-
-@pytest.mark.parametrize("equal_counts", [False, True])
-@pytest.mark.parametrize(("parts", "each"), [(2, 8), (4, 32), (8, 32), (64, 16)])
+@pytest.mark.parametrize(("parts", "each"), [(2, 8), (8, 32)])
 def test_long_tails_are_evened_out_better_than_by_dealing_in_turn(
     parts: int, each: int, equal_counts: bool
 ) -> None:
     found, in_turn, by_chance = [], [], []
-    for seed in range(5):
+    for seed in range(3):
         costs = long_tailed(seed, parts * each)
         order = sorted(range(len(costs)), key=lambda item, costs=costs: -costs[item])
         dealt = partition(costs, parts, equal_counts=equal_counts)
@@ -102,21 +47,40 @@ def test_long_tails_are_evened_out_better_than_by_dealing_in_turn(
     assert np.mean(found) < np.mean(in_turn) < np.mean(by_chance)
 
 
-def test_the_same_costs_are_dealt_alike_again() -> None:
-    costs = [5, 5, 5, 3, 3, 3, 3, 1, 1] * 4
-    for equal_counts in (False, True):
-        first = partition(costs, 5, equal_counts=equal_counts)
-        assert partition(list(costs), 5, equal_counts=equal_counts) == first
-
-
-def test_imbalance_is_the_largest_over_the_mean() -> None:
+def test_differences_cancel_as_in_an_example_worked_by_hand() -> None:
+    # 8-7 = 1 and 6-5 = 1, so 4, 1, 1 are left; 4-1 = 3; 3-1 = 2: one part costs 2 more
+    costs = [8, 7, 6, 5, 4]
+    assert loads(costs, partition(costs, 2)) == [16, 14]
+    # with equal counts the merges end with 7, 5, 4 against 8, 6; then 7 and 6 change places
+    assert partition(costs, 2, equal_counts=True) == [[2, 3, 4], [0, 1]]
     assert imbalance([3, 1, 2]) == pytest.approx(1.5)
-    assert imbalance([4, 4]) == 1.0
     assert imbalance([0, 0]) == 1.0
 
 
-def test_impossible_wishes_are_refused() -> None:
-    with pytest.raises(ValueError, match="parts=0"):
-        partition([1], 0)
-    with pytest.raises(ValueError, match="lowest cost is -2"):
-        partition([1, -2], 2)
+@pytest.mark.parametrize("equal_counts", [False, True])
+@pytest.mark.parametrize(("size", "parts"), [(6, 2), (9, 2), (7, 3)])
+def test_small_cases_come_near_to_the_best_of_all_partitions(
+    size: int, parts: int, equal_counts: bool
+) -> None:
+    ratios = []
+    for seed in range(8):
+        costs = long_tailed(seed, size)
+        dealt = partition(costs, parts, equal_counts=equal_counts)
+        best = best_load(costs, parts, equal_counts=equal_counts)
+        ratios.append(max(loads(costs, dealt)) / best)
+    assert min(ratios) >= 1.0
+    assert max(ratios) <= 7 / 6
+    assert np.mean(ratios) < 1.03
+
+
+@pytest.mark.parametrize("equal_counts", [False, True])
+@pytest.mark.parametrize(("size", "parts"), [(0, 3), (2, 3), (7, 3), (67, 8), (5, 1)])
+def test_every_item_is_dealt_once(size: int, parts: int, equal_counts: bool) -> None:
+    for costs in (long_tailed(size, size), [3] * size, [0] * size):
+        dealt = partition(costs, parts, equal_counts=equal_counts)
+        assert partition(list(costs), parts, equal_counts=equal_counts) == dealt
+        assert len(dealt) == parts
+        assert sorted(item for part in dealt for item in part) == list(range(size))
+        counts = [len(part) for part in dealt]
+        assert size < parts or min(counts) > 0
+        assert not equal_counts or max(counts) - min(counts) <= 1

@@ -1,9 +1,15 @@
-"""Groups are drawn until enough of them differ, whatever the width of a round."""
+"""Groups are sampled until enough of them differ, whatever the width of a round."""
 
 import torch
 
 from lrlhf.rewards import RewardResult
-from lrlhf.rollout import Collected, collect_different, groups_differ, merge_collected
+from lrlhf.rollout import (
+    Collected,
+    beside_of,
+    collect_different,
+    groups_differ,
+    merge_collected,
+)
 from lrlhf.types import PromptBatch, Rollout
 
 NAN = float("nan")
@@ -18,7 +24,7 @@ def prompts(count: int) -> PromptBatch:
     )
 
 
-def drawn(part: PromptBatch, scores: list[list[float]], width: int) -> Collected:
+def sampled(part: PromptBatch, scores: list[list[float]], width: int) -> Collected:
     """Two responses to each prompt; their tokens are the prompt's number."""
     rows = 2 * len(part)
     ids = part.input_ids.repeat_interleave(2, 0).expand(rows, width)
@@ -40,7 +46,8 @@ def drawn(part: PromptBatch, scores: list[list[float]], width: int) -> Collected
         failures=[],
     )
     records = [{"group": row // 2, "prompt": part.prompts[row // 2]} for row in range(rows)]
-    return Collected(rollout, result, records)
+    beside = {"greedy": part.input_ids[:, 0].repeat_interleave(2).float() - 1}
+    return Collected(rollout, result, records).with_beside(beside)
 
 
 SCORES = [[1.0, 1.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.5, 0.25], [NAN, 1.0]]
@@ -49,14 +56,14 @@ SCORES = [[1.0, 1.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.5, 0.25], [NAN, 1.0
 def collect(count: int, wanted: int, **options):
     rounds = []
 
-    def draw(part: PromptBatch, first: int) -> Collected:
+    def sample(part: PromptBatch, first: int) -> Collected:
         rounds.append((first, len(part)))
         chosen = [SCORES[index] for index in part.input_ids[:, 0].tolist()]
-        return drawn(part, chosen, width=2 + len(rounds))
+        return sampled(part, chosen, width=2 + len(rounds))
 
     found = collect_different(
         prompts(count),
-        draw,
+        sample,
         wanted=wanted,
         num_generations=2,
         any_rank=options.get("any_rank", lambda value: value),
@@ -72,6 +79,19 @@ def test_rounds_go_on_until_enough_groups_differ() -> None:
     assert [record["prompt"] for record in found.collected.records] == ["p1", "p1", "p3", "p3"]
     assert found.collected.rollout.input_ids[:, 0].tolist() == [1, 1, 3, 3]
     assert not found.filler.any()
+    assert found.collected.beside["greedy"].tolist() == [0, 0, 2, 2]
+    assert found.everything.beside["greedy"].tolist() == [-1, -1, 0, 0, 1, 1, 2, 2]
+
+
+def test_what_was_sampled_beside_the_responses_comes_back_from_the_records() -> None:
+    collected = collect(6, 2)[0].collected
+    values = torch.tensor([0.5, NAN, 1.0, 2.0])
+    collected = collected.with_beside({"other": values})
+    read = beside_of(collected.records)
+    assert list(read) == list(collected.beside) == ["greedy", "other"]
+    assert read["greedy"].tolist() == [0, 0, 2, 2]
+    torch.testing.assert_close(read["other"], values, equal_nan=True)
+    assert beside_of([{"group": 0}]) == {}
 
 
 def test_rounds_of_other_widths_are_padded() -> None:
@@ -105,7 +125,7 @@ def test_a_group_differs_if_two_scorable_scores_do() -> None:
 
 def test_metrics_of_rounds_are_weighted_by_their_responses() -> None:
     merged = merge_collected(
-        [drawn(prompts(3), SCORES[:3], width=2), drawn(prompts(1), SCORES[:1], width=6)]
+        [sampled(prompts(3), SCORES[:3], width=2), sampled(prompts(1), SCORES[:1], width=6)]
     )
     assert merged.rewards.metrics == {"reward/m": (6 * 2 + 2 * 6) / 8}
     assert [record["group"] for record in merged.records] == [0, 0, 1, 1, 2, 2, 3, 3]

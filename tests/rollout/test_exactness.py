@@ -5,15 +5,18 @@ What is expected comes from ``transformers``' own forward pass over one row at a
 
 import logging
 
+import peft
 import pytest
 import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from lrlhf.models import sequence_logprobs
 from lrlhf.rollout import Sampling, TransformersEngine
 from tests.rollout.test_transformers_engine import generate
 
@@ -111,12 +114,46 @@ def test_an_ordinary_model_is_exact_and_computes_prompts_once(
     tokenizer: PreTrainedTokenizerBase,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    adapted = peft.get_peft_model(
+        language_model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    )
     engine = TransformersEngine(max_batch_size=1)
     with caplog.at_level(logging.WARNING, "lrlhf"):
-        generate(language_model, tokenizer, Sampling(max_new_tokens=2), engine=engine)
+        rollout = generate(adapted, tokenizer, Sampling(max_new_tokens=2), engine=engine)
     assert engine.capabilities.exact
     assert engine.shares_prompts
     assert not caplog.records
+    own = sequence_logprobs(adapted, rollout)
+    torch.testing.assert_close(own, rollout.sampling_logprobs, atol=1e-4, rtol=1e-4)
+
+
+def test_lack_of_memory_is_no_refusal(
+    language_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(DynamicCache, "reorder_cache", full)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        generate(language_model, tokenizer, Sampling(max_new_tokens=2), num_generations=2)
+
+
+def test_a_cache_that_is_copied_wrongly_is_not_shared(
+    language_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def mixed_up(self: DynamicCache, rows: torch.Tensor) -> None:
+        for layer in self.layers:
+            layer.reorder_cache(rows.flip(0))
+
+    monkeypatch.setattr(DynamicCache, "reorder_cache", mixed_up)
+    engine = TransformersEngine()
+    generate(language_model, tokenizer, Sampling(max_new_tokens=2), engine=engine)
+    assert engine.capabilities.exact
+    assert not engine.shares_prompts
 
 
 def test_weights_that_are_not_finite_are_left_to_the_guard(

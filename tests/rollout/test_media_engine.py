@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lrlhf.models import sequence_logprobs
 from lrlhf.rollout import Sampling, TransformersEngine
-from lrlhf.types import Rollout, SequenceBatch
+from lrlhf.types import Rollout
 from tests.conftest import build_language_model, build_tokenizer
 from tests.vlms import (
     FAMILIES,
@@ -30,7 +30,15 @@ from tests.vlms import (
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=5)
 
 
-@pytest.fixture(params=FAMILIES)
+SHORT = ("qwen2_vl", "llava")
+
+
+@pytest.fixture(
+    params=[
+        family if family in SHORT else pytest.param(family, marks=pytest.mark.exhaustive)
+        for family in FAMILIES
+    ]
+)
 def vlm(request: pytest.FixtureRequest) -> Vlm:
     return build_vlm(request.param)
 
@@ -84,7 +92,13 @@ def test_log_probabilities_of_drawn_tokens_are_those_of_training_and_of_the_plai
 ) -> None:
     rows = prompt_rows(vlm)
     rollout = generate(vlm, rows, num_generations=num_generations)
-    assert len(rollout) == num_generations * len(rows)
+    assert rollout.group_ids.tolist() == [i // num_generations for i in range(len(rollout))]
+    assert rollout.media is not None
+    for index, entry in enumerate(rollout.media):
+        prompt = rows[index // num_generations]
+        assert entry is prompt.media
+        ids = rollout.input_ids[index, rollout.attention_mask[index]].tolist()
+        assert ids == [*prompt.input_ids, *responses(rollout)[index]]
     with torch.no_grad():
         trained = sequence_logprobs(vlm.model, rollout)
     torch.testing.assert_close(rollout.sampling_logprobs, trained, rtol=0, atol=1e-5)
@@ -114,34 +128,8 @@ def test_neither_sharing_prompts_nor_the_batch_size_changes_a_token(vlm: Vlm) ->
         assert responses(generate(vlm, rows, num_generations=3, max_batch_size=size)) == drawn
 
 
-def test_answers_to_a_prompt_alone_are_those_beside_others(vlm: Vlm) -> None:
-    rows = prompt_rows(vlm)
-    together = responses(generate(vlm, rows))
-    assert responses(generate(vlm, rows[:1])) == together[:1]
-    # seeds go by place
-    turned = responses(generate(vlm, [rows[1], *rows[1:]]))
-    assert turned[1:] == together[1:]
-
-
-def test_responses_hold_the_media_object_of_their_prompt(vlm: Vlm) -> None:
-    rows = prompt_rows(vlm)
-    rollout = generate(vlm, rows, num_generations=3)
-    assert rollout.media is not None
-    for index, entry in enumerate(rollout.media):
-        assert entry is rows[index // 3].media
-    assert rollout.group_ids.tolist() == [index // 3 for index in range(len(rollout))]
-
-
-def test_prompts_are_kept_as_they_are_and_answers_follow_them(vlm: Vlm) -> None:
-    rows = prompt_rows(vlm)
-    rollout = generate(vlm, rows)
-    for index, (prompt, response) in enumerate(zip(rows, responses(rollout), strict=True)):
-        ids = rollout.input_ids[index, rollout.attention_mask[index]].tolist()
-        assert ids == [*prompt.input_ids, *response]
-
-
 @pytest.mark.parametrize("num_generations", [1, 2])
-@pytest.mark.parametrize("family", QWEN_FAMILIES)
+@pytest.mark.parametrize("family", QWEN_FAMILIES[:1])
 def test_a_text_is_not_moved_by_the_images_of_an_earlier_prompt(
     family: str, num_generations: int
 ) -> None:
@@ -184,39 +172,6 @@ def test_a_policy_that_wants_to_never_says_a_placeholder(vlm: Vlm, temperature: 
         trained = sequence_logprobs(vlm.model, rollout)
     torch.testing.assert_close(rollout.sampling_logprobs, trained, rtol=0, atol=1e-4)
     assert (trained[rollout.response_mask] > -20).all()  # 50 nats would be the placeholders'
-
-
-@torch.no_grad()
-def test_the_other_tokens_have_all_of_the_probability(vlm: Vlm) -> None:
-    banned = never_said(vlm)
-    always_saying(vlm.model, banned)
-    prompt = row(vlm, [0], answer="")
-    others = [token for token in range(len(vlm.tokenizer)) if token not in banned]
-    ids = torch.tensor([[*prompt.input_ids, token] for token in others])
-    response = torch.zeros_like(ids, dtype=torch.bool)
-    response[:, -1] = True
-    batch = SequenceBatch(
-        input_ids=ids,
-        attention_mask=torch.ones_like(response),
-        response_mask=response,
-        media=(prompt.media,) * len(others),
-    )
-    total = sequence_logprobs(vlm.model, batch)[:, -1].double().exp().sum()
-    assert total == pytest.approx(1.0, abs=1e-4)
-
-
-def test_a_text_model_may_say_every_token() -> None:
-    tokenizer = build_tokenizer()
-    model = build_language_model(tokenizer)
-    always_saying(model, [7])
-    vlm = build_vlm("llava")
-    prompts = replace(prompts_of([row(vlm, answer="")]), media=None)
-    engine = TransformersEngine()
-    engine.attach(model, tokenizer)
-    prompts = replace(prompts, input_ids=prompts.input_ids.clamp(max=200))
-    rollout = engine.generate(prompts, SAMPLING, num_generations=1, seeds=[0])
-    assert responses(rollout) == [[7] * 5]
-    torch.testing.assert_close(rollout.sampling_logprobs.abs().max(), torch.tensor(0.0))
 
 
 def test_a_text_model_answers_no_pictures() -> None:

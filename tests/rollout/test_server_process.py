@@ -115,11 +115,6 @@ def marker() -> Iterator[str]:
 
 def marked(word: str) -> dict[int, str]:
     """Find processes with a word in their arguments; zombies have none."""
-    if not Path("/proc").exists():
-        ps = ["ps", "-A", "-ww", "-o", "pid=,command="]
-        listing = subprocess.run(ps, capture_output=True, text=True, check=True).stdout
-        rows = [line.split(maxsplit=1) for line in listing.splitlines()]
-        return {int(row[0]): row[1] for row in rows if word in row[-1]}
     found = {}
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -171,39 +166,6 @@ def wait_ready(server: ServerProcess) -> None:
     server.wait_until(lambda: "ready" in server.log_tail(1), timeout=20, poll=0.02)
 
 
-def test_a_server_starts_gets_ready_and_stops(fake: Fake) -> None:
-    server = fake.server()
-    assert not server.running
-    assert server.pids() == []
-    server.start()
-    wait_ready(server)
-    assert server.running
-    assert server.exit_code is None
-    # guard, server and its child
-    assert server.pids() == sorted(marked(fake.marker))
-    assert len(server.pids()) == 3
-    server.stop(grace=0.2)
-    assert marked(fake.marker) == {}
-    assert not server.running
-    assert server.pids() == []
-
-
-def test_stopping_twice_or_before_the_start_does_nothing(fake: Fake) -> None:
-    server = fake.server()
-    server.stop()
-    server.start()
-    wait_ready(server)
-    server.stop(grace=0.1)
-    server.stop()
-    assert marked(fake.marker) == {}
-
-
-def test_a_second_start_is_refused_while_the_server_runs(fake: Fake) -> None:
-    with fake.server("alone") as server, pytest.raises(RuntimeError, match="running already"):
-        server.start()
-    assert marked(fake.marker) == {}
-
-
 def test_the_grace_is_what_a_server_gets_to_tidy_up(fake: Fake) -> None:
     server = fake.server("alone", "tidy")
     for grace, tidied in ((0.05, False), (10.0, True)):
@@ -236,65 +198,6 @@ def test_a_grace_that_is_cut_short_counts(fake: Fake) -> None:
     server.stop(grace=0.1)
     assert time.monotonic() - began < 5
     assert marked(fake.marker) == {}
-
-
-def test_a_crash_at_the_start_shows_the_end_of_the_log(fake: Fake) -> None:
-    server = fake.server("crash")
-    server.start()
-    with pytest.raises(ServerStartError, match="ended with code 7 before it was ready") as caught:
-        server.wait_until(lambda: False, timeout=20, poll=0.02)
-    shown = str(caught.value)
-    assert str(fake.log) in shown
-    assert "line 49" in shown
-    # 30 lines: the guard's, the token's, and 28 from 22 to 49
-    assert "line 22\n" in shown
-    assert "line 21\n" not in shown
-    # the child that the server left behind is gone too
-    assert marked(fake.marker) == {}
-    assert server.exit_code == 7
-
-
-def test_a_command_that_does_not_exist_is_named(fake: Fake) -> None:
-    server = ServerProcess(["/no/such/program", "x"], env=dict(os.environ), log_file=fake.log)
-    server.start()
-    with pytest.raises(ServerStartError, match="cannot start /no/such/program: No such file"):
-        server.wait_until(lambda: False, timeout=20, poll=0.02)
-    assert server.exit_code == 127
-
-
-def test_a_server_that_is_not_ready_in_time_is_stopped(fake: Fake) -> None:
-    server = fake.server("stubborn")
-    server.start()
-    assert eventually(lambda: "ready" in server.log_tail(1), seconds=20)
-    began = time.monotonic()
-    with pytest.raises(ServerStartError, match=r"not ready after 0\.3 s(.|\n)*ready"):
-        server.wait_until(lambda: False, timeout=0.3)
-    assert 0.3 < time.monotonic() - began < 5
-    assert marked(fake.marker) == {}
-
-
-def test_questions_are_asked_at_the_given_pace(fake: Fake) -> None:
-    asked = []
-
-    def ready() -> bool:
-        asked.append(time.monotonic())
-        return len(asked) == 4
-
-    with fake.server("alone") as server:
-        server.wait_until(ready, timeout=20, poll=0.1)
-    # three pauses of 0.1 s
-    assert 0.3 <= asked[-1] - asked[0] < 2
-
-
-def test_a_server_can_be_started_again_and_shows_its_own_log_only(fake: Fake) -> None:
-    server = fake.server("crash")
-    for _ in range(2):
-        server.start()
-        assert eventually(lambda: not server.running, seconds=20)
-    server.stop()
-    assert server.log_tail(1000).count("line 49") == 1
-    assert fake.log.read_text().count("line 49") == 2
-    assert len(server.log_tail(5).splitlines()) == 5
 
 
 def test_secrets_are_blanked(fake: Fake) -> None:
@@ -337,18 +240,6 @@ def test_killing_the_guard_ends_the_server_and_at_the_stop_its_children(fake: Fa
 
 
 @linux
-def test_children_in_a_session_of_their_own_end_too(fake: Fake) -> None:
-    server = fake.server("setsid")
-    server.start()
-    wait_ready(server)
-    children = stubborn_children(fake.marker)
-    assert len(children) == 2
-    assert len({os.getsid(pid) for pid in children}) == 2
-    server.stop(grace=0.1)
-    assert marked(fake.marker) == {}
-
-
-@linux
 def test_shared_memory_of_killed_processes_is_removed(fake: Fake) -> None:
     server = fake.server("stubborn", "shared")
     server.start()
@@ -381,23 +272,19 @@ def trainer(fake: Fake, how: str) -> Iterator[tuple[subprocess.Popen[str], int]]
     [
         (signal.SIGKILL, "plain"),
         (signal.SIGTERM, "plain"),
-        (signal.SIGINT, "plain"),
         (signal.SIGINT, "with"),
+        (None, "end"),
     ],
 )
-def test_a_trainer_that_is_ended_leaves_nothing_behind(fake: Fake, number: int, how: str) -> None:
+def test_a_trainer_that_ends_leaves_nothing_behind(
+    fake: Fake, number: int | None, how: str
+) -> None:
     with trainer(fake, how) as (started, _):
-        # trainer, guard, server and its children
-        assert len(marked(fake.marker)) == 5
-        os.kill(started.pid, number)
+        if number is not None:
+            # trainer, guard, server and its children
+            assert len(marked(fake.marker)) == 5
+            os.kill(started.pid, number)
         assert eventually(lambda: marked(fake.marker) == {}, seconds=3)
-
-
-@linux
-def test_a_trainer_that_ends_without_stopping_leaves_nothing_behind(fake: Fake) -> None:
-    with trainer(fake, "end") as (started, _):
-        assert started.wait(timeout=3) == 0
-        assert marked(fake.marker) == {}
 
 
 @linux
@@ -417,112 +304,6 @@ def test_the_exit_of_a_forked_child_does_not_end_the_server(fake: Fake) -> None:
         assert len(marked(fake.marker)) == 5
 
 
-def test_a_stopped_server_is_not_kept_until_the_exit(fake: Fake) -> None:
-    server = fake.server("alone")
-    server.start()
-    server.stop(grace=0.1)
-    reference = weakref.ref(server)
-    del server
-    gc.collect()
-    assert reference() is None
-
-
-@linux
-def test_other_children_do_not_inherit_the_pipes(fake: Fake) -> None:
-    def pipes(pid: int) -> set[str]:
-        links = set()
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-                links.add(str(link.readlink()))
-        return {link for link in links if link.startswith("pipe:")}
-
-    before = pipes(os.getpid())
-    with fake.server("alone"):
-        of_server = pipes(os.getpid()) - before
-        other = [*PYTHON, "-c", "input()"]
-        with subprocess.Popen(other, stdin=subprocess.PIPE, close_fds=False) as child:
-            inherited = pipes(child.pid)
-            child.communicate(b"end\n")
-    assert len(of_server) == 2
-    assert not inherited & of_server
-
-
-@linux
-def test_twenty_cycles_leak_neither_file_descriptors_nor_zombies(fake: Fake) -> None:
-    def zombies() -> set[str]:
-        ps = ["ps", "-o", "pid=,stat=", "--ppid", str(os.getpid())]
-        rows = subprocess.run(ps, capture_output=True, text=True, check=True).stdout.splitlines()
-        return {row for row in rows if row.split()[1].startswith("Z")}
-
-    def descriptors() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    server = fake.server("alone")
-    before = descriptors(), zombies()
-    for cycle in range(20):
-        server.start()
-        if cycle % 2:
-            os.kill(server.pids()[0], signal.SIGKILL)
-        server.stop(grace=0.1)
-    assert (descriptors(), zombies()) == before
-    assert marked(fake.marker) == {}
-
-
-@contextlib.contextmanager
-def guarded(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """Run the guard by hand, its stdin held open."""
-    with subprocess.Popen(
-        [*GUARD, str(os.getpid()), "0.1", "--", *command],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as started:
-        try:
-            yield started
-        finally:
-            started.kill()
-
-
-def test_the_guard_ends_the_command_when_its_stdin_ends(fake: Fake) -> None:
-    with guarded(*fake.command("stubborn")) as started:
-        assert eventually(lambda: bool(stubborn_children(fake.marker)), seconds=20)
-        assert started.stdin is not None
-        started.stdin.close()
-        assert started.wait(timeout=3) == 143
-        assert marked(fake.marker) == {}
-
-
-@pytest.mark.parametrize(
-    ("script", "code"),
-    [
-        ("exit 0", 0),
-        ("exit 7", 7),
-        ("kill -9 $$", SIGKILL_CODE),
-        ("kill -9 0", SIGKILL_CODE),
-        ("test -- = --", 0),
-    ],
-)
-def test_the_guard_ends_with_the_code_of_a_command_that_ended_by_itself(
-    script: str, code: int
-) -> None:
-    with guarded("sh", "-c", script, "--") as started:
-        assert started.wait(timeout=10) == code
-        assert started.communicate()[0] == f"{code}\n"
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_the_guard_ends_the_command_when_it_is_signalled(fake: Fake, number: int) -> None:
-    with guarded(*fake.command("stubborn")) as started:
-        assert eventually(lambda: bool(stubborn_children(fake.marker)), seconds=20)
-        started.send_signal(number)
-        # 128 + SIGTERM: made to end
-        assert started.wait(timeout=3) == 143
-        assert started.communicate()[0] == ""
-        assert marked(fake.marker) == {}
-
-
 def test_the_guard_notices_the_end_of_the_trainer_though_another_holds_the_pipe(fake: Fake) -> None:
     parent = f"import subprocess, sys, os; subprocess.Popen({GUARD!r} + [str(os.getpid()), '0.1', "
     parent += "'--', *sys.argv[1:]]); sys.stdin.readline()"
@@ -539,16 +320,6 @@ def test_the_guard_notices_the_end_of_the_trainer_though_another_holds_the_pipe(
             os.close(writer)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="compares with /proc")
-def test_the_process_table_is_the_same_from_ps_and_from_proc(fake: Fake) -> None:
-    with fake.server("setsid") as server:
-        wait_ready(server)
-        pids = marked(fake.marker)
-        from_ps, from_proc = guard._table_from_ps(), guard._table_from_proc()
-    assert len(pids) == 4
-    assert {pid: from_ps[pid] for pid in pids} == {pid: from_proc[pid] for pid in pids}
-
-
 def test_members_are_the_session_and_all_descendants() -> None:
     table = {
         1: guard.Process(parent=0, session=1, zombie=False),
@@ -563,3 +334,108 @@ def test_members_are_the_session_and_all_descendants() -> None:
     assert guard.members(10, table) == {11, 12, 13, 14, 15}
     # after the end of the guard and the command
     assert guard.members(10, {pid: table[pid] for pid in (1, 12, 14, 15, 20)}) == {14, 15}
+
+
+@linux
+def test_a_server_starts_gets_ready_and_stops_with_all_its_children(fake: Fake) -> None:
+    server = fake.server("setsid")
+    server.stop()  # there is nothing to stop
+    for _ in range(2):
+        server.start()
+        wait_ready(server)
+        assert server.exit_code is None
+        with pytest.raises(RuntimeError, match="running already"):
+            server.start()
+        # guard, server, its child, and one in a session of its own
+        assert server.pids() == sorted(marked(fake.marker))
+        assert len(server.pids()) == 4
+        assert len({os.getsid(pid) for pid in stubborn_children(fake.marker)}) == 2
+        server.stop(grace=0.1)
+        server.stop()
+        assert marked(fake.marker) == {}
+        assert not server.running
+        assert server.pids() == []
+    reference = weakref.ref(server)
+    del server
+    gc.collect()
+    assert reference() is None  # nothing keeps it until the exit
+
+
+@pytest.mark.parametrize(
+    ("words", "timeout", "told"),
+    [
+        (("crash",), 20, "ended with code 7 before it was ready"),
+        (("stubborn",), 1.0, r"not ready after 1 s"),
+    ],
+)
+def test_a_server_that_does_not_get_ready_shows_the_end_of_its_log(
+    fake: Fake, words: tuple[str, ...], timeout: float, told: str
+) -> None:
+    server = fake.server(*words)
+    for _ in range(2):
+        server.start()
+        with pytest.raises(ServerStartError, match=told) as caught:
+            server.wait_until(lambda: False, timeout=timeout, poll=0.02)
+        shown = str(caught.value)
+        assert str(fake.log) in shown
+        if words == ("crash",):
+            # 30 lines: the guard's, the token's, and 28 from 22 to 49
+            assert shown.count("line 49") == 1
+            assert "line 22\n" in shown
+            assert "line 21\n" not in shown
+            assert server.exit_code == 7
+        # the child that the server left behind is gone too
+        assert marked(fake.marker) == {}
+
+
+@linux
+def test_cycles_leak_neither_file_descriptors_nor_zombies(fake: Fake) -> None:
+    def zombies() -> set[str]:
+        ps = ["ps", "-o", "pid=,stat=", "--ppid", str(os.getpid())]
+        rows = subprocess.run(ps, capture_output=True, text=True, check=True).stdout.splitlines()
+        return {row for row in rows if row.split()[1].startswith("Z")}
+
+    def descriptors() -> set[str]:
+        return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+    server = fake.server("alone")
+    before = len(descriptors()), zombies()
+    for cycle in range(6):
+        server.start()
+        # the pipes to the guard are not inherited by other children
+        with subprocess.Popen(["sleep", "0"], close_fds=False) as child:
+            child.wait()
+        if cycle % 2:
+            os.kill(server.pids()[0], signal.SIGKILL)
+        server.stop(grace=0.1)
+    assert (len(descriptors()), zombies()) == before
+    assert marked(fake.marker) == {}
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "told"),
+    [
+        ("exit 7", 7, "7\n"),
+        ("kill -9 0", SIGKILL_CODE, "137\n"),
+        ("/no/such/program", 127, "127\n"),
+        ("sleep 100", 143, ""),  # its stdin ends, or it is signalled
+        ("sleep 100", 143, "signal"),
+    ],
+)
+def test_the_guard_ends_with_the_code_of_its_command(script: str, code: int, told: str) -> None:
+    command = [script] if script.startswith("/") else ["sh", "-c", script]
+    with subprocess.Popen(
+        [*GUARD, str(os.getpid()), "0.1", "--", *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as started:
+        time.sleep(0.5)
+        if told == "signal":
+            started.send_signal(signal.SIGHUP)
+            assert started.wait(timeout=10) == code
+        said = started.communicate("" if not told else None, timeout=10)[0]
+        assert started.returncode == code
+        assert said == told.removeprefix("signal")

@@ -1,9 +1,8 @@
 """The engine draws from the policy, stops where it should, and says with which probability."""
 
-import peft
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.models import sequence_logprobs
 from lrlhf.rollout import Sampling, TransformersEngine
@@ -110,19 +109,19 @@ def test_neither_splitting_the_batch_nor_sharing_prompts_changes_a_response(
 
 
 def test_first_tokens_follow_the_policys_distribution(language_model, tokenizer) -> None:
-    draws = 3000
+    size = 3000
     rollout = generate(
         language_model,
         tokenizer,
         Sampling(max_new_tokens=1),
         texts=("b",),
-        num_generations=draws,
+        num_generations=size,
     )
     counts = torch.bincount(
         torch.tensor([response[0] for response in responses(rollout)]), minlength=len(tokenizer)
     )
     ids = torch.tensor([tokenizer("b")["input_ids"]])
-    expected = language_model(input_ids=ids).logits[0, -1].softmax(-1) * draws
+    expected = language_model(input_ids=ids).logits[0, -1].softmax(-1) * size
     common = expected >= 10
     chi_square = ((counts - expected)[common].square() / expected[common]).sum()
     freedom = int(common.sum())
@@ -133,30 +132,21 @@ def test_first_tokens_follow_the_policys_distribution(language_model, tokenizer)
 def test_every_end_of_sequence_id_ends_a_response(language_model, tokenizer) -> None:
     second = tokenizer.convert_tokens_to_ids("<|im_end|>")
     language_model.generation_config.eos_token_id = [tokenizer.eos_token_id, second]
-    sampling = Sampling(max_new_tokens=40)
-    rollout = generate(language_model, tokenizer, sampling, num_generations=30)
+    sampling = Sampling(max_new_tokens=40, min_new_tokens=3)
+    pad, tokenizer.pad_token = tokenizer.pad_token, tokenizer.eos_token  # as many models have it
+    try:
+        rollout = generate(language_model, tokenizer, sampling, num_generations=30)
+    finally:
+        tokenizer.pad_token = pad
     ends = {tokenizer.eos_token_id, second}
     seen = set()
     for response, truncated in zip(responses(rollout), rollout.truncated.tolist(), strict=True):
         assert not ends & set(response[:-1])
         assert truncated == (response[-1] not in ends)
         assert len(response) == 40 or not truncated
+        assert len(response) >= 3
         seen.add(response[-1])
     assert ends <= seen
-
-
-def test_a_pad_token_that_is_the_end_token_is_kept_once(language_model, tokenizer) -> None:
-    pad = tokenizer.pad_token
-    tokenizer.pad_token = tokenizer.eos_token
-    try:
-        rollout = generate(
-            language_model, tokenizer, Sampling(max_new_tokens=40), num_generations=30
-        )
-    finally:
-        tokenizer.pad_token = pad
-    stopped = [r for r, t in zip(responses(rollout), rollout.truncated, strict=True) if not t]
-    assert stopped
-    assert all(response.count(tokenizer.eos_token_id) == 1 for response in stopped)
 
 
 def test_a_stop_string_ends_a_response_but_not_when_it_is_in_the_prompt(
@@ -179,12 +169,6 @@ def test_a_stop_string_ends_a_response_but_not_when_it_is_in_the_prompt(
         language_model, tokenizer, Sampling(max_new_tokens=3, stop=("b e",)), texts=("b e",)
     )
     assert len(responses(inside_prompt)[0]) == 3
-
-
-def test_min_new_tokens_holds_the_end_back(language_model, tokenizer) -> None:
-    sampling = Sampling(max_new_tokens=30, min_new_tokens=20)
-    rollout = generate(language_model, tokenizer, sampling, num_generations=20)
-    assert min(len(response) for response in responses(rollout)) >= 20
 
 
 def test_truncated_sampling_reports_its_own_probabilities_and_the_mass_it_kept(
@@ -233,17 +217,6 @@ def test_generation_leaves_training_mode_and_autocast_cache_as_they_were(
     assert gradient.abs().sum() > 0
 
 
-def test_an_adapter_takes_part_in_generation(language_model, tokenizer) -> None:
-
-    adapted = peft.get_peft_model(
-        language_model,
-        peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False),
-    )
-    rollout = generate(adapted, tokenizer, Sampling(max_new_tokens=6))
-    logprobs = sequence_logprobs(adapted, rollout)
-    torch.testing.assert_close(logprobs, rollout.sampling_logprobs, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("options", "culprit"),
     [
@@ -285,7 +258,14 @@ def gap(model: PreTrainedModel, rollout: Rollout) -> float:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_next", "lfm2", "jamba", "bamba", "falcon_h1", "qwen3_5_text", "zaya"]
+    "family",
+    [
+        "qwen3_next",
+        *(
+            pytest.param(family, marks=pytest.mark.exhaustive)
+            for family in ("lfm2", "jamba", "bamba", "falcon_h1", "qwen3_5_text", "zaya")
+        ),
+    ],
 )
 def test_hybrid_models_share_prompts(tokenizer, family: str, caplog) -> None:
     model = tiny_model(family)
@@ -326,15 +306,3 @@ def test_where_a_cache_cannot_be_copied_prompts_are_repeated_and_the_log_says_wh
     assert len(lines) == 1
     assert "once for each of its responses" in lines[0]
     assert reason in lines[0]
-
-
-def test_a_cache_that_is_copied_wrongly_is_not_shared(
-    language_model, tokenizer, monkeypatch
-) -> None:
-    def mixed_up(self: DynamicCache, rows: torch.Tensor) -> None:
-        for layer in self.layers:
-            layer.reorder_cache(rows.flip(0))
-
-    monkeypatch.setattr(DynamicCache, "reorder_cache", mixed_up)
-    rollout = generate(language_model, tokenizer, Sampling(max_new_tokens=5), num_generations=2)
-    assert gap(language_model, rollout) < 1e-4

@@ -67,27 +67,18 @@ def test_weights_that_are_not_tied_come_under_both_names(tokenizer) -> None:
     assert not torch.equal(dict(tensors)["lm_head.weight"], model.model.embed_tokens.weight)
 
 
-def test_weights_are_those_of_the_time_of_reading(language_model) -> None:
-    weights = PolicyWeights(language_model)
-    with torch.no_grad():
-        language_model.model.norm.weight.fill_(5.0)
-    assert (dict(weights.tensors())["model.norm.weight"] == 5.0).all()
-
-
-def test_weights_are_read_and_not_copied(language_model) -> None:
-    for name, tensor in PolicyWeights(language_model).tensors():
-        assert tensor.data_ptr() == language_model.get_parameter(name).data_ptr()
-        assert not tensor.requires_grad
-
-
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("target_modules", ["all-linear", ["q_proj", "down_proj"]])
+@pytest.mark.parametrize("target_modules", ["all-linear", ["down_proj", "lm_head"]])
 def test_adapters_are_merged_as_peft_merges_them(
     tokenizer, tied: bool, target_modules: Any
 ) -> None:
-    model = build_language_model(tokenizer) if tied else untied(tokenizer)
-    base = {name: value.clone() for name, value in model.state_dict().items()}
-    policy = adapted(model, target_modules=target_modules)
+    if tied and "lm_head" in target_modules:
+        pytest.skip("refused, see below")
+    policy = adapted(
+        build_language_model(tokenizer) if tied else untied(tokenizer),
+        target_modules=target_modules,
+    )
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
     tensors = dict(PolicyWeights(policy).tensors())
     merged = copy.deepcopy(policy).merge_and_unload().state_dict()
     if tied:
@@ -95,17 +86,31 @@ def test_adapters_are_merged_as_peft_merges_them(
     assert sorted(tensors) == sorted(merged)
     for name, expected in merged.items():
         torch.testing.assert_close(tensors[name], expected, rtol=0, atol=1e-6, msg=name)
-    changed = "model.layers.1.mlp.down_proj.weight"
-    assert not torch.allclose(tensors[changed], base[changed], atol=1e-3)
-
-
-def test_reading_leaves_the_adapters_as_they_are(language_model) -> None:
-    policy = adapted(language_model, target_modules="all-linear")
-    before = {name: value.clone() for name, value in policy.state_dict().items()}
-    assert len(dict(PolicyWeights(policy).tensors(torch.bfloat16))) == len(BODY)
+    changed = "model.layers.1.mlp.down_proj"
+    base = before[f"base_model.model.{changed}.base_layer.weight"]
+    assert not torch.allclose(tensors[f"{changed}.weight"], base, atol=1e-3)
+    # and the adapters are as they were
     after = policy.state_dict()
-    assert list(after) == list(before)
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_weights_are_read_when_asked_for_and_cast_where_they_are_numbers(
+    language_model, dtype: torch.dtype | None
+) -> None:
+    language_model.model.register_buffer("steps", torch.tensor([3]))
+    weights = PolicyWeights(language_model)
+    with torch.no_grad():
+        language_model.model.norm.weight.fill_(5.0)
+    read = dict(weights.tensors(dtype))
+    assert sorted(read) == sorted([*BODY, "model.steps"])
+    assert read.pop("model.steps").dtype == torch.int64
+    for name, tensor in read.items():
+        own = language_model.get_parameter(name)
+        assert tensor.dtype == (dtype or torch.float32)
+        assert torch.equal(tensor, own.to(tensor.dtype))
+        assert (tensor.data_ptr() == own.data_ptr()) == (dtype is None)  # no needless copy
+        assert not tensor.requires_grad
 
 
 def test_merged_layers_exist_one_at_a_time(language_model, monkeypatch) -> None:
@@ -127,32 +132,6 @@ def test_merged_layers_exist_one_at_a_time(language_model, monkeypatch) -> None:
     assert len(merging) == 1
 
 
-@pytest.mark.parametrize("adapter", [False, True])
-def test_floating_point_weights_are_cast_and_others_are_not(language_model, adapter: bool) -> None:
-    language_model.model.register_buffer("steps", torch.tensor([3]))
-    policy = adapted(language_model, target_modules=["q_proj"]) if adapter else language_model
-    weights = PolicyWeights(policy)
-    plain = dict(weights.tensors())
-    for name, tensor in weights.tensors(torch.bfloat16):
-        if name == "model.steps":
-            assert tensor.dtype == torch.int64
-        else:
-            assert tensor.dtype == torch.bfloat16
-            assert torch.equal(tensor, plain[name].bfloat16()), name
-    assert language_model.dtype == torch.float32
-
-
-def test_weights_are_cast_one_by_one_in_the_order_of_the_model(language_model) -> None:
-    weights = PolicyWeights(language_model)
-    for dtype in (None, torch.bfloat16, torch.float16):
-        read = dict(weights.tensors(dtype))
-        assert list(read) == list(BODY)
-        for name, tensor in read.items():
-            expected = language_model.get_parameter(name).to(dtype or torch.float32)
-            assert tensor.dtype == expected.dtype
-            assert torch.equal(tensor, expected)
-
-
 @pytest.mark.parametrize(
     ("options", "culprit"),
     [
@@ -167,21 +146,6 @@ def test_an_adapter_on_one_of_two_tied_layers_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=rf"{culprit}.*policy\.lora\.target_modules"):
         PolicyWeights(adapted(language_model, **options))
-
-
-@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
-def test_where_nothing_is_tied_both_layers_may_have_adapters(tokenizer, target: str) -> None:
-    policy = adapted(untied(tokenizer), target_modules=[target])
-    tensors = dict(PolicyWeights(policy).tensors())
-    merged = copy.deepcopy(policy).merge_and_unload().state_dict()
-    name = next(name for name in merged if target in name)
-    torch.testing.assert_close(tensors[name], merged[name], rtol=0, atol=1e-6)
-    assert sorted(tensors) == sorted(merged)
-
-
-def test_a_policy_that_is_no_transformers_model_is_refused() -> None:
-    with pytest.raises(TypeError, match="no transformers model but Linear"):
-        PolicyWeights(nn.Linear(2, 2))
 
 
 # ------------------------------------------------------------------ names of checkpoints
@@ -231,10 +195,6 @@ def test_a_loaded_model_goes_under_the_names_of_the_files_that_it_came_from(
 EXPECTED = {"z.first": "1", "m.second": "2", "a.third": "3"}
 
 
-def test_equal_fingerprints_pass_in_any_order() -> None:
-    compare_fingerprints(EXPECTED, dict(reversed(EXPECTED.items())))
-
-
 @pytest.mark.parametrize(
     ("arrived", "message"),
     [
@@ -247,5 +207,6 @@ def test_equal_fingerprints_pass_in_any_order() -> None:
     ],
 )
 def test_the_first_wrong_weight_is_named(arrived: dict[str, str], message: str) -> None:
+    compare_fingerprints(EXPECTED, dict(reversed(EXPECTED.items())))
     with pytest.raises(WeightSyncError, match=message.replace(".", r"\.")):
         compare_fingerprints(EXPECTED, arrived)

@@ -72,11 +72,6 @@ def test_loading_returns_the_fingerprint_of_every_weight_as_text() -> None:
     assert all(worker.loaded[name] is tensor for name, tensor in weights.items())
 
 
-def test_a_weight_that_the_engine_did_not_take_is_not_reported() -> None:
-    weights = {"a": torch.ones(1), "b": torch.ones(1)}
-    assert list(Worker(takes=1).lrlhf_load(weights.items())) == ["a"]
-
-
 def test_weights_of_the_same_process_are_not_looked_at_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -95,34 +90,6 @@ def test_weights_of_the_same_process_are_not_looked_at_twice(
     assert taken == [1, 2, 3]
 
 
-def test_weights_come_through_a_socket_with_arguments_of_text() -> None:
-    weights = {name: torch.randn(50) for name in "abcdef"}
-    worker = Worker()
-    with Sender("127.0.0.1", receivers=1, timeout=10.0) as sender, ThreadPoolExecutor(1) as threads:
-        # over HTTP every argument is text
-        arrived = threads.submit(
-            worker.lrlhf_receive, "127.0.0.1", str(sender.port), sender.token, "10.0"
-        )
-        sender.send(weights.items(), max_bytes=300)
-        numbers = arrived.result(10)
-    assert numbers == {name: str(fingerprint(tensor)) for name, tensor in weights.items()}
-    for name, tensor in weights.items():
-        assert torch.equal(worker.loaded[name], tensor)
-
-
-def test_on_a_cpu_packed_copies_of_weights_are_made_again() -> None:
-    worker = Worker()
-    worker.lrlhf_load([("a", torch.ones(1))])
-    # neither the layer without a packed copy nor the one whose weight was given up for it
-    assert worker.packer.packed == [worker.packed_layer]
-
-
-def test_on_a_gpu_nothing_is_packed() -> None:
-    worker = Worker(device="cuda")
-    worker.lrlhf_load([("a", torch.ones(1))])
-    assert worker.packer.packed == []
-
-
 @pytest.fixture(autouse=True)
 def _some_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker runs inside vLLM, which need not be installed here."""
@@ -137,18 +104,36 @@ def test_the_last_push_is_known_by_its_token_once_it_is_whole() -> None:
         arrived = threads.submit(
             worker.lrlhf_receive, "127.0.0.1", str(sender.port), sender.token, "10.0"
         )
-        sender.send([("a", torch.ones(3))])
-        arrived.result(10)
+        weights = {name: torch.randn(50) for name in "abcdef"}
+        sender.send(weights.items(), max_bytes=300)
+        numbers = arrived.result(10)
     assert worker.lrlhf_last_push() == sender.token
+    assert numbers == {name: str(fingerprint(tensor)) for name, tensor in weights.items()}
+    assert all(torch.equal(worker.loaded[name], tensor) for name, tensor in weights.items())
     worker.packer.packed.clear()
     with pytest.raises(ConnectionError):
         worker.lrlhf_receive("127.0.0.1", str(sender.port), "another", "1.0")
     assert worker.lrlhf_last_push() == ""
 
 
-def test_the_engine_is_described_in_plain_json_types() -> None:
-    assert Worker().lrlhf_describe() == {
-        "model": "tiny",
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_a_cpu_packed_copies_of_weights_are_made_again(device: str) -> None:
+    worker = Worker(device=device)
+    worker.lrlhf_load([("a", torch.ones(1))])
+    # neither the layer without a packed copy nor the one whose weight was given up for it
+    assert worker.packer.packed == ([worker.packed_layer] if device == "cpu" else [])
+
+
+@pytest.mark.parametrize(
+    ("served", "name"), [(["tiny", "other name"], "tiny"), ("tiny", "tiny"), (None, "/folder")]
+)
+@pytest.mark.parametrize("mode", ["processed_logprobs", LogprobsMode.PROCESSED])
+def test_the_engine_is_described_in_plain_json_types(served: Any, name: str, mode: Any) -> None:
+    worker = Worker()
+    worker.vllm_config.model_config.served_model_name = served
+    worker.vllm_config.model_config.logprobs_mode = mode
+    assert worker.lrlhf_describe() == {
+        "model": name,
         "dtype": "bfloat16",
         "max_model_len": 256,
         "logprobs_mode": "processed_logprobs",
@@ -156,18 +141,3 @@ def test_the_engine_is_described_in_plain_json_types() -> None:
         "workers": 2,
         "vllm": "0.30.1",
     }
-
-
-@pytest.mark.parametrize(
-    ("served", "name"), [("tiny", "tiny"), (["tiny"], "tiny"), (None, "/folder")]
-)
-def test_the_model_has_the_name_that_it_is_served_under(served: Any, name: str) -> None:
-    worker = Worker()
-    worker.vllm_config.model_config.served_model_name = served
-    assert worker.lrlhf_describe()["model"] == name
-
-
-def test_the_logprobs_mode_may_be_an_enum() -> None:
-    worker = Worker()
-    worker.vllm_config.model_config.logprobs_mode = LogprobsMode.PROCESSED
-    assert worker.lrlhf_describe()["logprobs_mode"] == "processed_logprobs"

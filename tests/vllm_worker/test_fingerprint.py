@@ -56,13 +56,24 @@ def some(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [*ONE_BYTE, *TWO_BYTES, *FOUR_OR_EIGHT_BYTES])
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (33, 31)])
-def test_it_is_the_documented_sum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = some(dtype, *shape)
-    assert fingerprint(tensor) == slow_fingerprint(tensor)
+def test_it_is_the_documented_sum(dtype: torch.dtype) -> None:
+    for shape in ((), (7,), (33, 31), (3, 0)):
+        tensor = some(dtype, *shape)
+        assert fingerprint(tensor) == slow_fingerprint(tensor)
+    trained = torch.nn.Parameter(torch.randn(5))
+    assert fingerprint(trained) == fingerprint(trained.detach().clone())
 
 
-@pytest.mark.parametrize("size", [1023, 1024, 1025, 2047, 2048, 2049, 5000])
+@pytest.mark.parametrize("dtype", [*ONE_BYTE, *TWO_BYTES, *FOUR_OR_EIGHT_BYTES])
+def test_a_transposed_or_shifted_tensor_differs(dtype: torch.dtype) -> None:
+    for width in (8, 64):
+        tensor = some(dtype, width, width)
+        assert fingerprint(tensor) != fingerprint(tensor.T)
+        for shift in (1, 7):
+            assert fingerprint(tensor) != fingerprint(tensor.flatten().roll(shift))
+
+
+@pytest.mark.parametrize("size", [1023, 1024, 1025, 5000])
 def test_rows_are_weighted_by_their_place(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ROW", 1024)
     tensor = some(torch.int32, size)
@@ -78,10 +89,6 @@ def test_a_row_has_two_to_the_sixteenth_words() -> None:
     assert fingerprint(words) == signed(signed(weight(2**16 - 1), 32) * weight(0), 64)
 
 
-def test_an_empty_tensor_has_one_too() -> None:
-    assert fingerprint(torch.empty(0)) == fingerprint(torch.empty(3, 0)) == 0
-
-
 def test_bits_count_and_not_values() -> None:
     assert fingerprint(torch.tensor([0.0])) != fingerprint(torch.tensor([-0.0]))
     nan = torch.tensor([float("nan")])
@@ -89,21 +96,6 @@ def test_bits_count_and_not_values() -> None:
     other_nan = (nan.view(torch.int32) | 1).view(torch.float32)
     assert other_nan.isnan()
     assert fingerprint(nan) != fingerprint(other_nan)
-
-
-@pytest.mark.parametrize("dtype", [*ONE_BYTE, *TWO_BYTES, *FOUR_OR_EIGHT_BYTES])
-@pytest.mark.parametrize("width", [8, 16, 32, 64])
-def test_a_transposed_tensor_differs(dtype: torch.dtype, width: int) -> None:
-    tensor = some(dtype, width, width)
-    assert fingerprint(tensor) != fingerprint(tensor.T)
-
-
-@pytest.mark.parametrize("dtype", [*ONE_BYTE, *TWO_BYTES, *FOUR_OR_EIGHT_BYTES])
-@pytest.mark.parametrize("size", [16, 1024, 3000])
-@pytest.mark.parametrize("shift", [1, 7])
-def test_a_shifted_tensor_differs(dtype: torch.dtype, size: int, shift: int) -> None:
-    tensor = some(dtype, size)
-    assert fingerprint(tensor) != fingerprint(tensor.roll(shift))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
@@ -148,20 +140,3 @@ def test_a_view_agrees_with_its_contiguous_copy() -> None:
     views = [whole.T, whole[3:, 5:], whole[::2, ::3], whole[0].expand(9, 70), whole.unfold(1, 4, 2)]
     for view in views:
         assert fingerprint(view) == fingerprint(view.clone(memory_format=torch.contiguous_format))
-
-
-def test_the_number_of_threads_does_not_matter() -> None:
-    tensor = torch.randn(1500, 1500)
-    before, numbers = torch.get_num_threads(), set()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            numbers.add(fingerprint(tensor))
-    finally:
-        torch.set_num_threads(before)
-    assert len(numbers) == 1
-
-
-def test_a_trained_weight_is_read_and_not_tracked() -> None:
-    weight_ = torch.nn.Parameter(torch.randn(5))
-    assert fingerprint(weight_) == fingerprint(weight_.detach().clone())

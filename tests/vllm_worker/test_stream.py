@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lrlhf.vllm_worker.fingerprint import fingerprint
 from lrlhf.vllm_worker.stream import Sender, StreamError, buckets, receive
 
 HOST = "127.0.0.1"
@@ -24,6 +25,7 @@ def assorted() -> Named:
         ("integers", torch.arange(5)),
         ("flags", torch.tensor([True, False])),
         ("scalar", torch.tensor(2.5)),
+        ("no numbers", torch.tensor([float("nan"), -0.0, float("inf")])),
         ("empty", torch.empty(0, 3)),
         ("whole", base),
         ("same memory, other shape", base.view(10, 6)),
@@ -55,41 +57,20 @@ def assert_same(arrived: Named, sent: Named) -> None:
     for name, tensor in arrived:
         assert tensor.dtype == expected[name].dtype, name
         assert tensor.shape == expected[name].shape, name
-        assert torch.equal(tensor, expected[name]), name
+        assert fingerprint(tensor) == fingerprint(expected[name]), name  # bits, not values
 
 
-@pytest.mark.parametrize("max_bytes", [1, 100, 1000, 2**26])
-def test_every_tensor_arrives_as_it_was(max_bytes: int) -> None:
-    sent = assorted()
-    with Sender(HOST, receivers=1, timeout=10.0) as sender:
-        arrived = start(sender)[0]
-        sender.send(sent, max_bytes=max_bytes)
-        assert_same(arrived.result(10), sent)
-
-
-def test_several_workers_get_everything() -> None:
-    sent = assorted()
-    with Sender(HOST, receivers=2, timeout=10.0) as sender:
-        arrived = start(sender, 2)
-        sender.send(sent, max_bytes=300)
-        for future in arrived:
-            assert_same(future.result(10), sent)
-
-
-def test_nothing_at_all_can_be_sent() -> None:
-    with Sender(HOST, receivers=1, timeout=10.0) as sender:
-        arrived = start(sender)[0]
-        sender.send([])
-        assert arrived.result(10) == []
-
-
-def test_the_bits_arrive_also_where_they_are_no_number() -> None:
-    odd = torch.tensor([float("nan"), -0.0, float("inf")])
-    with Sender(HOST, receivers=1, timeout=10.0) as sender:
-        arrived = start(sender)[0]
-        sender.send([("odd", odd)])
-        ((_, tensor),) = arrived.result(10)
-    assert torch.equal(tensor.view(torch.int32), odd.view(torch.int32))
+@pytest.mark.parametrize(("max_bytes", "workers"), [(1, 1), (300, 2), (2**26, 1)])
+def test_every_tensor_arrives_at_every_worker_as_it_was(max_bytes: int, workers: int) -> None:
+    for sent in (assorted(), []):
+        with Sender(HOST, receivers=workers, timeout=10.0) as sender:
+            arrived = start(sender, workers)
+            sender.send(sent, max_bytes=max_bytes)
+            for future in arrived:
+                assert_same(future.result(10), sent)
+        assert len(sender.token) == 64
+        with pytest.raises(StreamError, match="the sender of weights is gone"):
+            next(receive(HOST, sender.port, sender.token, timeout=1.0))
 
 
 def test_a_bucket_is_full_before_the_next_one_begins() -> None:
@@ -115,28 +96,6 @@ def test_a_tensor_is_asked_for_only_when_the_buckets_before_it_are_on_their_way(
             sender.send(many(), max_bytes=2**22)
     # the buffers of both sides hold a few MiB at most
     assert len(asked) < 20
-
-
-def test_the_first_weights_are_there_before_the_last_are_made() -> None:
-    first_taken = threading.Event()
-
-    def two() -> Iterator[tuple[str, Tensor]]:
-        yield "first", torch.ones(4)
-        yield "second", torch.ones(4)
-        assert first_taken.wait(10), "the first bucket was held back"
-        yield "third", torch.ones(4)
-
-    def take(port: int, token: str) -> list[str]:
-        names = []
-        for name, _ in receive(HOST, port, token, timeout=10.0):
-            names.append(name)
-            first_taken.set()
-        return names
-
-    with Sender(HOST, receivers=1, timeout=10.0) as sender, ThreadPoolExecutor(1) as threads:
-        names = threads.submit(take, sender.port, sender.token)
-        sender.send(two(), max_bytes=16)
-        assert names.result(10) == ["first", "second", "third"]
 
 
 # ------------------------------------------------------------------ strangers
@@ -203,12 +162,6 @@ def test_a_stranger_keeps_no_worker_out(
         assert_same(arrived.result(10), sent)
 
 
-def test_tokens_are_long_and_never_the_same() -> None:
-    with Sender(HOST, receivers=1, timeout=1.0) as one, Sender(HOST, receivers=1, timeout=1) as two:
-        assert one.token != two.token
-        assert len(one.token) == 64
-
-
 # ------------------------------------------------------------------ ends
 
 
@@ -244,38 +197,11 @@ def test_a_sender_that_ends_in_the_middle_is_told() -> None:
         arrived.result(10)
 
 
-def test_a_sender_that_is_reset_is_told() -> None:
-    with socket.create_server((HOST, 0)) as listener, ThreadPoolExecutor(1) as threads:
-        port = listener.getsockname()[1]
-        arrived = threads.submit(lambda: list(receive(HOST, port, "token", timeout=10.0)))
-        connection, _ = listener.accept()
-        resets(connection)
-        with pytest.raises(StreamError, match="the sender of weights is gone"):
-            arrived.result(10)
-
-
-def test_a_sender_that_is_not_there_is_told() -> None:
-    with socket.create_server((HOST, 0)) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(StreamError, match="the sender of weights is gone"):
-        next(receive(HOST, port, "token", timeout=1.0))
-
-
 def test_a_sender_that_hangs_is_told() -> None:
     with Sender(HOST, receivers=1, timeout=10.0) as sender:
         arrived = start(sender, timeout=0.2)[0]
         with pytest.raises(StreamError, match=r"no weights came for 0\.2 s"):
             arrived.result(10)
-
-
-def test_waiting_for_workers_ends_after_the_timeout() -> None:
-    begun = time.monotonic()
-    with (
-        Sender(HOST, receivers=1, timeout=0.3) as sender,
-        pytest.raises(StreamError, match="0 of 1 vLLM workers came"),
-    ):
-        sender.send([])
-    assert 0.3 <= time.monotonic() - begun < 3
 
 
 def test_waiting_for_workers_ends_when_none_will_come() -> None:
@@ -285,10 +211,3 @@ def test_waiting_for_workers_ends_when_none_will_come() -> None:
         with pytest.raises(StreamError, match="1 of 2 vLLM workers came"):
             sender.send([], give_up=lambda: time.monotonic() - begun > 0.3)
     assert time.monotonic() - begun < 3
-
-
-def test_nobody_can_connect_to_a_sender_that_is_done() -> None:
-    with Sender(HOST, receivers=1, timeout=1.0) as sender:
-        port = sender.port
-    with pytest.raises(ConnectionRefusedError):
-        connected(port)
