@@ -1,7 +1,6 @@
 """Optional companions of a run: what it writes, shows, averages, steers and saves."""
 
 from lrlhf.callbacks.checkpoints.rl_checkpoint import RLCheckpoint
-from lrlhf.callbacks.deadlines import Deadlines
 from lrlhf.callbacks.ema import EMA
 from lrlhf.callbacks.eval_jsonl import EvalJSONL
 from lrlhf.callbacks.hf_export import HFExport
@@ -13,6 +12,7 @@ from lrlhf.callbacks.reports.run_report import RunReport
 from lrlhf.callbacks.rollout_log import RolloutLog
 from lrlhf.callbacks.vllm_weight_sync import VLLMWeightSync
 from lrlhf.run import AtomicCheckpointIO
+from lrlhf.run.supervision.deadlines import Deadlines
 
 __all__ = [
     "EMA",

@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import lrlhf.callbacks
@@ -35,6 +35,7 @@ from lrlhf.cli.parser import Parser
 from lrlhf.cli.plan_command import describe_run
 from lrlhf.cli.replay_command import dump_and_options, show_replay
 from lrlhf.cli.serve_command import serve_reward
+from lrlhf.run.lightning_internals import Commands
 from lrlhf.run.supervision.signals import answering_sigterm
 
 _CHECKPOINT_WORDS = {"last", "best", "hpc"}
@@ -44,7 +45,7 @@ class _RefusedError(Exception):
     """A class of the config refused its arguments; the cause is what jsonargparse reported."""
 
 
-class Application(LightningCLI):
+class Application(Commands):
     """LightningCLI as this project sets it up.
 
     Args:
@@ -75,13 +76,6 @@ class Application(LightningCLI):
             )
             raise ValidationError(f"{message} to get the default")
 
-    def _parse_ckpt_path(self) -> None:
-        """Leave the config as it is.
-
-        Lightning would let the hyperparameters stored in the checkpoint overrule the YAML and the
-        flags, silently, and only if the path is that of a file.
-        """
-
     def before_instantiate_classes(self) -> None:
         _check_checkpoint(self.config[self.subcommand].get("ckpt_path"))
         _check_strategy(self.config[self.subcommand].trainer.strategy)
@@ -95,9 +89,9 @@ class Application(LightningCLI):
             raise _RefusedError from error
         hide_hyperparameters(self.model, self.datamodule)
 
-    def _run_subcommand(self, subcommand: str) -> None:
+    def run_command(self, subcommand: str) -> None:
         with answering_sigterm(self.trainer.strategy.launcher):
-            super()._run_subcommand(subcommand)
+            super().run_command(subcommand)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         _check_accelerator(self.config[self.subcommand].trainer.accelerator)
@@ -124,7 +118,7 @@ class Planner(Application):
     def instantiate_classes(self) -> None:
         """Build nothing: the constructors would load weights."""
 
-    def _run_subcommand(self, subcommand: str) -> None:
+    def run_command(self, subcommand: str) -> None:
         try:
             for number, paragraph in enumerate(describe_run(self.config[subcommand])):
                 sys.stdout.write(f"\n{paragraph}\n" if number else f"{paragraph}\n")
@@ -153,7 +147,7 @@ class Exporter(Application):
         del kwargs
         return L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
 
-    def _run_subcommand(self, subcommand: str) -> None:
+    def run_command(self, subcommand: str) -> None:
         options = self.config[subcommand]
         for name in ("ckpt_path", "output"):
             if options[name] is None:
@@ -203,7 +197,7 @@ class Replayer(Application):
         del kwargs
         return L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
 
-    def _run_subcommand(self, subcommand: str) -> None:
+    def run_command(self, subcommand: str) -> None:
         del subcommand
         if not show_replay(self.model, self._folder):
             raise SystemExit(3)

@@ -26,6 +26,7 @@ from lrlhf.run import (
     keep_host_memory,
     minds_idle_parts,
     resume_where_it_stopped,
+    trainer_of,
     use_atomic_checkpoints,
     watch_over,
 )
@@ -113,7 +114,7 @@ def refuse_other_weights(module: L.LightningModule, checkpoint: Mapping[str, Any
     Raises:
         CheckpointMismatchError: Names or shapes of weights differ; names the first.
     """
-    trainer = module._trainer
+    trainer = trainer_of(module)
     if "state_dict" not in checkpoint or (trainer and isinstance(trainer.strategy, SplitsModels)):
         return
     stored, own = checkpoint["state_dict"], module.state_dict()

@@ -5,11 +5,15 @@ from lrlhf.run.collectives import Collectives
 from lrlhf.run.gradient_updates import Updater, gradients_of
 from lrlhf.run.host_memory import keep_host_memory, return_host_memory
 from lrlhf.run.idle_parameters import minds_idle_parts, waits_for_every_parameter
-from lrlhf.run.iteration_loop import count_iterations_as_steps
-from lrlhf.run.resumed_loop import resume_where_it_stopped
+from lrlhf.run.lightning_internals import (
+    NoProgressError,
+    count_iterations_as_steps,
+    resume_where_it_stopped,
+    trainer_of,
+)
 from lrlhf.run.seeding import run_seed, sample_seeds, seed_everything_for
 from lrlhf.run.split_models import SplitsModels
-from lrlhf.run.supervision.phase_deadlines import DeadlineError
+from lrlhf.run.supervision.deadlines import DeadlineError
 from lrlhf.run.supervision.signals import LostProcessError
 from lrlhf.run.supervision.watch import watch_over
 
@@ -18,6 +22,7 @@ __all__ = [
     "Collectives",
     "DeadlineError",
     "LostProcessError",
+    "NoProgressError",
     "SplitsModels",
     "Updater",
     "count_iterations_as_steps",
@@ -29,6 +34,7 @@ __all__ = [
     "run_seed",
     "sample_seeds",
     "seed_everything_for",
+    "trainer_of",
     "use_atomic_checkpoints",
     "waits_for_every_parameter",
     "watch_over",

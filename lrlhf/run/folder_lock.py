@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import time
@@ -14,6 +15,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lrlhf.run.atomic import naming
+from lrlhf.run.lightning_internals import at_teardown
 from lrlhf.run.locks import own
 from lrlhf.run.run_folder import is_trial
 
@@ -78,8 +80,9 @@ def _hold(trainer: L.Trainer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _held[path] = _taken(folder, path)
     if trainer not in _of_trainer:
-        _release_at_the_end(trainer)
-    _of_trainer.setdefault(trainer, []).append(path)
+        _of_trainer[trainer] = []
+        at_teardown(trainer, functools.partial(_release, trainer))
+    _of_trainer[trainer].append(path)
 
 
 def _taken(folder: Path, path: Path) -> IO[bytes]:
@@ -113,17 +116,7 @@ def _taken(folder: Path, path: Path) -> IO[bytes]:
     return handle
 
 
-def _release_at_the_end(trainer: L.Trainer) -> None:
-    """Let go when the trainer is torn down, which it is after an error too."""
-    torn_down = trainer._teardown
-
-    def tear_down() -> None:
-        try:
-            torn_down()
-        finally:
-            paths, _of_trainer[trainer] = _of_trainer[trainer], []
-            for path in paths:
-                with contextlib.suppress(OSError), _held.pop(path):
-                    path.unlink(missing_ok=True)  # as long as it is ours
-
-    trainer._teardown = tear_down  # type: ignore[method-assign]
+def _release(trainer: L.Trainer) -> None:
+    for path in _of_trainer.pop(trainer, []):
+        with contextlib.suppress(OSError), _held.pop(path):
+            path.unlink(missing_ok=True)  # as long as it is ours

@@ -5,6 +5,7 @@ from __future__ import annotations
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
+from lrlhf.run.lightning_internals import looks_for_unused_parameters
 from lrlhf.run.split_models import SplitsModels
 
 
@@ -17,7 +18,7 @@ def waits_for_every_parameter(trainer: L.Trainer) -> bool:
     strategy = trainer.strategy
     if not isinstance(strategy, DDPStrategy) or isinstance(strategy, SplitsModels):
         return False
-    return not strategy._ddp_kwargs.get("find_unused_parameters", False)
+    return not looks_for_unused_parameters(strategy)
 
 
 def minds_idle_parts(trainer: L.Trainer) -> bool:

@@ -3,8 +3,6 @@
 Lightning writes the row of a step after the callbacks of that step, the one that saves included.
 So a checkpoint of twelve steps is older than the twelfth row, and a run that is killed there never
 writes it. Here the checkpoint carries that row, and how far each log was.
-
-This leans on Lightning's private logger connector, for what it is about to write.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lrlhf.run.folder_lock import hold_folder
+from lrlhf.run.lightning_internals import next_log_row
 
 _KEY = "log_rows"
 
@@ -96,30 +95,15 @@ class LogRows(L.Callback):
 
     def _next_row(self, trainer: L.Trainer) -> dict[str, Any] | None:
         """What Lightning writes when the callbacks are done, if they run where it does."""
-        if not self._row_follows:
+        found = next_log_row(trainer) if self._row_follows else None
+        if found is None:
             return None
-        loop, connector = trainer.fit_loop, trainer._logger_connector
-        batches: Any = loop.epoch_loop.batch_progress.total
-        epochs: Any = loop.epoch_progress.total
-        step = loop.epoch_loop._batches_that_stepped
-        if batches.processed > batches.completed:
-            accumulates = loop._should_accumulate()
-            if accumulates and trainer.lightning_module.automatic_optimization:
-                return None
-            if not connector.should_update_logs:
-                return None
-        elif epochs.processed > epochs.completed:
-            step -= 1  # the rows of an epoch's end have the step of its last batch
-        else:
-            return None
-        metrics: dict[str, Any] = convert_tensors_to_scalars(dict(connector.metrics["log"]))
+        metrics: dict[str, Any] = convert_tensors_to_scalars(found[0])
         if not metrics:
             return None
-        if "step" in metrics:
-            step = int(metrics.pop("step"))
-        else:
+        if "step" not in metrics:
             metrics.setdefault("epoch", trainer.current_epoch)
-        return {"metrics": metrics, "step": step}
+        return {"metrics": metrics, "step": int(metrics.pop("step", found[1]))}
 
 
 def keep_log_rows(trainer: L.Trainer, stage: str) -> None:

@@ -12,10 +12,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators.cpu import CPUAccelerator
-from lightning.pytorch.core.optimizer import (
-    LightningOptimizer,
-    _init_optimizers_and_lr_schedulers,
-)
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
@@ -25,6 +22,12 @@ from lrlhf.models import zero
 from lrlhf.models.sharding import CheckpointMismatchError
 from lrlhf.run.checkpoints.sharded_checkpoint import FolderCheckpoints
 from lrlhf.run.gradient_updates import Gradients
+from lrlhf.run.lightning_internals import (
+    build_optimizers,
+    join_deepspeed,
+    start_processes_by,
+    trainer_of,
+)
 from lrlhf.run.split_models import (
     leave_inference_mode,
     refuse_compiled,
@@ -113,7 +116,7 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
         super().__init__(
             stage=stage, timeout=span, process_group_backend=process_group_backend, **options
         )
-        self._start_method = start_method
+        start_processes_by(self, start_method)
         self.stage = stage
         self.offload_optimizer = offload_optimizer
         self.offload_parameters = offload_parameters
@@ -130,7 +133,7 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
 
     def setup_environment(self) -> None:
         """Join the other processes; Lightning's own refuses CPUs here."""
-        self.precision_plugin = EnginePrecision(self.precision_plugin.precision)
+        self.precision_plugin = EnginePrecision(self.precision_plugin.precision, self)
         if isinstance(self.accelerator, CPUAccelerator):
             _prepare_cpu()
         ParallelStrategy.setup_environment(self)
@@ -142,7 +145,7 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
             return
         reset_seed()
         self.set_world_ranks()
-        self._init_deepspeed_distributed()
+        join_deepspeed(self)
 
     def setup(self, trainer: L.Trainer) -> None:
         assert self.accelerator is not None
@@ -170,7 +173,7 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
         module = self.lightning_module
         assert module is not None
         models = trained_models(module)
-        optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+        optimizers, self.lr_scheduler_configs = build_optimizers(module)
         check_ownership(module, models, optimizers)
         for model in models.values() if self.stage == 3 else ():
             _refuse(model)
@@ -226,7 +229,7 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
     def teardown(self) -> None:
         """Take DeepSpeed off the models and, where all ranks got this far, make them whole."""
         module = self.lightning_module
-        trainer = None if module is None else module._trainer
+        trainer = None if module is None else trainer_of(module)
         failed = trainer is None or trainer.state.status == TrainerStatus.INTERRUPTED
         engines = [*(engine.engine for engine in self._engines), *self._frozen]
         for engine in engines:
@@ -256,7 +259,7 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
 
     def engine_of(self, optimizer: Any) -> TrainedEngine:
         """Return the engine that an optimizer, or Lightning's wrapper of it, belongs to."""
-        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return next(engine for engine in self._engines if engine.zero is plain)
 
     # ------------------------------------------------------------------ checkpoints

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import lightning as L
 import torch
@@ -12,10 +12,10 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 
+from lrlhf.run.lightning_internals import after_closure
 from lrlhf.strategies.deepspeed_engine import TrainedEngine
 
 
-@runtime_checkable
 class HasEngines(Protocol):
     """A strategy with an engine per trained model."""
 
@@ -32,15 +32,23 @@ class EnginePrecision(DeepSpeedPrecision):
     """Backward and step through the strategy's engines; nothing else is converted here.
 
     Lightning's own turns every number of a batch into bfloat16, scores and margins too.
+
+    Args:
+        precision: ``trainer.precision``.
+        strategy: Has the engines.
+
+    Raises:
+        ValueError: The precision needs a loss scale.
     """
 
-    def __init__(self, precision: Any) -> None:
+    def __init__(self, precision: Any, strategy: HasEngines) -> None:
         if precision in ("16-mixed", "16-true"):
             raise ValueError(
                 f"trainer.precision is {precision}: DeepSpeed's loss scale and steps that are left "
                 "out because of a gradient that is not finite do not go together; use bf16-mixed"
             )
         super().__init__(precision)
+        self._strategy = strategy
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module  # the engines do it, and keep a copy in 32 bits
@@ -59,8 +67,8 @@ class EnginePrecision(DeepSpeedPrecision):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        del optimizer, args, kwargs
-        _strategy_of(model).run_backward(tensor)
+        del model, optimizer, args, kwargs
+        self._strategy.run_backward(tensor)
 
     def optimizer_step(  # type: ignore[override]
         self,
@@ -70,37 +78,30 @@ class EnginePrecision(DeepSpeedPrecision):
         **kwargs: Any,
     ) -> Any:
         del kwargs
-        engine = _strategy_of(model).engine_of(optimizer)
+        engine = self._strategy.engine_of(optimizer)
         result = closure()
         if model.automatic_optimization and result is None:
             raise ValueError(
                 "training_step returned None; DeepSpeed needs a loss from every process"
             )
         engine.reduce()
-        self._after_closure(model, optimizer)
+        after_closure(self, model, optimizer)
         engine.step()
         return result
 
-    def _clip_gradients(
+    def clip_gradients(
         self,
-        model: Any,
         optimizer: Any,
-        clip_val: float | None = None,
-        gradient_clip_algorithm: GradClipAlgorithmType | None = None,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        if not model.automatic_optimization or not clip_val:
+        if not clip_val:
             return
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             raise ValueError(
                 "trainer.gradient_clip_algorithm is value, which DeepSpeed does not support; "
                 "use norm"
             )
-        gradients = _strategy_of(model).engine_of(optimizer)
+        gradients = self._strategy.engine_of(optimizer)
         norm = gradients.norm()
         gradients.scale(torch.clamp(clip_val / (norm + 1e-6), max=1.0))
-
-
-def _strategy_of(module: L.LightningModule) -> HasEngines:
-    strategy = module.trainer.strategy
-    assert isinstance(strategy, HasEngines)
-    return strategy

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -31,6 +30,7 @@ from lrlhf.models.heads import RewardHead
 from lrlhf.models.sharding import load_state, make_whole, settle
 from lrlhf.run.checkpoints.optimizer_states import load_optimizer_state, optimizer_state
 from lrlhf.run.checkpoints.sharded_checkpoint import FolderCheckpoints
+from lrlhf.run.lightning_internals import choose_backend, move_optimizers
 from lrlhf.run.split_models import leave_inference_mode, refuse_quantised, trained_models
 
 DEFAULT_TIMEOUT = 1800.0
@@ -91,16 +91,17 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
         self.shard_group = shard_group
+        self.start_method = start_method
         self.checkpoint = checkpoint
         self._mesh: DeviceMesh | None = None
 
     # ------------------------------------------------------------------ set-up
 
-    def _get_process_group_backend(self) -> str:
-        if self._process_group_backend is None and self.cpu_offload and self._on_gpu:
+    def setup_environment(self) -> None:
+        if self.cpu_offload and self._on_gpu:
             # the norm of gradients in main memory is added up there
-            return "cuda:nccl,cpu:gloo"
-        return super()._get_process_group_backend()
+            choose_backend(self, "cuda:nccl,cpu:gloo")
+        super().setup_environment()
 
     @property
     def _on_gpu(self) -> bool:
@@ -122,13 +123,13 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and not self.cpu_offload:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            move_optimizers(self.optimizers, self.root_device)
 
     def teardown(self) -> None:
         """Give the rest back; what is split stays on its devices, until the process ends."""
         assert self.accelerator is not None
         assert self.cluster_environment is not None
-        if self._start_method != "popen" and sys.exc_info()[0] is None:
+        if self.start_method != "popen" and sys.exc_info()[0] is None:
             # what the process that started this one takes over as the trained model
             make_whole(self._settled())
         self.cluster_environment.teardown()

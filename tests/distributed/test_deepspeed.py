@@ -681,7 +681,7 @@ def test_options_that_are_set_elsewhere_are_refused(options: dict[str, Any], mes
 def test_further_options_are_put_over_our_own() -> None:
     strategy = DeepSpeed(stage=3, config={"zero_optimization": {"sub_group_size": 7}})
     strategy.parallel_devices = [torch.device("cpu")]
-    strategy.precision_plugin = EnginePrecision("bf16-mixed")
+    strategy.precision_plugin = EnginePrecision("bf16-mixed", strategy)
     config = strategy.engine_config
     assert config["zero_optimization"] == {"stage": 3, "overlap_comm": False, "sub_group_size": 7}
     assert config["bf16"] == {"enabled": True}
@@ -690,7 +690,7 @@ def test_further_options_are_put_over_our_own() -> None:
 
 def test_fp16_is_refused() -> None:
     with pytest.raises(ValueError, match="bf16-mixed"):
-        EnginePrecision("16-mixed")
+        EnginePrecision("16-mixed", DeepSpeed())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of DeepSpeed's own code
@@ -702,7 +702,7 @@ def test_stage_3_refuses_compiled_layers(model_folder: str) -> None:
 
 def test_batches_keep_their_precision() -> None:
     scores = torch.tensor([0.1])
-    assert EnginePrecision("bf16-mixed").convert_input(scores) is scores
+    assert EnginePrecision("bf16-mixed", DeepSpeed()).convert_input(scores) is scores
 
 
 def test_each_optimizer_belongs_to_its_own_model() -> None:

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
+from weakref import proxy
 
 import lightning as L
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 
-from lrlhf.callbacks.checkpoints.retention import RetainingCheckpoint
+from lrlhf.callbacks.checkpoints.last_checkpoint import (
+    find_last,
+    remove_leftovers,
+    rename_damaged,
+    set_aside,
+)
+from lrlhf.run.atomic import atomic_link
+from lrlhf.run.checkpoints.checkpoint_search import Found
+from lrlhf.run.checkpoints.room import check_room
+from lrlhf.run.folder_lock import hold_folder
+from lrlhf.run.lightning_internals import FindsLast, logged_in_validation
 from lrlhf.run.supervision.signals import SavesOnTermination
 
+_MONITORED = ("best_model_path", "best_model_score", "best_k_models", "current_score")
 
-class RLCheckpoint(RetainingCheckpoint, SavesOnTermination):
+
+class RLCheckpoint(FindsLast, SavesOnTermination):
     """Saves checkpoints by step, by time or by a validation metric, under manual optimization too.
 
     Lightning's `ModelCheckpoint` ignores time intervals there, warns at every save, and may file
@@ -44,13 +61,10 @@ class RLCheckpoint(RetainingCheckpoint, SavesOnTermination):
         save_weights_only: Leave out what only a resumed run needs.
         auto_insert_metric_name: Write ``step=`` and the like before the values in the name.
         verbose: Say which checkpoints are saved.
-        max_total_size_gb: How much room the checkpoints in the folder may take, in GB of 10⁹ bytes.
-            When they take more, those of this callback are removed, the worst ones first, or the
-            oldest ones where nothing ranks them; never ``last.ckpt``, the newest one, the best one
-            and the one that the run continued from. None: no limit.
 
     Raises:
-        ValueError: An option is out of range, or the disk has no room for a checkpoint.
+        ValueError: An option is out of range.
+        OSError: The disk has no room for a checkpoint.
     """
 
     def __init__(  # noqa: PLR0913  the constructor is the config schema
@@ -66,49 +80,131 @@ class RLCheckpoint(RetainingCheckpoint, SavesOnTermination):
         save_weights_only: bool = False,
         auto_insert_metric_name: bool = True,
         verbose: bool = False,
-        max_total_size_gb: float | None = None,
     ) -> None:
+        if save_top_k is None:
+            save_top_k = 2 if monitor is None else 1
         super().__init__(
-            max_total_size_gb=max_total_size_gb,
             dirpath=dirpath,
             filename=filename,
             monitor=monitor,
             mode=mode,
-            save_top_k=save_top_k,
+            # without a metric Lightning knows of one or all only
+            save_top_k=save_top_k if monitor is not None else min(save_top_k, 1),
             save_last=save_last,
             every_n_train_steps=every_n_train_steps,
             train_time_interval=train_time_interval,
             save_weights_only=save_weights_only,
             auto_insert_metric_name=auto_insert_metric_name,
             verbose=verbose,
-            # a metric of the validation at the end of an epoch is not there before it
-            save_on_train_epoch_end=None if monitor is None else False,
         )
-        self._waits_for_validation = False
+        self.save_top_k = save_top_k
+        self._step_interval = every_n_train_steps or 0
+        self._interval = train_time_interval
+        self._timed = time.monotonic()
         self._step = 0
+        self._saved: list[str] = []
+        """What this callback has written and not removed, the oldest first; not ``last.ckpt``."""
+        self._newest = ""
+        self._newest_step = 0
+        self._continued_at: int | None = None
+        self._waits_for_validation = False
+        self._found = Found(None, {}, ())
+
+    # ------------------------------------------------------------------ set-up and resume
+
+    @property
+    def _folder(self) -> Path | None:
+        """Folder of the checkpoints; None: it is not one of this machine's."""
+        return None if "://" in str(self.dirpath) else Path(str(self.dirpath))
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        chosen = self.dirpath is not None
         with warnings.catch_warnings():
             # whether the run goes on, and is right to find checkpoints, shows at its start
             warnings.filterwarnings("ignore", message="Checkpoint directory .* is not empty")
             super().setup(trainer, pl_module, stage)
+        if stage == "fit" and chosen and self._folder is not None:
+            # before anything is written; in a logger's folder that would be too early for some
+            hold_folder(trainer, self._folder)
+
+    def find_last(self, trainer: L.Trainer, folder: Path) -> Path | None:
+        # Lightning's remark advises to configure another callback
+        warnings.filterwarnings("ignore", message=r".*there is no last checkpoint available")
+        self._found = find_last(trainer, folder, self.CHECKPOINT_NAME_LAST)
+        return self._found.path
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        self._step = trainer.global_step
-        folder = Path(str(self.dirpath))
-        if trainer.is_global_zero and trainer.global_step == 0 and any(folder.glob("*.ckpt")):
-            rank_zero_warn(
-                f"{folder} holds checkpoints of an earlier run, and this one starts from the "
-                "beginning beside them; resume with --ckpt_path last, or choose another dirpath"
-            )
+        self._timed, self._step = time.monotonic(), trainer.global_step
+        folder = self._folder
+        if folder is None:
+            return
+        hold_folder(trainer, folder)
+        refusal: OSError | None = None
+        if trainer.is_global_zero:
+            try:
+                self._tidy(folder)
+                check_room(folder, pl_module.state_dict(keep_vars=True), "a checkpoint's weights")
+            except OSError as error:  # the others wait to be told
+                refusal = error
+            if trainer.global_step == 0 and any(folder.glob("*.ckpt")):
+                rank_zero_warn(
+                    f"{folder} holds checkpoints of an earlier run, and this one starts from the "
+                    "beginning beside them; resume with --ckpt_path last, or choose another dirpath"
+                )
+        refusal = trainer.strategy.broadcast(refusal)
+        if refusal is not None:
+            raise refusal
+        self._continued_at = trainer.global_step if self._continues_last(trainer) else None
+        self._forget_missing(trainer)
+        # a kill may have come between a new checkpoint and the removal of an old one
+        self._remove_surplus(trainer)
+
+    def _tidy(self, folder: Path) -> None:
+        """Put aside what is damaged, and have ``last.ckpt`` lead to what was found in its place."""
+        rename_damaged(folder, self._found.damaged)
+        remove_leftovers(folder)
+        found, last = self._found.path, self.last_model_path
+        if found and last and self.save_last and found.resolve() != Path(last).resolve():
+            atomic_link(Path(last), found)
+
+    def _continues_last(self, trainer: L.Trainer) -> bool:
+        """Tell whether ``last.ckpt`` is what the run goes on from."""
+        if trainer.ckpt_path is None or not self.last_model_path:
+            return False
+        same = os.path.realpath(trainer.ckpt_path) == os.path.realpath(self.last_model_path)
+        return bool(trainer.strategy.broadcast(same))
+
+    def _forget_missing(self, trainer: L.Trainer) -> None:
+        """Rank no checkpoint that was removed after the one that the run continues from."""
+        known = {*self._saved, *self.best_k_models}
+        gone = {path for path in known if trainer.is_global_zero and not Path(path).exists()}
+        gone = trainer.strategy.broadcast(gone)
+        self._saved = [path for path in self._saved if path not in gone]
+        self.best_k_models = {k: v for k, v in self.best_k_models.items() if k not in gone}
+        if self.best_k_models:
+            self._rank()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "waits_for_validation": self._waits_for_validation}
+        return {
+            **{name: getattr(self, name) for name in _MONITORED},
+            "dirpath": self.dirpath,
+            "last_model_path": self.last_model_path,
+            "saved": list(self._saved),
+            "waits_for_validation": self._waits_for_validation,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._waits_for_validation = bool(state_dict.get("waits_for_validation", False))
+        self._waits_for_validation = bool(state_dict["waits_for_validation"])
+        if state_dict["dirpath"] != self.dirpath:
+            return  # what is ranked there is nothing to this folder
+        for name in _MONITORED:
+            setattr(self, name, state_dict[name])
+        self._saved = list(state_dict["saved"])
+        self.last_model_path = state_dict["last_model_path"]
+        if self.best_k_models:
+            self._rank()
+
+    # ------------------------------------------------------------------ when
 
     def on_train_batch_end(
         self,
@@ -121,68 +217,178 @@ class RLCheckpoint(RetainingCheckpoint, SavesOnTermination):
         if trainer.global_step == self._step:
             return  # a batch that only accumulated gradients, which no checkpoint holds
         self._step = trainer.global_step
-        due = self._step_is_due(trainer) or self._time_is_due(trainer)
-        if not due or self._should_skip_saving_checkpoint(trainer):
+        due = self._step_interval >= 1 and self._step % self._step_interval == 0
+        if not (due or self._time_is_due(trainer)) or self._is_out_of_place(trainer):
             return
-        metrics = self._monitor_candidates(trainer)
-        if self.monitor is not None and self._is_measured_in_validation(trainer, metrics):
+        if self.monitor is not None and self._is_measured_in_validation(trainer):
             self._waits_for_validation = True
         else:
-            self._save_topk_checkpoint(trainer, metrics)
-        self._save_last_checkpoint(trainer, metrics)
+            self._save_if_ranked(trainer)
+        self._keep_last(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        if not (self._waits_for_validation and fitting):
-            super().on_validation_end(trainer, pl_module)
-            if self._every_n_epochs >= 1:
-                self._keep_last(trainer)
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
-        self._waits_for_validation = False
-        metrics = self._monitor_candidates(trainer)
-        self._save_topk_checkpoint(trainer, metrics)
-        # again, so that it knows of the ranking
-        self._save_last_checkpoint(trainer, metrics)
+        if self._waits_for_validation:
+            self._waits_for_validation = False
+            self._save_if_ranked(trainer)
+            # again, so that it knows of the ranking
+            self._keep_last(trainer)
+        elif self._by_epoch and not self._is_out_of_place(trainer):
+            self._save_if_ranked(trainer)
+            if trainer.global_step != self._continued_at:
+                self._keep_last(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        validates = trainer.enable_validation or self.monitor is not None
+        if self._by_epoch and not validates and not self._is_out_of_place(trainer):
+            self._save_if_ranked(trainer)
+            self._keep_last(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # the steps since the last trigger
-        self._keep_last(trainer)
+        self._keep_last_unless_continued(trainer)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         # any other one may come in the middle of a step; of several ranks `Termination` takes care
         if isinstance(exception, SIGTERMException) and trainer.world_size == 1:
-            self._keep_last(trainer)
+            self._keep_last_unless_continued(trainer)
 
     def save_on_termination(self, trainer: L.Trainer) -> None:
-        self._keep_last(trainer)
+        self._keep_last_unless_continued(trainer)
 
-    def _keep_last(self, trainer: L.Trainer) -> None:
-        """Save ``last.ckpt`` unless this step has been saved, by this process or the one before."""
-        if trainer.global_step == self._continued_at:
-            return
-        if self.save_last and not self._should_skip_saving_checkpoint(trainer):
-            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+    @property
+    def _by_epoch(self) -> bool:
+        return not self._step_interval and self._interval is None
 
-    def _step_is_due(self, trainer: L.Trainer) -> bool:
-        every = self._every_n_train_steps
-        return every >= 1 and trainer.global_step % every == 0
+    def _is_out_of_place(self, trainer: L.Trainer) -> bool:
+        """Tell whether nothing is to be saved: it has been, or the trainer does something else."""
+        return bool(
+            trainer.fast_dev_run  # type: ignore[attr-defined]
+            or trainer.state.fn != TrainerFn.FITTING
+            or trainer.sanity_checking
+            or trainer.global_step == self._newest_step
+        )
 
     def _time_is_due(self, trainer: L.Trainer) -> bool:
-        if self._train_time_interval is None or self._last_time_checked is None:
+        if self._interval is None:
             return False
         now = time.monotonic()
-        late = now - self._last_time_checked >= self._train_time_interval.total_seconds()
         # the clocks of the ranks differ: rank zero decides
-        if not trainer.strategy.broadcast(late):
+        if not trainer.strategy.broadcast(now - self._timed >= self._interval.total_seconds()):
             return False
-        self._last_time_checked = now
+        self._timed = now
         return True
 
-    def _is_measured_in_validation(self, trainer: L.Trainer, metrics: dict[str, Any]) -> bool:
+    def _is_measured_in_validation(self, trainer: L.Trainer) -> bool:
         """Tell whether the value at hand, if any, belongs to older weights."""
+        missing = self.monitor not in trainer.callback_metrics
+        return missing or self.monitor in logged_in_validation(trainer)
+
+    # ------------------------------------------------------------------ what, and what goes for it
+
+    def _save_if_ranked(self, trainer: L.Trainer) -> None:
+        """Save a checkpoint, unless better ones leave no place for it, and remove what it beats."""
+        if self.save_top_k == 0:
+            return
+        metrics: dict[str, Any] = {**trainer.callback_metrics}
+        metrics["epoch"] = torch.tensor(trainer.current_epoch)
+        metrics["step"] = torch.tensor(trainer.global_step)
+        replaced = self.best_model_path
+        if self.monitor is not None:
+            score = self._score(metrics)
+            if not self.check_monitor_top_k(trainer, score):
+                return
+            replaced = ""
+            if len(self.best_k_models) == self.save_top_k:
+                replaced = self.kth_best_model_path
+                self.best_k_models.pop(replaced)
+        path, version = self.format_checkpoint_name(metrics), self.STARTING_VERSION
+        while path != replaced and self.file_exists(path, trainer):
+            path = self.format_checkpoint_name(metrics, ver=version)
+            version += 1
+        if self.monitor is None:
+            self.best_model_path = path
+        else:
+            self.best_k_models[path] = self.current_score = score
+            self._rank()
+        self._save(trainer, path)
+        if self.verbose:
+            rank_zero_info(f"step {trainer.global_step}: saved {path}")
+        self._remove_surplus(trainer)
+
+    def _score(self, metrics: dict[str, Any]) -> Tensor:
         if self.monitor not in metrics:
+            raise ValueError(
+                f"RLCheckpoint monitor {self.monitor!r} is no logged metric; there are "
+                f"{', '.join(sorted(metrics))}"
+            )
+        score: Tensor = metrics[self.monitor].detach().clone()
+        worst = float("inf") if self.mode == "min" else float("-inf")
+        return torch.where(torch.isnan(score), worst, score)
+
+    def _rank(self) -> None:
+        scores = self.best_k_models
+        ranked = sorted(scores, key=lambda path: float(scores[path]), reverse=self.mode == "min")
+        self.kth_best_model_path, self.best_model_path = ranked[0], ranked[-1]
+        self.kth_value, self.best_model_score = scores[ranked[0]], scores[ranked[-1]]
+
+    def _keep_last_unless_continued(self, trainer: L.Trainer) -> None:
+        """Save ``last.ckpt`` unless this step has been saved, by this process or the one before."""
+        if trainer.global_step != self._continued_at and not self._is_out_of_place(trainer):
+            self._keep_last(trainer)
+
+    def _keep_last(self, trainer: L.Trainer) -> None:
+        """Have ``last.ckpt`` hold this step, as its own checkpoint if there is none to link."""
+        linked = self._folder is not None and self._newest not in ("", self.last_model_path)
+        if self.save_last and not (linked and self._newest_step == trainer.global_step):
+            self._save(trainer, self.last_model_path or self._name_last(trainer))
+
+    def _save(self, trainer: L.Trainer, path: str) -> None:
+        if self.save_last and not self.last_model_path:
+            # before the checkpoint is made, which is to know the name
+            self.last_model_path = self._name_last(trainer)
+        if path != self.last_model_path:
+            # it knows of itself too
+            self._saved = [*(saved for saved in self._saved if saved != path), path]
+        trainer.save_checkpoint(path, self.save_weights_only)
+        self._newest, self._newest_step = path, trainer.global_step
+        if self.save_last and self._folder is not None and path != self.last_model_path:
+            if trainer.is_global_zero:
+                atomic_link(Path(self.last_model_path), Path(path))
+            trainer.strategy.barrier("last_checkpoint")
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            logger.after_save_checkpoint(proxy(self))
+
+    def _name_last(self, trainer: L.Trainer) -> str:
+        """Choose a name that no earlier run has."""
+        folder, version = str(self.dirpath), 0
+        name = f"{folder}/{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}"
+        while self.file_exists(name, trainer):
+            version += 1
+            name = f"{folder}/{self.CHECKPOINT_NAME_LAST}-v{version}{self.FILE_EXTENSION}"
+        return name
+
+    def _remove_surplus(self, trainer: L.Trainer) -> None:
+        """Remove what ``save_top_k`` leaves no room for, as far as this callback saved it."""
+        surplus: Sequence[str] = ()
+        if self.save_top_k >= 1:
+            ranked = self.best_k_models
+            surplus = [path for path in self._saved if path not in ranked]
+            if self.monitor is None:
+                surplus = self._saved[: -self.save_top_k]
+        for path in [each for each in surplus if not self._is_spared(trainer, each)]:
+            self._saved.remove(path)
+            local = self._folder is not None and trainer.is_global_zero
+            trainer.strategy.remove_checkpoint(set_aside(Path(path)) if local else path)
+
+    def _is_spared(self, trainer: L.Trainer, path: str) -> bool:
+        """Tell whether a checkpoint stays: it lies elsewhere, or the run was resumed from it."""
+        if self._folder is None:
+            return False
+        chosen = trainer.ckpt_path if self._found.path is None else None
+        if chosen is not None and Path(chosen).absolute() == Path(path).absolute():
             return True
-        logged = trainer.fit_loop.epoch_loop.val_loop._results.values()
-        return any(result.meta.name == self.monitor for result in logged)
+        return self._folder.absolute() not in Path(path).absolute().parents

@@ -12,6 +12,7 @@ import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from lrlhf.rollout.listener import RolloutListener
+from lrlhf.run.lightning_internals import shows_training
 
 SHOWN: Mapping[str, str] = {
     "rollout/score": "score",
@@ -79,7 +80,7 @@ class PhaseProgress(TQDMProgressBar, RolloutListener):
                 self._seconds.get(self._phase, 0.0) + now - self._phase_start
             )
         self._phase, self._phase_start = phase, now
-        if self.is_enabled and phase and self._train_progress_bar is not None:
+        if self.is_enabled and phase and shows_training(self):
             epoch = self.trainer.current_epoch
             self.train_progress_bar.set_description(f"Epoch {epoch} [{phase}]", refresh=True)
 

@@ -14,6 +14,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lrlhf.run.atomic import atomic_write
 from lrlhf.run.checkpoints.checkpoint_reader import explained, read_folder
 from lrlhf.run.checkpoints.checkpoint_search import check
+from lrlhf.run.checkpoints.room import check_room
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -36,6 +37,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or "://" in os.fspath(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
+        check_room(Path(path).parent, checkpoint)
         with atomic_write(Path(path)) as handle:
             torch.save(checkpoint, handle)
 

@@ -18,7 +18,11 @@ from lrlhf.run.checkpoints.checkpoint_reader import META_FILE
 from lrlhf.run.checkpoints.checksums import NotACheckpointError, flaw_of, remember_whole
 
 SUFFIX: Final = ".ckpt"
-_UNREADABLE = (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError)
+# what damaged bytes make torch's reader of pickles say
+_UNREADABLE = (
+    *(RuntimeError, pickle.UnpicklingError, EOFError, OSError, ArithmeticError, AssertionError),
+    *(AttributeError, LookupError, TypeError, ValueError),
+)
 _WEIGHTS_ONLY: Final = "it holds weights only (save_weights_only), from which no run can go on"
 
 

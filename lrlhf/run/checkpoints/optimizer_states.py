@@ -89,4 +89,4 @@ def stored_names(stored: Mapping[str, Any], own: list[str]) -> dict[str, Any]:
 
 
 def _plain(optimizer: Optimizer) -> Optimizer:
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

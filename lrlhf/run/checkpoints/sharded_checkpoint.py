@@ -44,6 +44,7 @@ from lrlhf.run.checkpoints.checkpoint_reader import (
 )
 from lrlhf.run.checkpoints.checkpoint_search import check, check_together
 from lrlhf.run.checkpoints.checksums import write_checksums
+from lrlhf.run.checkpoints.room import check_room
 
 PARTS: Final = "parts"
 """Ending of a folder that several processes are writing."""
@@ -183,9 +184,17 @@ class FolderCheckpoints(Strategy):
                 "a folder that they share; set dirpath of RLCheckpoint to one"
             )
         path = Path(self.broadcast(filepath))
+        refusal: OSError | None = None
         if self.is_global_zero:
             recover_folder(path)
             remove_unclaimed(path.parent, path.name, PARTS)
+            try:
+                check_room(path.parent, checkpoint)
+            except OSError as error:  # the others wait to be told
+                refusal = error
+        refusal = self.broadcast(refusal)
+        if refusal is not None:
+            raise refusal
         own = temporary_folder(path, PARTS) if self.is_global_zero else contextlib.nullcontext()
         with own as made:
             fresh = self.broadcast(made)

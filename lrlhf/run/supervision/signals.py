@@ -4,8 +4,6 @@ Lightning calls a collective inside its signal handler. When the signal reaches 
 does from SLURM, Kubernetes or torchrun, each handler waits for collectives that the others are
 in, and the run hangs until it is killed. Here a handler only takes a note and passes the signal
 on; the ranks compare their notes after each step.
-
-This is the one place that leans on Lightning's private signal connector.
 """
 
 from __future__ import annotations
@@ -20,12 +18,17 @@ from typing import Any, Final
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lrlhf.run.collectives import Collectives
+from lrlhf.run.lightning_internals import (
+    Launcher,
+    end_loops_early,
+    is_forking,
+    replace_signal_handlers,
+    waits_for_others,
+)
 
 STATUS: Final = 128 + signal.SIGTERM
 """Exit status of a process that ended because it was asked to."""
@@ -67,20 +70,16 @@ class Termination(L.Callback):
     """
 
     def __init__(self, trainer: L.Trainer) -> None:
-        self._connector = trainer._signal_connector
-        self._requeue = self._connector._slurm_sigusr_handler_fn
-        forked = isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
+        self._trainer = trainer
         # forked processes do not tell callbacks of an exception
-        self._alone = trainer.world_size == 1 and not forked
+        self._alone = trainer.world_size == 1 and not is_forking(trainer.strategy.launcher)
         self._asked = False
         self._requeue_signal = 0
         self._step = trainer.global_step
         self._accumulates = False
-        # private, and read when the trainer registers its handlers, which is later
-        self._connector._sigterm_notifier_fn = self._take_note  # type: ignore[method-assign]
-        self._connector._slurm_sigusr_handler_fn = self._take_note_of_requeue  # type: ignore[method-assign]
-        # it tells all ranks of rank zero's note only, and takes any error of the network for a no
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _say_nothing  # type: ignore[method-assign]
+        self._requeue = replace_signal_handlers(
+            trainer, self._take_note, self._take_note_of_requeue
+        )
 
     @classmethod
     def of(cls, trainer: L.Trainer) -> Termination:
@@ -112,14 +111,14 @@ class Termination(L.Callback):
     def _hurry(self, trainer: L.Trainer) -> None:
         """Have the loop of a validation end early, where no other rank goes on with it."""
         if self._asked and self._alone and trainer.validating and not self._accumulates:
-            self._connector.received_sigterm = True
+            end_loops_early(trainer)
 
     def _take_note(self, signum: int, _: FrameType | None) -> None:
-        launcher = self._connector.trainer.strategy.launcher
+        launcher = self._trainer.strategy.launcher
         if launcher is not None and not self._asked:
             launcher.kill(signum)
         self._asked = True
-        self._hurry(self._connector.trainer)
+        self._hurry(self._trainer)
 
     def _take_note_of_requeue(self, signum: int, _: FrameType | None) -> None:
         self._requeue_signal = signum
@@ -131,9 +130,10 @@ class Termination(L.Callback):
         asked, requeue = Collectives(trainer).max(own).tolist()
         if requeue:
             self._requeue_signal = 0
-            self._requeue(signal.Signals(int(requeue)), None)  # type: ignore[arg-type]
+            self._requeue(signal.Signals(int(requeue)), None)
         if asked:
-            self._asked = self._connector.received_sigterm = True
+            self._asked = True
+            end_loops_early(trainer)
             if trainer.is_global_zero:
                 _logger.info("asked to end: step %d was the last", trainer.global_step)
             callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -143,12 +143,8 @@ class Termination(L.Callback):
             raise Terminated
 
 
-def _say_nothing() -> None:
-    """Leave out a collective."""
-
-
 @contextlib.contextmanager
-def answering_sigterm(launcher: _Launcher | None) -> Iterator[None]:
+def answering_sigterm(launcher: Launcher | None) -> Iterator[None]:
     """End well on a SIGTERM that comes while no trainer listens.
 
     That is the case before training starts and after it has ended, and all the time in a process
@@ -178,7 +174,7 @@ def answering_sigterm(launcher: _Launcher | None) -> Iterator[None]:
 class _Answer:
     """The handler of `answering_sigterm`."""
 
-    def __init__(self, launcher: _Launcher | None) -> None:
+    def __init__(self, launcher: Launcher | None) -> None:
         self._launcher = launcher
         self.waits = False
 
@@ -189,7 +185,7 @@ class _Answer:
             return
         if self._launcher is not None:
             self._launcher.kill(signum)
-        if isinstance(self._launcher, _MultiProcessingLauncher) and self._launcher.procs:
+        if waits_for_others(self._launcher):
             self.waits = True  # they save, and this process hears how they ended
             return
         raise Terminated

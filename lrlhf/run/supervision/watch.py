@@ -2,7 +2,7 @@
 
 A process that is gone leaves the others in a collective: over gloo they notice at once, over NCCL
 after the timeout of the process group, which is half an hour, and neither says where that was.
-Phases that take too long are the matter of `lrlhf.run.supervision.phase_deadlines`.
+Phases that take too long are the matter of `lrlhf.run.supervision.deadlines`.
 """
 
 from __future__ import annotations
@@ -15,29 +15,27 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import lightning as L
 import torch
-from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from lightning.pytorch.strategies.launchers import (
-    _MultiProcessingLauncher,
-    _SubprocessScriptLauncher,
-)
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.distributed.constants import default_pg_timeout
 
 from lrlhf.rollout import RolloutListener
 from lrlhf.run.host_memory import return_host_memory
+from lrlhf.run.lightning_internals import (
+    at_teardown,
+    is_forking,
+    launched_processes,
+    process_group_timeout,
+    retire_observer,
+)
 from lrlhf.run.run_folder import run_folder
-from lrlhf.run.supervision.phase_deadlines import DeadlineWatch, Limits, PhaseClock, SetsDeadlines
+from lrlhf.run.supervision.deadlines import Deadlines, DeadlineWatch, PhaseClock, end_process
 from lrlhf.run.supervision.signals import STATUS, LostProcessError, Termination
 
 P = ParamSpec("P")
@@ -95,15 +93,20 @@ class Watch(L.Callback, RolloutListener):
     def __init__(self, trainer: L.Trainer, *, grace_s: float, poll_s: float) -> None:
         self._trainer = trainer
         self._clock = PhaseClock()
-        self._timeout_s = _timeout_of(trainer).total_seconds()
-        self._late: str | None = None
+        self._timeout_s = process_group_timeout(trainer).total_seconds()
         self._family = _Family(trainer)
         self._grace_s, self._poll_s = grace_s, poll_s
         self._done = threading.Event()
         self._done.set()
-        self._lost = ""
         self._deadlines: DeadlineWatch | None = None
-        self._wrap(trainer)
+        # where Lightning has no hook: around the loop, the checkpoints and the end
+        if trainer.world_size > 1:
+            trainer.fit_loop.run = self.naming_lost_processes()(trainer.fit_loop.run)  # type: ignore[method-assign]
+        saved, loaded = trainer.save_checkpoint, trainer.strategy.load_checkpoint
+        trainer.save_checkpoint = self._timed("saving", saved)  # type: ignore[method-assign]
+        trainer.strategy.load_checkpoint = self._timed("loading", loaded)  # type: ignore[method-assign]
+        # after an error too, and after what the callbacks do about it
+        at_teardown(trainer, self._finish)
 
     def begin(self) -> None:
         """Look at the clock, and for the others, until the run is torn down."""
@@ -119,39 +122,19 @@ class Watch(L.Callback, RolloutListener):
     def _new_deadlines(self) -> DeadlineWatch:
         trainer = self._trainer
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        settings = next((each for each in callbacks if isinstance(each, SetsDeadlines)), None)
-        folder = settings.stacks_folder if settings else None
-        if folder is None:
-            folder = run_folder(trainer)
-            if trainer.world_size > 1:
-                folder = Path(trainer.strategy.broadcast(str(folder)))
+        given = [callback for callback in callbacks if isinstance(callback, Deadlines)]
+        deadlines = given[0] if given else Deadlines()
+        folder = deadlines.dirpath or run_folder(trainer)
+        if trainer.world_size > 1:
+            folder = Path(trainer.strategy.broadcast(str(folder)))
         return DeadlineWatch(
             self._clock,
-            settings.limits if settings else Limits(),
+            deadlines,
             rank=trainer.global_rank,
             folder=folder,
             whereabouts=lambda: self.whereabouts,
-            ranks={child.pid for child in self._family.children},
             poll_s=self._poll_s,
         )
-
-    def _wrap(self, trainer: L.Trainer) -> None:
-        """Be there where Lightning has no hook: around the loop, the checkpoints and the end."""
-        if trainer.world_size > 1:
-            trainer.fit_loop.run = self.naming_lost_processes()(trainer.fit_loop.run)  # type: ignore[method-assign]
-        saved, loaded = trainer.save_checkpoint, trainer.strategy.load_checkpoint
-        trainer.save_checkpoint = self._timed("saving", saved)  # type: ignore[method-assign]
-        trainer.strategy.load_checkpoint = self._timed("loading", loaded)  # type: ignore[method-assign]
-        # after an error too, and after what the callbacks do about it
-        torn_down = trainer._teardown
-
-        def tear_down() -> None:
-            try:
-                torn_down()
-            finally:
-                self._finish()
-
-        trainer._teardown = tear_down  # type: ignore[method-assign]
 
     def _timed(self, phase: str, function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -174,7 +157,7 @@ class Watch(L.Callback, RolloutListener):
         """What this process is doing, as part of a sentence."""
         module = self._trainer.lightning_module
         step = "step" if module.automatic_optimization else "iteration"
-        phase, _ = self._clock.read()
+        phase, _ = self._clock.tick(0)
         return f"in phase '{phase}' of {step} {self._trainer.global_step + 1}"
 
     def on_phase(self, phase: str) -> None:
@@ -225,7 +208,7 @@ class Watch(L.Callback, RolloutListener):
             if explained is None:
                 self._leave(error)
                 raise
-            if isinstance(self._trainer.strategy.launcher, _MultiProcessingLauncher):
+            if is_forking(self._trainer.strategy.launcher):
                 # the process that forked this one reports the first that ended, and no other
                 _logger.error("%s", explained)
             self._family.end(self._grace_s)
@@ -250,51 +233,25 @@ class Watch(L.Callback, RolloutListener):
             what = "ended"
         else:
             return None
-        # the thread may be about to find out which one it was
-        deadline = time.monotonic() + 3 * self._poll_s
-        while not self._lost and time.monotonic() < deadline and self._family.is_known:
-            time.sleep(self._poll_s / 5)
-        return self._sentence(what)
+        time.sleep(self._poll_s)  # its connections are closed before it has quite ended
+        return self._sentence(what, self._family.find_lost())
 
-    def _sentence(self, what: str) -> str:
-        rank = f"rank {self._trainer.global_rank}"
-        who = self._lost or "its own last lines say why"
+    def _sentence(self, what: str, who: str) -> str:
         return (
-            f"another process {what} while {rank} was {self.whereabouts} ({who}); "
-            "--ckpt_path last continues"
+            f"another process {what} while rank {self._trainer.global_rank} was {self.whereabouts} "
+            f"({who or 'its own last lines say why'}); --ckpt_path last continues"
         )
 
     def _look(self) -> None:
         """Run in a thread beside the training."""
         while not self._done.wait(self._poll_s):
-            self._report_late()
-            self._lost = self._family.find_lost()
-            if self._lost:
-                # its own error, if it gets one, says more
+            if who := self._family.find_lost():
+                # its own error, if it gets one, says more; else it is stuck where none reaches it
                 if not self._done.wait(self._grace_s):
-                    self._end()
+                    said = self._sentence("ended", who)
+                    self._family.end(0)
+                    end_process(said)
                 return
-
-    def _report_late(self) -> None:
-        phase, seconds = self._clock.read()
-        if seconds < 0.9 * self._timeout_s:
-            self._late = None
-        elif self._late != phase:
-            self._late = phase
-            reason = (
-                f"rank {self._trainer.global_rank} has been {self.whereabouts} for {seconds:.0f} s"
-                f"; a collective gives up after {self._timeout_s:.0f} s"
-            )
-            # NCCL ends a process without asking Python where it was
-            if self._deadlines is not None:
-                self._deadlines.write_stacks(reason)
-
-    def _end(self) -> None:
-        """End this process from the thread: the main one is stuck where nothing reaches it."""
-        sys.stderr.write(f"error: {self._sentence('ended')}\n")
-        sys.stderr.flush()
-        self._family.end(0)
-        os._exit(1)
 
 
 class _Family:
@@ -305,19 +262,11 @@ class _Family:
     """
 
     def __init__(self, trainer: L.Trainer) -> None:
-        launcher = trainer.strategy.launcher
-        self.children: list[subprocess.Popen[bytes]] = []
-        if isinstance(launcher, _SubprocessScriptLauncher):
-            self.children = launcher.procs
+        self.children = launched_processes(trainer)
         self._first_rank = trainer.global_rank + 1
         self._parent = self._find_parent(trainer)
         if self.children:
-            _retire_observer()
-
-    @property
-    def is_known(self) -> bool:
-        """Whether there is anyone to look for."""
-        return bool(self.children) or self._parent is not None
+            retire_observer()
 
     def find_lost(self) -> str:
         """Say who is gone and how; empty: nobody."""
@@ -343,38 +292,18 @@ class _Family:
         The parent of a process that torchrun, SLURM or a shell started is none of our business:
         they have their own ways, and a shell may end long before the run.
         """
-        if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        if is_forking(trainer.strategy.launcher):
             return os.getppid()
         if trainer.world_size == 1:
             return None
-        launched = (socket.gethostname(), os.getpid(), [child.pid for child in self.children])
-        known: list[tuple[str, int, list[int]] | None] = [None] * trainer.world_size
+        launched = (socket.gethostname(), [child.pid for child in self.children])
+        known: list[tuple[str, list[int]]] = [launched] * trainer.world_size
         torch.distributed.all_gather_object(known, launched)
-        for entry in known:
-            if entry is not None and entry[:2] == (launched[0], os.getppid()):
-                return entry[1] if os.getpid() in entry[2] else None
-        return None
+        ours = any(host == launched[0] and os.getpid() in pids for host, pids in known)
+        return os.getppid() if ours else None
 
 
 def _how(status: int | None) -> str:
     if status is not None and status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with status {status}"
-
-
-def _retire_observer() -> None:
-    """Stop Lightning's thread that kills this process when one that it launched fails.
-
-    It sends SIGKILL, so that neither message nor exit status says what happened, also while this
-    process is still writing its last checkpoint.
-    """
-    for thread in threading.enumerate():
-        if isinstance(thread, _ChildProcessObserver):
-            thread._child_processes = []
-
-
-def _timeout_of(trainer: L.Trainer) -> timedelta:
-    strategy = trainer.strategy
-    if isinstance(strategy, DDPStrategy | ModelParallelStrategy):
-        return strategy._timeout or default_pg_timeout
-    return default_pg_timeout

@@ -1,36 +1,32 @@
 """Every phase of a run has an end: one that takes too long is named, and ends the run.
 
-A hang costs as much as training does, and says nothing. A thread looks at a monotonic clock; when
-a phase is late it writes down where every thread of the process is, raises `DeadlineError` in the
-main thread, so that engines, servers and loaders close, and ends the process where that is in
-vain because the main thread waits in C.
+A hang costs as much as training does, and says nothing. A thread counts the seconds of the phase;
+when it is late, `faulthandler` writes down where every thread of the process is, `DeadlineError` is
+raised in the main thread, so that engines, servers and loaders close, and the process is ended
+where that is in vain because the main thread waits in C.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import faulthandler
 import math
 import os
 import signal
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from lrlhf.rollout.vllm.process_guard import members, process_table, send_signal
+import lightning as L
 
 _HOUR = 3600.0
 _INTERRUPT: Final = signal.SIGURG
 """Ignored by every process that does not ask for it, and used by no library of ours."""
 _STDERR = 2
-_CHILDREN_S = 5.0
 _KEYS = {"set-up": "setup", "saving": "save", "loading": "load", "between phases": "train"}
 
 
@@ -41,75 +37,70 @@ class DeadlineError(Exception):
     """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Seconds that each phase may take at a stretch; None: as long as it likes.
+class Deadlines(L.Callback):
+    """Gives the phases of a run other deadlines than they have without it.
 
-    The defaults are for hangs, not for slowness: several times what the phase takes in the largest
-    runs that we know of. Time in which another phase runs inside a phase is not counted twice.
+    Every run has deadlines; this callback changes them. The defaults are for hangs, not for
+    slowness: several times what the phase takes in the largest runs that we know of. A phase that
+    takes longer at a stretch ends the run with exit status 1: the message names phase, iteration
+    and rank, and where every thread of the process was stands in ``stacks_rank<rank>.txt``. Time in
+    which another phase runs inside a phase, the process is stopped or the machine sleeps does not
+    count. All values are seconds; null means none.
 
     Args:
-        setup: From the start of fit to the first batch; models of the module load in it.
+        setup: From the start of fit to the first batch, with the models that the module loads.
         load: Reading a checkpoint.
         data: Waiting for one batch.
         sync: Bringing an engine its weights.
-        generate: Drawing the responses of an iteration, or of a batch of a validation.
+        generate: Generating the responses of an iteration, or of a batch of a validation.
         reward: Scoring them.
         logprob: Log-probabilities and values of an iteration.
         update: The optimizer steps of an iteration.
-        train: The rest of a training step; all of it where a module tells no phases.
+        train: The rest of a training step; all of it where a module has no phases.
         validation: A batch of a validation, without its responses and rewards.
         save: Writing a checkpoint.
-        end: After the last batch: exports, reports.
-        grace: Between the error in the main thread and the end of the process by force.
+        end: After the last batch: exports and reports.
+        grace: From the error to the end of the process by force, where the error does not end it.
+        dirpath: Folder of the stacks; None: the logger's, else the trainer's root.
+
+    Raises:
+        ValueError: A value is not above 0.
     """
 
-    setup: float | None = 4 * _HOUR
-    load: float | None = 2 * _HOUR
-    data: float | None = 1 * _HOUR
-    sync: float | None = 1 * _HOUR
-    generate: float | None = 4 * _HOUR
-    reward: float | None = 2 * _HOUR
-    logprob: float | None = 2 * _HOUR
-    update: float | None = 4 * _HOUR
-    train: float | None = 2 * _HOUR
-    validation: float | None = 2 * _HOUR
-    save: float | None = 2 * _HOUR
-    end: float | None = 4 * _HOUR
-    grace: float = 60.0
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.name != "grace":
-                continue
-            if value is None or not 0 < value < math.inf:
-                raise ValueError(
-                    f"deadline {field.name} is {value}; give seconds above 0"
-                    + ("" if field.name == "grace" else ", or null for none")
-                )
+    def __init__(  # noqa: PLR0913  the keys of a user's config
+        self,
+        setup: float | None = 4 * _HOUR,
+        load: float | None = 2 * _HOUR,
+        data: float | None = 1 * _HOUR,
+        sync: float | None = 1 * _HOUR,
+        generate: float | None = 4 * _HOUR,
+        reward: float | None = 2 * _HOUR,
+        logprob: float | None = 2 * _HOUR,
+        update: float | None = 4 * _HOUR,
+        train: float | None = 2 * _HOUR,
+        validation: float | None = 2 * _HOUR,
+        save: float | None = 2 * _HOUR,
+        end: float | None = 4 * _HOUR,
+        grace: float = 60.0,
+        dirpath: str | Path | None = None,
+    ) -> None:
+        self.grace = grace
+        self.dirpath = None if dirpath is None else Path(dirpath)
+        self.seconds: dict[str, float | None] = {
+            **{"setup": setup, "load": load, "data": data, "sync": sync, "generate": generate},
+            **{"reward": reward, "logprob": logprob, "update": update, "train": train},
+            **{"validation": validation, "save": save, "end": end},
+        }
+        for name, value in {**self.seconds, "grace": grace}.items():
+            if value is not None and not 0 < value < math.inf:
+                none = "" if name == "grace" else ", or null for none"
+                raise ValueError(f"deadline {name} is {value}; give seconds above 0{none}")
 
     def of(self, phase: str) -> tuple[str, float | None]:
         """Return the option that holds the deadline of a phase, and its seconds."""
-        known = {field.name for field in dataclasses.fields(self)} - {"grace"}
         key = _KEYS.get(phase, phase)
-        key = key if key in known else "train"
-        seconds: float | None = getattr(self, key)
-        return key, seconds
-
-
-class SetsDeadlines(ABC):
-    """What a callback derives from that gives a run other deadlines than the defaults."""
-
-    @property
-    @abstractmethod
-    def limits(self) -> Limits:
-        """Of every phase."""
-
-    @property
-    @abstractmethod
-    def stacks_folder(self) -> Path | None:
-        """Where the stacks are written; None: in the folder of the run."""
+        key = key if key in self.seconds else "train"
+        return key, self.seconds[key]
 
 
 class PhaseClock:
@@ -120,37 +111,31 @@ class PhaseClock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._phase, self._since = "set-up", time.monotonic()
+        self._phase, self._seconds = "set-up", 0.0
         self._outer: list[tuple[str, float]] = []
 
     def enter(self, phase: str) -> None:
         """Begin a phase, which ends the one before."""
         with self._lock:
-            self._phase, self._since = phase, time.monotonic()
+            self._phase, self._seconds = phase, 0.0
 
     @contextlib.contextmanager
     def inside(self, phase: str) -> Iterator[None]:
         """Be in another phase for a while."""
         with self._lock:
-            now = time.monotonic()
-            self._outer.append((self._phase, now - self._since))
-            self._phase, self._since = phase, now
+            self._outer.append((self._phase, self._seconds))
+            self._phase, self._seconds = phase, 0.0
         try:
             yield
         finally:
             with self._lock:
-                self._phase, used = self._outer.pop()
-                self._since = time.monotonic() - used
+                self._phase, self._seconds = self._outer.pop()
 
-    def read(self) -> tuple[str, float]:
-        """Return the phase, and the seconds that it has used."""
+    def tick(self, seconds: float) -> tuple[str, float]:
+        """Add to the phase; returns it, and the seconds that it has used."""
         with self._lock:
-            return self._phase, time.monotonic() - self._since
-
-    def forgive(self, seconds: float) -> None:
-        """Leave out seconds in which the process did not run."""
-        with self._lock:
-            self._since = min(self._since + seconds, time.monotonic())
+            self._seconds += seconds
+            return self._phase, self._seconds
 
 
 class DeadlineWatch:
@@ -158,33 +143,31 @@ class DeadlineWatch:
 
     Args:
         clock: Of the run.
-        limits: Of the phases.
+        deadlines: Of the phases.
         rank: Of this process.
         folder: Where the stacks are written, to ``stacks_rank<rank>.txt``.
         whereabouts: Says where the run is, as part of a sentence.
-        ranks: Processes that end by themselves once this one is gone.
         poll_s: Seconds between two looks.
     """
 
     def __init__(
         self,
         clock: PhaseClock,
-        limits: Limits,
+        deadlines: Deadlines,
         *,
         rank: int,
         folder: Path,
         whereabouts: Callable[[], str],
-        ranks: set[int],
         poll_s: float,
     ) -> None:
-        self._clock, self._limits = clock, limits
+        self._clock, self._deadlines = clock, deadlines
         self._rank, self._folder = rank, folder
-        self._whereabouts, self._ranks = whereabouts, ranks
+        self._whereabouts = whereabouts
         self._poll_s = poll_s
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._said = ""
-        self._told = False
+        self._raised = False
         self._reaches_main = threading.current_thread() is threading.main_thread()
         self._before: object = None
 
@@ -225,16 +208,13 @@ class DeadlineWatch:
 
     def _look(self) -> None:
         """Run in a thread beside the training."""
-        last, worked = time.monotonic(), time.process_time()
+        last = time.monotonic()
         while not self._done.wait(self._poll_s):
-            now, work = time.monotonic(), time.process_time()
-            gap = now - last - self._poll_s
-            # stopped, or suspended: a process that computes in C without a pause works meanwhile
-            if gap > max(1.0, self._poll_s):
-                self._clock.forgive(max(gap - (work - worked), 0.0))
-            last, worked = now, work
-            phase, seconds = self._clock.read()
-            key, limit = self._limits.of(phase)
+            now = time.monotonic()
+            # while the process was stopped, or the machine slept, the phase used no time
+            phase, seconds = self._clock.tick(min(now - last, 2 * self._poll_s))
+            last = now
+            key, limit = self._deadlines.of(phase)
             if limit is not None and seconds > limit:
                 self._expire(key, seconds, limit)
                 return
@@ -255,48 +235,29 @@ class DeadlineWatch:
         if self._reaches_main:
             signal.pthread_kill(threading.main_thread().ident or 0, _INTERRUPT)
             self._wait_for_the_end()
-        self._end()
+        # the main thread is stuck where nothing reaches it
+        end_process(self._said)
 
     def _raise(self, signum: int, frame: FrameType | None) -> None:
         """Handle the signal, in the main thread."""
         del signum, frame
-        if self._said and not self._told:
-            self._told = True
+        if self._said and not self._raised:
+            self._raised = True
             raise DeadlineError(self._said)
 
     def _wait_for_the_end(self) -> None:
         """Return when the process should have ended by itself, and has not."""
-        if self._done.wait(self._limits.grace):
+        if self._done.wait(self._deadlines.grace):
             # who caught the error may go on; the end of the interpreter waits for threads
             while threading.main_thread().is_alive():
                 time.sleep(self._poll_s)
-            time.sleep(self._limits.grace)
-
-    def _end(self) -> None:
-        """End this process from the thread: the main one is stuck where nothing reaches it."""
-        _write(f"error: {self._said}\n")
-        end_descendants(_CHILDREN_S, spare=self._ranks)
-        os._exit(1)
+            time.sleep(self._deadlines.grace)
 
 
-def end_descendants(grace_s: float, *, spare: set[int]) -> None:
-    """End what this process started, and what that has started.
-
-    Args:
-        grace_s: Seconds between SIGTERM and SIGKILL.
-        spare: Processes that are left alone, such as ranks that end by themselves.
-    """
-    deadline = time.monotonic() + grace_s
-    send_signal(_descendants(spare), signal.SIGTERM)
-    while (left := _descendants(spare)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    send_signal(left, signal.SIGKILL)
-
-
-def _descendants(spare: set[int]) -> set[int]:
-    table = process_table()
-    kept = set(spare).union(*(members(pid, table) for pid in spare))
-    return {pid for pid in members(os.getpid(), table) - kept if not table[pid].zombie}
+def end_process(said: str) -> None:
+    """End this process from a thread, with the status and the line of an error."""
+    _write(f"error: {said}\n")
+    os._exit(1)
 
 
 def _write(text: str) -> None:

@@ -1,0 +1,392 @@
+"""All that this library does with private parts of Lightning; nothing else may touch them.
+
+When Lightning changes, this is the file to look at; `tests/test_layers.py` keeps it so.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeAlias
+
+import lightning as L
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.optimization.manual import _ManualOptimization
+from lightning.pytorch.loops.training_epoch_loop import RestartStage, _TrainingEpochLoop
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+)
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+
+from lrlhf.run.checkpoints.checksums import NotACheckpointError
+
+Launcher: TypeAlias = _Launcher
+
+# ---------------------------------------------------------------- what a step is
+
+
+class _StepPerIteration(_ManualOptimization):
+    def on_run_start(self) -> None:
+        """Leave the optimizers uncounted."""
+
+    def advance(self, kwargs: OrderedDict[str, Any]) -> None:
+        self.optim_step_progress.increment_ready()
+        super().advance(kwargs)
+        self.optim_step_progress.increment_completed()
+
+
+def count_iterations_as_steps(trainer: L.Trainer) -> None:
+    """Make ``trainer.global_step`` the number of finished training steps.
+
+    Under manual optimization Lightning counts every ``optimizer.step()`` as a global step, so with
+    several optimizers, epochs or minibatches a step count means nothing to the user, ``max_steps``
+    overshoots and checkpoint intervals are missed. Call it from ``setup("fit")``, which runs before
+    the state of the loops is restored, so that a resumed run counts on.
+    """
+    trainer.fit_loop.epoch_loop.manual_optimization = _StepPerIteration(trainer)
+
+
+# ---------------------------------------------------------------- where a resumed run goes on
+
+
+class NoProgressError(RuntimeError):
+    """A run has steps to do, and its data give it none."""
+
+
+class _ResumedEpochLoop(_TrainingEpochLoop):
+    """Does what was left of the last step first: validation, and the counting of the step.
+
+    Lightning takes a checkpoint that a callback makes at the end of a step for one of the whole
+    step: the validation that was to follow, and the end of the epoch or of the run, are left out.
+    """
+
+    finishes_step = False
+
+    def update_restart_stage(self) -> None:
+        super().update_restart_stage()
+        self.finishes_step = False
+        if not self.trainer.fit_loop.restarted_mid_epoch:
+            return
+        validated = False
+        if self.restarted_on_train_batch_end:
+            # the step is done but for this; Lightning would count the validation as done too
+            self.batch_progress.increment_completed()
+            self._restart_stage = RestartStage.RESTARTED_ON_LAST
+        elif self.restarted_on_last:
+            validation = self.val_loop.batch_progress
+            all_counted = validation.current.completed == validation.current.ready
+            validated = validation.is_last_batch and all_counted
+        else:
+            return
+        self.finishes_step = True
+        self._skip_next_val = validated
+
+    @property
+    def done(self) -> bool:
+        return not self.finishes_step and super().done
+
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        if not self.finishes_step:
+            self._restarting = False  # nothing is left of an earlier step
+            super().advance(data_fetcher)
+
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        if self.finishes_step:
+            self.finishes_step = False
+            # one that was broken off starts anew: what it had gathered is gone
+            self.val_loop.restarting = False
+        super().on_advance_end(data_fetcher)
+
+
+class _ResumedFitLoop(_FitLoop):
+    """Runs, after a resume, also where only the end of a step, an epoch or the run is left."""
+
+    epoch_loop: _ResumedEpochLoop
+
+    @property
+    def skip(self) -> bool:
+        if self._loaded_from_state_dict and self.max_batches != 0:
+            return bool(self.trainer.limit_train_batches == 0)
+        return super().skip
+
+    @property
+    def done(self) -> bool:
+        return not self.epoch_loop.finishes_step and super().done
+
+    def reset(self) -> None:
+        epochs = self.epoch_progress.total
+        ended = self._loaded_from_state_dict and epochs.ready == epochs.completed
+        super().reset()
+        if self.restarted_on_epoch_end:
+            # Lightning would end the epoch a second time
+            self.epoch_progress.increment_completed()
+        elif not ended:
+            return
+        self.reset_restart_stage()
+        if self.epoch_loop.batch_progress.is_last_batch:
+            self._resuming_from_checkpoint = False
+            self.epoch_loop.restarting = False
+
+    def _load_combined_loader_states(self) -> None:
+        # Lightning leaves the position in the data where it is after the end of an epoch, and the
+        # first epoch comes again
+        states = self._combined_loader_states_to_load
+        if states and self._combined_loader is not None:
+            self._combined_loader._load_state_dicts(states)
+            self._combined_loader_states_to_load = []
+
+    def advance(self) -> None:
+        loop = self.epoch_loop
+        trained = loop.batch_progress.total.ready
+        may_be_empty = loop.finishes_step
+        super().advance()
+        if may_be_empty or self.trainer.should_stop:
+            return
+        if loop.batch_progress.total.ready == trained:
+            raise NoProgressError(
+                f"the training data gave no batch in epoch {self.trainer.current_epoch}, after "
+                f"step {self.trainer.global_step} (max_steps: {self.max_steps}): a data loader "
+                "must begin anew when it is iterated again, also after load_state_dict()"
+            )
+
+    def run(self) -> None:
+        super().run()
+        self._loaded_from_state_dict = False
+
+
+def resume_where_it_stopped(trainer: L.Trainer) -> None:
+    """Have a resumed run leave nothing out; call it from ``setup("fit")``."""
+    trainer.fit_loop.__class__ = _ResumedFitLoop
+    trainer.fit_loop.epoch_loop.__class__ = _ResumedEpochLoop
+    connector = trainer._checkpoint_connector
+    connector.restore_training_state = partial(  # type: ignore[method-assign]
+        _restore_training_state, connector
+    )
+
+
+def _restore_training_state(connector: _CheckpointConnector) -> None:
+    stored: dict[str, Any] = connector._loaded_checkpoint
+    if stored and connector.trainer.state.fn == "fit" and "optimizer_states" not in stored:
+        raise NotACheckpointError(
+            f"{connector._ckpt_path} holds weights only (save_weights_only), from which no run can "
+            "go on: lrlhf export writes its model, from which a new run can start"
+        )
+    _CheckpointConnector.restore_training_state(connector)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+class FindsLast(ModelCheckpoint):
+    """Answers the trainer, which asks before it sets anything up, for ``--ckpt_path last``."""
+
+    def find_last(self, trainer: L.Trainer, folder: Path) -> Path | None:
+        """Return the checkpoint of a folder of this machine that a run goes on from."""
+        raise NotImplementedError
+
+    def _find_last_checkpoints(self, trainer: L.Trainer) -> set[str]:
+        folder = str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+        if "://" in folder:
+            # Lightning leaves the protocol out, and then looks for them on this machine
+            elsewhere = super()._find_last_checkpoints(trainer)
+            return {str(self._fs.unstrip_protocol(path)) for path in elsewhere}
+        found = self.find_last(trainer, Path(folder))
+        return set() if found is None else {str(found)}
+
+
+def logged_in_validation(trainer: L.Trainer) -> set[str]:
+    """Return the names of what the validation loop logs."""
+    results = trainer.fit_loop.epoch_loop.val_loop._results
+    return {result.meta.name for result in results.values()}
+
+
+def next_log_row(trainer: L.Trainer) -> tuple[dict[str, Any], int] | None:
+    """Return the metrics and the step of the row that is written when the callbacks are done.
+
+    To be asked in a callback at the end of a training batch or of a training epoch.
+    """
+    loop, connector = trainer.fit_loop, trainer._logger_connector
+    batches: Any = loop.epoch_loop.batch_progress.total
+    epochs: Any = loop.epoch_progress.total
+    step = loop.epoch_loop._batches_that_stepped
+    if batches.processed > batches.completed:
+        accumulates = loop._should_accumulate()
+        if accumulates and trainer.lightning_module.automatic_optimization:
+            return None
+        if not connector.should_update_logs:
+            return None
+    elif epochs.processed > epochs.completed:
+        step -= 1  # the rows of an epoch's end have the step of its last batch
+    else:
+        return None
+    return dict(connector.metrics["log"]), step
+
+
+# ---------------------------------------------------------------- signals and the end of a run
+
+
+def replace_signal_handlers(
+    trainer: L.Trainer,
+    on_sigterm: Callable[[int, FrameType | None], None],
+    on_requeue: Callable[[int, FrameType | None], None],
+) -> Callable[[int, FrameType | None], None]:
+    """Replace what Lightning does inside its signal handlers, which it registers later.
+
+    Returns:
+        Lightning's own answer to SLURM's requeue signal.
+    """
+    connector = trainer._signal_connector
+    requeue = connector._slurm_sigusr_handler_fn
+    connector._sigterm_notifier_fn = on_sigterm  # type: ignore[method-assign,assignment]
+    connector._slurm_sigusr_handler_fn = on_requeue  # type: ignore[method-assign,assignment]
+    # it tells all ranks of rank zero's note only, and takes any error of the network for a no
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    return requeue  # type: ignore[return-value]
+
+
+def end_loops_early(trainer: L.Trainer) -> None:
+    """Have the loops of a trainer end as after a SIGTERM."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def at_teardown(trainer: L.Trainer, function: Callable[[], None]) -> None:
+    """Call a function after every teardown of a trainer, which also comes after an error."""
+    torn_down = trainer._teardown
+
+    def tear_down() -> None:
+        try:
+            torn_down()
+        finally:
+            function()
+
+    trainer._teardown = tear_down  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------- processes
+
+
+def is_forking(launcher: Launcher | None) -> bool:
+    """Tell whether a launcher forks or spawns its processes, and only waits for them."""
+    return isinstance(launcher, _MultiProcessingLauncher)
+
+
+def waits_for_others(launcher: Launcher | None) -> bool:
+    """Tell whether this process has forked others and waits for them."""
+    return isinstance(launcher, _MultiProcessingLauncher) and bool(launcher.procs)
+
+
+def launched_processes(trainer: L.Trainer) -> list[subprocess.Popen[bytes]]:
+    """Return the ranks that this process has started, the next one first."""
+    launcher = trainer.strategy.launcher
+    return launcher.procs if isinstance(launcher, _SubprocessScriptLauncher) else []
+
+
+def retire_observer() -> None:
+    """Stop Lightning's thread that kills this process when one that it launched fails.
+
+    It sends SIGKILL, so that neither message nor exit status says what happened, also while this
+    process is still writing its last checkpoint.
+    """
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver):
+            thread._child_processes = []
+
+
+def process_group_timeout(trainer: L.Trainer) -> timedelta:
+    """Return how long a collective waits for the other ranks."""
+    strategy = trainer.strategy
+    if isinstance(strategy, DDPStrategy | ModelParallelStrategy):
+        return strategy._timeout or default_pg_timeout
+    return default_pg_timeout
+
+
+# ---------------------------------------------------------------- strategies, modules, optimizers
+
+
+def looks_for_unused_parameters(strategy: DDPStrategy) -> bool:
+    """Tell whether DistributedDataParallel was told to look for parameters without gradients."""
+    return bool(strategy._ddp_kwargs.get("find_unused_parameters", False))
+
+
+def choose_backend(strategy: DDPStrategy, backend: str) -> None:
+    """Set the back end of the process group, unless the user chose one."""
+    strategy._process_group_backend = strategy._process_group_backend or backend
+
+
+def start_processes_by(strategy: ParallelStrategy, method: str) -> None:
+    """Set how a strategy starts its processes where its constructor has no option for it."""
+    strategy._start_method = method  # type: ignore[attr-defined]
+
+
+def join_deepspeed(strategy: DeepSpeedStrategy) -> None:
+    """Have DeepSpeed connect the processes, which it does on CPUs too."""
+    strategy._init_deepspeed_distributed()
+
+
+def trainer_of(module: L.LightningModule) -> L.Trainer | None:
+    """Return the trainer of a module, if it has one."""
+    return module._trainer
+
+
+def build_optimizers(module: L.LightningModule) -> tuple[list[Optimizer], list[Any]]:
+    """Return what ``configure_optimizers`` of a module says: optimizers, and schedules."""
+    return _init_optimizers_and_lr_schedulers(module)
+
+
+def move_optimizers(optimizers: list[Optimizer], device: Any) -> None:
+    """Move the states of optimizers to a device."""
+    _optimizers_to_device(optimizers, device)
+
+
+def after_closure(plugin: Precision, module: L.LightningModule, optimizer: Any) -> None:
+    """Call the hooks before an optimizer step, and clip as the trainer was told to."""
+    plugin._after_closure(module, optimizer)
+
+
+# ---------------------------------------------------------------- the command line
+
+
+class Commands(LightningCLI):
+    """A command line whose commands can be replaced."""
+
+    def run_command(self, subcommand: str) -> None:
+        """Do what the user asked for."""
+        super()._run_subcommand(subcommand)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        self.run_command(subcommand)
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the config as it is.
+
+        Lightning would let the hyperparameters stored in the checkpoint overrule the YAML and the
+        flags, silently, and only if the path is that of a file.
+        """
+
+
+def shows_training(bar: TQDMProgressBar) -> bool:
+    """Tell whether a progress bar has begun to show the training."""
+    return bar._train_progress_bar is not None
