@@ -179,24 +179,27 @@ def check(path: Path) -> None:
     """Read a whole checkpoint, and compare it with its checksums.
 
     Raises:
-        NotACheckpointError: It is damaged; names what is, and others beside it that are not.
+        NotACheckpointError: It is damaged; names what is.
     """
-    if flaw := flaw_of(path):
-        raise NotACheckpointError(f"{path} is damaged: {flaw}{_beside(path)}")
+    _refuse(path, flaw_of(path))
 
 
-def check_together(path: Path, strategy: Strategy) -> None:
+def check_together(path: Path) -> None:
     """Read a checkpoint once, each rank its share, and have all ranks agree on it.
 
     Raises:
         NotACheckpointError: It is damaged; on all ranks.
         OSError: A rank cannot read it now; on all ranks.
     """
-    if not torch.distributed.is_initialized():
-        check(path)
-    elif flaw := _flaw_on_all_ranks(path):
-        hint = strategy.broadcast(_beside(path) if strategy.is_global_zero else "")
-        raise NotACheckpointError(f"{path} is damaged: {flaw}{hint}")
+    several = torch.distributed.is_initialized()
+    _refuse(path, _flaw_on_all_ranks(path) if several else flaw_of(path))
+
+
+def _refuse(path: Path, flaw: str) -> None:
+    if flaw:
+        raise NotACheckpointError(
+            f"{path} is damaged: {flaw}; --ckpt_path last takes the newest whole one of its folder"
+        )
 
 
 def _flaw_on_all_ranks(path: Path) -> str:
@@ -222,17 +225,3 @@ def _flaw_on_all_ranks(path: Path) -> str:
     if not flaw and seen:
         remember_whole(path)
     return flaw if seen else "it is not there"
-
-
-def _beside(path: Path) -> str:
-    """Name the newest whole checkpoints in the same folder."""
-    others = [one for one in checkpoints_in(path.parent) if one.resolve() != path.resolve()]
-    described = [one for one in map(_describe, others) if not one.flaw]
-    described.sort(key=lambda one: (one.step, one.version), reverse=True)
-    whole: list[str] = []
-    for one in described:
-        if len(whole) < 2 and not flaw_of(one.path):
-            whole.append(f"{one.path.name} (step {one.step})")
-    if whole:
-        return f"; whole ones beside it: {', '.join(whole)}"
-    return "; there is no whole one beside it" if others else ""

@@ -7,14 +7,12 @@ not look at when it reads. A folder gets a list of the same checksums, one of ea
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import logging
 import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,23 +53,23 @@ def write_checksums(folder: Path, strategy: Strategy | None, rank: int) -> None:
         strategy: Of a run of several processes, all of which call; None: there is one.
         rank: Of this process.
     """
-    own = [path for path in sorted(folder.iterdir()) if path.name.startswith(f"__{rank}_")]
+    names = sorted(path.name for path in folder.iterdir())
+    own = [name for name in names if name.startswith(f"__{rank}_")]
     if rank == 0:
-        own += [path for path in sorted(folder.iterdir()) if not path.name.startswith("__")]
-    sums = {path.name: _measure(path) for path in own}
+        own += [name for name in names if not name.startswith("__")]
+    sums = {name: _measure(folder / name) for name in own}
     parts = [sums]
     if strategy is not None:
         parts = [{} for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather_object(parts, sums)
     if rank == 0:
         files = {name: about for part in parts for name, about in sorted(part.items())}
-        text = json.dumps({"files": files}, indent=1)
         with naming(folder / CHECKSUMS_FILE):
-            (folder / CHECKSUMS_FILE).write_text(f"{text}\n")
+            (folder / CHECKSUMS_FILE).write_text(json.dumps({"files": files}, indent=1) + "\n")
 
 
 def flaw_of(path: Path, *, index: int = 0, count: int = 1) -> str:
-    """Say what is damaged in a checkpoint.
+    """Say what is damaged in a checkpoint; one that was found whole is not read again.
 
     Args:
         path: Of a file or folder.
@@ -84,17 +82,16 @@ def flaw_of(path: Path, *, index: int = 0, count: int = 1) -> str:
     Raises:
         OSError: It is there and cannot be read now, which tells nothing of its bytes.
     """
-    if path.is_dir():
-        return "" if _stamp(path) in _whole else _folder_flaw(path, index, count)
-    try:
-        about = path.stat()
-    except FileNotFoundError:
-        if path.is_symlink():
-            return f"it is a link to {path.readlink()}, which is not there"
-        return "it is not there"
+    if not path.exists():
+        target = f"a link to {path.readlink()}, which is" if path.is_symlink() else ""
+        return f"it is {target} not there".replace("  ", " ")
     if _stamp(path) in _whole:
         return ""
-    return _file_flaw(path.resolve(), about.st_size, about.st_mtime_ns, index, count)
+    find = _folder_flaw if path.is_dir() else _file_flaw
+    flaw = find(path, index, count)
+    if not flaw and count == 1:
+        remember_whole(path)
+    return flaw
 
 
 def remember_whole(path: Path) -> None:
@@ -110,59 +107,42 @@ def _stamp(path: Path) -> tuple[tuple[Path, int, int], ...]:
     return tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in about)
 
 
-# once per process: what was chosen among several is not read a second time when it is loaded
-@functools.lru_cache(maxsize=1024)
-def _file_flaw(path: Path, size: int, modified: int, index: int, count: int) -> str:
-    del modified
-    if not size:
-        return "it is empty"
+def _file_flaw(path: Path, index: int, count: int) -> str:
+    with path.open("rb") as stream:
+        start = stream.read(len(_ZIP_START))
+    if start != _ZIP_START:
+        kind = "a file of another kind, or its beginning was overwritten"
+        return f"it is {kind}" if start else "it is empty"
+    at = "list of parts"
     try:
-        with path.open("rb") as stream:
-            start = stream.read(len(_ZIP_START))
-        if start != _ZIP_START:
-            return "it is a file of another kind, or its beginning was overwritten"
         with zipfile.ZipFile(path) as archive:
-            flaw = _archive_flaw(archive, archive.infolist()[index::count])
-        return flaw or _list_flaw(path)
-    except zipfile.BadZipFile:
-        return "it is cut short, or its end was overwritten"
-    except _UNREADABLE as error:
-        return f"its list of parts cannot be read: {error}"
-    except OSError as error:
-        return f"its list of parts leads nowhere: {_only_if_damaged(error)}"
-
-
-def _archive_flaw(archive: zipfile.ZipFile, entries: Sequence[zipfile.ZipInfo]) -> str:
-    if not any(name.endswith("/data.pkl") for name in archive.namelist()):
-        return "it is an archive of another kind"
-    for entry in entries:
-        try:
-            with archive.open(entry) as stream:
-                while stream.read(_BLOCK):
-                    pass
-        except _UNREADABLE:
-            return f"its part {entry.filename} has other bytes than were written"
-        except OSError as error:
-            return f"its part {entry.filename} leads nowhere: {_only_if_damaged(error)}"
-    return ""
-
-
-def _only_if_damaged(error: OSError) -> str:
-    """Pass on what a disk or network had to say; a damaged offset is an invalid argument."""
-    if error.errno != errno.EINVAL:
-        raise error
-    return str(error)
-
-
-def _list_flaw(path: Path) -> str:
-    """Have torch look at the list of parts, which it reads more strictly than zipfile does."""
-    try:
+            if not any(name.endswith("/data.pkl") for name in archive.namelist()):
+                return "it is an archive of another kind"
+            for entry in archive.infolist()[index::count]:
+                at = f"part {entry.filename}"
+                _read_through(archive, entry)
+        at = "list of parts"  # which torch reads more strictly than zipfile does
         torch.load(path, map_location="meta", weights_only=True, mmap=True)
-    except RuntimeError as error:
-        return f"torch cannot read its list of parts: {str(error).splitlines()[0]}"
     except pickle.UnpicklingError:
         return ""  # whole; that it holds what may not be loaded is said when it is loaded
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # what a disk or network has to say is no damage
+            raise
+        return f"its {at} leads nowhere: {error}"  # a damaged offset
+    except _UNREADABLE as error:
+        if at.startswith("part"):
+            return f"its {at} has other bytes than were written"
+        if isinstance(error, zipfile.BadZipFile):
+            return "it is cut short, or its end was overwritten"
+        return f"its {at} cannot be read: {str(error).splitlines()[0]}"
     return ""
+
+
+def _read_through(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
+    """Read a part to its end, where zipfile compares its checksum."""
+    with archive.open(entry) as stream:
+        while stream.read(_BLOCK):
+            pass
 
 
 def _folder_flaw(folder: Path, index: int, count: int) -> str:
@@ -172,47 +152,27 @@ def _folder_flaw(folder: Path, index: int, count: int) -> str:
             _logger.info("%s has no %s, so nothing tells whether it is whole", folder, path.name)
         return ""
     try:
-        files = _listed(json.loads(path.read_bytes()))
-    except (ValueError, KeyError, TypeError) as error:
+        listed = json.loads(path.read_bytes())["files"].items()
+        files = {name: (int(about["size"]), str(about["crc32"])) for name, about in listed}
+        if outside := [name for name in files if Path(name).name != name]:
+            raise ValueError(f"{outside[0]!r} is no name of a file")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {CHECKSUMS_FILE} cannot be read: {error}"
-    flaws = (_part_flaw(folder / name, files[name]) for name in sorted(files)[index::count])
-    return next(filter(None, flaws), "")
-
-
-def _listed(content: Any) -> dict[str, dict[str, Any]]:
-    files: dict[str, dict[str, Any]] = {}
-    for name, about in content["files"].items():
-        if Path(name).name != name:
-            raise ValueError(f"{name!r} is no name of a file")
-        files[name] = {"size": int(about["size"]), "crc32": str(about["crc32"])}
-    return files
-
-
-def _part_flaw(path: Path, expected: dict[str, Any]) -> str:
-    try:
-        about = path.stat()
-        if about.st_size != expected["size"]:
-            return f"its {path.name} has {about.st_size} bytes of {expected['size']}"
-        if _checksum(path, about.st_size, about.st_mtime_ns) != expected["crc32"]:
-            return f"its {path.name} has other bytes than were written"
-    except FileNotFoundError:
-        return f"its {path.name} is not there"
+    for name in sorted(files)[index::count]:
+        size, checksum = files[name]
+        if not (folder / name).exists():
+            return f"its {name} is not there"
+        found = (folder / name).stat().st_size
+        if found != size:
+            return f"its {name} has {found} bytes of {size}"
+        if _measure(folder / name)["crc32"] != checksum:
+            return f"its {name} has other bytes than were written"
     return ""
 
 
 def _measure(path: Path) -> dict[str, Any]:
-    about = path.stat()
-    return {
-        "size": about.st_size,
-        "crc32": _checksum(path, about.st_size, about.st_mtime_ns),
-    }
-
-
-@functools.lru_cache(maxsize=4096)
-def _checksum(path: Path, size: int, modified: int) -> str:
-    del size, modified
-    value = 0
+    value = size = 0
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK):
-            value = zlib.crc32(block, value)
-    return f"{value:08x}"
+            value, size = zlib.crc32(block, value), size + len(block)
+    return {"size": size, "crc32": f"{value:08x}"}

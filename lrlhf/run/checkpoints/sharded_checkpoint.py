@@ -220,7 +220,7 @@ class FolderCheckpoints(Strategy):
     ) -> dict[str, Any]:
         """Read a checkpoint of any kind; tensors are read when they are asked for."""
         path = Path(self.broadcast(checkpoint_path))
-        check_together(path, self)
+        check_together(path)
         return read_checkpoint(path, weights_only=weights_only is not False)
 
 
