@@ -1,5 +1,6 @@
 """Data modules for prompts, preference pairs and stored rollouts, and what they read."""
 
+from lrlhf.datamodules.core import LoaderOptions, RowDataModule, RowKind
 from lrlhf.datamodules.datasets.media_pairs import MediaPairs
 from lrlhf.datamodules.datasets.pictures import Digits, DistortedPhotos
 from lrlhf.datamodules.datasets.ratings import RatedFile, RatedPairs, RatedText, pairs_from_ratings
@@ -21,6 +22,7 @@ __all__ = [
     "EvalLoader",
     "FileSource",
     "HubSource",
+    "LoaderOptions",
     "MediaPairs",
     "PreferenceCollator",
     "PreferenceDataModule",
@@ -31,6 +33,8 @@ __all__ = [
     "RatedText",
     "ReasoningGym",
     "ReplayDataModule",
+    "RowDataModule",
+    "RowKind",
     "Source",
     "TrainLoader",
     "VaderRatings",

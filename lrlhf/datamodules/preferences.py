@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,15 +12,12 @@ import lightning as L
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.loading.attached import resolve_heads, resolve_processor, resolve_tokenizer
-from lrlhf.datamodules.loading.loader import EvalLoader, TrainLoader
-from lrlhf.datamodules.loading.loaders import LoaderOptions, Loaders
+from lrlhf.datamodules.core import LoaderOptions, RowDataModule, RowKind
+from lrlhf.datamodules.loading.attached import ReaderOptions, resolve_heads
 from lrlhf.datamodules.loading.sources import Source, Weighted
-from lrlhf.datamodules.loading.splits import Preparation, Side, Sides, Split, prepare_sources
+from lrlhf.datamodules.loading.splits import Split, ValidationData
 from lrlhf.datamodules.rows.bad_rows import BadDataError
-from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.datamodules.rows.collate import PairRow, PreferenceCollator
-from lrlhf.datamodules.rows.media_rows import RowReading
 from lrlhf.datamodules.rows.pair_tokens import tokenize_pairs
 from lrlhf.datamodules.rows.preference_labels import LabelReader, MarginReader
 from lrlhf.datamodules.rows.preference_rows import PairDraft, PreferenceParser
@@ -32,7 +28,7 @@ from lrlhf.types import PreferenceBatch
 logger = logging.getLogger(__name__)
 
 
-class PreferenceDataModule(L.LightningDataModule):
+class PreferenceDataModule(RowDataModule[PairRow, PreferenceBatch]):
     """Loads pairs of answers with the judgement which of them is better.
 
     A source is a file (.jsonl, .json, .parquet, .csv, each optionally .gz), a folder or pattern of
@@ -82,7 +78,7 @@ class PreferenceDataModule(L.LightningDataModule):
         media: How images and videos are read.
         max_tokens: Pairs with a longer side are left out and counted, never cut.
         val_fraction: Share of the rows to hold out for validation when ``val`` is not given. Rows
-            with equal prompts (or, without a prompt, equal texts) never stand on both sides.
+            with equal prompts (or, without a prompt, equal texts) never stand in both splits.
         val_size: Number of rows to hold out instead.
         max_bad_fraction: Stop when a larger share of the rows cannot be used.
         seed: Of the order and of the held-out rows.
@@ -124,22 +120,31 @@ class PreferenceDataModule(L.LightningDataModule):
         pin_memory: bool | None = None,
         accept_changed_data: bool = False,
     ) -> None:
-        super().__init__()
-        self._train = train
-        self._split = Split(val, val_size, val_fraction, seed)
-        if not self._split.any:
-            # to Lightning a hook that is not overridden means that there is nothing to validate on,
-            # while it warns of an empty loader
-            for hook in ("val_dataloader", "test_dataloader", "predict_dataloader"):
-                setattr(self, hook, getattr(super(), hook))
-        self._given_tokenizer = tokenizer
-        self._options = LoaderOptions(
-            batch_size, val_batch_size, seed, num_workers, pin_memory, accept_changed_data
+        super().__init__(
+            self._pairs,
+            train,
+            validation=ValidationData(val, val_size, val_fraction, seed),
+            options=LoaderOptions(
+                batch_size=batch_size,
+                val_batch_size=val_batch_size,
+                seed=seed,
+                num_workers=num_workers,
+                pin_memory=pin_memory,
+                max_bad_fraction=max_bad_fraction,
+                accept_changed_data=accept_changed_data,
+            ),
         )
-        self._chat_format = partial(
-            ChatFormat, template=chat_template, kwargs=dict(chat_template_kwargs or {}), tools=tools
+        self._reader = ReaderOptions(
+            tokenizer,
+            chat_template,
+            chat_template_kwargs,
+            tools,
+            media,
+            (max_tokens, "max_tokens"),
         )
+        self._max_tokens = max_tokens
         self._given_heads = head_names
+        self._heads: tuple[str, ...] = ()
         self._label_columns = dict(label_columns or {})
         self._parser = partial(
             PreferenceParser,
@@ -151,126 +156,66 @@ class PreferenceDataModule(L.LightningDataModule):
             hh_as_chat=hh_as_chat,
             instruction=None if instruction is None else PromptTemplate(instruction),
         )
-        self._media = media
-        self._reading = RowReading()
-        self._max_tokens = max_tokens
-        self._max_bad_fraction = max_bad_fraction
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._heads: tuple[str, ...] = ()
-        self._stage = ""
-        self._sides: Sides[PairRow] | None = None
-        self._loaders: Loaders[PairRow, PreferenceBatch] | None = None
-
-    def prepare_data(self) -> None:
-        prepare_sources(self._train, self._split.val)
-
-    def setup(self, stage: str) -> None:
-        tokenizer = resolve_tokenizer(self._given_tokenizer, self.trainer)
-        heads = resolve_heads(self._given_heads, self.trainer)
-        if self._sides is None or tokenizer is not self._tokenizer or heads != self._heads:
-            self._tokenizer, self._heads = tokenizer, heads
-            processor = resolve_processor(self._given_tokenizer, self.trainer)
-            self._reading = RowReading.by(processor, self._media, self._max_tokens, "max_tokens")
-            self._sides = self._load(tokenizer)
-        self._stage = stage
-        collate = PreferenceCollator(int(tokenizer.pad_token_id))
-        dated = self._chat_format(self.tokenizer).dated
-        options = replace(self._options, dated=dated)
-        # how long what images and videos stand for is, is known once they are read
-        cost = None if any(row.all_unread for row in self._sides.train.values) else _pair_tokens
-        self._loaders = Loaders(
-            self._sides, options, collate, self.trainer, read=self._reading, cost=cost
-        )
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer that made the ids; known after `setup`."""
-        if self._tokenizer is None:
-            raise RuntimeError("call setup() first: the tokenizer is not known before")
-        return self._tokenizer
 
     @property
     def head_names(self) -> tuple[str, ...]:
         """The heads in the order of the labels; known after `setup`."""
         return self._heads
 
-    def train_dataloader(
-        self,
-    ) -> TrainLoader[PairRow, PreferenceBatch] | EvalLoader[PairRow, PreferenceBatch]:
-        return self._made.train()
-
-    def val_dataloader(self) -> EvalLoader[PairRow, PreferenceBatch] | list[Any]:
-        return self._made.validation()
-
-    def test_dataloader(self) -> EvalLoader[PairRow, PreferenceBatch] | list[Any]:
-        return self._made.validation()
-
-    def predict_dataloader(self) -> EvalLoader[PairRow, PreferenceBatch] | list[Any]:
-        return self._made.validation()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the train data.
-
-        Lightning also saves the loader's own state, but forgets to restore it when something asks
-        for ``trainer.estimated_stepping_batches`` before.
-        """
-        return self._loaders.state_dict() if self._loaders is not None else {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if self._loaders is not None and self._stage == "fit":
-            self._loaders.load_state_dict(state_dict)
-
-    @property
-    def _made(self) -> Loaders[PairRow, PreferenceBatch]:
-        if self._loaders is None:
-            raise RuntimeError("call setup() before asking for a loader")
-        return self._loaders
-
-    def _load(self, tokenizer: PreTrainedTokenizerBase) -> Sides[PairRow]:
-        preparation = Preparation[PairDraft, PairRow](
+    def _pairs(self, trainer: L.Trainer | None) -> RowKind[PairDraft, PairRow, PreferenceBatch]:
+        tokenizer, chat, media = self._reader.attach(trainer)
+        self._heads = heads = resolve_heads(self._given_heads, trainer)
+        return RowKind(
             parse=self._parser(
-                self._chat_format(tokenizer),
-                LabelReader(self._heads, self._label_columns),
+                chat,
+                LabelReader(heads, self._label_columns),
                 vocabulary=len(tokenizer),
-                media=self._reading.places,
+                media=media,
             ),
-            finish=lambda drafts: self._reading.check(
+            finish=lambda drafts: media.check(
                 tokenize_pairs(tokenizer, drafts, max_tokens=self._max_tokens)
             ),
+            collate=PreferenceCollator(int(tokenizer.pad_token_id)),
             keys=lambda row: row.keys,
-            check=self._check,
-            max_bad_fraction=self._max_bad_fraction,
+            check=partial(_check, heads),
+            read=media,
+            cost=_pair_tokens,
+            tokenizer=tokenizer,
+            made_with=(tokenizer, heads),
+            dated=chat.dated,
         )
-        return preparation.load_sides(self._train, self._split)
 
-    def _check(self, side: Side[PairRow], what: str) -> Side[PairRow]:
-        without = [row for row in side.rows if row.value.margin is None]
-        if 0 < len(without) < len(side.rows):
+
+def _check(heads: Sequence[str], split: Split[PairRow], what: str) -> Split[PairRow]:
+    without = [row for row in split.rows if row.value.margin is None]
+    if 0 < len(without) < len(split.rows):
+        raise BadDataError(
+            f"{len(without)} of {len(split.rows)} rows of the {what} data have no margin, the "
+            f"first is {without[0].place}: give every row one (also in the other sources), or "
+            "set margin_column to null to ignore margins"
+        )
+    if split.rows and not without:
+        _log_margins([row.margin for row in split.values if row.margin is not None], what)
+    for index, head in enumerate(heads if what == "train" else ()):
+        if all(math.isnan(row.labels[index]) for row in split.values):
+            columns = sorted({column for row in split.values for column in row.info})
             raise BadDataError(
-                f"{len(without)} of {len(side.rows)} rows of the {what} data have no margin, the "
-                f"first is {without[0].place}: give every row one (also in the other sources), or "
-                "set margin_column to null to ignore margins"
+                f"no train row has a label for the head {head!r}, so it would never be "
+                f"trained (columns: {', '.join(columns)}): name its column in "
+                "`label_columns`, or leave the head out of head_names"
             )
-        if side.rows and not without:
-            _tell_margins([row.margin for row in side.values if row.margin is not None], what)
-        for index, head in enumerate(self._heads if what == "train" else ()):
-            if all(math.isnan(row.labels[index]) for row in side.values):
-                columns = sorted({column for row in side.values for column in row.info})
-                raise BadDataError(
-                    f"no train row has a label for the head {head!r}, so it would never be "
-                    f"trained (columns: {', '.join(columns)}): name its column in "
-                    "`label_columns`, or leave the head out of head_names"
-                )
-        return side
+    return split
 
 
 @rank_zero_only
-def _tell_margins(margins: Sequence[float], what: str) -> None:
+def _log_margins(margins: Sequence[float], what: str) -> None:
     mean = math.fsum(margins) / len(margins)
     logger.info("the %s rows have margins: mean %.3g, largest %.3g", what, mean, max(margins))
 
 
-def _pair_tokens(row: PairRow) -> int:
+def _pair_tokens(row: PairRow) -> int | None:
     """Tokens to compute for a pair, the prompt of both candidates once."""
+    if any(text.unread for text in row.texts):
+        return None  # how long an image or video is, is known once it is read
     first, second = row.candidate0, row.candidate1
     return len(first.input_ids) + len(second.input_ids) - min(first.start, second.start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,21 +12,14 @@ from typing import Any
 import lightning as L
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.datasets.pretraining import (
-    DEFAULT_TEXT_COLUMN,
-    PretrainingStream,
-    PretrainingTexts,
-    TextRow,
-)
-from lrlhf.datamodules.loading.attached import data_ranks, resolve_processor, resolve_tokenizer
-from lrlhf.datamodules.loading.loader import EvalLoader, TrainLoader
-from lrlhf.datamodules.loading.loaders import LoaderOptions, Loaders
+from lrlhf.datamodules.core import LoaderOptions, RowDataModule, RowKind
+from lrlhf.datamodules.datasets.pretraining import DEFAULT_TEXT_COLUMN, PretrainingTexts
+from lrlhf.datamodules.loading.attached import ReaderOptions, data_ranks
 from lrlhf.datamodules.loading.sources import Source, Weighted
-from lrlhf.datamodules.loading.splits import Preparation, Side, Sides, Split, prepare_sources
+from lrlhf.datamodules.loading.splits import Split, ValidationData
 from lrlhf.datamodules.rows.bad_rows import BadRow
-from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.datamodules.rows.collate import PromptCollator, PromptRow
-from lrlhf.datamodules.rows.media_rows import RowReading, Unread
+from lrlhf.datamodules.rows.media_rows import Unread
 from lrlhf.datamodules.rows.prompt_rows import (
     DEFAULT_PROMPT_COLUMN,
     ColumnPattern,
@@ -41,7 +34,7 @@ from lrlhf.types import PromptBatch
 logger = logging.getLogger(__name__)
 
 
-class PromptDataModule(L.LightningDataModule):
+class PromptDataModule(RowDataModule[PromptRow, PromptBatch]):
     r"""Loads prompts; every other column of a row is passed on to the rewards.
 
     A source is a file (.jsonl, .json, .parquet, .csv, each optionally .gz), a folder or pattern of
@@ -78,7 +71,7 @@ class PromptDataModule(L.LightningDataModule):
             group counts.
         max_prompt_tokens: Rows with longer prompts are left out and counted, never cut.
         val_fraction: Share of the rows to hold out for validation when ``val`` is not given. Rows
-            with equal prompts never stand on both sides.
+            with equal prompts never stand in both splits.
         val_size: Number of rows to hold out instead.
         deduplicate: Keep only the first of the rows with equal prompts.
         pretraining: Texts of a second stream that goes into the policy's loss (PTX): sources as
@@ -129,21 +122,30 @@ class PromptDataModule(L.LightningDataModule):
         pin_memory: bool | None = None,
         accept_changed_data: bool = False,
     ) -> None:
-        super().__init__()
-        self._train = train
-        self._split = Split(val, val_size, val_fraction, seed)
-        if not self._split.any:
-            # to Lightning a hook that is not overridden means that there is nothing to validate on,
-            # while it warns of an empty loader
-            for hook in ("val_dataloader", "test_dataloader", "predict_dataloader"):
-                setattr(self, hook, getattr(super(), hook))
-        self._given_tokenizer = tokenizer
-        self._options = LoaderOptions(
-            batch_size, val_batch_size, seed, num_workers, pin_memory, accept_changed_data
+        super().__init__(
+            self._prompts,
+            train,
+            validation=ValidationData(val, val_size, val_fraction, seed),
+            options=LoaderOptions(
+                batch_size=batch_size,
+                val_batch_size=val_batch_size,
+                seed=seed,
+                num_workers=num_workers,
+                pin_memory=pin_memory,
+                max_bad_fraction=max_bad_fraction,
+                accept_changed_data=accept_changed_data,
+            ),
+            besides=pretraining,
         )
-        self._chat_format = partial(
-            ChatFormat, template=chat_template, kwargs=dict(chat_template_kwargs or {}), tools=tools
+        self._reader = ReaderOptions(
+            tokenizer,
+            chat_template,
+            chat_template_kwargs,
+            tools,
+            media,
+            (max_prompt_tokens, "max_prompt_tokens"),
         )
+        self._max_tokens = max_prompt_tokens
         self._parser = partial(
             PromptParser,
             column=prompt_column,
@@ -153,11 +155,7 @@ class PromptDataModule(L.LightningDataModule):
             system_prompt=system_prompt,
             patterns=tuple(ColumnPattern(*item) for item in (column_patterns or {}).items()),
         )
-        self._max_tokens = max_prompt_tokens
-        self._media = media
-        self._reading = RowReading()
         self._deduplicate = deduplicate
-        self._max_bad_fraction = max_bad_fraction
         self._pretraining: PretrainingTexts | None = None
         if pretraining is not None:
             self._pretraining = PretrainingTexts(
@@ -166,124 +164,36 @@ class PromptDataModule(L.LightningDataModule):
                 batch_size=batch_size if pretraining_batch_size is None else pretraining_batch_size,
                 max_tokens=pretraining_max_tokens,
                 max_bad_fraction=max_bad_fraction,
+                seed=seed,
             )
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._stage = ""
-        self._sides: Sides[PromptRow] | None = None
-        self._texts: Side[TextRow] | None = None
-        self._loaders: Loaders[PromptRow, PromptBatch] | None = None
 
-    def prepare_data(self) -> None:
-        texts = self._pretraining.sources if self._pretraining is not None else None
-        prepare_sources(self._train, self._split.val, texts)
-
-    def setup(self, stage: str) -> None:
-        tokenizer = resolve_tokenizer(self._given_tokenizer, self.trainer)
-        if self._sides is None or tokenizer is not self._tokenizer:
-            self._tokenizer = tokenizer
-            processor = resolve_processor(self._given_tokenizer, self.trainer)
-            self._reading = RowReading.by(
-                processor, self._media, self._max_tokens, "max_prompt_tokens"
-            )
-            self._sides, self._texts = self._load(tokenizer), None
-        self._stage = stage
-        collate = PromptCollator(int(tokenizer.pad_token_id))
-        extend = self._stream(tokenizer) if stage == "fit" else None
-        dated = self._chat_format(self.tokenizer).dated
-        options = replace(self._options, dated=dated)
-        self._loaders = Loaders(
-            self._sides,
-            options,
-            collate,
-            self.trainer,
-            extend=extend,
-            beside=self._texts.values if extend is not None and self._texts is not None else (),
-            read=self._reading,
-        )
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer that made the ids; known after `setup`."""
-        if self._tokenizer is None:
-            raise RuntimeError("call setup() first: the tokenizer is not known before")
-        return self._tokenizer
-
-    def train_dataloader(
-        self,
-    ) -> TrainLoader[PromptRow, PromptBatch] | EvalLoader[PromptRow, PromptBatch]:
-        return self._made.train()
-
-    def val_dataloader(self) -> EvalLoader[PromptRow, PromptBatch] | list[Any]:
-        return self._made.validation()
-
-    def test_dataloader(self) -> EvalLoader[PromptRow, PromptBatch] | list[Any]:
-        return self._made.validation()
-
-    def predict_dataloader(self) -> EvalLoader[PromptRow, PromptBatch] | list[Any]:
-        return self._made.validation()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the train data.
-
-        Lightning also saves the loader's own state, but forgets to restore it when something asks
-        for ``trainer.estimated_stepping_batches`` before.
-        """
-        return self._loaders.state_dict() if self._loaders is not None else {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if self._loaders is not None and self._stage == "fit":
-            self._loaders.load_state_dict(state_dict)
-
-    @property
-    def _made(self) -> Loaders[PromptRow, PromptBatch]:
-        if self._loaders is None:
-            raise RuntimeError("call setup() before asking for a loader")
-        return self._loaders
-
-    def _load(self, tokenizer: PreTrainedTokenizerBase) -> Sides[PromptRow]:
-        preparation = Preparation[PromptDraft, PromptRow](
-            parse=self._parser(self._chat_format(tokenizer), media=self._reading.places),
-            finish=lambda drafts: self._reading.check(self._finish(drafts)),
+    def _prompts(self, trainer: L.Trainer | None) -> RowKind[PromptDraft, PromptRow, PromptBatch]:
+        reader = self._reader.attach(trainer)
+        tokenizer, chat, media = reader
+        companion = None
+        if self._pretraining is not None:
+            companion = partial(self._pretraining.stream, reader, data_ranks(trainer))
+        return RowKind(
+            parse=self._parser(chat, media=media),
+            finish=lambda drafts: media.check(self._tokenize(tokenizer, drafts)),
+            collate=PromptCollator(int(tokenizer.pad_token_id)),
             keys=lambda row: (_key(row),),
-            check=self._check,
-            max_bad_fraction=self._max_bad_fraction,
-        )
-        return preparation.load_sides(self._train, self._split)
-
-    def _stream(self, tokenizer: PreTrainedTokenizerBase) -> PretrainingStream | None:
-        if self._pretraining is None:
-            return None
-        if self._texts is None:
-            self._texts = self._pretraining.load(
-                tokenizer, self._chat_format(tokenizer), self._text_reading
-            )
-        return PretrainingStream(
-            self._texts,
-            batch_size=self._pretraining.batch_size,
-            seed=self._options.seed,
-            pad_token_id=int(tokenizer.pad_token_id),
-            ranks=data_ranks(self.trainer),
-            read=self._text_reading,
+            check=_without_duplicates if self._deduplicate else lambda split, _: split,
+            read=media,
+            companion=companion,
+            tokenizer=tokenizer,
+            made_with=(tokenizer,),
+            dated=chat.dated,
         )
 
-    @property
-    def _text_reading(self) -> RowReading:
-        assert self._pretraining is not None
-        reader = self._reading.reader
-        if reader is None:
-            return self._reading
-        limit = (self._pretraining.max_tokens, "pretraining_max_tokens")
-        return replace(self._reading, reader=replace(reader, max_tokens=limit))
-
-    def _check(self, side: Side[PromptRow], what: str) -> Side[PromptRow]:
-        return _without_duplicates(side, what) if self._deduplicate else side
-
-    def _finish(self, drafts: Sequence[PromptDraft]) -> list[PromptRow | BadRow]:
-        finished: list[PromptRow | BadRow] = []
-        tokens = tokenize_prompts(self.tokenizer, [draft.text for draft in drafts])
+    def _tokenize(
+        self, tokenizer: PreTrainedTokenizerBase, drafts: Sequence[PromptDraft]
+    ) -> list[PromptRow | BadRow]:
+        rows: list[PromptRow | BadRow] = []
+        tokens = tokenize_prompts(tokenizer, [draft.text for draft in drafts])
         for draft, ids in zip(drafts, tokens, strict=True):
             if self._max_tokens is not None and len(ids) > self._max_tokens:
-                finished.append(
+                rows.append(
                     BadRow(
                         "too long",
                         f"the prompt has {len(ids)} tokens, max_prompt_tokens={self._max_tokens}",
@@ -292,8 +202,8 @@ class PromptDataModule(L.LightningDataModule):
                 )
             else:
                 unread = Unread(draft.text, draft.refs) if draft.refs else None
-                finished.append(PromptRow(draft.prompt, ids, draft.columns, unread))
-        return finished
+                rows.append(PromptRow(draft.prompt, ids, draft.columns, unread))
+        return rows
 
 
 def _key(row: PromptRow) -> str:
@@ -304,9 +214,9 @@ def _key(row: PromptRow) -> str:
     return prompt if row.unread is None else f"{prompt}\n{row.unread.refs.key}"
 
 
-def _without_duplicates(side: Side[PromptRow], what: str) -> Side[PromptRow]:
-    first = {_key(row.value): row for row in reversed(side.rows)}
-    rows = [row for row in side.rows if first[_key(row.value)] is row]
-    left_out = len(side.rows) - len(rows)
+def _without_duplicates(split: Split[PromptRow], what: str) -> Split[PromptRow]:
+    first = {_key(row.value): row for row in reversed(split.rows)}
+    rows = [row for row in split.rows if first[_key(row.value)] is row]
+    left_out = len(split.rows) - len(rows)
     logger.info("left out %d rows of the %s data whose prompt came before", left_out, what)
-    return Side(side.components, rows)
+    return replace(split, rows=rows)

@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from lrlhf.datamodules.core import LoaderOptions, RowDataModule, RowKind
 from lrlhf.datamodules.loading.attached import data_ranks
-from lrlhf.datamodules.loading.loader import EvalLoader, TrainLoader
-from lrlhf.datamodules.loading.loaders import LoaderOptions, Loaders
-from lrlhf.datamodules.loading.order import GivenOrder
-from lrlhf.datamodules.loading.sources import Component
-from lrlhf.datamodules.loading.splits import Side, Sides
-from lrlhf.datamodules.rows.parsed_rows import Placed
-from lrlhf.rollout.storage import RolloutFile, load_group_ids, load_rollout, rollout_files
+from lrlhf.datamodules.loading.sources import Row, Source
+from lrlhf.datamodules.loading.splits import Split
+from lrlhf.rollout.storage import load_group_ids, load_rollout, rollout_files
 from lrlhf.types import StoredRollout
 
 logger = logging.getLogger(__name__)
 
 
-class ReplayDataModule(L.LightningDataModule):
+class ReplayDataModule(RowDataModule[Path, StoredRollout]):
     """Yields the rollouts that ``RolloutLog(save_tensors=True)`` has kept, one file per step.
 
     The files of an iteration, one per rank of the run that wrote them, are rollouts of their own:
-    they are dealt to the ranks of this run, each getting the same number. There is nothing to
+    they are shared out to the ranks of this run, each getting the same number. There is nothing to
     validate on.
 
     Args:
         folder: The folder ``rollouts`` of the earlier run.
         num_generations: Responses per prompt that every group must have; None: any number, the
             same in all files.
-        shuffle: Draw the order of the files anew in each epoch; else they come oldest first.
+        shuffle: Shuffle the files in each epoch; else they come oldest first.
         seed: Of the order.
         max_rollouts: Take only so many files, the newest; None: all.
         accept_changed_data: Resume although the files are not those of the checkpoint.
@@ -53,62 +49,69 @@ class ReplayDataModule(L.LightningDataModule):
         max_rollouts: int | None = None,
         accept_changed_data: bool = False,
     ) -> None:
-        super().__init__()
         settings = {"num_generations": num_generations, "max_rollouts": max_rollouts}
         for name, value in settings.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: give at least 1")
-        self._folder = Path(folder).expanduser()
+        super().__init__(
+            self._rollouts,
+            RolloutFolder(folder, max_rollouts),
+            options=LoaderOptions(
+                batch_size=1, seed=seed, shuffle=shuffle, accept_changed_data=accept_changed_data
+            ),
+        )
         self._num_generations = num_generations
-        self._shuffle = shuffle
+
+    def _rollouts(self, trainer: L.Trainer | None) -> RowKind[Path, Path, StoredRollout]:
+        world = data_ranks(trainer).world
+        return RowKind(
+            parse=lambda row, _: row["path"],
+            collate=load_only,
+            check=lambda split, _: self._check(split, world),
+        )
+
+    def _check(self, split: Split[Path], world: int) -> Split[Path]:
+        wanted, source = self._num_generations, "num_generations"
+        rows: dict[int, Path] = {}
+        for path in split.values:
+            sizes = _group_sizes(path)
+            if wanted is None:
+                wanted, source = sizes[0], f"the first group of {path}"
+            for group, size in enumerate(sizes):
+                if size != wanted:
+                    raise ValueError(
+                        f"{path}: group {group} holds {size} responses, {source} says {wanted}: "
+                        "give the num_generations of the run that wrote the files, or remove those "
+                        "of other runs"
+                    )
+            rows.setdefault(sum(sizes), path)
+        if len(rows) > 1 and world > 1:
+            sizes_and_files = ", ".join(f"{count} in {path}" for count, path in rows.items())
+            raise ValueError(
+                f"the files hold different numbers of responses ({sizes_and_files}), and ranks "
+                "that differ would wait for each other for ever: replay on one rank, or choose "
+                "files of equal size with max_rollouts"
+            )
+        return split
+
+
+class RolloutFolder(Source):
+    """The files of a folder of rollouts, oldest first.
+
+    Args:
+        folder: As `ReplayDataModule` takes it.
+        max_rollouts: Take only so many files, the newest; None: all.
+    """
+
+    def __init__(self, folder: str | Path, max_rollouts: int | None) -> None:
+        self._folder = Path(folder).expanduser()
         self._max_rollouts = max_rollouts
-        self._options = LoaderOptions(
-            batch_size=1,
-            val_batch_size=None,
-            seed=seed,
-            num_workers=0,
-            pin_memory=None,
-            accept_changed_data=accept_changed_data,
-        )
-        self._stage = ""
-        self._sides: Sides[Path] | None = None
-        self._loaders: Loaders[Path, StoredRollout] | None = None
 
-    def setup(self, stage: str) -> None:
-        if self._sides is None:
-            files = self._find()
-            self._check(files)
-            rows = [Placed(0, str(file.path), file.path) for file in files]
-            self._sides = Sides(Side([Component((), None, {})], rows), None)
-        self._stage = stage
-        self._loaders = Loaders(
-            self._sides,
-            self._options,
-            load_only,
-            self.trainer,
-            order=None if self._shuffle else self._oldest_first(len(self._sides.train.rows)),
-        )
+    @property
+    def name(self) -> str:
+        return str(self._folder)
 
-    def train_dataloader(
-        self,
-    ) -> TrainLoader[Path, StoredRollout] | EvalLoader[Path, StoredRollout]:
-        if self._loaders is None:
-            raise RuntimeError("call setup() before asking for a loader")
-        return self._loaders.train()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the files; see `PromptDataModule.state_dict`."""
-        return self._loaders.state_dict() if self._loaders is not None else {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if self._loaders is not None and self._stage == "fit":
-            self._loaders.load_state_dict(state_dict)
-
-    def _oldest_first(self, files: int) -> GivenOrder:
-        world = data_ranks(self.trainer).world
-        return GivenOrder(files, files - files % world, self._options.seed)
-
-    def _find(self) -> list[RolloutFile]:
+    def rows(self) -> Iterable[Row]:
         if not self._folder.is_dir():
             raise ValueError(f"there is no folder {self._folder} with rollouts to replay")
         files = rollout_files(self._folder)
@@ -120,7 +123,7 @@ class ReplayDataModule(L.LightningDataModule):
                 "the callback RolloutLog(save_tensors=True)"
             )
         chosen = files if self._max_rollouts is None else files[-self._max_rollouts :]
-        _tell(
+        _log(
             "replay takes %d of %d rollouts of %s, iterations %d to %d",
             len(chosen),
             len(files),
@@ -128,30 +131,7 @@ class ReplayDataModule(L.LightningDataModule):
             chosen[0].step,
             chosen[-1].step,
         )
-        return chosen
-
-    def _check(self, files: Sequence[RolloutFile]) -> None:
-        wanted, source = self._num_generations, "num_generations"
-        rows: dict[int, Path] = {}
-        for file in files:
-            sizes = _group_sizes(file.path)
-            if wanted is None:
-                wanted, source = sizes[0], f"the first group of {file.path}"
-            for group, size in enumerate(sizes):
-                if size != wanted:
-                    raise ValueError(
-                        f"{file.path}: group {group} holds {size} responses, {source} says "
-                        f"{wanted}: give the num_generations of the run that wrote the files, or "
-                        "remove those of other runs"
-                    )
-            rows.setdefault(sum(sizes), file.path)
-        if len(rows) > 1 and data_ranks(self.trainer).world > 1:
-            sizes_and_files = ", ".join(f"{count} in {path}" for count, path in rows.items())
-            raise ValueError(
-                f"the files hold different numbers of responses ({sizes_and_files}), and ranks "
-                "that differ would wait for each other for ever: replay on one rank, or choose "
-                "files of equal size with max_rollouts"
-            )
+        return [{"path": file.path} for file in chosen]
 
 
 def load_only(paths: Sequence[Path]) -> StoredRollout:
@@ -181,5 +161,5 @@ def _group_sizes(path: Path) -> list[int]:
 
 
 @rank_zero_only
-def _tell(message: str, *arguments: object) -> None:
+def _log(message: str, *arguments: object) -> None:
     logger.info(message, *arguments)

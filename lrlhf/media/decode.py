@@ -7,7 +7,8 @@ import binascii
 import importlib
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -24,16 +25,17 @@ _REMOTE = ("http://", "https://", "s3://", "gs://", "hf://")
 _STILLS = (".gif", ".webp", ".apng", ".png")
 """Files that Pillow reads frame by frame."""
 _GIF_FPS = 10.0
-_DAMAGED = (
+_DAMAGED: tuple[type[Exception], ...] = (
     OSError,
     SyntaxError,
     ValueError,
     TypeError,
     EOFError,
+    LookupError,
     RuntimeError,
     Image.DecompressionBombError,
 )
-"""How Pillow's readers fail at damaged files."""
+"""How readers fail at damaged files."""
 
 
 class MediaError(ValueError):
@@ -110,15 +112,10 @@ def read_image(value: Any, options: MediaOptions) -> Image.Image:
         MediaError: It is missing, broken, empty, or of another type.
     """
     name = media_name(value)
-    try:
-        with _opened_image(value, name) as opened:
-            _check_size(opened.size, name)
-            upright = ImageOps.exif_transpose(opened)
-            image = _rgb(opened if upright is None else upright)
-    except MediaError:
-        raise
-    except _DAMAGED as error:
-        raise MediaError("broken image", f"{name}: {error}") from error
+    with _explained("broken image", name), _opened_image(value, name) as opened:
+        _check_size(opened.size, name)
+        upright = ImageOps.exif_transpose(opened)
+        image = _rgb(opened if upright is None else upright)
     return _scaled(image, options.max_pixels)
 
 
@@ -129,13 +126,8 @@ def check_image(value: Any) -> None:
         MediaError: It is missing, no image, or empty.
     """
     name = media_name(value)
-    try:
-        with _opened_image(value, name) as opened:
-            _check_size(opened.size, name)
-    except MediaError:
-        raise
-    except _DAMAGED as error:
-        raise MediaError("broken image", f"{name}: {error}") from error
+    with _explained("broken image", name), _opened_image(value, name) as opened:
+        _check_size(opened.size, name)
 
 
 def read_video(value: Any, options: MediaOptions) -> Video:
@@ -153,8 +145,6 @@ def read_video(value: Any, options: MediaOptions) -> Video:
     if isinstance(value, Video):
         return value
     value = _content(value, name)
-    if isinstance(value, torch.Tensor):
-        value = value.numpy(force=True)
     if isinstance(value, np.ndarray):
         if value.dtype != np.uint8 or value.ndim != 4:
             raise MediaError(
@@ -185,13 +175,26 @@ def check_video(value: Any) -> None:
         raise MediaError("video without frames", f"{name} is empty")
 
 
+@contextmanager
+def _explained(reason: str, name: str, *more: type[Exception]) -> Iterator[None]:
+    """Turn what the readers of damaged files raise into a `MediaError`."""
+    try:
+        yield
+    except MediaError:
+        raise
+    except _DAMAGED + more as error:
+        raise MediaError(reason, f"{name}: {error}") from error
+
+
 def _content(value: Any, name: str) -> Any:
-    """Turn what a row holds into an existing path, bytes, or what it is."""
+    """Turn what a row holds into an existing path, bytes, an array, or what it is."""
     if isinstance(value, Mapping):
         inner = value.get("bytes")
         value = value.get("path") if inner is None else inner
     if isinstance(value, bytearray):
-        value = bytes(value)
+        return bytes(value)
+    if isinstance(value, torch.Tensor):
+        return value.numpy(force=True)
     if isinstance(value, str):
         if value.startswith("data:"):
             return _data_uri(value, name)
@@ -232,8 +235,6 @@ def _opened_image(value: Any, name: str) -> Image.Image:
         return Image.open(content)
     if isinstance(content, bytes):
         return Image.open(io.BytesIO(content))
-    if isinstance(content, torch.Tensor):
-        content = content.numpy(force=True)
     if isinstance(content, np.ndarray):
         right = content.ndim == 2 or (content.ndim == 3 and content.shape[2] in (3, 4))
         if content.dtype != np.uint8 or not right:
@@ -310,16 +311,11 @@ def _is_animation(content: Path | bytes) -> bool:
 
 
 def _animation(content: Path | bytes, name: str, options: MediaOptions) -> Video:
-    try:
-        with Image.open(_handle(content)) as opened:
-            _check_size(opened.size, name)
-            frames = [frame.copy() for frame in ImageSequence.Iterator(opened)]
-            # of a WebP it is known only now
-            milliseconds = float(opened.info.get("duration") or 1000 / _GIF_FPS)
-    except MediaError:
-        raise
-    except _DAMAGED as error:
-        raise MediaError("broken video", f"{name}: {error}") from error
+    with _explained("broken video", name), Image.open(_handle(content)) as opened:
+        _check_size(opened.size, name)
+        frames = [frame.copy() for frame in ImageSequence.Iterator(opened)]
+        # of a WebP it is known only now
+        milliseconds = float(opened.info.get("duration") or 1000 / _GIF_FPS)
     fps = 1000 / milliseconds
     chosen = _evenly(len(frames), _taken(len(frames), fps, options)) if frames else []
     images = [read_image(frames[index], options) for index in chosen]
@@ -328,8 +324,8 @@ def _animation(content: Path | bytes, name: str, options: MediaOptions) -> Video
 
 def _film(content: Path | bytes, name: str, options: MediaOptions) -> Video:
     av = _pyav()
-    # a stream may not tell how many frames it has: they are counted first
-    try:
+    with _explained("broken video", name, av.error.FFmpegError):
+        # a stream may not say how many frames it has: they are counted first
         count, fps = _measure(av, content)
         if not count:
             raise MediaError("video without frames", f"{name} has none")
@@ -341,11 +337,7 @@ def _film(content: Path | bytes, name: str, options: MediaOptions) -> Video:
                     images.append(_scaled(frame.to_image().convert("RGB"), options.max_pixels))
                 if len(images) == len(chosen):
                     break
-    except MediaError:
-        raise
-    except (av.error.FFmpegError, OSError, ValueError, IndexError) as error:
-        raise MediaError("broken video", f"{name}: {error}") from error
-    return Video(_frames(images, name), fps * len(images) / max(1, count))
+    return Video(_frames(images, name), fps * len(images) / count)
 
 
 def _measure(av: ModuleType, content: Path | bytes) -> tuple[int, float]:

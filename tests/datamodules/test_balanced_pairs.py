@@ -33,7 +33,7 @@ def on_rank(
     each: int = EACH,
 ) -> PreferenceDataModule:
     ranks = Ranks(rank, world)
-    monkeypatch.setattr("lrlhf.datamodules.loading.loaders.data_ranks", lambda trainer: ranks)
+    monkeypatch.setattr("lrlhf.datamodules.core.data_ranks", lambda trainer: ranks)
     data = PreferenceDataModule(path, tokenizer=tokenizer, batch_size=each, seed=3)
     data.prepare_data()
     data.setup("fit")
@@ -80,9 +80,9 @@ def test_one_process_has_the_order_that_it_had(
 ) -> None:
     path = write_rows(rows(20))
     data = on_rank(0, path, tokenizer, monkeypatch, world=1, each=5)
-    sides = data._sides
-    assert sides is not None
-    expected = sides.train.order(3).epoch(0).tolist()
+    splits = data._splits
+    assert splits is not None
+    expected = splits.train.order(3).epoch(0).tolist()
     assert [row for batch in data.train_dataloader() for row in ids(batch)] == expected
 
 

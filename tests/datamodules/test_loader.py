@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from lrlhf.datamodules.loading.loader import EvalLoader, Fetching, Ranks, TrainLoader
+from lrlhf.datamodules.loading.fetching import Fetching
+from lrlhf.datamodules.loading.loader import EvalLoader, Ranks, TrainLoader
 from lrlhf.datamodules.loading.order import EpochOrder
 
 
@@ -254,10 +255,13 @@ def test_the_upcoming_batch_is_right_after_a_resume() -> None:
 
 
 def test_the_upcoming_batch_is_extended_as_it_will_be() -> None:
-    def numbered(batch: list[int], number: int) -> list[int]:
-        return [*batch, 1000 + number]
+    class Numbers:
+        rows = ()
 
-    loader = train_loader(extend=numbered)
+        def __call__(self, batch: list[int], number: int) -> list[int]:
+            return [*batch, 1000 + number]
+
+    loader = train_loader(companion=Numbers())
     batches = iter(loader)
     next(batches)
     foretold = loader.upcoming()

@@ -12,14 +12,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 
 from lrlhf.datamodules import BadDataError, PreferenceDataModule, PromptDataModule
-from lrlhf.datamodules.loading.loader import Fetching, ReadRows, UnusableRows
+from lrlhf.datamodules.loading.fetching import Fetching, ReadRows
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.media import MediaOptions
 from lrlhf.types import PromptBatch
 from tests.datamodules.conftest import Remembers, WriteRows
 from tests.vlms import save_vlm
 
-LOADER = "lrlhf.datamodules.loading.loader"
+LOADER = "lrlhf.datamodules.loading.fetching"
 
 
 @pytest.fixture(scope="module")
@@ -344,18 +344,14 @@ def test_without_a_reader_rows_are_as_they_are() -> None:
 def test_every_reason_is_counted_and_told_when_its_count_doubles(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    unusable = UnusableRows()
-    fetching = Fetching("".join, read=refuse, unusable=unusable)
+    fetching = Fetching("".join, read=refuse)
     with caplog.at_level(logging.WARNING, LOADER):
         made = list(fetching.batches(["bad0", "a", "b"], [[0, 1], [2, 0]]))
         made.append(fetching.batch(["bad0", "a", "b"], [0, 0]))
-        unusable.tell([("missing file", "c.png")])
     assert made == ["AA", "BA", "AA"]
-    assert unusable.counts == {"broken image": 4, "missing file": 1}
+    assert fetching.unusable == {"broken image": 4}
     told = [record.getMessage() for record in caplog.records]
-    # the first, second and fourth of one reason, and the first of the other
-    assert len(told) == 4
+    # the first, second and fourth
     counts = [line.removesuffix(" time(s) so far)").rpartition("(")[2] for line in told]
-    assert counts == ["1", "2", "4", "1"]
+    assert counts == ["1", "2", "4"]
     assert "broken image: bad0" in told[0]
-    assert "missing file: c.png" in told[3]

@@ -9,15 +9,13 @@ from PIL import Image
 
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.media_rows import (
-    MediaPlaces,
     MediaReader,
-    RowReading,
     Unread,
     bare_parts,
     media_columns,
     text_parts,
 )
-from lrlhf.datamodules.rows.tokenizing import Text, Tokens
+from lrlhf.datamodules.rows.tokenizing import Text
 from lrlhf.media import MediaOptions, MediaRefs
 from tests.vlms import build_vlm
 
@@ -26,8 +24,8 @@ NOTHING = MediaRefs()
 
 
 @pytest.fixture(scope="module")
-def places() -> MediaPlaces:
-    return MediaPlaces(build_vlm("qwen2_vl").processor)
+def places() -> MediaReader:
+    return MediaReader(build_vlm("qwen2_vl").processor)
 
 
 def user(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +55,7 @@ VIDEO = {"type": "video"}
         {"type": "image", "image": {"bytes": None, "path": "/a.png"}},
     ],
 )
-def test_every_spelling_of_an_image_is_read(places: MediaPlaces, part: dict[str, Any]) -> None:
+def test_every_spelling_of_an_image_is_read(places: MediaReader, part: dict[str, Any]) -> None:
     turns, refs = places.of_messages([user(words("look: "), part)], NOTHING, FOLDER)
     assert turns == (user(words("look: "), IMAGE),)
     assert refs == MediaRefs(("/a.png",))
@@ -73,13 +71,13 @@ def test_every_spelling_of_an_image_is_read(places: MediaPlaces, part: dict[str,
         {"type": "video_url", "video_url": "/a.mp4"},
     ],
 )
-def test_every_spelling_of_a_video_is_read(places: MediaPlaces, part: dict[str, Any]) -> None:
+def test_every_spelling_of_a_video_is_read(places: MediaReader, part: dict[str, Any]) -> None:
     turns, refs = places.of_messages([user(part, words("what?"))], NOTHING, FOLDER)
     assert turns == (user(VIDEO, words("what?")),)
     assert refs == MediaRefs((), ("/a.mp4",))
 
 
-def test_bytes_pixels_and_addresses_stay_what_they_are(places: MediaPlaces) -> None:
+def test_bytes_pixels_and_addresses_stay_what_they_are(places: MediaReader) -> None:
     picture = Image.new("RGB", (2, 2))
     given: list[Any] = [
         b"12",
@@ -94,7 +92,7 @@ def test_bytes_pixels_and_addresses_stay_what_they_are(places: MediaPlaces) -> N
     assert refs.images == (*given, b"56")
 
 
-def test_media_of_several_turns_keep_their_order(places: MediaPlaces) -> None:
+def test_media_of_several_turns_keep_their_order(places: MediaReader) -> None:
     turns = [
         {"role": "system", "content": "see"},
         user({"type": "image", "path": "/1.png"}, words("a"), {"type": "video", "path": "/1.mp4"}),
@@ -111,7 +109,7 @@ def test_media_of_several_turns_keep_their_order(places: MediaPlaces) -> None:
     assert refs == MediaRefs(("/1.png", "/2.png"), ("/1.mp4", "/2.mp4"))
 
 
-def test_the_messages_of_the_row_are_left_as_they_are(places: MediaPlaces) -> None:
+def test_the_messages_of_the_row_are_left_as_they_are(places: MediaReader) -> None:
     part = {"type": "image", "path": "/1.png"}
     turn = user(part)
     places.of_messages([turn], NOTHING, FOLDER)
@@ -119,7 +117,7 @@ def test_the_messages_of_the_row_are_left_as_they_are(places: MediaPlaces) -> No
     assert part == {"type": "image", "path": "/1.png"}
 
 
-def test_bare_parts_are_filled_from_the_columns_in_order(places: MediaPlaces) -> None:
+def test_bare_parts_are_filled_from_the_columns_in_order(places: MediaReader) -> None:
     columns = places.of_columns(
         {"image": "/1.png", "images": ["/2.png", "/3.png"], "video": "/1.mp4"}, FOLDER
     )
@@ -133,7 +131,7 @@ def test_bare_parts_are_filled_from_the_columns_in_order(places: MediaPlaces) ->
     assert refs == MediaRefs(("/1.png", "/own.png", "/2.png", "/3.png"), ("/1.mp4",))
 
 
-def test_one_value_stands_for_a_list_of_one(places: MediaPlaces) -> None:
+def test_one_value_stands_for_a_list_of_one(places: MediaReader) -> None:
     assert places.of_columns({"images": "/1.png"}, FOLDER) == MediaRefs(("/1.png",))
     assert places.of_columns({"videos": "/1.mp4"}, FOLDER) == MediaRefs((), ("/1.mp4",))
     assert places.of_columns({"images": [], "image": None, "video": None}, FOLDER) == NOTHING
@@ -143,7 +141,7 @@ def test_one_value_stands_for_a_list_of_one(places: MediaPlaces) -> None:
 
 
 def test_columns_without_parts_go_in_front_of_the_first_turn_of_the_user(
-    places: MediaPlaces,
+    places: MediaReader,
 ) -> None:
     columns = MediaRefs(("/1.png", "/2.png"), ("/1.mp4",))
     turns = [
@@ -159,7 +157,7 @@ def test_columns_without_parts_go_in_front_of_the_first_turn_of_the_user(
     assert in_parts == (user(IMAGE, IMAGE, VIDEO, words("first")),)
 
 
-def test_marks_in_the_text_say_where_the_columns_go(places: MediaPlaces) -> None:
+def test_marks_in_the_text_say_where_the_columns_go(places: MediaReader) -> None:
     columns = MediaRefs(("/1.png", "/2.png"), ("/1.mp4",))
     turns = [{"role": "user", "content": "<image>is<video>like <image>?"}]
     bare, refs = places.of_messages(turns, columns, FOLDER)
@@ -167,12 +165,12 @@ def test_marks_in_the_text_say_where_the_columns_go(places: MediaPlaces) -> None
     assert refs == columns
 
 
-def test_marks_without_media_are_text(places: MediaPlaces) -> None:
+def test_marks_without_media_are_text(places: MediaReader) -> None:
     turns = [{"role": "user", "content": "what does <image> mean in HTML?"}]
     assert places.of_messages(turns, NOTHING, FOLDER) == (tuple(turns), NOTHING)
 
 
-def problem(places: MediaPlaces, turns: list[dict[str, Any]], columns: MediaRefs) -> BadRow:
+def problem(places: MediaReader, turns: list[dict[str, Any]], columns: MediaRefs) -> BadRow:
     with pytest.raises(BadRow) as caught:
         places.of_messages(turns, columns, FOLDER)
     return caught.value
@@ -217,7 +215,7 @@ def problem(places: MediaPlaces, turns: list[dict[str, Any]], columns: MediaRefs
     ],
 )
 def test_counts_that_do_not_fit_are_told(
-    places: MediaPlaces, turns: list[dict[str, Any]], columns: MediaRefs, detail: str
+    places: MediaReader, turns: list[dict[str, Any]], columns: MediaRefs, detail: str
 ) -> None:
     found = problem(places, turns, columns)
     assert found.reason == "placeholder count"
@@ -225,20 +223,20 @@ def test_counts_that_do_not_fit_are_told(
 
 
 @pytest.mark.parametrize("kind", ["audio", "input_audio", "audio_url"])
-def test_sound_is_not_supported_yet(places: MediaPlaces, kind: str) -> None:
+def test_sound_is_not_supported_yet(places: MediaReader, kind: str) -> None:
     turns = [user({"type": kind, kind: "/a.wav"}, words("what is said?"))]
     assert problem(places, turns, NOTHING).reason == "audio"
-    assert problem(MediaPlaces(), turns, NOTHING).reason == "audio"
+    assert problem(MediaReader(), turns, NOTHING).reason == "audio"
 
 
 def test_a_text_model_is_shown_nothing() -> None:
-    found = problem(MediaPlaces(), [user({"type": "image", "path": "/a.png"})], NOTHING)
+    found = problem(MediaReader(), [user({"type": "image", "path": "/a.png"})], NOTHING)
     assert found.reason == "media for a text model"
     assert "vision-language" in found.remedy
 
 
 def test_to_a_text_model_media_columns_are_columns_like_any() -> None:
-    places = MediaPlaces()
+    places = MediaReader()
     assert places.of_columns({"image": "/1.png", "video": "/1.mp4"}, FOLDER) == NOTHING
     turns = [{"role": "user", "content": "hi"}, user(words("there"))]
     assert places.of_messages(turns, NOTHING, FOLDER) == (tuple(turns), NOTHING)
@@ -256,38 +254,38 @@ def test_to_a_text_model_media_columns_are_columns_like_any() -> None:
     ],
 )
 def test_relative_paths_start_from_the_data_file(
-    places: MediaPlaces, value: Any, anchored: Any
+    places: MediaReader, value: Any, anchored: Any
 ) -> None:
     assert places.of_columns({"image": value}, FOLDER).images == (anchored,)
     _, refs = places.of_messages([user({"type": "image", "image": value})], NOTHING, FOLDER)
     assert refs.images == (anchored,)
 
 
-def test_the_root_comes_before_the_folder_of_the_data_file() -> None:
-    places = MediaPlaces(build_vlm("qwen2_vl").processor, root="/pictures")
-    row = {"images": ["a.png", "/pictures/b.png"]}
-    assert places.of_columns(row, FOLDER).images == ("/pictures/a.png", "/pictures/b.png")
+def test_the_root_comes_before_the_folder_of_the_data_file(tmp_path: Path) -> None:
+    places = MediaReader(build_vlm("qwen2_vl").processor, MediaOptions(root=str(tmp_path)))
+    row = {"images": ["a.png", f"{tmp_path}/b.png"]}
+    assert places.of_columns(row, FOLDER).images == (f"{tmp_path}/a.png", f"{tmp_path}/b.png")
 
 
 def test_what_was_anchored_once_stays_where_it_is() -> None:
     # columns are anchored, and again with the parts that they fill
-    places = MediaPlaces(build_vlm("qwen2_vl").processor)
+    places = MediaReader(build_vlm("qwen2_vl").processor)
     columns = places.of_columns({"image": "a.png"}, Path("relative/folder"))
     _, refs = places.of_messages([user(IMAGE)], columns, Path("relative/folder"))
     assert Path(refs.images[0]).absolute() == Path("relative/folder/a.png").absolute()
 
 
-def test_without_a_folder_paths_stay_relative(places: MediaPlaces) -> None:
+def test_without_a_folder_paths_stay_relative(places: MediaReader) -> None:
     assert places.of_columns({"image": "a.png"}, None).images == ("a.png",)
 
 
-def test_the_home_folder_is_found(places: MediaPlaces, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder_is_found(places: MediaReader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     found = places.of_columns({"image": "~/a.png"}, FOLDER)
     assert found.images == ("/home/someone/a.png",)
 
 
-def test_columns_of_one_candidate_have_its_suffix(places: MediaPlaces) -> None:
+def test_columns_of_one_candidate_have_its_suffix(places: MediaReader) -> None:
     assert media_columns("_0") == ("image_0", "images_0", "video_0", "videos_0")
     row = {"image": "/c.png", "image_0": "/0.png", "images_1": ["/1.png", "/2.png"]}
     assert places.of_columns(row, FOLDER, "_0") == MediaRefs(("/0.png",))
@@ -315,20 +313,21 @@ class Shows:
     """A row that remembers how often it was read."""
 
     def __init__(self, *images: str, text: str = "<|image_pad|>") -> None:
-        self.all_unread = (Unread(Text(text, True), MediaRefs(images)),) if images else ()
-        self.plain_ids: tuple[Tokens, ...] = ()
+        self.unread = Unread(Text(text, True), MediaRefs(images)) if images else None
+        self.input_ids = np.empty(0, np.int32)
+        self.texts = (self,)
         self.read = 0
 
     def with_media(self, reader: MediaReader) -> "Shows":
-        for unread in self.all_unread:
-            reader(unread, np.empty(0, np.int32))
+        if self.unread is not None:
+            reader.read(self.unread, self.input_ids)
         self.read += 1
         return self
 
 
-def reading(check: str, most: int | None = None) -> RowReading:
+def reading(check: str, most: int | None = None) -> MediaReader:
     processor = build_vlm("qwen2_vl").processor
-    return RowReading.by(processor, MediaOptions(check=check), most, "max_tokens")  # type: ignore[arg-type]
+    return MediaReader(processor, MediaOptions(check=check), (most, "max_tokens"))  # type: ignore[arg-type]
 
 
 def test_the_check_of_files_finds_what_the_heads_tell(tmp_path: Path) -> None:
@@ -355,7 +354,7 @@ def test_the_check_of_files_finds_what_the_heads_tell(tmp_path: Path) -> None:
 
 def test_rows_of_a_text_model_are_not_looked_at() -> None:
     rows = [Shows("/gone.png")]
-    quiet = RowReading()
+    quiet = MediaReader()
     assert quiet.check(rows) == rows
     assert quiet(rows[0]) is rows[0]
     assert rows[0].read == 0

@@ -9,7 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules import BadDataError, PromptDataModule, Weighted
 from lrlhf.datamodules.datasets.pretraining import PretrainingStream, PretrainingTexts
+from lrlhf.datamodules.loading.attached import Reader
 from lrlhf.datamodules.loading.loader import Ranks
+from lrlhf.datamodules.rows.chat import ChatFormat
+from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.types import PromptBatch, SequenceBatch
 from tests.conftest import build_tokenizer
 from tests.datamodules.conftest import Remembers, WriteRows, numbered_prompts
@@ -133,13 +136,11 @@ def stream(
 ) -> PretrainingStream:
     source = write_rows(numbered_texts(texts), name="texts.jsonl")
     settings = PretrainingTexts(
-        source, column="text", batch_size=batch_size, max_tokens=20, max_bad_fraction=0.0
+        source, "text", batch_size, max_tokens=20, max_bad_fraction=0.0, seed=seed
     )
     tokenizer = build_tokenizer()
-    side = settings.load(tokenizer, chat=None)  # type: ignore[arg-type]  # no row is a dialogue
-    return PretrainingStream(
-        side, batch_size=batch_size, seed=seed, pad_token_id=0, ranks=ranks or Ranks()
-    )
+    reader = Reader(tokenizer, ChatFormat(tokenizer), MediaReader())
+    return settings.stream(reader, ranks or Ranks())
 
 
 def rows_of(batch: SequenceBatch) -> list[tuple[int, ...]]:

@@ -99,7 +99,7 @@ def test_files_are_dealt_to_ranks_and_the_remainder_is_told(
 ) -> None:
     loaders = []
     for rank in (0, 1):
-        for module in ("batching", "replay"):
+        for module in ("core", "replay"):
             monkeypatch.setattr(
                 f"lrlhf.datamodules.{module}.data_ranks", lambda trainer, rank=rank: Ranks(rank, 2)
             )

@@ -14,7 +14,7 @@ from lrlhf.datamodules.datasets.media_pairs import MediaPairs
 from lrlhf.datamodules.loading.path_safety import FOREIGN, local_path
 from lrlhf.datamodules.loading.sources import HubSource
 from lrlhf.datamodules.rows.bad_rows import BadRow
-from lrlhf.datamodules.rows.media_rows import MediaPlaces
+from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.media import MediaError, MediaOptions
 from lrlhf.media.decode import check_image, read_image, read_video
 from lrlhf.media.refs import MediaRefs
@@ -130,14 +130,14 @@ def test_a_name_that_no_file_can_have_is_a_missing_file(data: Path) -> None:
 )
 def test_columns_are_held_in(data: Path, row: dict[str, Any]) -> None:
     with pytest.raises(BadRow, match="file outside the data"):
-        MediaPlaces(PROCESSOR).of_columns(row, data)
+        MediaReader(PROCESSOR).of_columns(row, data)
 
 
 def test_parts_of_messages_are_held_in(data: Path) -> None:
     part = {"type": "image_url", "image_url": {"url": "file:../private.png"}}
     turns = [{"role": "user", "content": [part]}]
     with pytest.raises(BadRow, match="file outside the data"):
-        MediaPlaces(PROCESSOR).of_messages(turns, MediaRefs(), data)
+        MediaReader(PROCESSOR).of_messages(turns, MediaRefs(), data)
 
 
 def pairs(data: Path, second: str, **options: str) -> list[Any]:

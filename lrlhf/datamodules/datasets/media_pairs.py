@@ -13,9 +13,9 @@ from lrlhf.datamodules.loading.path_safety import local_path
 from lrlhf.datamodules.loading.sources import Row, Source, nearest_path, resolve_source
 from lrlhf.datamodules.rows import media_formats
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, missing_column, nearest
+from lrlhf.datamodules.rows.columns import number_of, text_of, wrong_type
 from lrlhf.datamodules.rows.media_formats import Pair
 from lrlhf.datamodules.rows.media_rows import KINDS
-from lrlhf.datamodules.rows.parsed_rows import number_of, text_of, wrong_type
 
 _OPPOSITE = {"A": "B", "B": "A", "C": "C"}
 

@@ -5,23 +5,25 @@ Ouyang et al. 2022 call it PTX, https://arxiv.org/abs/2203.02155
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.loading.loader import Fetching, Ranks
-from lrlhf.datamodules.loading.order import Rows
+from lrlhf.datamodules.core import RowKind
+from lrlhf.datamodules.loading.attached import Reader
+from lrlhf.datamodules.loading.fetching import Fetching
+from lrlhf.datamodules.loading.loader import Ranks
+from lrlhf.datamodules.loading.order import EpochOrder, Rows
 from lrlhf.datamodules.loading.sources import Entries, Row
-from lrlhf.datamodules.loading.splits import Preparation, Side
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import ChatFormat, read_messages
 from lrlhf.datamodules.rows.collate import Candidate, right_padded
-from lrlhf.datamodules.rows.media_rows import MediaPlaces, RowReading, Unread
-from lrlhf.datamodules.rows.parsed_rows import text_of, wrong_type
+from lrlhf.datamodules.rows.columns import text_of, wrong_type
+from lrlhf.datamodules.rows.media_rows import MediaReader, Unread
 from lrlhf.datamodules.rows.prompt_rows import column_or_dialogue
 from lrlhf.datamodules.rows.tokenizing import Text, Tokens, tokenize
 from lrlhf.types import PromptBatch, SequenceBatch
@@ -42,6 +44,7 @@ class PretrainingTexts:
         batch_size: Texts per step and rank.
         max_tokens: Longer texts are bad rows.
         max_bad_fraction: Largest share of bad rows to go on with.
+        seed: Of their order.
     """
 
     sources: Entries
@@ -49,6 +52,7 @@ class PretrainingTexts:
     batch_size: int
     max_tokens: int
     max_bad_fraction: float
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -59,25 +63,27 @@ class PretrainingTexts:
                 "a text is not trained on"
             )
 
-    def load(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        chat: ChatFormat,
-        reading: RowReading = RowReading(),  # noqa: B008  frozen
-    ) -> Side[TextRow]:
-        """Load and tokenise every text; bad rows are counted and told.
+    def stream(self, reader: Reader, ranks: Ranks) -> PretrainingStream:
+        """Load and tokenise every text; bad rows are counted and logged.
 
         Raises:
             BadDataError: Too many rows are bad.
+            ValueError: There are fewer texts than one batch of all ranks takes.
         """
-        preparation = Preparation[Unread, TextRow](
-            parse=TextParser(chat, self.column, reading.places),
-            finish=lambda texts: reading.check(self._finish(tokenizer, texts)),
-            keys=lambda _: (),
-            check=lambda side, _: side,
-            max_bad_fraction=self.max_bad_fraction,
+        tokenizer, chat, media = reader
+        media = media.limited(self.max_tokens, "pretraining_max_tokens")
+        kind = RowKind[Unread, TextRow, SequenceBatch](
+            parse=TextParser(chat, self.column, media),
+            finish=lambda texts: media.check(self._finish(tokenizer, texts)),
+            collate=partial(right_padded, pad_token_id=int(tokenizer.pad_token_id)),
         )
-        return preparation.load(self.sources, "pretraining")
+        texts = kind.load(self.sources, "pretraining", self.max_bad_fraction)
+        # another seed: else texts and prompts of equal number would always meet the same way
+        seed = int(np.random.SeedSequence([self.seed, 2]).generate_state(1)[0])
+        fetching = Fetching(kind.collate, read=media)
+        return PretrainingStream(
+            texts.values, texts.order(seed), self.batch_size, fetching=fetching, ranks=ranks
+        )
 
     def _finish(
         self, tokenizer: PreTrainedTokenizerBase, drafts: Sequence[Unread]
@@ -112,7 +118,7 @@ class TextParser:
 
     chat: ChatFormat
     column: str = DEFAULT_TEXT_COLUMN
-    media: MediaPlaces = field(default_factory=MediaPlaces)
+    media: MediaReader = MediaReader()  # noqa: RUF009  frozen
 
     def __call__(self, row: Row, folder: Path | None = None) -> Unread:
         """Parse one row, or raise `BadRow`; relative paths start from ``folder``."""
@@ -137,12 +143,11 @@ class PretrainingStream:
     and the rank.
 
     Args:
-        side: The texts.
+        rows: The texts.
+        order: Their order in each epoch.
         batch_size: Texts per batch and rank.
-        seed: Of their order; the same seed orders prompts and texts independently.
-        pad_token_id: Any id; what is padding is told by the mask.
+        fetching: How texts become batches.
         ranks: This process among all.
-        read: Reads images and videos of the texts.
 
     Raises:
         ValueError: There are fewer texts than one batch of all ranks takes.
@@ -150,27 +155,25 @@ class PretrainingStream:
 
     def __init__(
         self,
-        side: Side[TextRow],
-        *,
+        rows: Sequence[TextRow],
+        order: EpochOrder,
         batch_size: int,
-        seed: int,
-        pad_token_id: int,
+        *,
+        fetching: Fetching[TextRow, SequenceBatch],
         ranks: Ranks,
-        read: Callable[[TextRow], TextRow] | None = None,
     ) -> None:
-        self._texts = side.values
-        # drawn from the seed: else texts and prompts of equal number would always meet the same way
-        self._order = side.order(int(np.random.SeedSequence([seed, 2]).generate_state(1)[0]))
+        self.rows = rows
+        self._order = order
         self._batch_size = batch_size
-        self._fetching = Fetching(partial(right_padded, pad_token_id=pad_token_id), read=read)
+        self._fetching = fetching
         self._ranks = ranks
-        self._drawn: tuple[int, Rows] = (0, self._order.epoch(0))
-        if len(self._texts) < batch_size * ranks.world:
+        self._epoch: tuple[int, Rows] = (0, order.epoch(0))
+        if len(rows) < batch_size * ranks.world:
             raise ValueError(
                 f"pretraining_batch_size={batch_size} on {ranks.world} rank(s) takes "
                 f"{batch_size * ranks.world} texts for one step, and there are "
-                f"{len(self._texts)}: give more texts, or set pretraining_batch_size to "
-                f"{max(1, len(self._texts) // ranks.world)} or less"
+                f"{len(rows)}: give more texts, or set pretraining_batch_size to "
+                f"{max(1, len(rows) // ranks.world)} or less"
             )
 
     def __call__(self, batch: PromptBatch, number: int) -> PromptBatch:
@@ -184,10 +187,10 @@ class PretrainingStream:
         """Return the texts of train batch ``number``, counted from 0."""
         first = (number * self._ranks.world + self._ranks.rank) * self._batch_size
         rows = [self._row(position) for position in range(first, first + self._batch_size)]
-        return self._fetching.batch(self._texts, rows)
+        return self._fetching.batch(self.rows, rows)
 
     def _row(self, position: int) -> int:
         epoch, place = divmod(position, len(self._order))
-        if epoch != self._drawn[0]:
-            self._drawn = (epoch, self._order.epoch(epoch))
-        return int(self._drawn[1][place])
+        if epoch != self._epoch[0]:
+            self._epoch = (epoch, self._order.epoch(epoch))
+        return int(self._epoch[1][place])

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import numpy as np
 
 from lrlhf.datamodules.loading.sources import Row, Source, resolve_source
-from lrlhf.datamodules.loading.splitting import hold_out
+from lrlhf.datamodules.loading.splits import hold_out
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
-from lrlhf.datamodules.rows.parsed_rows import number_of, text_of
+from lrlhf.datamodules.rows.columns import number_of, text_of
 
 Part = Literal["all", "train", "validation"]
 

@@ -1,11 +1,11 @@
-"""What tells whether the rows of a resumed run are those that the checkpoint was made with."""
+"""What shows whether the rows of a resumed run are those that the checkpoint was made with."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -17,8 +17,6 @@ from torch import Tensor
 
 from lrlhf.datamodules.rows.media_rows import Unread
 from lrlhf.media import MediaRefs
-
-Feed = Callable[[bytes], None]
 
 _PIECE = 1 << 14
 _PIECES = 4
@@ -43,30 +41,78 @@ class Fingerprint(NamedTuple):
     between two pieces is not seen. Empty where rows name no file."""
 
 
-class _Feeds(NamedTuple):
-    """Where the parts of a row go."""
-
-    data: Feed
-    tokens: Feed
-    files: dict[Path, None]
-    """In the order in which they are named, each once."""
-
-
 def fingerprint(rows: Iterable[object]) -> Fingerprint:
     """Digest rows; equal rows in equal order have equal digests, in every process.
 
     A folder that was moved makes no difference: of a path only the name counts, and the file.
     """
-    data, tokens, files = (hashlib.blake2b(digest_size=16) for _ in range(3))
-    feeds = _Feeds(data.update, tokens.update, {})
+    digest, files = _Digest(), hashlib.blake2b(digest_size=16)
     for row in rows:
-        _feed(row, feeds)
-    if feeds.files:
+        digest.feed(row)
+    if digest.files:
         with ThreadPoolExecutor(_THREADS) as pool:  # disks of a network answer late
-            for content in pool.map(_content, feeds.files):
+            for content in pool.map(_content, digest.files):
                 files.update(content)
-    contents = files.hexdigest() if feeds.files else ""
-    return Fingerprint(data.hexdigest(), tokens.hexdigest(), contents)
+    contents = files.hexdigest() if digest.files else ""
+    return Fingerprint(digest.data.hexdigest(), digest.tokens.hexdigest(), contents)
+
+
+class _Digest:
+    """Goes through the parts of rows."""
+
+    def __init__(self) -> None:
+        self.data, self.tokens = (hashlib.blake2b(digest_size=16) for _ in range(2))
+        self.files: dict[Path, None] = {}  # in the order in which they are named, each once
+
+    def feed(self, value: Any) -> None:
+        if type(value) in _JSON:
+            try:
+                self.data.update(json.dumps(value, sort_keys=True).encode() + b"\n")
+            except (TypeError, ValueError):  # something in it that JSON has no form for
+                self._feed_parts(value)
+        elif isinstance(value, np.ndarray | Tensor | Image.Image):
+            array = np.ascontiguousarray(value)
+            digest = self.tokens if array.dtype == np.int32 else self.data
+            digest.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+        elif isinstance(value, bytes | bytearray):
+            self.data.update(b"b%d:" % len(value) + value)
+        elif isinstance(value, Path):
+            self.files[value] = None
+            self.feed(value.name)
+        else:
+            self._feed_parts(value)
+
+    def _feed_parts(self, value: Any) -> None:
+        self.data.update(b"(")
+        for part in self._parts(value):
+            self.feed(part)
+        self.data.update(b")")
+
+    def _parts(self, value: Any) -> Iterable[Any]:
+        if isinstance(value, Mapping):
+            return (part for key in sorted(value, key=str) for part in (str(key), value[key]))
+        if isinstance(value, list | tuple):
+            return value
+        if isinstance(value, Unread):
+            return (value.refs,)  # its text was made of the row by the chat template
+        if isinstance(value, MediaRefs):
+            return (_named(entry) for entry in (*value.images, *value.videos))
+        if is_dataclass(value):
+            return (getattr(value, field.name) for field in fields(value))
+        # dates and the like; what prints its address would differ in every process
+        text = str(value)
+        return (type(value).__name__, "" if " at 0x" in text else text)
+
+
+def _named(media: Any) -> Any:
+    """Return an image or video, as a `Path` where it is given by one."""
+    if isinstance(media, Mapping):
+        return media.get("bytes") or _named(media.get("path"))
+    if isinstance(media, list | tuple):
+        return [_named(entry) for entry in media]
+    if isinstance(media, str) and not media.startswith("data:"):
+        return Path(media)
+    return media
 
 
 def _content(path: Path) -> bytes:
@@ -80,69 +126,6 @@ def _content(path: Path) -> bytes:
             for piece in range(_PIECES):
                 start = last * piece // (_PIECES - 1)
                 digest.update(os.pread(stream.fileno(), _PIECE, start))
-    except OSError:  # it is told when its row is read, and is another row's turn then
+    except OSError:  # reported when its row is read, and is another row's turn then
         return b"missing"
     return digest.digest()
-
-
-def _feed(value: Any, feeds: _Feeds) -> None:
-    if type(value) in _JSON:
-        try:
-            feeds.data(json.dumps(value, sort_keys=True).encode() + b"\n")
-        except (TypeError, ValueError):  # something in it that JSON has no form for
-            _feed_parts(value, feeds)
-    elif isinstance(value, np.ndarray | Tensor | Image.Image):
-        array = np.ascontiguousarray(value)
-        feed = feeds.tokens if array.dtype == np.int32 else feeds.data
-        feed(f"{array.dtype}{array.shape}".encode() + array.tobytes())
-    elif isinstance(value, bytes | bytearray):
-        feeds.data(b"b%d:" % len(value) + value)
-    elif isinstance(value, Path):
-        feeds.files[value] = None
-        _feed(value.name, feeds)
-    else:
-        _feed_parts(value, feeds)
-
-
-def _feed_parts(value: Any, feeds: _Feeds) -> None:
-    parts: Iterable[Any]
-    if isinstance(value, Mapping):
-        parts = (part for key in sorted(value, key=str) for part in (str(key), value[key]))
-    elif isinstance(value, list | tuple):
-        parts = value
-    elif isinstance(value, Unread):
-        parts = (value.refs,)  # its text was made of the row by the chat template
-    elif isinstance(value, MediaRefs):
-        shown = (*value.images, *value.videos)
-        feeds.files.update(dict.fromkeys(_files_of(shown)))
-        parts = [_without_folder(entry) for entry in shown]
-    elif is_dataclass(value):
-        parts = [getattr(value, field.name) for field in fields(value)]
-    else:
-        # dates and the like; what prints its address would differ in every process
-        text = str(value)
-        parts = (type(value).__name__, "" if " at 0x" in text else text)
-    feeds.data(b"(")
-    for part in parts:
-        _feed(part, feeds)
-    feeds.data(b")")
-
-
-def _without_folder(media: Any) -> Any:
-    """Return the name of a file, where an image or video is given by its path."""
-    if isinstance(media, Mapping):
-        return media.get("bytes") or _without_folder(media.get("path"))
-    if isinstance(media, str) and not media.startswith("data:"):
-        return Path(media).name
-    return media
-
-
-def _files_of(media: Any) -> Iterator[Path]:
-    """Go through the files by which images and videos are given."""
-    if isinstance(media, Mapping):
-        yield from () if media.get("bytes") else _files_of(media.get("path"))
-    elif isinstance(media, list | tuple):
-        for entry in media:
-            yield from _files_of(entry)
-    elif isinstance(media, str | Path) and not str(media).startswith("data:"):
-        yield Path(media)

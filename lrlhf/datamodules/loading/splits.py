@@ -1,33 +1,40 @@
-"""The train and the validation side of a data set."""
+"""The train and the validation split of a data set, neither of which tells what the other holds."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
+import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lrlhf.datamodules.loading.order import EpochOrder
-from lrlhf.datamodules.loading.sources import Component, Entries, Row, components_of
-from lrlhf.datamodules.loading.splitting import hold_out
-from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows
-from lrlhf.datamodules.rows.parsed_rows import Placed, keep_good, read_rows
+from lrlhf.datamodules.loading.sources import Component, Entries, components_of
+from lrlhf.datamodules.rows.bad_rows import BadDataError
 
 logger = logging.getLogger(__name__)
 
-DraftT = TypeVar("DraftT")
 RowT = TypeVar("RowT")
 
 
+class Located(NamedTuple, Generic[RowT]):
+    """A row, or what becomes one, and where it comes from."""
+
+    component: int
+    """Index of the entry of the mixture."""
+    place: str
+    """Source and row number, such as ``train.jsonl:17``."""
+    value: RowT
+
+
 @dataclass(frozen=True)
-class Side(Generic[RowT]):
+class Split(Generic[RowT]):
     """Usable rows, and the entries that they came from."""
 
     components: Sequence[Component]
-    rows: Sequence[Placed[RowT]]
+    rows: Sequence[Located[RowT]]
 
     @property
     def values(self) -> list[RowT]:
@@ -52,19 +59,19 @@ class Side(Generic[RowT]):
                     f"{part.name} has weight {part.weight:g} and no usable train row"
                 )
         order = EpochOrder(members, weights, seed)
-        _tell("an epoch is mixed from\n%s", order.table([part.name for part in self.components]))
+        _log("an epoch is mixed from\n%s", order.table([part.name for part in self.components]))
         return order
 
 
-class Sides(NamedTuple, Generic[RowT]):
-    """Both sides of the data."""
+class Splits(NamedTuple, Generic[RowT]):
+    """All data of a run."""
 
-    train: Side[RowT]
-    validation: Side[RowT] | None
+    train: Split[RowT]
+    validation: Split[RowT] | None
 
 
 @dataclass(frozen=True)
-class Split:
+class ValidationData(Generic[RowT]):
     """Where the validation rows come from.
 
     Args:
@@ -74,10 +81,10 @@ class Split:
         seed: Which rows are held out.
     """
 
-    val: Entries | None
-    size: int
-    fraction: float
-    seed: int
+    val: Entries | None = None
+    size: int = 0
+    fraction: float = 0.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         settings = {"val": self.val, "val_size": self.size, "val_fraction": self.fraction}
@@ -93,89 +100,114 @@ class Split:
     @property
     def any(self) -> bool:
         """Whether there are to be validation rows."""
-        return self.val is not None or self.wanted
+        return self.val is not None or self.size > 0 or self.fraction > 0
 
-    @property
-    def wanted(self) -> bool:
-        """Whether train rows are to be held out."""
-        return self.size > 0 or self.fraction > 0
+    def load(
+        self,
+        train: Split[RowT],
+        load: Callable[[Entries, str], Split[RowT]],
+        keys: Callable[[RowT], Iterable[str]],
+    ) -> Splits[RowT]:
+        """Hold rows out of the train data, or load data of its own.
 
-
-@dataclass(frozen=True)
-class Preparation(Generic[DraftT, RowT]):
-    """How rows of one kind come to be.
-
-    Args:
-        parse: Reads one row, given the folder of its file, or raises `BadRow`.
-        finish: Tokenises many rows at once; a `BadRow` stands for one that cannot be used.
-        keys: What a row must not share with a row of the other side.
-        check: Refuses rows that are good one by one and make no sense together.
-        max_bad_fraction: Largest share of bad rows to go on with.
-    """
-
-    parse: Callable[[Row, Path | None], DraftT]
-    finish: Callable[[Sequence[DraftT]], Sequence[RowT | BadRow]]
-    keys: Callable[[RowT], tuple[str, ...]]
-    check: Callable[[Side[RowT], str], Side[RowT]]
-    max_bad_fraction: float
-
-    def load(self, entries: Entries, what: str) -> Side[RowT]:
-        """Load every source; bad rows are counted and told.
-
-        Raises:
-            BadDataError: Too many rows are bad.
+        Args:
+            train: All train rows.
+            load: Loads the data of its own, given what messages call it.
+            keys: What a row must not share with a row of the other split.
         """
-        components = components_of(entries)
-        bad_rows = BadRows(what)
-        drafts = read_rows(components, self.parse, bad_rows)
-        rows = keep_good(drafts, self.finish([draft.value for draft in drafts]), bad_rows)
-        if bad_rows.total == 0:
-            names = ", ".join(component.name for component in components)
-            raise BadDataError(f"the {what} data is empty: no rows in {names}")
-        bad_rows.check(self.max_bad_fraction)
-        return self.check(Side(components, rows), what)
-
-    def load_sides(self, train: Entries, split: Split) -> Sides[RowT]:
-        """Load the train data, and the validation data if there is to be any."""
-        side = self.load(train, "train")
-        if split.val is not None:
-            return Sides(side, self._load_validation(split.val, side))
-        return self._hold_out(side, split) if split.wanted else Sides(side, None)
-
-    def _load_validation(self, entries: Entries, train: Side[RowT]) -> Side[RowT]:
-        """Load validation data of its own, and tell how much of it is also train data."""
-        if any(part.weight is not None for part in components_of(entries)):
+        if not self.any:
+            return Splits(train, None)
+        if self.val is None:
+            return self._hold_out(train, keys)
+        if any(part.weight is not None for part in components_of(self.val)):
             raise ValueError("val: validation takes every row once, so its sources have no weights")
-        side = self.load(entries, "validation")
-        seen = {key for row in train.rows for key in self.keys(row.value)}
-        shared = sum(not seen.isdisjoint(self.keys(row.value)) for row in side.rows)
+        own = load(self.val, "validation")
+        seen = {key for row in train.values for key in keys(row)}
+        shared = sum(not seen.isdisjoint(keys(row)) for row in own.values)
         if shared:
             logger.warning(
                 "%d of %d validation rows share a prompt or a text with the train data: their "
                 "results say less than they seem to",
                 shared,
-                len(side.rows),
+                len(own.rows),
             )
-        return side
+        return Splits(train, own)
 
-    def _hold_out(self, side: Side[RowT], split: Split) -> Sides[RowT]:
-        keys = [self.keys(row.value) for row in side.rows]
-        train, held = hold_out(keys, size=split.size, fraction=split.fraction, seed=split.seed)
-        _tell("held out %d of %d rows for validation", len(held), len(keys))
-        return Sides(
-            Side(side.components, [side.rows[row] for row in train]),
-            Side(side.components, [side.rows[row] for row in held]),
+    def _hold_out(self, train: Split[RowT], keys: Callable[[RowT], Iterable[str]]) -> Splits[RowT]:
+        split = hold_out(
+            [keys(row) for row in train.values],
+            size=self.size,
+            fraction=self.fraction,
+            seed=self.seed,
         )
+        kept, held = (Split(train.components, [train.rows[row] for row in rows]) for rows in split)
+        _log("held out %d of %d rows for validation", len(held.rows), len(train.rows))
+        return Splits(kept, held)
 
 
-def prepare_sources(*entries: Entries | None) -> None:
-    """Let every source download or compute what it needs."""
-    for given in entries:
-        for component in components_of(given) if given is not None else ():
-            for source in component.sources:
-                source.prepare()
+def hold_out(
+    keys: Sequence[Iterable[Hashable]], *, size: int = 0, fraction: float = 0.0, seed: int
+) -> tuple[list[int], list[int]]:
+    """Split rows so that no key is in both splits.
+
+    Args:
+        keys: What each row must not share with the other split, such as its prompt.
+        size: Number of rows to hold out, or
+        fraction: share of the rows. Groups of rows that share keys stay together, so that the
+            held-out split can come out somewhat smaller.
+        seed: Which groups are sampled.
+
+    Returns:
+        Indices of the train and of the held-out rows, each in the order of the data.
+
+    Raises:
+        BadDataError: One of the splits would be empty.
+    """
+    wanted = size or round(fraction * len(keys))
+    held: list[int] = []
+    groups = connected_groups(keys)
+    for index in np.random.default_rng([seed, len(keys)]).permutation(len(groups)).tolist():
+        if len(held) + len(groups[index]) <= wanted:
+            held += groups[index]
+    if not held or len(held) == len(keys):
+        largest = max(map(len, groups), default=0)
+        raise BadDataError(
+            f"cannot hold out {wanted} of {len(keys)} rows for validation: they form {len(groups)} "
+            f"groups that share a prompt or a text, the largest of {largest} rows, and one side "
+            "would be empty. Give `val` data of its own, or another val_size or val_fraction"
+        )
+    kept = set(held)
+    return [row for row in range(len(keys)) if row not in kept], sorted(held)
+
+
+def connected_groups(keys: Sequence[Iterable[Hashable]]) -> list[list[int]]:
+    """Group rows that share a key, directly or through other rows.
+
+    Args:
+        keys: The keys of each row; a row without keys is a group of its own.
+
+    Returns:
+        Row indices by group, groups in the order of their first row.
+    """
+    leader = list(range(len(keys)))
+
+    def find(row: int) -> int:
+        while leader[row] != row:
+            leader[row] = leader[leader[row]]
+            row = leader[row]
+        return row
+
+    first_with: dict[Hashable, int] = {}
+    for row, own in enumerate(keys):
+        for key in own:
+            low, high = sorted((find(row), find(first_with.setdefault(key, row))))
+            leader[high] = low
+    groups: dict[int, list[int]] = {}
+    for row in range(len(keys)):
+        groups.setdefault(find(row), []).append(row)
+    return list(groups.values())
 
 
 @rank_zero_only
-def _tell(message: str, *arguments: object) -> None:
+def _log(message: str, *arguments: object) -> None:
     logger.info(message, *arguments)

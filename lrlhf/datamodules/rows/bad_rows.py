@@ -1,4 +1,4 @@
-"""Rows that cannot be used: counted by reason, told once, and too many of them stop the run."""
+"""Rows that cannot be used: counted by reason, logged once, and too many of them stop the run."""
 
 from __future__ import annotations
 
@@ -107,8 +107,6 @@ class BadRows:
         Raises:
             BadDataError: More rows than that are bad, or none is left.
         """
-        if self.total == 0:
-            raise BadDataError(f"the {self.what} data is empty: no rows in it")
         share = self.count / self.total
         head = f"{self.count} of {self.total} rows of the {self.what} data cannot be used"
         if self.count == self.total:
@@ -121,10 +119,10 @@ class BadRows:
                 f"{self.table()}\n{self._advice()}"
                 f"Or raise max_bad_fraction to {enough:g} or more to leave these rows out."
             )
-        self._tell(head)
+        self._log(head)
 
     @rank_zero_only
-    def _tell(self, head: str) -> None:
+    def _log(self, head: str) -> None:
         if self.count:
             logger.warning("%s and are left out:\n%s", head, self.table())
         else:

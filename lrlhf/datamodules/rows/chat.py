@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow
-from lrlhf.datamodules.rows.parsed_rows import structure_of, whole_text, wrong_type
+from lrlhf.datamodules.rows.columns import structure_of, whole_text, wrong_type
 from lrlhf.types import Message
 
 _SHAREGPT_ROLES = {

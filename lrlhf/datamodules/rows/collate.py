@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.media_rows import MediaReader, Unread
@@ -15,25 +17,8 @@ from lrlhf.datamodules.rows.tokenizing import Tokens, common_prefix
 from lrlhf.types import Media, PreferenceBatch, Prompt, PromptBatch, SequenceBatch
 
 
-class _OneText:
-    """A row with one text, which may show something."""
-
-    input_ids: Tokens
-    unread: Unread | None
-
-    @property
-    def all_unread(self) -> tuple[Unread, ...]:
-        """Its media, if there are any."""
-        return () if self.unread is None else (self.unread,)
-
-    @property
-    def plain_ids(self) -> tuple[Tokens, ...]:
-        """Its tokens, if it shows nothing."""
-        return (self.input_ids,) if self.unread is None else ()
-
-
 @dataclass(frozen=True)
-class PromptRow(_OneText):
+class PromptRow:
     """One tokenised prompt."""
 
     prompt: Prompt
@@ -42,12 +27,17 @@ class PromptRow(_OneText):
     unread: Unread | None = None
     media: Media | None = None
 
+    @property
+    def texts(self) -> tuple[PromptRow]:
+        """The prompt itself, see `Readable`."""
+        return (self,)
+
     def with_media(self, reader: MediaReader) -> PromptRow:
         """Read the images and videos, or raise `BadRow`."""
         if self.unread is None:
             return self
-        input_ids, media = reader(self.unread, self.input_ids)
-        if input_ids[-1] in reader.processor.placeholders.values():
+        input_ids, media = reader.read(self.unread, self.input_ids)
+        if input_ids[-1] in reader.placeholders:
             # its last token is computed again for every response, without what it stands for
             raise BadRow(
                 "ends with an image",
@@ -58,7 +48,7 @@ class PromptRow(_OneText):
 
 
 @dataclass(frozen=True)
-class Candidate(_OneText):
+class Candidate:
     """One tokenised answer with its prompt before it."""
 
     input_ids: Tokens
@@ -67,13 +57,18 @@ class Candidate(_OneText):
     unread: Unread | None = None
     media: Media | None = None
 
+    @property
+    def texts(self) -> tuple[Candidate]:
+        """The answer itself, see `Readable`."""
+        return (self,)
+
     def with_media(self, reader: MediaReader) -> Candidate:
         """Read the images and videos, or raise `BadRow`."""
         if self.unread is None:
             return self
-        input_ids, media = reader(self.unread, self.input_ids)
+        input_ids, media = reader.read(self.unread, self.input_ids)
         if self.unread.prompt is not None:
-            start = common_prefix(reader(self.unread.prompt, self.input_ids)[0], input_ids)
+            start = common_prefix(reader.read(self.unread.prompt, self.input_ids)[0], input_ids)
         elif np.array_equal(input_ids[: self.start], self.input_ids[: self.start]):
             start = self.start  # nothing is shown before it
         else:
@@ -90,22 +85,17 @@ class PairRow:
     labels: tuple[float, ...]
     margin: float | None
     keys: tuple[str, ...]
-    """Pairs that share one belong on the same side of a split."""
+    """Pairs that share one belong in the same split."""
     info: Mapping[str, Any]
 
     @property
-    def all_unread(self) -> tuple[Unread, ...]:
-        """The media of both."""
-        return (*self.candidate0.all_unread, *self.candidate1.all_unread)
-
-    @property
-    def plain_ids(self) -> tuple[Tokens, ...]:
-        """The tokens of each that shows nothing."""
-        return (*self.candidate0.plain_ids, *self.candidate1.plain_ids)
+    def texts(self) -> tuple[Candidate, Candidate]:
+        """Both answers, see `Readable`."""
+        return (self.candidate0, self.candidate1)
 
     def with_media(self, reader: MediaReader) -> PairRow:
         """Read the images and videos of both, or raise `BadRow`."""
-        first, second = (one.with_media(reader) for one in (self.candidate0, self.candidate1))
+        first, second = (one.with_media(reader) for one in self.texts)
         if first.unread and second.unread and first.unread.refs.key == second.unread.refs.key:
             # the same object, so that the model looks once
             second = replace(second, media=first.media)
@@ -117,35 +107,29 @@ class PromptCollator:
     """Makes left-padded batches of prompts.
 
     Args:
-        pad_token_id: Any id; what is padding is told by the mask.
+        pad_token_id: Any id; the mask says what is padding.
     """
 
     pad_token_id: int
 
     def __call__(self, rows: Sequence[PromptRow]) -> PromptBatch:
         """Collate ``rows``."""
-        width = max(len(row.input_ids) for row in rows)
-        input_ids = torch.full((len(rows), width), self.pad_token_id, dtype=torch.long)
-        attention_mask = torch.zeros(len(rows), width, dtype=torch.bool)
-        for index, row in enumerate(rows):
-            start = width - len(row.input_ids)
-            input_ids[index, start:] = torch.from_numpy(row.input_ids)
-            attention_mask[index, start:] = True
+        input_ids, attention_mask = _padded(rows, self.pad_token_id, "left")
         return PromptBatch(
             input_ids=input_ids,
             attention_mask=attention_mask,
             prompts=tuple(row.prompt for row in rows),
             columns=tuple(row.columns for row in rows),
-            media=media_of(rows),
+            media=_media_of(rows),
         )
 
 
 @dataclass(frozen=True)
 class PreferenceCollator:
-    """Makes right-padded batches of pairs; each side is as wide as its own longest row.
+    """Makes right-padded batches of pairs; each candidate is as wide as its own longest row.
 
     Args:
-        pad_token_id: Any id; what is padding is told by the mask.
+        pad_token_id: Any id; the mask says what is padding.
     """
 
     pad_token_id: int
@@ -164,24 +148,30 @@ class PreferenceCollator:
 
 def right_padded(candidates: Sequence[Candidate], pad_token_id: int) -> SequenceBatch:
     """Put sequences into right-padded rows; each is trained on from its ``start``."""
-    width = max(len(candidate.input_ids) for candidate in candidates)
-    input_ids = torch.full((len(candidates), width), pad_token_id, dtype=torch.long)
-    attention_mask = torch.zeros(len(candidates), width, dtype=torch.bool)
-    response_mask = torch.zeros(len(candidates), width, dtype=torch.bool)
-    for index, candidate in enumerate(candidates):
-        end = len(candidate.input_ids)
-        input_ids[index, :end] = torch.from_numpy(candidate.input_ids)
-        attention_mask[index, :end] = True
-        response_mask[index, candidate.start : end] = True
+    input_ids, attention_mask = _padded(candidates, pad_token_id, "right")
+    starts = torch.tensor([candidate.start for candidate in candidates])
+    answers = torch.arange(input_ids.shape[1]) >= starts[:, None]
     return SequenceBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
-        response_mask=response_mask,
-        media=media_of(candidates),
+        response_mask=attention_mask & answers,
+        media=_media_of(candidates),
     )
 
 
-def media_of(rows: Sequence[PromptRow | Candidate]) -> tuple[Media | None, ...] | None:
+def _padded(
+    rows: Sequence[PromptRow | Candidate], pad_token_id: int, side: Literal["left", "right"]
+) -> tuple[Tensor, Tensor]:
+    """Return the ids `[B, T]` int64 and the mask `[B, T]` of what is no padding."""
+    ids = [torch.from_numpy(row.input_ids).long() for row in rows]
+    mask = [torch.ones(len(row), dtype=torch.bool) for row in ids]
+    return (
+        pad_sequence(ids, batch_first=True, padding_value=pad_token_id, padding_side=side),
+        pad_sequence(mask, batch_first=True, padding_value=0, padding_side=side),
+    )
+
+
+def _media_of(rows: Sequence[PromptRow | Candidate]) -> tuple[Media | None, ...] | None:
     """Return the media of each row; None: no row has any."""
     media = tuple(row.media for row in rows)
     return media if any(entry is not None for entry in media) else None

@@ -18,11 +18,19 @@ from urllib.parse import unquote, urlsplit
 from lrlhf.datamodules.loading.path_safety import local_path
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column
-from lrlhf.datamodules.rows.parsed_rows import number_of, plain, structure_of, text_of, wrong_type
+from lrlhf.datamodules.rows.columns import (
+    is_empty,
+    number_of,
+    plain,
+    structure_of,
+    text_of,
+    wrong_type,
+)
 
 Pair = dict[str, Any]
+Labels = Mapping[str, str | None]
 
-_SIDES = {"a": "A", "b": "B", "same": "C", "invalid": None}
+_LETTERS = {"a": "A", "b": "B", "same": "C", "invalid": None}
 _RESPONSES = {"response1": "A", "response2": "B", "other": "C"}
 _VOTES = {"leftvote": "A", "rightvote": "B", "tievote": "C", "bothbad_vote": "C"}
 _CRITERIA = ("Preference", "Coherence", "Alignment")
@@ -32,22 +40,17 @@ _TIE = 1e-9
 
 def hpdv3(row: Row, folder: Path) -> Iterable[Pair]:
     """HPDv3: ``path1`` was preferred to ``path2``."""
-    yield {
-        "prompt": text_of(row, "prompt"),
-        "image_0": _media_of(row, folder, "path1"),
-        "image_1": _media_of(row, folder, "path2"),
-        "preference": "A",
-        "source": "HPDv3",
-        **_extras(
-            row,
-            "confidence",
-            "choice_dist",
-            model_chosen="model1",
-            model_rejected="model2",
-            preferred_path="path1",
-            rejected_path="path2",
-        ),
-    }
+    media = _media(row, folder, "image", "path1", "path2")
+    kept = _kept(
+        row,
+        "confidence",
+        "choice_dist",
+        model_chosen="model1",
+        model_rejected="model2",
+        preferred_path="path1",
+        rejected_path="path2",
+    )
+    yield _pair("HPDv3", text_of(row, "prompt"), media, {"preference": "A"}, kept)
 
 
 def imagerewarddb(row: Row, folder: Path) -> Iterable[Pair]:
@@ -56,31 +59,19 @@ def imagerewarddb(row: Row, folder: Path) -> Iterable[Pair]:
     Images of equal rank make no pair, neither do they count as a tie: the accuracies that are
     published for this set leave them out.
     """
-    for one, other in combinations(row["images"], 2):
-        if float(one["rank"]) == float(other["rank"]):
+    for both in combinations(row["images"], 2):
+        chosen, rejected = sorted(both, key=lambda image: float(image["rank"]))
+        if float(chosen["rank"]) == float(rejected["rank"]):
             continue
-        chosen, rejected = sorted((one, other), key=lambda image: float(image["rank"]))
-        yield {
-            "prompt": chosen["prompt"],
-            "image_0": _media_of(chosen, folder, "image_path"),
-            "image_1": _media_of(rejected, folder, "image_path"),
-            "preference": "A",
-            "source": "ImageRewardDB",
-            **_extras(
-                chosen,
-                "prompt_id",
-                "classification",
-                chosen_img="image_path",
-                rank_chosen="rank",
-                overall_rating_chosen="overall_rating",
-            ),
-            **_extras(
-                rejected,
-                rejected_img="image_path",
-                rank_rejected="rank",
-                overall_rating_rejected="overall_rating",
-            ),
+        kept = _kept(chosen, "prompt_id", "classification")
+        for name, image in (("chosen", chosen), ("rejected", rejected)):
+            columns = {f"{name}_img": "image_path", f"rank_{name}": "rank"}
+            kept |= _kept(image, **columns, **{f"overall_rating_{name}": "overall_rating"})
+        media = {
+            f"image_{index}": _media_of(image, folder, "image_path")
+            for index, image in enumerate((chosen, rejected))
         }
+        yield _pair("ImageRewardDB", chosen["prompt"], media, {"preference": "A"}, kept)
 
 
 def rapidata_t2v(row: Row, folder: Path) -> Iterable[Pair]:
@@ -90,12 +81,10 @@ def rapidata_t2v(row: Row, folder: Path) -> Iterable[Pair]:
     compares the sums over all judged criteria, and ``preference_vote`` the scores of that
     criterion alone. A criterion with only one score is not judged.
     """
+    columns = {name: [f"weighted_results{n}_{name}" for n in (1, 2)] for name in _CRITERIA}
     scores = {
-        criterion: (
-            _number_or_none(row, f"weighted_results1_{criterion}"),
-            _number_or_none(row, f"weighted_results2_{criterion}"),
-        )
-        for criterion in _CRITERIA
+        name: [None if is_empty(row.get(column)) else number_of(row, column) for column in both]
+        for name, both in columns.items()
     }
     judged = [(a, b) for a, b in scores.values() if a is not None and b is not None]
     labels = {
@@ -104,14 +93,9 @@ def rapidata_t2v(row: Row, folder: Path) -> Iterable[Pair]:
         "coherence": _compare(*scores["Coherence"]),
         "alignment": _compare(*scores["Alignment"]),
     }
-    yield {
-        "prompt": text_of(row, "prompt"),
-        "video_0": _media_of(row, folder, "file_name1"),
-        "video_1": _media_of(row, folder, "file_name2"),
-        **_judged(labels),
-        "source": "Rapidata",
-        **_extras(row, "model1", "model2", "file_name1", "file_name2"),
-    }
+    media = _media(row, folder, "video", "file_name1", "file_name2")
+    kept = _kept(row, "model1", "model2", "file_name1", "file_name2")
+    yield _pair("Rapidata", text_of(row, "prompt"), media, labels, kept)
 
 
 def rapidata_i2v(row: Row, folder: Path) -> Iterable[Pair]:
@@ -137,15 +121,14 @@ def _omnireward(row: Row, folder: Path, kind: str) -> Pair:
     Rows with the same two responses and other criteria may be judged the other way round, so
     ``criteria`` belongs into what the judge is told.
     """
-    return {
-        "prompt": text_of(row, "prompt"),
-        f"{kind}_0": _media_of(row, folder, "response1_path", "response1"),
-        f"{kind}_1": _media_of(row, folder, "response2_path", "response2"),
-        **_judged({"preference": _label_of(row, "criteria_preference", _RESPONSES)}),
-        "source": "OmniRewardBench",
-        **_extras(row, "id", "criteria", "criteria_preference", "model1", "model2"),
-        **_extras(row, "response1_path", "response2_path"),
+    media = {
+        f"{kind}_{index}": _media_of(row, folder, f"{response}_path", response)
+        for index, response in enumerate(("response1", "response2"))
     }
+    labels = {"preference": _label_of(row, "criteria_preference", _RESPONSES)}
+    kept = _kept(row, "id", "criteria", "criteria_preference", "model1", "model2")
+    kept |= _kept(row, "response1_path", "response2_path")
+    return _pair("OmniRewardBench", text_of(row, "prompt"), media, labels, kept)
 
 
 def genai_bench(row: Row, folder: Path) -> Iterable[Pair]:
@@ -160,10 +143,11 @@ def genai_bench(row: Row, folder: Path) -> Iterable[Pair]:
         yield _voted(row, folder, "image")
         return
     ratings = structure_of(row, "HumanRatings", dict) or {}
-    shown = [model for model in ratings if row.get(model) is not None]
-    media = {model: _media_of(row, folder, model) for model in shown}
-    means = {model: _mean(ratings[model], f"HumanRatings[{model}]") for model in shown}
-    yield from _rated(text_of(row, "Prompt"), "image", media, means, **_extras(row, id="Index"))
+    media = {
+        model: _media_of(row, folder, model) for model in ratings if row.get(model) is not None
+    }
+    means = {model: _mean(ratings[model], f"HumanRatings[{model}]") for model in media}
+    yield from _rated(text_of(row, "Prompt"), "image", media, means, _kept(row, id="Index"))
 
 
 def genai_bench_video(row: Row, folder: Path) -> Iterable[Pair]:
@@ -178,28 +162,21 @@ def genai_bench_video(row: Row, folder: Path) -> Iterable[Pair]:
     if row.get("id") is None:
         raise missing_column("id", row)
     ratings = structure_of(row, "models", dict) or {}
-    paths = {model: {"path": f"{model}/{row['id']}.mp4"} for model in ratings}
-    media = {model: _media_of(paths, folder, model) for model in ratings}
+    media = {model: _local(f"{model}/{row['id']}.mp4", folder, model) for model in ratings}
     means = {model: _mean(ratings[model], f"models[{model}]") for model in ratings}
-    yield from _rated(text_of(row, "prompt"), "video", media, means, id=row["id"])
+    yield from _rated(text_of(row, "prompt"), "video", media, means, {"id": row["id"]})
 
 
 def _voted(row: Row, folder: Path, kind: str) -> Pair:
     edited = "instruct_prompt" in row
-    sides = {
-        f"{kind}_{index}": _media_of(
-            row, folder, f"{side}_output_{kind}" if edited else f"{side}_{kind}"
-        )
-        for index, side in enumerate(("left", "right"))
-    }
-    return {
-        "prompt": text_of(row, "instruct_prompt" if edited else "prompt"),
-        **({"image": _media_of(row, folder, "source_image")} if edited else {}),
-        **sides,
-        **_judged({"preference": _label_of(row, "vote_type", _VOTES)}),
-        "source": "GenAI-Bench",
-        **_extras(row, "vote_type", model_0="left_model", model_1="right_model"),
-    }
+    shown = f"output_{kind}" if edited else kind
+    media = _media(row, folder, kind, f"left_{shown}", f"right_{shown}")
+    if edited:
+        media["image"] = _media_of(row, folder, "source_image")
+    labels = {"preference": _label_of(row, "vote_type", _VOTES)}
+    kept = _kept(row, "vote_type", model_0="left_model", model_1="right_model")
+    prompt = text_of(row, "instruct_prompt" if edited else "prompt")
+    return _pair("GenAI-Bench", prompt, media, labels, kept)
 
 
 def _rated(
@@ -207,19 +184,13 @@ def _rated(
     kind: str,
     media: Mapping[str, str | bytes],
     means: Mapping[str, float | None],
-    **more: object,
+    kept: Mapping[str, object],
 ) -> Iterable[Pair]:
     for one, other in combinations(media, 2):
-        yield {
-            "prompt": prompt,
-            f"{kind}_0": media[one],
-            f"{kind}_1": media[other],
-            **_judged({"preference": _compare(means[one], means[other])}),
-            "source": "GenAI-Bench",
-            "model_0": one,
-            "model_1": other,
-            **more,
-        }
+        shown = {f"{kind}_0": media[one], f"{kind}_1": media[other]}
+        labels = {"preference": _compare(means[one], means[other])}
+        models = {"model_0": one, "model_1": other}
+        yield _pair("GenAI-Bench", prompt, shown, labels, {**models, **kept})
 
 
 def videodpo(row: Row, folder: Path) -> Iterable[Pair]:
@@ -229,14 +200,10 @@ def videodpo(row: Row, folder: Path) -> Iterable[Pair]:
     """
     captions = row.get("frame_caption")
     first = captions[0] if isinstance(captions, list) and captions else captions
-    yield {
-        "prompt": text_of({**row, "frame_caption": first} if captions else row, "frame_caption"),
-        "video_0": _media_of({"video1": _numbered(row, "video1")}, folder, "video1"),
-        "video_1": _media_of({"video2": _numbered(row, "video2")}, folder, "video2"),
-        "preference": "A",
-        "source": "VideoDPO",
-        **_extras(row, "score"),
-    }
+    prompt = text_of({**row, "frame_caption": first} if captions else row, "frame_caption")
+    files = {name: _numbered(row, name) for name in ("video1", "video2")}
+    media = _media(files, folder, "video", "video1", "video2")
+    yield _pair("VideoDPO", prompt, media, {"preference": "A"}, _kept(row, "score"))
 
 
 def videogen_rewardbench(row: Row, folder: Path) -> Iterable[Pair]:
@@ -245,15 +212,11 @@ def videogen_rewardbench(row: Row, folder: Path) -> Iterable[Pair]:
     They stand for visual quality, motion quality and text alignment; ``same`` is a tie, and
     ``invalid`` or nothing no judgement.
     """
-    labels = {name: _label_of(row, name, _SIDES) for name in ("VQ", "MQ", "TA") if name in row}
-    yield {
-        "prompt": text_of(row, "prompt"),
-        "video_0": _media_of(row, folder, "path_A"),
-        "video_1": _media_of(row, folder, "path_B"),
-        **_judged({"preference": _label_of(row, "Overall", _SIDES), **labels}),
-        "source": "VideoGen-RewardBench",
-        **_extras(row, "Overall", "A_model", "B_model", "path_A", "path_B"),
-    }
+    columns = {"preference": "Overall", "VQ": "VQ", "MQ": "MQ", "TA": "TA"}
+    labels = {head: _label_of(row, column, _LETTERS) for head, column in columns.items()}
+    media = _media(row, folder, "video", "path_A", "path_B")
+    kept = _kept(row, "Overall", "A_model", "B_model", "path_A", "path_B")
+    yield _pair("VideoGen-RewardBench", text_of(row, "prompt"), media, labels, kept)
 
 
 def generic(row: Row, folder: Path) -> Iterable[Pair]:
@@ -272,8 +235,25 @@ def generic(row: Row, folder: Path) -> Iterable[Pair]:
     yield {**full, "prompt": text_of(row, "prompt"), **media}
 
 
-def _judged(labels: Mapping[str, str | None]) -> dict[str, str]:
-    return {name: label for name, label in labels.items() if label is not None}
+def _pair(
+    source: str,
+    prompt: str,
+    media: Mapping[str, str | bytes],
+    labels: Labels,
+    kept: Mapping[str, object],
+) -> Pair:
+    judged = {head: label for head, label in labels.items() if label is not None}
+    return {"prompt": prompt, **media, **judged, "source": source, **kept}
+
+
+def _kept(row: Row, *columns: str, **renamed: str) -> dict[str, Any]:
+    """Return ``columns`` of a row, and others by new names, as JSON types, without empty ones."""
+    wanted = {**{column: column for column in columns}, **renamed}
+    return {
+        name: plain(row[column])
+        for name, column in wanted.items()
+        if row.get(column) is not None and row[column] != ""
+    }
 
 
 def _mean(ratings: object, column: str) -> float | None:
@@ -294,6 +274,13 @@ def _numbered(row: Row, column: str) -> str | None:
         raise wrong_type(column, "the number of a video", row[column])
     half, lost = divmod(int(number), 2)
     return f"{'losevideos' if lost else 'winvideos'}/{half:06d}.mp4"
+
+
+def _media(row: Row, folder: Path, kind: str, first: str, second: str) -> dict[str, str | bytes]:
+    return {
+        f"{kind}_{index}": _media_of(row, folder, column)
+        for index, column in enumerate((first, second))
+    }
 
 
 def _media_of(row: Row, folder: Path, *columns: str) -> str | bytes:
@@ -345,7 +332,7 @@ def _label_of(row: Row, column: str, labels: Mapping[str, str | None]) -> str | 
         BadRow: The word is none of those in ``labels``.
     """
     value = row.get(column)
-    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
+    if is_empty(value):
         return None
     word = value.strip().lower() if isinstance(value, str) else None
     if word is None or word not in labels:
@@ -355,14 +342,6 @@ def _label_of(row: Row, column: str, labels: Mapping[str, str | None]) -> str | 
     return labels[word]
 
 
-def _number_or_none(row: Row, column: str) -> float | None:
-    """Return a number; none where the column is absent, empty or NaN, as tables write it."""
-    value = row.get(column)
-    if isinstance(value, float) and math.isnan(value):
-        return None
-    return number_of(row, column)
-
-
 def _compare(first: float | None, second: float | None) -> str | None:
     """Return the label of the higher score; none unless both are there."""
     if first is None or second is None:
@@ -370,19 +349,3 @@ def _compare(first: float | None, second: float | None) -> str | None:
     if abs(first - second) < _TIE:
         return "C"
     return "A" if first > second else "B"
-
-
-def _extras(row: Row, *columns: str, **renamed: str) -> dict[str, Any]:
-    """Return what a row tells besides, as JSON types.
-
-    Args:
-        row: The raw row.
-        columns: Columns to keep, where they hold something.
-        renamed: New names of further columns.
-    """
-    wanted = {**{column: column for column in columns}, **renamed}
-    return {
-        name: plain(row[column])
-        for name, column in wanted.items()
-        if row.get(column) is not None and row[column] != ""
-    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -15,8 +15,9 @@ import numpy as np
 from lrlhf.datamodules.loading.path_safety import local_path
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.datamodules.rows.columns import is_empty
 from lrlhf.datamodules.rows.tokenizing import Text, Tokens
-from lrlhf.media import MediaError, MediaOptions, MediaProcessor, MediaRefs, media_name
+from lrlhf.media import MediaError, MediaOptions, MediaProcessor, MediaRefs
 from lrlhf.types import Media, Message
 
 KINDS = ("image", "video")
@@ -25,17 +26,26 @@ _ALL_ROWS = 2_000
 _THREADS = 8
 
 
-class Readable(Protocol):
-    """A row that may have media."""
+class TokenizedText(Protocol):
+    """A text that may show something."""
 
     @property
-    def all_unread(self) -> tuple[Unread, ...]:
-        """Its media, text by text."""
+    def input_ids(self) -> Tokens:
+        """Its tokens."""
         ...
 
     @property
-    def plain_ids(self) -> tuple[Tokens, ...]:
-        """Tokens of its texts that show nothing."""
+    def unread(self) -> Unread | None:
+        """Its media, if there are any."""
+        ...
+
+
+class Readable(Protocol):
+    """A row whose texts may show something."""
+
+    @property
+    def texts(self) -> Sequence[TokenizedText]:
+        """Its texts."""
         ...
 
     def with_media(self, reader: MediaReader) -> Self:
@@ -66,37 +76,40 @@ class Unread:
 
 
 @dataclass(frozen=True)
-class MediaPlaces:
-    """Finds the media of a row.
+class MediaReader:
+    """Finds the media of rows, and reads them when the row comes into a batch.
 
     Args:
         processor: Of the model; None: it reads text only, and media columns are columns like any.
-        root: Folder of relative paths; None: that of the data file.
+        options: How media are read.
+        max_tokens: Longest row that can be used, and the setting that says so.
     """
 
     processor: MediaProcessor | None = None
-    root: str | None = None
+    options: MediaOptions = MediaOptions()  # noqa: RUF009  frozen
+    max_tokens: tuple[int | None, str] = (None, "max_tokens")
 
     def of_columns(self, row: Row, folder: Path | None, suffix: str = "") -> MediaRefs:
-        """Read the media columns of a row.
+        """Return what the media columns of a row name.
+
+        Args:
+            row: The row.
+            folder: What its relative paths start from, unless the options name a root.
+            suffix: See `media_columns`.
 
         Raises:
             BadRow: A file lies where rows may not name one.
         """
         if self.processor is None:
             return MediaRefs()
-        found: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-        for kind in KINDS:
-            several = row.get(f"{kind}s{suffix}")
-            one = row.get(f"{kind}{suffix}")
-            if kind == "image" and isinstance(one, list | tuple):
-                found[kind] += one
-            elif not _is_nothing(one):
-                found[kind].append(one)
-            if isinstance(several, list | tuple):
-                found[kind] += several
-            elif not _is_nothing(several):
-                found[kind].append(several)
+        found = {
+            kind: [
+                # a list of images in ``video`` is one video
+                *_listed(row.get(f"{kind}{suffix}"), several=kind == "image"),
+                *_listed(row.get(f"{kind}s{suffix}"), several=True),
+            ]
+            for kind in KINDS
+        }
         return self._refs(found, folder)
 
     def of_messages(
@@ -112,7 +125,8 @@ class MediaPlaces:
             BadRow: Parts and columns do not fit together, a text model is shown something, or a
                 file lies where rows may not name one.
         """
-        if not columns and not any(_media_parts(message) for message in messages):
+        placed = [kind for message in messages for kind in _kinds(message) if kind]
+        if not columns and not placed:
             return tuple(messages), MediaRefs()
         if self.processor is None:
             raise BadRow(
@@ -120,7 +134,7 @@ class MediaPlaces:
                 "the messages show an image or video, and the model has no processor for them",
                 remedy="train a vision-language model, or leave these rows out",
             )
-        if columns and not any(_media_parts(message) for message in messages):
+        if not placed:
             messages = _put_in(messages, columns)
         waiting = {"image": list(columns.images), "video": list(columns.videos)}
         found: dict[str, list[Any]] = {kind: [] for kind in KINDS}
@@ -133,6 +147,89 @@ class MediaPlaces:
                 "the messages",
             )
         return bare, self._refs(found, folder)
+
+    def read(self, unread: Unread, short_ids: Tokens) -> tuple[Tokens, Media]:
+        """Read the media of a text and encode it.
+
+        Args:
+            unread: The text.
+            short_ids: Its tokens, with one placeholder per image or video.
+
+        Raises:
+            BadRow: Something is missing, broken, or does not fit.
+        """
+        assert self.processor is not None  # else there are no refs
+        try:
+            encoded = self.processor.read(
+                unread.text.text,
+                unread.refs,
+                self.options,
+                complete=unread.text.complete,
+                prompt_ids=short_ids.tolist(),
+            )
+        except MediaError as error:
+            raise _bad_row(error) from error
+        limit, setting = self.max_tokens
+        if limit is not None and len(encoded.input_ids) > limit:
+            raise BadRow(
+                "too long",
+                f"{', '.join(unread.refs.names)}: {len(encoded.input_ids)} tokens with the text, "
+                f"{setting}={limit}",
+                remedy=f"raise {setting}, or lower media.max_pixels or media.max_frames",
+            )
+        return np.asarray(encoded.input_ids, dtype=np.int32), encoded.media
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Token ids that stand for media in the model's input."""
+        return () if self.processor is None else tuple(self.processor.placeholders.values())
+
+    def __call__(self, row: ReadableT) -> ReadableT:
+        """Return the row with its media read, or raise `BadRow`."""
+        return row if self.processor is None else row.with_media(self)
+
+    def check(self, rows: Sequence[ReadableT | BadRow]) -> list[ReadableT | BadRow]:
+        """Put a `BadRow` in the place of every row whose media are known to be unusable."""
+        if self.processor is None:
+            return list(rows)
+        good = [row for row in rows if not isinstance(row, BadRow)]
+        showing = sum(any(text.unread for text in row.texts) for row in good)
+        check = self.options.check
+        whole = check == "all" or (check == "auto" and showing <= _ALL_ROWS)
+
+        def looked_at(row: ReadableT | BadRow) -> ReadableT | BadRow:
+            try:
+                if not isinstance(row, BadRow):
+                    self._look_at(row, whole=whole)
+            except MediaError as error:
+                return _bad_row(error)
+            except BadRow as problem:
+                return problem
+            return row
+
+        if not showing:
+            return [looked_at(row) for row in rows]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return list(pool.map(looked_at, rows))
+
+    def _look_at(self, row: Readable, *, whole: bool) -> None:
+        for text in row.texts:
+            if text.unread is None and np.isin(text.input_ids, self.placeholders).any():
+                # the forward pass of a batch in which another row shows something would fail at it
+                raise BadRow(
+                    "placeholder count",
+                    "the text has the model's mark of an image or video, and shows none",
+                    remedy="leave the mark out of the text",
+                )
+        if whole:
+            row.with_media(self)
+        elif self.processor is not None:
+            for unread in (text.unread for text in row.texts if text.unread is not None):
+                self.processor.check(unread.text.text, unread.refs)
+
+    def limited(self, max_tokens: int, setting: str) -> MediaReader:
+        """Return a reader with another limit of tokens."""
+        return replace(self, max_tokens=(max_tokens, setting))
 
     def _refs(self, found: Mapping[str, Sequence[Any]], folder: Path | None) -> MediaRefs:
         images, videos = ([self._anchored(one, folder) for one in found[kind]] for kind in KINDS)
@@ -152,143 +249,30 @@ class MediaPlaces:
         if "://" in value and not value.startswith("file:"):
             return value
         # absolute: parts are anchored again when columns fill them
-        return local_path(value, folder, root=None if self.root is None else Path(self.root))
+        root = None if self.options.root is None else Path(self.options.root)
+        return local_path(value, folder, root=root)
 
 
-@dataclass(frozen=True)
-class MediaReader:
-    """Reads the media of rows: in the loader's workers, when the row comes into a batch.
-
-    Args:
-        processor: Of the model.
-        options: How.
-        max_tokens: Longest row that can be used, and the setting that says so.
-    """
-
-    processor: MediaProcessor
-    options: MediaOptions
-    max_tokens: tuple[int | None, str]
-
-    def __call__(self, unread: Unread, short_ids: Tokens) -> tuple[Tokens, Media]:
-        """Read a row's media and encode its text.
-
-        Args:
-            unread: The row.
-            short_ids: Its text's tokens, with one placeholder per image or video.
-
-        Raises:
-            BadRow: Something is missing, broken, or does not fit.
-        """
-        try:
-            encoded = self.processor.read(
-                unread.text.text,
-                unread.refs,
-                self.options,
-                complete=unread.text.complete,
-                prompt_ids=short_ids.tolist(),
-            )
-        except MediaError as error:
-            raise as_bad_row(error) from error
-        limit, setting = self.max_tokens
-        if limit is not None and len(encoded.input_ids) > limit:
-            raise BadRow(
-                "too long",
-                f"{', '.join(unread.refs.names)}: {len(encoded.input_ids)} tokens with the text, "
-                f"{setting}={limit}",
-                remedy=f"raise {setting}, or lower media.max_pixels or media.max_frames",
-            )
-        return np.asarray(encoded.input_ids, dtype=np.int32), encoded.media
-
-    def check(self, rows: Sequence[ReadableT | BadRow]) -> list[ReadableT | BadRow]:
-        """Put a `BadRow` in the place of every row whose media are known to be unusable."""
-        with_media = sum(1 for row in rows if not isinstance(row, BadRow) and row.all_unread)
-        whole = self.options.check == "all" or (
-            self.options.check == "auto" and with_media <= _ALL_ROWS
-        )
-
-        marks = list(self.processor.placeholders.values())
-
-        def look(row: ReadableT | BadRow) -> ReadableT | BadRow:
-            if isinstance(row, BadRow):
-                return row
-            if any(np.isin(ids, marks).any() for ids in row.plain_ids):
-                # the forward pass of a batch in which another row shows something would fail at it
-                return BadRow(
-                    "placeholder count",
-                    "the text has the model's mark of an image or video, and shows none",
-                    remedy="leave the mark out of the text",
-                )
-            try:
-                if whole:
-                    row.with_media(self)
-                    return row
-                for unread in row.all_unread:
-                    self.processor.check(unread.text.text, unread.refs)
-            except MediaError as error:
-                return as_bad_row(error)
-            except BadRow as problem:
-                return problem
-            return row
-
-        if not with_media:
-            return [look(row) for row in rows]
-        with ThreadPoolExecutor(_THREADS) as pool:
-            return list(pool.map(look, rows))
-
-
-@dataclass(frozen=True)
-class RowReading:
-    """What a data module does about images and videos.
-
-    Args:
-        places: Finds them in the rows.
-        reader: Reads them; None: the model reads text only.
-    """
-
-    places: MediaPlaces = field(default_factory=MediaPlaces)
-    reader: MediaReader | None = None
-
-    @classmethod
-    def by(
-        cls,
-        processor: MediaProcessor | None,
-        options: MediaOptions,
-        max_tokens: int | None,
-        setting: str,
-    ) -> RowReading:
-        """Read with a model's processor; ``setting`` names the limit of a row's tokens."""
-        if processor is None:
-            return cls()
-        places = MediaPlaces(processor, options.root)
-        return cls(places, MediaReader(processor, options, (max_tokens, setting)))
-
-    def check(self, rows: Sequence[ReadableT | BadRow]) -> list[ReadableT | BadRow]:
-        """See `MediaReader.check`."""
-        return list(rows) if self.reader is None else self.reader.check(rows)
-
-    def __call__(self, row: ReadableT) -> ReadableT:
-        """Return the row with its media read, or raise `BadRow`."""
-        return row if self.reader is None else row.with_media(self.reader)
-
-
-def as_bad_row(error: MediaError) -> BadRow:
-    """Count unusable media among the bad rows."""
+def _bad_row(error: MediaError) -> BadRow:
     return BadRow(error.reason, error.detail, remedy=error.remedy)
 
 
-def _is_nothing(value: Any) -> bool:
-    """Whether a table's cell is empty; an array has no truth of its own."""
-    return value is None or (isinstance(value, str) and not value)
+def _listed(value: Any, *, several: bool) -> list[Any]:
+    """Return what a cell holds: nothing, one value, or ``several`` in a list."""
+    if several and isinstance(value, list | tuple):
+        return list(value)
+    return [] if is_empty(value) else [value]
 
 
-def _media_parts(message: Message) -> list[Mapping[str, Any]]:
+def _kinds(message: Message) -> list[str | None]:
+    """Return what each part of a message shows; None: it is no image and no video."""
     content = message.get("content")
     parts = content if isinstance(content, list | tuple) else ()
-    return [part for part in parts if isinstance(part, Mapping) and _kind_of(part) is not None]
+    return [_kind_of(part) for part in parts]
 
 
-def _kind_of(part: Mapping[str, Any]) -> str | None:
-    kind = str(part.get("type", "")).removesuffix("_url")
+def _kind_of(part: Any) -> str | None:
+    kind = str(part.get("type", "")).removesuffix("_url") if isinstance(part, Mapping) else ""
     if kind in ("audio", "input_audio"):
         raise BadRow("audio", "a message has a part of type 'audio', which is not supported yet")
     return kind if kind in KINDS else None
@@ -309,12 +293,11 @@ def _without_data(
     message: Message, waiting: Mapping[str, list[Any]], found: Mapping[str, list[Any]]
 ) -> Message:
     """Leave ``{"type": kind}`` of each media part, and collect what it shows."""
-    content = message.get("content")
-    if not isinstance(content, list | tuple):
+    kinds = _kinds(message)
+    if not any(kinds):
         return message
     parts: list[Any] = []
-    for part in content:
-        kind = _kind_of(part) if isinstance(part, Mapping) else None
+    for part, kind in zip(message["content"], kinds, strict=True):
         if kind is None:
             parts.append(part)
             continue
@@ -356,18 +339,16 @@ def text_parts(text: str, refs: MediaRefs) -> list[Mapping[str, Any]]:
     Raises:
         BadRow: It has some, but not as many as there are images and videos.
     """
-    counts = {"image": len(refs.images), "video": len(refs.videos)}
-    marked = {kind: text.count(f"<{kind}>") for kind in KINDS}
-    if not any(marked.values()):
+    pieces = re.split(r"<(image|video)>", text)
+    images, videos = (pieces[1::2].count(kind) for kind in KINDS)
+    if not images and not videos:
         return [*bare_parts(refs), {"type": "text", "text": text}]
-    if marked != counts:
+    if (images, videos) != (len(refs.images), len(refs.videos)):
         raise BadRow(
             "placeholder count",
-            f"the text has {marked['image']} <image> and {marked['video']} <video>, the row "
-            f"{counts['image']} image(s) and {counts['video']} video(s): "
-            f"{', '.join(media_name(value) for value in (*refs.images, *refs.videos))}",
+            f"the text has {images} <image> and {videos} <video>, the row {len(refs.images)} "
+            f"image(s) and {len(refs.videos)} video(s): {', '.join(refs.names)}",
         )
-    pieces = re.split(r"<(image|video)>", text)
     parts: list[Mapping[str, Any]] = []
     for piece, kind in zip_longest(pieces[::2], pieces[1::2]):
         if piece:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column, nearest
-from lrlhf.datamodules.rows.parsed_rows import number_of, structure_of, wrong_type
+from lrlhf.datamodules.rows.columns import number_of, structure_of, wrong_type
 
 LABELS = {"a": 1.0, "b": -1.0, "c": 0.0, "equal": 0.0, "tie": 0.0, "same": 0.0}
 """Label texts in lower case; A: candidate 0 is better, B: candidate 1, the others: a tie."""

@@ -10,6 +10,7 @@ from typing import Any
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column
 from lrlhf.datamodules.rows.chat import ChatFormat, read_messages
+from lrlhf.datamodules.rows.columns import plain, text_of, wrong_type
 from lrlhf.datamodules.rows.implicit_prompts import (
     is_transcript,
     repeat_prompt,
@@ -19,8 +20,7 @@ from lrlhf.datamodules.rows.implicit_prompts import (
     transcript_messages,
     without_prompt,
 )
-from lrlhf.datamodules.rows.media_rows import MediaPlaces, bare_parts, media_columns
-from lrlhf.datamodules.rows.parsed_rows import plain, text_of, wrong_type
+from lrlhf.datamodules.rows.media_rows import MediaReader, bare_parts, media_columns
 from lrlhf.datamodules.rows.preference_labels import LabelReader, MarginReader
 from lrlhf.datamodules.rows.prompt_rows import PromptTemplate
 from lrlhf.datamodules.rows.tokenizing import Text
@@ -93,7 +93,7 @@ class PreferenceParser:
     margins: MarginReader = field(default_factory=MarginReader)
     as_chat: bool = False
     hh_as_chat: bool = False
-    media: MediaPlaces = field(default_factory=MediaPlaces)
+    media: MediaReader = MediaReader()  # noqa: RUF009  frozen
     instruction: PromptTemplate | None = None
 
     def __call__(self, row: Row, folder: Path | None = None) -> PairDraft:

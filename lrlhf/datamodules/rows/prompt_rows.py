@@ -15,6 +15,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column
 from lrlhf.datamodules.rows.chat import ChatFormat, read_messages
+from lrlhf.datamodules.rows.columns import text_of, whole_text, wrong_type
 from lrlhf.datamodules.rows.implicit_prompts import (
     ASSISTANT,
     is_transcript,
@@ -22,8 +23,7 @@ from lrlhf.datamodules.rows.implicit_prompts import (
     split_texts,
     transcript_messages,
 )
-from lrlhf.datamodules.rows.media_rows import MediaPlaces, media_columns
-from lrlhf.datamodules.rows.parsed_rows import text_of, whole_text, wrong_type
+from lrlhf.datamodules.rows.media_rows import MediaReader, media_columns
 from lrlhf.datamodules.rows.tokenizing import Text
 from lrlhf.media import MediaRefs
 from lrlhf.types import Message, Prompt
@@ -142,7 +142,7 @@ class PromptParser:
     system_prompt: str | None = None
     patterns: Sequence[ColumnPattern] = field(default_factory=tuple)
     hh_as_chat: bool = False
-    media: MediaPlaces = field(default_factory=MediaPlaces)
+    media: MediaReader = MediaReader()  # noqa: RUF009  frozen
 
     def __call__(self, row: Row, folder: Path | None = None) -> PromptDraft:
         """Parse one row, or raise `BadRow`; relative paths start from ``folder``."""

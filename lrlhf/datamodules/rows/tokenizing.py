@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -21,26 +20,6 @@ class Text(NamedTuple):
     text: str
     complete: bool
     """Rendered by a chat template, so that its special tokens are in the text already."""
-
-
-class Affixes(NamedTuple):
-    """How many special tokens a tokenizer puts around every text."""
-
-    before: int
-    after: int
-
-
-def special_affixes(tokenizer: PreTrainedTokenizerBase) -> Affixes:
-    """Count what the tokenizer itself puts before and after a text, such as one BOS before."""
-    bare = _encode(tokenizer, ["a"], add_special_tokens=False)[0].tolist()
-    full = _encode(tokenizer, ["a"], add_special_tokens=True)[0].tolist()
-    for start in range(len(full) - len(bare) + 1):
-        if full[start : start + len(bare)] == bare:
-            return Affixes(start, len(full) - start - len(bare))
-    raise ValueError(
-        f"the tokenizer {tokenizer.name_or_path!r} tokenises the same text differently with and "
-        "without special tokens; use another tokenizer"
-    )
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> list[Tokens]:
@@ -66,11 +45,26 @@ def tokenize_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) 
     T5 and BERT tokenizers end every text with a special token, which would tell a policy that
     there is nothing left to say.
     """
-    after = special_affixes(tokenizer).after
+    after = _specials_after(tokenizer)
     return [
         ids if text.complete or after == 0 else ids[:-after]
         for text, ids in zip(texts, tokenize(tokenizer, texts), strict=True)
     ]
+
+
+def _specials_after(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Count the special tokens that the tokenizer itself puts after a text."""
+    bare, full = (
+        _encode(tokenizer, ["a"], add_special_tokens=special)[0].tolist()
+        for special in (False, True)
+    )
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return len(full) - start - len(bare)
+    raise ValueError(
+        f"the tokenizer {tokenizer.name_or_path!r} tokenises the same text differently with and "
+        "without special tokens; use another tokenizer"
+    )
 
 
 def common_prefix(first: Tokens, second: Tokens) -> int:
@@ -84,13 +78,10 @@ def _encode(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool
 ) -> list[Tokens]:
     encoded: list[Tokens] = []
-    remaining = iter(texts)
-    while chunk := list(islice(remaining, _CHUNK)):
+    for start in range(0, len(texts), _CHUNK):
         ids = tokenizer(
-            chunk,
+            list(texts[start : start + _CHUNK]),
             add_special_tokens=add_special_tokens,
-            padding=False,
-            truncation=False,
             return_attention_mask=False,
             verbose=False,
         )["input_ids"]

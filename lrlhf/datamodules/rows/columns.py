@@ -1,73 +1,23 @@
-"""From sources to parsed rows, and the checks that every kind of row needs."""
+"""Reading one column of a row: text, a number, a list or a mapping, or a `BadRow` that names it."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
-from lrlhf.datamodules.loading.sources import Component, Row
-from lrlhf.datamodules.rows.bad_rows import BadRow, BadRows, missing_column
+from lrlhf.datamodules.loading.sources import Row
+from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column
 
 T = TypeVar("T")
-U = TypeVar("U")
 
 
-class Placed(NamedTuple, Generic[T]):
-    """Something made of one row, and where the row stands."""
-
-    component: int
-    """Index of the entry of the mixture."""
-    place: str
-    """Source and row number, such as ``train.jsonl:17``."""
-    value: T
-
-
-def read_rows(
-    components: Sequence[Component],
-    parse: Callable[[Row, Path | None], T],
-    bad_rows: BadRows,
-) -> list[Placed[T]]:
-    """Parse every row of every source; those that ``parse`` refuses are counted.
-
-    Args:
-        components: The entries of ``train`` or ``val``. Where there are several, rows without a
-            column ``source`` get one, so that results can be told apart.
-        parse: Gets a row and the folder that its relative paths start from; raises `BadRow` on one
-            that cannot be used.
-        bad_rows: Gets the refused rows and the total.
-    """
-    parsed: list[Placed[T]] = []
-    for index, component in enumerate(components):
-        added = {"source": component.name} if len(components) > 1 else {}
-        for source in component.sources:
-            for number, row in enumerate(source.rows(), start=1):
-                place = f"{source.name}:{number}"
-                bad_rows.total += 1
-                try:
-                    if isinstance(row, BadRow):
-                        raise row
-                    value = parse({**added, **row, **component.columns}, source.folder)
-                except BadRow as problem:
-                    bad_rows.add(place, problem)
-                else:
-                    parsed.append(Placed(index, place, value))
-    return parsed
-
-
-def keep_good(
-    rows: Sequence[Placed[T]], results: Sequence[U | BadRow], bad_rows: BadRows
-) -> list[Placed[U]]:
-    """Replace each row's value by its result, and count the results that are bad rows."""
-    kept: list[Placed[U]] = []
-    for row, result in zip(rows, results, strict=True):
-        if isinstance(result, BadRow):
-            bad_rows.add(row.place, result)
-        else:
-            kept.append(Placed(row.component, row.place, result))
-    return kept
+def is_empty(value: object) -> bool:
+    """Whether a table's cell holds nothing: None, empty text or NaN."""
+    if isinstance(value, str | float):  # an array has no truth of its own
+        return value == "" or value != value
+    return value is None
 
 
 def text_of(row: Row, column: str, *, setting: str = "", allow_empty: bool = False) -> str:
@@ -116,7 +66,7 @@ def number_of(row: Row, column: str) -> float | None:
     return float(value)
 
 
-def structure_of(row: Row, column: str, wanted: type[U]) -> U | None:
+def structure_of(row: Row, column: str, wanted: type[T]) -> T | None:
     """Return a column that is a list or a mapping, also one written as JSON; None if absent."""
     value = row.get(column)
     if value is None or value == "":

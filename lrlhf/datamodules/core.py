@@ -1,0 +1,291 @@
+"""The core of every data module: from sources to batches, the same ones after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import lightning as L
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.datamodules.loading.attached import data_ranks
+from lrlhf.datamodules.loading.fetching import Fetching
+from lrlhf.datamodules.loading.loader import Companion, EvalLoader, Tolerated, TrainLoader
+from lrlhf.datamodules.loading.order import BalancedOrder, GivenOrder, Order
+from lrlhf.datamodules.loading.sources import Entries, Row, components_of
+from lrlhf.datamodules.loading.splits import Located, Split, Splits, ValidationData
+from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows
+
+DraftT = TypeVar("DraftT")
+RowT = TypeVar("RowT")
+BatchT = TypeVar("BatchT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """How batches are made, as the user set it.
+
+    Args:
+        batch_size: Rows per train batch and rank.
+        val_batch_size: Rows per validation batch and rank; None: as in training.
+        seed: Of the order of the train rows.
+        shuffle: Shuffle the train rows in every epoch; else they keep the order of the data.
+        num_workers: Processes that collate.
+        pin_memory: None: where there is a GPU.
+        max_bad_fraction: Largest share of bad rows to go on with.
+        accept_changed_data: Resume although the train rows are not those of the checkpoint.
+    """
+
+    batch_size: int = 8
+    val_batch_size: int | None = None
+    seed: int = 0
+    shuffle: bool = True
+    num_workers: int = 0
+    pin_memory: bool | None = None
+    max_bad_fraction: float = 0.01
+    accept_changed_data: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "val_batch_size"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name}={size}: give at least 1")
+        for name in ("num_workers", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: give 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowKind(Generic[DraftT, RowT, BatchT]):
+    """What the core does not know itself of rows of one kind.
+
+    Args:
+        parse: Reads one row, given the folder that its relative paths start from, or raises
+            `BadRow`.
+        collate: Makes a batch of rows; must be picklable to reach worker processes.
+        finish: Makes rows of what was parsed, many at a time, such as by tokenising; a `BadRow`
+            stands for one that cannot be used. None: what was parsed are the rows.
+        keys: What a row must not share with a row of the other split, such as its prompt.
+        check: Refuses rows that are good one by one and make no sense together, or leaves some
+            out; gets the split and what messages call it.
+        read: Reads what a row only names, such as images, when it comes into a batch, or raises
+            `BadRow`.
+        cost: Tokens of a row, by which each train batch is shared out to the ranks; None for a
+            row: not known, the order alone decides.
+        companion: Makes what adds something to each train batch, see `Companion`.
+        tokenizer: That rows are tokenised with.
+        made_with: The rows are loaded again in a `setup` where these differ.
+        dated: Today's date is in the tokens, so that they may differ from the checkpoint's.
+    """
+
+    parse: Callable[[Row, Path | None], DraftT]
+    collate: Callable[[Sequence[RowT]], BatchT]
+    finish: Callable[[Sequence[DraftT]], Sequence[RowT | BadRow]] | None = None
+    keys: Callable[[RowT], Iterable[str]] = lambda _: ()
+    check: Callable[[Split[RowT], str], Split[RowT]] = lambda split, _: split
+    read: Callable[[RowT], RowT] | None = None
+    cost: Callable[[RowT], int | None] | None = None
+    companion: Callable[[], Companion[BatchT]] | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    made_with: tuple[object, ...] = ()
+    dated: bool = False
+
+    def load(self, entries: Entries, what: str, max_bad_fraction: float) -> Split[RowT]:
+        """Load every row of every source; bad rows are counted and logged.
+
+        Args:
+            entries: What the user gave.
+            what: What messages call it, such as ``train``.
+            max_bad_fraction: Largest share of bad rows to go on with.
+
+        Raises:
+            BadDataError: Too many rows are bad.
+        """
+        components = components_of(entries)
+        bad_rows = BadRows(what)
+        drafts: list[Located[DraftT]] = []
+        for index, component in enumerate(components):
+            # where there are several sources, results can be told apart by the column
+            added = {"source": component.name} if len(components) > 1 else {}
+            for source in component.sources:
+                for number, row in enumerate(source.rows(), start=1):
+                    place = f"{source.name}:{number}"
+                    bad_rows.total += 1
+                    try:
+                        if isinstance(row, BadRow):
+                            raise row
+                        draft = self.parse({**added, **row, **component.columns}, source.folder)
+                    except BadRow as problem:
+                        bad_rows.add(place, problem)
+                    else:
+                        drafts.append(Located(index, place, draft))
+        values: Sequence[Any] = [draft.value for draft in drafts]
+        rows: list[Located[RowT]] = []
+        finished = values if self.finish is None else self.finish(values)
+        for parsed, value in zip(drafts, finished, strict=True):
+            if isinstance(value, BadRow):
+                bad_rows.add(parsed.place, value)
+            else:
+                rows.append(Located(parsed.component, parsed.place, value))
+        if bad_rows.total == 0:
+            names = ", ".join(component.name for component in components)
+            raise BadDataError(f"the {what} data is empty: no rows in {names}")
+        bad_rows.check(max_bad_fraction)
+        return self.check(Split(components, rows), what)
+
+
+class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
+    """Loads rows of one kind: splits, shuffling, shares of the ranks, resuming, bad rows.
+
+    `PromptDataModule`, `PreferenceDataModule` and `ReplayDataModule` are this with their kinds of
+    rows, and so is yours for another kind.
+
+    Args:
+        kind: Called in every `setup` with the trainer (None outside of one): how rows are read.
+        train: One source or a list of them; `Weighted` entries give each a share of an epoch.
+        validation: Where the validation rows come from.
+        options: How batches are made.
+        besides: Further sources to prepare.
+    """
+
+    def __init__(
+        self,
+        kind: Callable[[L.Trainer | None], RowKind[Any, RowT, BatchT]],
+        train: Entries,
+        *,
+        validation: ValidationData[RowT] | None = None,
+        options: LoaderOptions | None = None,
+        besides: Entries | None = None,
+    ) -> None:
+        super().__init__()
+        self._make_kind = kind
+        self._train = train
+        self._besides = besides
+        self._validation = validation or ValidationData()
+        self._options = options or LoaderOptions()
+        if not self._validation.any:
+            # to Lightning a hook that is not overridden means that there is nothing to validate on,
+            # while it warns of an empty loader
+            for hook in ("val_dataloader", "test_dataloader", "predict_dataloader"):
+                setattr(self, hook, getattr(super(), hook))
+        self._stage = ""
+        self._kind: RowKind[Any, RowT, BatchT] | None = None
+        self._splits: Splits[RowT] | None = None
+        self._fetching: Fetching[RowT, BatchT] | None = None
+        self._companion: Companion[BatchT] | None = None
+        self._loader: TrainLoader[RowT, BatchT] | None = None
+
+    def prepare_data(self) -> None:
+        for entries in (self._train, self._validation.val, self._besides):
+            for component in components_of(entries) if entries is not None else ():
+                for source in component.sources:
+                    source.prepare()
+
+    def setup(self, stage: str) -> None:
+        kind = self._make_kind(self.trainer)
+        if self._splits is None or self._kind is None or kind.made_with != self._kind.made_with:
+            self._splits = self._load(kind)
+        pin = self._options.pin_memory
+        pin = torch.cuda.is_available() if pin is None else pin
+        self._fetching = Fetching(kind.collate, self._options.num_workers, pin, kind.read)
+        self._kind, self._stage, self._loader = kind, stage, None
+        self._companion = kind.companion() if kind.companion and stage == "fit" else None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer that made the ids; known after `setup`."""
+        if self._kind is None or self._kind.tokenizer is None:
+            raise RuntimeError("call setup() first: the tokenizer is not known before")
+        return self._kind.tokenizer
+
+    def train_dataloader(self) -> TrainLoader[RowT, BatchT] | EvalLoader[RowT, BatchT]:
+        """Return the shuffled loader, always the same one, so that its position is kept.
+
+        Under ``overfit_batches`` it is a loader of the same few batches in every pass.
+        """
+        kind, splits, fetching = self._ready
+        trainer, ranks = self.trainer, data_ranks(self.trainer)
+        if trainer is not None and trainer.overfit_batches:  # type: ignore[attr-defined]
+            return EvalLoader(
+                splits.train.values,
+                self._options.batch_size,
+                fetching=fetching,
+                ranks=ranks,
+                companion=self._companion,
+            )
+        if self._loader is None:
+            tolerated: Tolerated = "tokens" if kind.dated else "nothing"
+            self._loader = TrainLoader(
+                splits.train.values,
+                self._order(kind, splits.train, ranks.world),
+                self._options.batch_size,
+                fetching=fetching,
+                ranks=ranks,
+                pass_limit=trainer.limit_train_batches if trainer is not None else 1.0,
+                companion=self._companion,
+                accept_changed="all" if self._options.accept_changed_data else tolerated,
+            )
+        return self._loader
+
+    def val_dataloader(self) -> EvalLoader[RowT, BatchT] | list[Any]:
+        """Return a loader of every validation row; an empty list where there is none."""
+        _, splits, fetching = self._ready
+        if splits.validation is None:
+            return []
+        return EvalLoader(
+            splits.validation.values,
+            self._options.val_batch_size or self._options.batch_size,
+            fetching=replace(fetching, drop=True),
+            ranks=data_ranks(self.trainer),
+        )
+
+    def test_dataloader(self) -> EvalLoader[RowT, BatchT] | list[Any]:
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> EvalLoader[RowT, BatchT] | list[Any]:
+        return self.val_dataloader()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the train data; empty before it is known.
+
+        Lightning also saves the loader's own state, but forgets to restore it when something asks
+        for ``trainer.estimated_stepping_batches`` before.
+        """
+        return dict(self._loader.state_dict()) if self._loader is not None else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on in the train data where ``state_dict`` was taken."""
+        if self._splits is None or self._stage != "fit":
+            return
+        loader = self.train_dataloader()
+        if state_dict and isinstance(loader, TrainLoader):
+            loader.load_state_dict(state_dict)
+
+    @property
+    def _ready(
+        self,
+    ) -> tuple[RowKind[Any, RowT, BatchT], Splits[RowT], Fetching[RowT, BatchT]]:
+        if self._kind is None or self._splits is None or self._fetching is None:
+            raise RuntimeError("call setup() before asking for a loader")
+        return self._kind, self._splits, self._fetching
+
+    def _load(self, kind: RowKind[Any, RowT, BatchT]) -> Splits[RowT]:
+        def load(entries: Entries, what: str) -> Split[RowT]:
+            return kind.load(entries, what, self._options.max_bad_fraction)
+
+        return self._validation.load(load(self._train, "train"), load, kind.keys)
+
+    def _order(self, kind: RowKind[Any, RowT, BatchT], train: Split[RowT], world: int) -> Order:
+        options, rows = self._options, len(train.rows)
+        if not options.shuffle:
+            return GivenOrder(rows, rows - rows % (options.batch_size * world), options.seed)
+        order = train.order(options.seed)
+        if kind.cost is None or world == 1:
+            return order
+        costs = [cost for cost in map(kind.cost, train.values) if cost is not None]
+        if len(costs) < rows:
+            return order
+        return BalancedOrder(order, costs, options.batch_size, world)
