@@ -3,11 +3,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules import BadDataError, PreferenceDataModule, PromptDataModule
 from lrlhf.datamodules.rows.bad_rows import BadRow, BadRows
-from tests.datamodules.conftest import WriteRows
+from tests.datamodules.conftest import TOKENIZER, Rows, WriteRows
 
 GOOD_PROMPT = {"prompt": "fine", "answer": "#### 1", "tools": None}
 GOOD_PAIR = {"prompt": "Q", "chosen": " x", "rejected": " y"}
@@ -72,12 +71,7 @@ PROMPTS: list[tuple[str, Any, str, str, dict[str, Any]]] = [
 ]
 
 PAIRS: list[tuple[str, Any, str, str]] = [
-    (
-        "no prompt column name",
-        {"prompt": 3, "chosen": "a", "rejected": "b"},
-        "wrong type",
-        "prompt",
-    ),
+    ("prompt is a number", {**GOOD_PAIR, "prompt": 3}, "wrong type", "prompt"),
     ("misspelt chosen", {"choosen": "a", "rejected": "b"}, "missing column", "mean 'choosen'"),
     ("no rejected", {"prompt": "Q", "chosen": "a"}, "missing column", "'rejected'"),
     ("chosen is a number", {**GOOD_PAIR, "chosen": 4}, "wrong type", "'chosen'"),
@@ -117,12 +111,7 @@ PAIRS: list[tuple[str, Any, str, str]] = [
     ids=[c[0] for c in PROMPTS],
 )
 def test_a_bad_prompt_row_is_named_with_file_line_and_reason(
-    write_rows: WriteRows,
-    tokenizer: PreTrainedTokenizerBase,
-    row: Any,
-    reason: str,
-    detail: str,
-    options: dict[str, Any],
+    write_rows: WriteRows, row: Any, reason: str, detail: str, options: dict[str, Any]
 ) -> None:
     if row == "\udcff":
         path = write_rows([GOOD_PROMPT])
@@ -130,7 +119,7 @@ def test_a_bad_prompt_row_is_named_with_file_line_and_reason(
             stream.write(b'{"prompt": "\xff"}\n')
     else:
         path = write_rows([GOOD_PROMPT, row])
-    data = PromptDataModule(path, tokenizer=tokenizer, batch_size=1, **options)
+    data = PromptDataModule(path, tokenizer=TOKENIZER, batch_size=1, **options)
     with pytest.raises(BadDataError, match="1 of 2 rows of the train data cannot be used") as error:
         data.setup("fit")
     message = str(error.value)
@@ -144,15 +133,11 @@ def test_a_bad_prompt_row_is_named_with_file_line_and_reason(
     ("row", "reason", "detail"), [case[1:] for case in PAIRS], ids=[c[0] for c in PAIRS]
 )
 def test_a_bad_preference_row_is_named_with_file_line_and_reason(
-    write_rows: WriteRows,
-    tokenizer: PreTrainedTokenizerBase,
-    row: Any,
-    reason: str,
-    detail: str,
+    write_rows: WriteRows, row: Any, reason: str, detail: str
 ) -> None:
     path = write_rows([GOOD_PAIR, row])
     data = PreferenceDataModule(
-        path, tokenizer=tokenizer, batch_size=1, max_tokens=64, head_names=["helpful"]
+        path, tokenizer=TOKENIZER, batch_size=1, max_tokens=64, head_names=["helpful"]
     )
     with pytest.raises(BadDataError, match="1 of 2 rows of the train data cannot be used") as error:
         data.setup("fit")
@@ -162,47 +147,34 @@ def test_a_bad_preference_row_is_named_with_file_line_and_reason(
     assert detail in message
 
 
-def test_few_bad_rows_are_left_out_and_told_once(
-    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = [*({"prompt": f"p{n}"} for n in range(99)), {"prompt": ""}]
-    data = PromptDataModule(write_rows(rows), tokenizer=tokenizer, batch_size=1)
+def prompts(*rows: Any, val: Any = None, **options: Any) -> PromptDataModule:
+    data = PromptDataModule(Rows(rows), val, tokenizer=TOKENIZER, **{"batch_size": 1, **options})
     data.setup("fit")
+    return data
+
+
+def test_few_bad_rows_are_left_out_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    data = prompts(*({"prompt": f"p{n}"} for n in range(99)), {"prompt": ""})
     assert len(data.train_dataloader()) == 99
-    records = [record for record in caplog.records if "cannot be used" in record.message]
-    assert len(records) == 1
-    assert records[0].levelname == "WARNING"
-    assert "1 of 100 rows" in records[0].message
+    (record,) = [record for record in caplog.records if "cannot be used" in record.message]
+    assert record.levelname == "WARNING"
+    assert "1 of 100 rows" in record.message
 
 
-def test_bad_validation_rows_are_counted_by_themselves(
-    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    train = write_rows([GOOD_PROMPT] * 50)
-    val = write_rows([GOOD_PROMPT, {"prompt": ""}], name="val.jsonl")
-    data = PromptDataModule(train, val, tokenizer=tokenizer)
+def test_bad_validation_rows_are_counted_by_themselves() -> None:
     with pytest.raises(BadDataError, match="1 of 2 rows of the validation data"):
-        data.setup("fit")
+        prompts(*[GOOD_PROMPT] * 50, val=Rows([GOOD_PROMPT, {"prompt": ""}]))
 
 
-def test_data_without_a_usable_row_stops_whatever_is_allowed(
-    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    data = PromptDataModule(
-        write_rows([{"promt": "a"}] * 3), tokenizer=tokenizer, max_bad_fraction=1.0
-    )
+def test_data_without_a_usable_row_stops_whatever_is_allowed() -> None:
     with pytest.raises(BadDataError, match=r"no usable rows: 3 of 3[^$]*`prompt_column`"):
-        data.setup("fit")
-
-
-def test_an_empty_file_stops(write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase) -> None:
+        prompts(*[{"promt": "a"}] * 3, max_bad_fraction=1.0)
     with pytest.raises(BadDataError, match="train data is empty"):
-        PromptDataModule(write_rows([]), tokenizer=tokenizer).setup("fit")
+        prompts()
 
 
 def test_at_most_five_rows_are_shown_per_reason() -> None:
     bad = BadRows("train")
-    bad.total = 20
     for number in range(9):
         bad.add(f"file:{number}", BadRow("too long", f"detail {number}"))
     bad.add("file:10", BadRow("empty text", "nothing"))
@@ -213,21 +185,12 @@ def test_at_most_five_rows_are_shown_per_reason() -> None:
     assert lines[7].split() == ["1", "empty", "text"]
 
 
-def test_exactly_the_allowed_share_goes_on() -> None:
-    bad = BadRows("train")
-    bad.total = 100
-    bad.add("file:1", BadRow("too long", "detail"))
-    bad.check(0.01)
-    bad.add("file:2", BadRow("too long", "detail"))
-    with pytest.raises(BadDataError, match=r"2\.00%, more than max_bad_fraction=0\.01"):
-        bad.check(0.01)
-
-
-def test_the_share_that_the_message_names_is_enough() -> None:
+def test_exactly_the_allowed_share_goes_on_and_the_message_names_enough() -> None:
     bad = BadRows("train")
     bad.total = 75
     bad.add("file:1", BadRow("too long", "detail"))
-    with pytest.raises(BadDataError) as error:
+    bad.check(1 / 75)
+    with pytest.raises(BadDataError, match=r"1\.33%, more than max_bad_fraction=0\.01") as error:
         bad.check(0.01)
     named = re.search(r"max_bad_fraction to ([\d.]+)", str(error.value))
     assert named is not None

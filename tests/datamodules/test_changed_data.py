@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
 from lrlhf.datamodules.loading.fingerprint import fingerprint
@@ -16,33 +15,30 @@ from lrlhf.datamodules.rows.media_rows import Unread
 from lrlhf.datamodules.rows.tokenizing import Text
 from lrlhf.media import MediaRefs
 from tests.conftest import build_tokenizer
-from tests.datamodules.conftest import WriteRows, numbered_prompts
+from tests.datamodules.conftest import TOKENIZER, Rows, numbered_prompts
 from tests.vlms import save_vlm
 
 
-def prompts(
-    path: str, tokenizer: PreTrainedTokenizerBase | str, **options: Any
-) -> PromptDataModule:
-    data = PromptDataModule(path, tokenizer=tokenizer, batch_size=2, **options)
+def prompts(rows: Any, **options: Any) -> PromptDataModule:
+    data = PromptDataModule(
+        rows if isinstance(rows, Rows) else Rows(rows),
+        **{"tokenizer": TOKENIZER, "batch_size": 2, **options},
+    )
     data.setup("fit")
+    data.train_dataloader()
     return data
 
 
-def state_of(path: str, tokenizer: PreTrainedTokenizerBase, batches: int = 3) -> dict[str, Any]:
-    data = prompts(path, tokenizer)
-    stream = iter(data.train_dataloader())
-    for _ in range(batches):
-        next(stream)
+@pytest.fixture(scope="module")
+def saved() -> dict[str, Any]:
+    data = prompts(numbered_prompts(10))
+    for _ in zip(range(3), data.train_dataloader(), strict=False):
+        pass
     return data.state_dict()
 
 
-@pytest.fixture
-def saved(write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    return state_of(write_rows(numbered_prompts(10)), tokenizer)
-
-
 def changed_rows(what: str) -> list[dict[str, Any]]:
-    rows = numbered_prompts(10)
+    rows = numbered_prompts(12 if what == "more rows" else 10)
     if what == "a column":
         rows[7]["number"] = 70
     elif what == "a text":
@@ -54,77 +50,48 @@ def changed_rows(what: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("what", ["a column", "a text", "the order", "a new column"])
-def test_rows_that_changed_stop_the_run(
-    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase, saved: dict[str, Any], what: str
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("a column", "data has changed"),
+        ("a text", "data has changed"),
+        ("the order", "data has changed"),
+        ("a new column", "data has changed"),
+        ("more rows", "had 10 usable rows and has 12 now"),
+    ],
+)
+def test_rows_that_changed_stop_the_run_unless_that_is_accepted(
+    saved: dict[str, Any], what: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    data = prompts(write_rows(changed_rows(what)), tokenizer)
-    with pytest.raises(ValueError, match=r"data has changed.*--data\.accept_changed_data true"):
+    with pytest.raises(ValueError, match=rf"{message}.*--data\.accept_changed_data true"):
+        prompts(changed_rows(what)).load_state_dict(saved)
+    data = prompts(changed_rows(what), accept_changed_data=True)
+    with caplog.at_level(logging.WARNING):
         data.load_state_dict(saved)
+    assert message in caplog.text
+    assert "accepted" in caplog.text
+    assert data.state_dict()["batches"] == 3
+    assert len(list(data.train_dataloader())) == (3 if what == "more rows" else 2)
 
 
-def test_the_same_rows_in_a_file_of_another_folder_go_on(
-    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase, saved: dict[str, Any], tmp_path: Path
-) -> None:
-    (tmp_path / "moved").mkdir()
-    data = prompts(write_rows(changed_rows("nothing"), "moved/other.jsonl"), tokenizer)
+def test_the_same_rows_of_another_source_go_on(saved: dict[str, Any]) -> None:
+    data = prompts(Rows(numbered_prompts(10), "moved/other.jsonl"))
     data.load_state_dict(saved)
     assert data.state_dict() == saved
 
 
-def test_more_rows_are_told_by_their_numbers(
-    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase, saved: dict[str, Any]
-) -> None:
-    data = prompts(write_rows(numbered_prompts(12)), tokenizer)
-    with pytest.raises(ValueError, match="had 10 usable rows and has 12 now"):
-        data.load_state_dict(saved)
-
-
-def test_another_tokenizer_is_told_apart_from_other_rows(
-    write_rows: WriteRows, saved: dict[str, Any]
-) -> None:
+def test_another_tokenizer_is_told_apart_from_other_rows(saved: dict[str, Any]) -> None:
     other = build_tokenizer()
     other.add_tokens(["prompt"])
-    data = prompts(write_rows(numbered_prompts(10)), other)
     with pytest.raises(ValueError, match=r"other tokens \(other texts, tokenizer or chat template"):
-        data.load_state_dict(saved)
+        prompts(numbered_prompts(10), tokenizer=other).load_state_dict(saved)
 
 
-@pytest.mark.parametrize("rows", [10, 12])
-def test_what_changed_can_be_accepted_and_is_still_said(
-    write_rows: WriteRows,
-    tokenizer: PreTrainedTokenizerBase,
-    saved: dict[str, Any],
-    caplog: pytest.LogCaptureFixture,
-    rows: int,
-) -> None:
-    new = [{**row, "prompt": f"other {row['number']}"} for row in numbered_prompts(rows)]
-    data = prompts(write_rows(new), tokenizer, accept_changed_data=True)
-    with caplog.at_level(logging.WARNING):
-        data.load_state_dict(saved)
-    assert "accepted" in caplog.text
-    assert data.state_dict()["batches"] == 3
-    assert len(list(data.train_dataloader())) == rows // 2 - 3
-
-
-def test_a_checkpoint_from_before_there_were_digests_goes_on(
-    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase, saved: dict[str, Any]
-) -> None:
-    old = {key: value for key, value in saved.items() if key not in ("data", "tokens")}
-    data = prompts(write_rows(changed_rows("a text")), tokenizer)
-    data.load_state_dict(old)
-    assert data.state_dict()["batches"] == 3
-
-
-def test_a_pair_that_was_turned_round_stops_a_reward_model(
-    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_a_pair_that_was_turned_round_stops_a_reward_model() -> None:
     pairs = [{"prompt": "p ", "chosen": f"a {n}", "rejected": f"b {n}"} for n in range(6)]
 
     def loaded(rows: list[dict[str, Any]]) -> PreferenceDataModule:
-        data = PreferenceDataModule(
-            write_rows(rows), tokenizer=tokenizer, head_names=["preference"], batch_size=2
-        )
+        data = PreferenceDataModule(Rows(rows), tokenizer=TOKENIZER, batch_size=2)
         data.setup("fit")
         data.train_dataloader()
         return data
@@ -136,16 +103,9 @@ def test_a_pair_that_was_turned_round_stops_a_reward_model(
         loaded(swapped).load_state_dict(state)
 
 
-def test_other_texts_beside_the_prompts_stop_the_run(
-    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    path = write_rows(numbered_prompts(10))
-
+def test_other_texts_beside_the_prompts_stop_the_run() -> None:
     def loaded(*texts: str) -> PromptDataModule:
-        beside = write_rows([{"text": text} for text in texts], "texts.jsonl")
-        data = prompts(path, tokenizer, pretraining=beside)
-        data.train_dataloader()
-        return data
+        return prompts(numbered_prompts(10), pretraining=Rows({"text": text} for text in texts))
 
     state = loaded("one of two", "two of two").state_dict()
     loaded("one of two", "two of two").load_state_dict(state)
@@ -160,13 +120,11 @@ def shown(image: Any) -> PromptRow:
 
 def test_pictures_count_by_name_or_by_what_is_in_them() -> None:
     grey, black = (Image.new("L", (2, 2), level) for level in (9, 0))
-    assert fingerprint([shown("/a/x.png")]) == fingerprint([shown("/b/x.png")])
-    assert fingerprint([shown("/a/x.png")]) != fingerprint([shown("/a/y.png")])
-    assert fingerprint([shown(grey)]) == fingerprint([shown(grey.copy())])
-    assert fingerprint([shown(grey)]) != fingerprint([shown(black)])
-    assert fingerprint([shown({"bytes": b"1", "path": "x"})]) != fingerprint(
-        [shown({"bytes": b"2", "path": "x"})]
-    )
+    equal = [("/a/x.png", "/b/x.png"), (grey, grey.copy()), (["/a/1"], ["/b/1"])]
+    different = [("/a/x.png", "/a/y.png"), (grey, black), (["/a/1"], ["/a/2"])]
+    different.append(({"bytes": b"1", "path": "x"}, {"bytes": b"2", "path": "x"}))
+    assert all(fingerprint([shown(a)]) == fingerprint([shown(b)]) for a, b in equal)
+    assert all(fingerprint([shown(a)]) != fingerprint([shown(b)]) for a, b in different)
 
 
 def changed_at(content: bytes, place: int) -> bytes:
@@ -188,49 +146,41 @@ SMALL, LARGE = bytes(range(256)) * 256, bytes(range(256)) * 1000  # 64 KiB and 2
         (SMALL, None),
     ],
 )
-@pytest.mark.parametrize("named", ["text", "in a part", "frames", "file to replay"])
 def test_what_is_in_a_file_that_a_row_names_counts(
-    tmp_path: Path, before: bytes, after: bytes | None, named: str
+    tmp_path: Path, before: bytes, after: bytes | None
 ) -> None:
-    def digests(folder: str, content: bytes | None) -> Any:
+    def digests(folder: str, content: bytes | None, way: int) -> Any:
         path = tmp_path / folder / "x.png"
         path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
         if content is not None:
             path.write_bytes(content)
-        ways = {
-            "text": shown(str(path)),
-            "in a part": shown({"bytes": None, "path": str(path)}),
-            "frames": shown([path]),
-            "file to replay": path,
-        }
-        return fingerprint([ways[named]])
+        in_a_part, frames = {"bytes": None, "path": str(path)}, [path]
+        return fingerprint([[shown(str(path)), shown(in_a_part), shown(frames), path][way]])
 
-    first = digests("a", before)
-    assert digests("b", before) == first
-    then = digests("a", after)
-    assert (then.data, then.tokens) == (first.data, first.tokens)
-    assert then.files != first.files
+    for way in range(4):
+        first = digests("a", before, way)
+        assert digests("b", before, way) == first
+        then = digests("a", after, way)
+        assert (then.data, then.tokens) == (first.data, first.tokens)
+        assert then.files != first.files
 
 
 def test_pictures_that_changed_places_are_seen(tmp_path: Path) -> None:
-    rows = [shown(str(tmp_path / name)) for name in ("x.png", "y.png")]
+    names = ("x.png", "y.png")
     found = []
     for contents in (b"12", b"21"):
-        for name, content in zip(("x.png", "y.png"), contents, strict=True):
+        for name, content in zip(names, contents, strict=True):
             (tmp_path / name).write_bytes(bytes([content]))
-        found.append(fingerprint(rows).files)
+        found.append(fingerprint(shown(str(tmp_path / name)) for name in names).files)
     assert found[0] != found[1]
 
 
-def test_a_picture_that_was_painted_over_stops_the_run(
-    write_rows: WriteRows, tmp_path: Path
-) -> None:
+def test_a_picture_that_was_painted_over_stops_the_run(tmp_path: Path) -> None:
+    rows = [{"prompt": "<image> what is it?", "image": f"{n}.png"} for n in range(4)]
+
     def loaded() -> PromptDataModule:
-        rows = [{"prompt": "<image> what is it?", "image": f"{n}.png"} for n in range(4)]
-        data = prompts(write_rows(rows), str(tmp_path / "model"), as_chat=True)
-        data.train_dataloader()
-        return data
+        return prompts(Rows(rows, folder=tmp_path), tokenizer=str(tmp_path / "model"), as_chat=True)
 
     save_vlm("qwen2_vl", tmp_path / "model")
     for number in range(4):
@@ -240,7 +190,6 @@ def test_a_picture_that_was_painted_over_stops_the_run(
     Image.new("L", (28, 28), 99).save(tmp_path / "2.png")
     with pytest.raises(ValueError, match="files that the train rows name have changed"):
         loaded().load_state_dict(state)
-    loaded().load_state_dict({key: value for key, value in state.items() if key != "files"})
 
 
 def test_rows_do_not_run_into_each_other() -> None:
@@ -252,24 +201,21 @@ def test_rows_do_not_run_into_each_other() -> None:
 
 
 def test_a_date_in_the_prompts_stops_no_run_on_another_day(
-    write_rows: WriteRows, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def template(day: str) -> str:
+    turns = [{"prompt": [{"role": "user", "content": f"question {n}"}]} for n in range(10)]
+
+    def on(day: str, rows: Any = turns) -> PromptDataModule:
         # what strftime_now would write differs by day; here the day is in the template
-        return (
+        template = (
             "{# strftime_now #}" + day + "{% for message in messages %}{{ message.content }}"
             "{% endfor %}"
         )
+        return prompts(rows, chat_template=template)
 
-    turns = [{"prompt": [{"role": "user", "content": f"question {n}"}]} for n in range(10)]
-    path = write_rows(turns)
-    tokenizer = build_tokenizer()
-    before = prompts(path, tokenizer, chat_template=template("Friday"))
-    next(iter(before.train_dataloader()))
-    saved = before.state_dict()
+    saved = on("Friday").state_dict()
     with caplog.at_level(logging.WARNING):
-        prompts(path, tokenizer, chat_template=template("Saturday")).load_state_dict(saved)
+        on("Saturday").load_state_dict(saved)
     assert "other tokens" in caplog.text
-    other = write_rows([*turns[1:], turns[0]], "other.jsonl")
     with pytest.raises(ValueError, match="data has changed"):
-        prompts(other, tokenizer, chat_template=template("Friday")).load_state_dict(saved)
+        on("Friday", [*turns[1:], turns[0]]).load_state_dict(saved)

@@ -1,5 +1,4 @@
 import logging
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,16 +53,13 @@ def test_the_rows_left_out_of_an_epoch_are_told_and_change(
 def test_a_batch_size_beyond_the_rows_names_the_largest_that_works() -> None:
     with pytest.raises(ValueError, match=r"takes 48 rows .* largest possible batch_size is 11"):
         train_loader(23, 24, ranks=Ranks(0, 2))
-
-
-def test_more_ranks_than_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="fewer ranks or give more data"):
         train_loader(3, 1, ranks=Ranks(0, 4))
 
 
-# starting processes is slow, so with a worker only the edges of an epoch and its middle are tried
+# starting processes is slow, so with a worker only the edge of an epoch is tried
 @pytest.mark.parametrize(
-    ("taken", "workers"), [*((taken, 0) for taken in range(13)), (0, 1), (3, 1), (5, 1), (7, 1)]
+    ("taken", "workers"), [*((taken, 0) for taken in (0, 1, 4, 5, 6, 12)), (5, 1)]
 )
 def test_what_follows_a_resume_equals_the_uninterrupted_run(taken: int, workers: int) -> None:
     expected = take(train_loader(), 3)
@@ -79,16 +75,6 @@ def test_what_follows_a_resume_equals_the_uninterrupted_run(taken: int, workers:
     assert seen + rest == expected
 
 
-def test_the_first_pass_after_a_resume_is_the_rest_of_the_epoch() -> None:
-    loader = train_loader()
-    iterator = iter(loader)
-    next(iterator)
-    next(iterator)
-    resumed = train_loader()
-    resumed.load_state_dict(loader.state_dict())
-    assert [len(list(resumed)) for _ in range(2)] == [3, 5]
-
-
 def test_a_state_taken_at_the_last_batch_resumes_with_a_whole_epoch() -> None:
     loader = train_loader()
     iterator = iter(loader)
@@ -97,13 +83,6 @@ def test_a_state_taken_at_the_last_batch_resumes_with_a_whole_epoch() -> None:
     resumed = train_loader()
     resumed.load_state_dict(loader.state_dict())
     assert list(resumed) == take(train_loader(), 2)[5:]
-
-
-def test_the_state_holds_numbers_and_words_only() -> None:
-    loader = train_loader()
-    next(iter(loader))
-    state = loader.state_dict()
-    assert all(type(value) in (int, str) for value in state.values())
 
 
 def test_passes_under_a_limit_go_on_where_the_last_one_ended() -> None:
@@ -128,28 +107,10 @@ def test_a_resume_under_a_limit_gives_the_rest_of_that_pass() -> None:
     assert [list(resumed), list(resumed)] == [expected[4:6], expected[6:9]]
 
 
-def test_a_pass_that_was_broken_off_loses_nothing() -> None:
-    loader = train_loader()
-    next(iter(loader))
-    assert list(loader) == take(train_loader(), 2)[1:6]
-
-
 def test_two_ranks_share_the_batch_of_one() -> None:
     alone = take(train_loader(24, 8), 2)
     ranks = [take(train_loader(24, 4, ranks=Ranks(rank, 2)), 2) for rank in (0, 1)]
     assert [first + second for first, second in zip(*ranks, strict=True)] == alone
-
-
-def test_a_resume_on_more_ranks_goes_on_at_the_same_row() -> None:
-    expected = take(train_loader(24, 8), 2)
-    before = train_loader(24, 8)
-    next(iter(before))
-    ranks = []
-    for rank in (0, 1):
-        loader = train_loader(24, 4, ranks=Ranks(rank, 2))
-        loader.load_state_dict(before.state_dict())
-        ranks.append(take(loader, 2))
-    assert [first + second for first, second in zip(*ranks, strict=True)] == expected[1:]
 
 
 def test_rows_that_come_again_after_a_change_of_batch_size_are_told(
@@ -179,45 +140,30 @@ def test_going_through_the_data_takes_nothing_from_the_global_generator() -> Non
     assert torch.equal(torch.rand(2), expected)
 
 
-@pytest.mark.parametrize(("rows", "batch_size"), [(8, 4), (9, 4), (3, 8), (1, 1)])
-def test_evaluation_takes_every_row_once_and_in_order(rows: int, batch_size: int) -> None:
-    loader = EvalLoader(list(range(rows)), batch_size, fetching=Fetching(as_list), ranks=Ranks())
-    batches = list(loader)
-    assert [row for batch in batches for row in batch] == list(range(rows))
-    assert len(batches) == len(loader) == -(-rows // batch_size)
-    assert list(loader) == batches
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 100])
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("rows", [3, 7, 8, 9, 12])
-def test_ranks_evaluate_equally_many_batches_and_no_row_twice(
+@pytest.mark.parametrize(
+    ("rows", "world", "batch_size"),
+    [(8, 1, 4), (9, 1, 4), (3, 1, 8), (3, 3, 1), (7, 2, 3), (8, 3, 2), (9, 2, 100), (12, 3, 4)],
+)
+def test_ranks_evaluate_equally_many_batches_and_every_row_once(
     rows: int, world: int, batch_size: int
 ) -> None:
-    ranks = [
-        list(
+    def on_rank(rank: int) -> list[list[int]]:
+        return list(
             EvalLoader(
                 list(range(rows)), batch_size, fetching=Fetching(as_list), ranks=Ranks(rank, world)
             )
         )
-        for rank in range(world)
-    ]
+
+    ranks = [on_rank(rank) for rank in range(world)]
     assert len({len(batches) for batches in ranks}) == 1
     flat = [row for batches in ranks for batch in batches for row in batch]
     assert sorted(flat) == list(range(rows))
     assert all(1 <= len(batch) <= max(batch_size, 2) for batches in ranks for batch in batches)
-
-
-def test_fewer_validation_rows_than_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 validation rows cannot be shared out over 4 ranks"):
-        EvalLoader([0, 1], 1, fetching=Fetching(as_list), ranks=Ranks(0, 4))
-
-
-def test_loaders_can_be_pickled() -> None:
-    loader = train_loader()
-    next(iter(loader))
-    copy = pickle.loads(pickle.dumps(loader))
-    assert list(copy) == list(loader)
+    if world == 1:
+        assert flat == list(range(rows))
+        assert len(ranks[0]) == -(-rows // batch_size)
+    with pytest.raises(ValueError, match=rf"{rows} validation rows cannot be shared out over 99"):
+        EvalLoader(list(range(rows)), 1, fetching=Fetching(as_list), ranks=Ranks(0, 99))
 
 
 @pytest.mark.parametrize("options", [{}, {"pass_limit": 2}, {"ranks": Ranks(1, 2)}])
@@ -242,16 +188,6 @@ def test_looking_ahead_changes_nothing() -> None:
             assert loader.state_dict() == state
             seen.append(batch)
     assert seen == take(train_loader(), 3)
-
-
-def test_the_upcoming_batch_is_right_after_a_resume() -> None:
-    interrupted = train_loader()
-    for _ in zip(range(3), interrupted, strict=False):
-        pass
-    resumed = train_loader()
-    resumed.load_state_dict(interrupted.state_dict())
-    foretold = resumed.upcoming()
-    assert foretold == next(iter(resumed))
 
 
 def test_the_upcoming_batch_is_extended_as_it_will_be() -> None:

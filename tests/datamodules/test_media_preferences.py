@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,15 @@ import pytest
 import torch
 from PIL import Image
 
-from lrlhf.datamodules import BadDataError, PreferenceDataModule
+from lrlhf.datamodules import BadDataError, FileSource, PreferenceDataModule
 from lrlhf.datamodules.datasets.media_pairs import MediaPairs
 from lrlhf.datamodules.loading.sources import Source
 from lrlhf.media import MediaOptions
 from lrlhf.types import Media, PreferenceBatch, SequenceBatch
-from tests.datamodules.conftest import WriteRows
-from tests.vlms import build_vlm, save_vlm
+from tests.datamodules.conftest import Rows, vlm
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Qwen2-VL: 28 x 28 pixels make a token."""
-    path = tmp_path_factory.mktemp("qwen2_vl")
-    save_vlm("qwen2_vl", path)
-    return str(path)
+Batches = Callable[..., list[PreferenceBatch]]
+Only = Callable[..., PreferenceBatch]
 
 
 @pytest.fixture(autouse=True)
@@ -47,20 +42,31 @@ def png(number: int) -> bytes:
     return stream.getvalue()
 
 
-def load(train: str | Source, folder: str, **options: Any) -> PreferenceDataModule:
+def load(train: Source, folder: str, **options: Any) -> PreferenceDataModule:
     data = PreferenceDataModule(train, tokenizer=folder, **{"batch_size": 1, **options})
     data.prepare_data()
     data.setup("fit")
     return data
 
 
-def batches(train: str | Source, folder: str, **options: Any) -> list[PreferenceBatch]:
-    return list(load(train, folder, **options).train_dataloader())
+@pytest.fixture
+def batches(tmp_path: Path, vlm_folder: str) -> Batches:
+    """The train batches of rows beside the pictures."""
+
+    def read(*rows: Any, **options: Any) -> list[PreferenceBatch]:
+        data = load(Rows(rows, folder=tmp_path), vlm_folder, **options)
+        return list(data.train_dataloader())
+
+    return read
 
 
-def only(train: str | Source, folder: str, **options: Any) -> PreferenceBatch:
-    (batch,) = batches(train, folder, **options)
-    return batch
+@pytest.fixture
+def only(batches: Batches) -> Only:
+    def read(*rows: Any, **options: Any) -> PreferenceBatch:
+        (batch,) = batches(*rows, **options)
+        return batch
+
+    return read
 
 
 def images(*numbers: int) -> str:
@@ -76,7 +82,7 @@ def turn(role: str, text: str) -> str:
 
 def read(side: SequenceBatch, *, row: int = 0, answer: bool = False) -> str:
     mask = side.response_mask if answer else side.attention_mask
-    return str(build_vlm("qwen2_vl").tokenizer.decode(side.input_ids[row][mask[row]]))
+    return str(vlm().tokenizer.decode(side.input_ids[row][mask[row]]))
 
 
 def texts(batch: PreferenceBatch, *, answer: bool = False) -> tuple[str, str]:
@@ -93,7 +99,7 @@ def media_of(side: SequenceBatch, row: int = 0) -> Media:
 def levels(batch: PreferenceBatch) -> tuple[list[int], list[int]]:
     """The pictures of either side; their tokens are checked on the way."""
     found = []
-    placeholder = build_vlm("qwen2_vl").processor.placeholders["image"]
+    placeholder = vlm().processor.placeholders["image"]
     for side in (batch.candidate0, batch.candidate1):
         media = media_of(side)
         numbers = [int(np.asarray(image)[0, 0, 0]) // 10 for image in media.images]
@@ -123,10 +129,9 @@ def asks(text: str, *names: str) -> list[dict[str, Any]]:
     ],
 )
 def test_answers_to_a_question_about_a_picture(
-    write_rows: WriteRows, folder: str, row: dict[str, Any], options: dict[str, Any]
+    only: Only, row: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    path = write_rows([{**row, "chosen": "grey", "rejected": "red!", "id": 7}])
-    batch = only(path, folder, **options)
+    batch = only({**row, "chosen": "grey", "rejected": "red!", "id": 7}, **options)
     before = turn("user", f"{images(3)}what?") + "<|im_start|>assistant\n"
     answers = ("grey<|im_end|>\n", "red!<|im_end|>\n")
     assert texts(batch) == (before + answers[0], before + answers[1])
@@ -141,42 +146,21 @@ def test_answers_to_a_question_about_a_picture(
     assert not {"image", "images", "prompt"} & info.keys()
 
 
-def test_answers_of_a_plain_text_begin_behind_the_picture(
-    write_rows: WriteRows, folder: str
-) -> None:
+def test_answers_of_a_plain_text_begin_behind_the_picture(only: Only) -> None:
     marker = images(1)
     row = {"prompt": f"{marker}Q:", "chosen": " yes", "rejected": " no", "image": "4.png"}
-    batch = only(write_rows([row]), folder)
+    batch = only(row)
     assert texts(batch) == (f"{images(4)}Q: yes<|im_end|>", f"{images(4)}Q: no<|im_end|>")
     assert texts(batch, answer=True) == (" yes<|im_end|>", " no<|im_end|>")
 
 
-def test_rows_of_a_batch_keep_their_answers_apart_from_their_pictures(
-    write_rows: WriteRows, folder: str
-) -> None:
-    rows = [
-        {"prompt": asks("what?", f"{n}.png"), "chosen": f"grey {n}", "rejected": "no", "n": n}
-        for n in (1, 4)
-    ]
-    rows.append({"prompt": asks("hm?"), "chosen": "grey 0", "rejected": "no", "n": 0})
-    batch = only(write_rows(rows), folder, batch_size=3)
-    for row, info in enumerate(batch.info):
-        answer = read(batch.candidate0, row=row, answer=True)
-        assert answer == f"grey {info['n']}<|im_end|>\n"
-        assert batch.candidate0.media is not None
-        media = batch.candidate0.media[row]
-        assert (media.tokens["image"] if media is not None else 0) == info["n"]
-
-
-def test_chosen_and_rejected_conversations_share_their_picture(
-    write_rows: WriteRows, folder: str
-) -> None:
+def test_chosen_and_rejected_conversations_share_their_picture(only: Only) -> None:
     question = asks("what?", "2.png")
     row = {
         "chosen": [*question, {"role": "assistant", "content": "grey"}],
         "rejected": [*question, {"role": "assistant", "content": "red"}],
     }
-    batch = only(write_rows([row]), folder)
+    batch = only(row)
     assert texts(batch, answer=True) == ("grey<|im_end|>\n", "red<|im_end|>\n")
     assert levels(batch) == ([2], [2])
     moved = batch.map(torch.clone, media=True)  # as a move to a GPU makes new tensors
@@ -187,13 +171,13 @@ def test_chosen_and_rejected_conversations_share_their_picture(
     assert moved.candidate0.media is not batch.candidate0.media
 
 
-def test_an_answer_may_show_a_picture_itself(write_rows: WriteRows, folder: str) -> None:
+def test_an_answer_may_show_a_picture_itself(only: Only) -> None:
     def answer(name: str) -> list[dict[str, Any]]:
         parts = [{"type": "text", "text": "so: "}, {"type": "image", "path": name}]
         return [{"role": "assistant", "content": parts}]
 
     row = {"prompt": asks("draw", "2.png"), "chosen": answer("2.png"), "rejected": answer("3.png")}
-    batch = only(write_rows([row]), folder)
+    batch = only(row)
     assert levels(batch) == ([2, 2], [2, 3])
     assert texts(batch, answer=True) == (
         f"so: {images(2)}<|im_end|>\n",
@@ -201,7 +185,7 @@ def test_an_answer_may_show_a_picture_itself(write_rows: WriteRows, folder: str)
     )
 
 
-def test_two_pictures_are_compared_by_each_head(write_rows: WriteRows, folder: str) -> None:
+def test_two_pictures_are_compared_by_each_head(batches: Batches) -> None:
     row = {"prompt": "a cat", "image_0": "1.png", "images_1": ["2.png"]}
     rows = [
         {**row, "quality": "A", "alignment": "B", "id": 0},
@@ -210,9 +194,7 @@ def test_two_pictures_are_compared_by_each_head(write_rows: WriteRows, folder: s
         {**row, "labels": {"quality": "B", "alignment": "tie"}, "id": 3},
     ]
     heads = ["quality", "alignment"]
-    found = {
-        batch.info[0]["id"]: batch for batch in batches(write_rows(rows), folder, head_names=heads)
-    }
+    found = {batch.info[0]["id"]: batch for batch in batches(*rows, head_names=heads)}
     for batch in found.values():
         assert texts(batch) == (
             turn("user", f"{images(1)}a cat"),
@@ -230,7 +212,7 @@ def test_two_pictures_are_compared_by_each_head(write_rows: WriteRows, folder: s
     assert labels[3] == [-1.0, 0.0]
 
 
-def test_info_has_names_and_no_pixels(tmp_path: Path, folder: str) -> None:
+def test_info_has_names_and_no_pixels(tmp_path: Path, vlm_folder: str) -> None:
     row = {
         "prompt": "a cat",
         "image": {"bytes": png(3), "path": "start.png"},
@@ -241,7 +223,7 @@ def test_info_has_names_and_no_pixels(tmp_path: Path, folder: str) -> None:
     }
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
-    batch = only(str(path), folder)
+    (batch,) = load(FileSource(str(path)), vlm_folder).train_dataloader()
     assert levels(batch) == ([3, 1], [3, 2])
     assert batch.labels.tolist() == [[-1.0]]
     assert batch.info == (
@@ -255,16 +237,16 @@ def test_info_has_names_and_no_pixels(tmp_path: Path, folder: str) -> None:
     assert json.loads(json.dumps(batch.info[0])) == batch.info[0]
 
 
-def test_the_better_picture_may_be_named(write_rows: WriteRows, folder: str) -> None:
+def test_the_better_picture_may_be_named(only: Only) -> None:
     row = {"prompt": "a cat", "image_chosen": "2.png", "image_rejected": "1.png", "margin": 0.25}
-    batch = only(write_rows([row]), folder)
+    batch = only(row)
     assert levels(batch) == ([2], [1])
     assert batch.labels.tolist() == [[1.0]]
     assert batch.margin is not None
     assert batch.margin.tolist() == [0.25]
 
 
-def test_candidates_may_be_a_text_and_a_picture(write_rows: WriteRows, folder: str) -> None:
+def test_candidates_may_be_a_text_and_a_picture(only: Only) -> None:
     row = {
         "prompt": "draw a cat",
         "candidate0": "here:",
@@ -273,7 +255,7 @@ def test_candidates_may_be_a_text_and_a_picture(write_rows: WriteRows, folder: s
         "image_1": "2.png",
         "label": "A",
     }
-    batch = only(write_rows([row]), folder)
+    batch = only(row)
     assert texts(batch) == (
         turn("user", f"{images(1)}draw a cat") + turn("assistant", "here:"),
         turn("user", f"{images(2)}draw a cat") + turn("assistant", "there:"),
@@ -281,40 +263,26 @@ def test_candidates_may_be_a_text_and_a_picture(write_rows: WriteRows, folder: s
     assert not {"candidate0", "candidate1", "image_0", "image_1"} & batch.info[0].keys()
 
 
-def test_a_prompt_that_the_texts_beside_pictures_repeat_counts_once(
-    write_rows: WriteRows, folder: str
-) -> None:
+def test_a_prompt_that_the_texts_beside_pictures_repeat_counts_once(only: Only) -> None:
     row = {"prompt": "draw a cat", "image_chosen": "1.png", "image_rejected": "2.png"} | {
         name: [*asks("draw a cat"), {"role": "assistant", "content": "here"}]
         for name in ("chosen", "rejected")
     }
-    assert texts(only(write_rows([row]), folder)) == tuple(
+    assert texts(only(row)) == tuple(
         turn("user", f"{images(number)}draw a cat") + turn("assistant", "here") for number in (1, 2)
     )
 
 
-def test_what_both_started_from_comes_first(write_rows: WriteRows, folder: str) -> None:
-    row = {"prompt": "more", "image": "3.png", "image_0": "1.png", "image_1": "2.png", "label": "A"}
-    batch = only(write_rows([row]), folder)
-    assert levels(batch) == ([3, 1], [3, 2])
-    assert texts(batch) == (
-        turn("user", f"{images(3, 1)}more"),
-        turn("user", f"{images(3, 2)}more"),
-    )
-
-
-def test_marks_and_parts_of_the_prompt_say_where_candidates_are_shown(
-    write_rows: WriteRows, folder: str
-) -> None:
+def test_marks_and_parts_of_the_prompt_say_where_candidates_are_shown(only: Only) -> None:
     shown = {"image": "3.png", "image_0": "1.png", "image_1": "2.png", "label": "A"}
     parts = [{"type": "image"}, {"type": "text", "text": " to "}, {"type": "image"}]
     for prompt in ("<image> to <image>", [{"role": "user", "content": parts}]):
-        batch = only(write_rows([{**shown, "prompt": prompt}]), folder)
+        batch = only({**shown, "prompt": prompt})
         assert texts(batch)[0] == turn("user", f"{images(3)} to {images(1)}")
         assert texts(batch)[1] == turn("user", f"{images(3)} to {images(2)}")
 
 
-def test_an_instruction_makes_the_turn_of_the_system(write_rows: WriteRows, folder: str) -> None:
+def test_an_instruction_makes_the_turn_of_the_system(only: Only) -> None:
     row = {
         "prompt": "a <b> cat",
         "style": "oil",
@@ -322,22 +290,14 @@ def test_an_instruction_makes_the_turn_of_the_system(write_rows: WriteRows, fold
         "image_1": "2.png",
         "label": "A",
     }
-    batch = only(write_rows([row]), folder, instruction="Rate {{ prompt }} in {{ style }}.")
+    batch = only(row, instruction="Rate {{ prompt }} in {{ style }}.")
     system = turn("system", "Rate a <b> cat in oil.")
     assert texts(batch) == (
         system + turn("user", images(1)),
         system + turn("user", images(2)),
     )
     with pytest.raises(BadDataError, match="no column 'colour'"):
-        load(write_rows([row]), folder, instruction="{{ colour }}")
-
-
-def test_without_a_prompt_pictures_are_shown_alone(write_rows: WriteRows, folder: str) -> None:
-    row = {"image_0": "1.png", "image_1": "2.png", "label": "A"}
-    assert texts(only(write_rows([row]), folder)) == (
-        turn("user", images(1)),
-        turn("user", images(2)),
-    )
+        only(row, instruction="{{ colour }}")
 
 
 def gif(path: Path, *numbers: int) -> None:
@@ -345,11 +305,11 @@ def gif(path: Path, *numbers: int) -> None:
     first.save(path, save_all=True, append_images=others, duration=500)
 
 
-def test_two_videos_are_compared(tmp_path: Path, write_rows: WriteRows, folder: str) -> None:
+def test_two_videos_are_compared(tmp_path: Path, only: Only) -> None:
     gif(tmp_path / "a.gif", 1, 2, 3, 4)
     gif(tmp_path / "b.gif", 5, 6)
     row = {"prompt": "run", "video_0": "a.gif", "video_1": "b.gif", "label": "B"}
-    batch = only(write_rows([row]), folder)
+    batch = only(row)
     assert batch.labels.tolist() == [[-1.0]]
     both = [media_of(side) for side in (batch.candidate0, batch.candidate1)]
     shades = [[int(frame[0, 0, 0]) // 10 for frame in media.videos[0].frames] for media in both]
@@ -361,29 +321,19 @@ def test_two_videos_are_compared(tmp_path: Path, write_rows: WriteRows, folder: 
     assert [Path(name).name for name in batch.info[0]["media0"]] == ["a.gif"]
 
 
-def test_a_video_goes_on_from_a_picture(tmp_path: Path, write_rows: WriteRows, folder: str) -> None:
-    gif(tmp_path / "a.gif", 1, 2)
-    gif(tmp_path / "b.gif", 3, 4)
-    row = {"prompt": "run", "image": "2.png", "video_0": "a.gif", "video_1": "b.gif", "label": "A"}
-    batch = only(write_rows([row]), folder)
-    video = "<|vision_start|><|video_pad|><|vision_end|>"
-    assert texts(batch) == (turn("user", f"{images(2)}{video}run"),) * 2
-    assert dict(media_of(batch.candidate1).tokens) == {"image": 2, "video": 1}
-
-
-def test_equal_candidates_can_only_be_equal(write_rows: WriteRows, folder: str) -> None:
+def test_equal_candidates_can_only_be_equal(tmp_path: Path, only: Only) -> None:
     row = {"prompt": "a cat", "image_0": "1.png", "image_1": "1.png"}
     with pytest.raises(BadDataError, match="identical candidates"):
-        load(write_rows([{**row, "label": "A"}]), folder)
-    assert only(write_rows([{**row, "label": "C"}]), folder).labels.tolist() == [[0.0]]
+        only({**row, "label": "A"})
+    assert only({**row, "label": "C"}).labels.tolist() == [[0.0]]
     # the same answer to the same picture
     answers = {"prompt": asks("what?", "1.png"), "chosen": "grey", "rejected": "grey"}
     with pytest.raises(BadDataError, match="identical candidates"):
-        load(write_rows([answers]), folder)
+        only(answers)
     # other pictures of the same number of tokens
-    picture(1).point(lambda level: level + 5).save(Path(write_rows([])).parent / "other.png")
+    picture(1).point(lambda level: level + 5).save(tmp_path / "other.png")
     other = {**row, "image_1": "other.png", "label": "A"}
-    assert only(write_rows([other]), folder).labels.tolist() == [[1.0]]
+    assert only(other).labels.tolist() == [[1.0]]
 
 
 @pytest.mark.parametrize(
@@ -397,39 +347,35 @@ def test_equal_candidates_can_only_be_equal(write_rows: WriteRows, folder: str) 
         ({"image_0": "1.png", "image_1": "2.png", "label": "D"}, "unknown label"),
     ],
 )
-def test_pairs_that_lack_something_are_told(
-    write_rows: WriteRows, folder: str, row: dict[str, Any], reason: str
-) -> None:
+def test_pairs_that_lack_something_are_told(only: Only, row: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadDataError, match=reason):
-        load(write_rows([{"prompt": "a cat", **row}]), folder)
+        only({"prompt": "a cat", **row})
 
 
-def test_a_placeholder_in_the_text_of_a_pair_without_media_is_a_bad_row(
-    write_rows: WriteRows, folder: str
-) -> None:
+def test_a_placeholder_in_the_text_of_a_pair_without_media_is_a_bad_row(only: Only) -> None:
     rows = [{"prompt": "what does it mean?", "chosen": "<|image_pad|>!", "rejected": "nothing"}]
     with pytest.raises(BadDataError, match="placeholder count"):
-        load(write_rows(rows), folder)
+        only(*rows)
 
 
-def test_the_limit_counts_the_tokens_of_pictures(write_rows: WriteRows, folder: str) -> None:
+def test_the_limit_counts_the_tokens_of_pictures(only: Only) -> None:
     row = {"prompt": "a cat", "image_0": "1.png", "image_1": "5.png", "label": "A"}
     # a mark, "user", a line end, marks of the picture, "a cat", a mark and a line end: 15, and 5
-    assert only(write_rows([row]), folder, max_tokens=20).candidate1.input_ids.shape == (1, 20)
+    assert only(row, max_tokens=20).candidate1.input_ids.shape == (1, 20)
     with pytest.raises(BadDataError, match=r"5\.png: 20 tokens with the text, max_tokens=19"):
-        load(write_rows([row]), folder, max_tokens=19)
+        only(row, max_tokens=19)
 
 
-def test_max_pixels_makes_candidates_shorter(write_rows: WriteRows, folder: str) -> None:
-    Image.new("L", (56, 56)).save(Path(write_rows([])).parent / "large.png")
+def test_max_pixels_makes_candidates_shorter(tmp_path: Path, only: Only) -> None:
+    Image.new("L", (56, 56)).save(tmp_path / "large.png")
     row = {"image_0": "1.png", "image_1": "large.png", "label": "A"}
-    (whole,) = batches(write_rows([row]), folder)
+    whole = only(row)
     assert dict(media_of(whole.candidate1).tokens) == {"image": 4}
-    (small,) = batches(write_rows([row]), folder, media=MediaOptions(max_pixels=784))
+    small = only(row, media=MediaOptions(max_pixels=784))
     assert dict(media_of(small.candidate1).tokens) == {"image": 1}
 
 
-def test_pairs_that_share_a_picture_stand_on_one_side(write_rows: WriteRows, folder: str) -> None:
+def test_pairs_that_share_a_picture_are_in_one_split(tmp_path: Path, vlm_folder: str) -> None:
     # four groups of three pairs, each about one picture, with prompts of their own
     rows = [
         {
@@ -442,7 +388,7 @@ def test_pairs_that_share_a_picture_stand_on_one_side(write_rows: WriteRows, fol
         for group in (1, 2, 3, 4)
         for number in range(3)
     ]
-    data = load(write_rows(rows), folder, val_size=3)
+    data = load(Rows(rows, folder=tmp_path), vlm_folder, val_size=3)
     train = {batch.info[0]["group"] for batch in data.train_dataloader()}
     held = {batch.info[0]["group"] for batch in data.val_dataloader()}
     assert not train & held
@@ -450,38 +396,37 @@ def test_pairs_that_share_a_picture_stand_on_one_side(write_rows: WriteRows, fol
 
 
 def test_the_same_question_about_another_picture_is_another_prompt(
-    write_rows: WriteRows, folder: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, vlm_folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [
         {"prompt": asks("what?", f"{n}.png"), "chosen": "grey", "rejected": "red"} for n in (1, 2)
     ]
-    train, held = write_rows(rows[:1], "train.jsonl"), write_rows(rows[1:], "val.jsonl")
+    train, held = (Rows([row], folder=tmp_path) for row in rows)
     with caplog.at_level("WARNING", "lrlhf"):
-        load(train, folder, val=held)
+        load(train, vlm_folder, val=held)
         assert not caplog.records
-        load(train, folder, val=train)
+        load(train, vlm_folder, val=train)
     assert "1 of 1 validation rows share" in caplog.text
 
 
-def test_to_a_text_model_media_columns_are_info(write_rows: WriteRows, model_folder: str) -> None:
+def test_to_a_text_model_media_columns_are_info(model_folder: str) -> None:
     row = {"prompt": "p", "chosen": " a", "rejected": " b", "image": "1.png"}
-    batch = only(write_rows([row]), model_folder)
+    (batch,) = load(Rows([row]), model_folder).train_dataloader()
     assert batch.candidate0.media is None
     assert batch.info == ({"image": "1.png"},)
     shown = {"prompt": asks("p", "1.png"), "chosen": " a", "rejected": " b"}
     with pytest.raises(BadDataError, match="media for a text model"):
-        load(write_rows([shown]), model_folder)
+        load(Rows([shown]), model_folder)
 
 
-def test_pairs_of_a_published_set_become_batches(
-    tmp_path: Path, write_rows: WriteRows, folder: str
-) -> None:
+def test_pairs_of_a_published_set_become_batches(tmp_path: Path, vlm_folder: str) -> None:
     rows = [
         {"prompt": "a cat", "image_0": "1.png", "image_1": "2.png", "preference": "B", "id": 0},
         {"prompt": "a dog", "image_0": "3.png", "image_1": "2.png", "preference": "A", "id": 1},
     ]
-    source = MediaPairs("generic", write_rows(rows))
-    found = {batch.info[0]["id"]: batch for batch in batches(source, folder)}
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    data = load(MediaPairs("generic", str(tmp_path / "rows.json")), vlm_folder)
+    found = {batch.info[0]["id"]: batch for batch in data.train_dataloader()}
     assert levels(found[0]) == ([1], [2])
     assert levels(found[1]) == ([3], [2])
     assert [found[number].labels.tolist() for number in (0, 1)] == [[[-1.0]], [[1.0]]]
@@ -489,40 +434,18 @@ def test_pairs_of_a_published_set_become_batches(
     assert texts(found[1])[0] == turn("user", f"{images(3)}a dog")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_candidates_keep_their_pictures_after_shuffling(
-    write_rows: WriteRows, folder: str, workers: int
-) -> None:
-    rows = [
-        {"image_0": f"{n}.png", "image_1": f"{6 - n}.png", "label": "AB"[n % 2], "number": n}
-        for n in (1, 2, 4, 5)
-    ]
-    seen = []
-    for batch in batches(write_rows(rows), folder, batch_size=2, num_workers=workers):
-        for row, info in enumerate(batch.info):
-            number = info["number"]
-            seen.append(number)
-            assert batch.labels[row].tolist() == [1.0 - 2 * (number % 2)]
-            assert media_of(batch.candidate0, row).tokens["image"] == number
-            assert media_of(batch.candidate1, row).tokens["image"] == 6 - number
-            assert read(batch.candidate0, row=row) == turn("user", images(number))
-    assert sorted(seen) == [1, 2, 4, 5]
-
-
 @pytest.mark.parametrize("empty", [None, "", []])
-def test_columns_of_other_rows_are_empty_in_a_pair_of_texts(
-    write_rows: WriteRows, folder: str, empty: Any
-) -> None:
+def test_columns_of_other_rows_are_empty_in_a_pair_of_texts(only: Only, empty: Any) -> None:
     row = {"prompt": "q", "chosen": "good", "rejected": "bad"}
     row |= {"image_chosen": empty, "image_rejected": empty, "images": empty}
-    batch = only(write_rows([row]), folder)
+    batch = only(row)
     assert batch.candidate0.media is None
     assert batch.candidate1.media is None
 
 
-def test_a_picture_is_compared_with_a_text(write_rows: WriteRows, folder: str) -> None:
+def test_a_picture_is_compared_with_a_text(only: Only) -> None:
     row = {"prompt": "q", "image_0": "2.png", "candidate1": "no picture", "reward": "A"}
-    batch = only(write_rows([row]), folder)
+    batch = only(row)
     assert batch.candidate0.media is not None
     assert batch.candidate1.media is None
     assert "no picture" in texts(batch)[1]

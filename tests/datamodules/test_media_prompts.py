@@ -1,6 +1,7 @@
 """Every picture is of one grey level, which tells whose it is."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +11,19 @@ import torch
 from PIL import Image
 
 from lrlhf.datamodules import BadDataError, PromptDataModule
-from lrlhf.media import MediaOptions
 from lrlhf.modules import RLOO, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
 from lrlhf.types import Media, PromptBatch, SequenceBatch
 from tests.batches import micro_batches
-from tests.datamodules.conftest import WriteRows
+from tests.datamodules.conftest import Rows, vlm
 from tests.modules.policy_runs import fit
-from tests.vlms import build_vlm, never_said, save_vlm
+from tests.vlms import build_vlm, never_said
 
 SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Qwen2-VL: 28 x 28 pixels make a token."""
-    path = tmp_path_factory.mktemp("qwen2_vl")
-    save_vlm("qwen2_vl", path)
-    return str(path)
+Loads = Callable[..., PromptDataModule]
 
 
 def grey(folder: Path, number: int, *, tokens: int = 2) -> str:
@@ -44,11 +39,19 @@ def asks(text: str, *before: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*before, {"type": "text", "text": text}]}]
 
 
-def load(path: str, folder: str, **options: Any) -> PromptDataModule:
-    data = PromptDataModule(path, tokenizer=folder, **{"batch_size": 1, **options})
-    data.prepare_data()
-    data.setup("fit")
-    return data
+@pytest.fixture
+def load(tmp_path: Path, vlm_folder: str) -> Loads:
+    """Load rows beside the pictures."""
+
+    def read(*rows: Any, **options: Any) -> PromptDataModule:
+        data = PromptDataModule(
+            Rows(rows, folder=tmp_path), **{"batch_size": 1, "tokenizer": vlm_folder, **options}
+        )
+        data.prepare_data()
+        data.setup("fit")
+        return data
+
+    return read
 
 
 def batches(data: PromptDataModule) -> list[PromptBatch]:
@@ -62,7 +65,7 @@ def level(media: Media) -> int:
 def read(batch: PromptBatch | SequenceBatch, row: int) -> str:
     """The text of a row without its padding."""
     ids = batch.input_ids[row][batch.attention_mask[row]]
-    return str(build_vlm("qwen2_vl").tokenizer.decode(ids))
+    return str(vlm().tokenizer.decode(ids))
 
 
 def asked(text: str, tokens: int) -> str:
@@ -88,8 +91,7 @@ def mixed_rows(folder: Path, count: int) -> list[dict[str, Any]]:
 
 def check_rows(batch: PromptBatch) -> list[int]:
     """Look at each row's text, tokens and picture; returns the row numbers."""
-    vlm = build_vlm("qwen2_vl")
-    placeholder = vlm.processor.placeholders["image"]
+    placeholder = vlm().processor.placeholders["image"]
     numbers = [columns["number"] for columns in batch.columns]
     assert batch.media is not None or all(number % 4 == 3 for number in numbers)
     for row, number in enumerate(numbers):
@@ -106,7 +108,7 @@ def check_rows(batch: PromptBatch) -> list[int]:
         # patches of 14 x 14 pixels, four of which make a token
         assert media.tensors["image_grid_thw"].tolist() == [[1, 2, 2 * tokens]]
         assert len(media.tensors["pixel_values"]) == 4 * tokens
-        short = vlm.tokenizer(asked(f"what {number}?", 1), add_special_tokens=False)["input_ids"]
+        short = vlm().tokenizer(asked(f"what {number}?", 1), add_special_tokens=False)["input_ids"]
         assert list(media.prompt_ids) == short
         assert [Path(name).name for name in media.names] == [f"{number}.png"]
         assert not {"image", "images"} & batch.columns[row].keys()
@@ -115,10 +117,10 @@ def check_rows(batch: PromptBatch) -> list[int]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_row_has_its_own_picture_after_shuffling(
-    tmp_path: Path, write_rows: WriteRows, folder: str, workers: int
+    tmp_path: Path, load: Loads, workers: int
 ) -> None:
-    path = write_rows(mixed_rows(tmp_path, 24))
-    data = load(path, folder, batch_size=4, num_workers=workers, seed=3)
+    rows = mixed_rows(tmp_path, 24)
+    data = load(*rows, batch_size=4, num_workers=workers, seed=3)
     seen = [check_rows(batch) for batch in batches(data)]
     order = [number for numbers in seen for number in numbers]
     assert sorted(order) == list(range(24))
@@ -126,25 +128,10 @@ def test_every_row_has_its_own_picture_after_shuffling(
     assert [check_rows(batch) for batch in batches(data)] != seen  # the second epoch
 
 
-def test_workers_change_nothing(tmp_path: Path, write_rows: WriteRows, folder: str) -> None:
-    path = write_rows(mixed_rows(tmp_path, 8))
-    alone, helped = (
-        batches(load(path, folder, batch_size=4, num_workers=workers)) for workers in (0, 2)
-    )
-    for one, other in zip(alone, helped, strict=True):
-        assert one.columns == other.columns
-        assert torch.equal(one.input_ids, other.input_ids)
-        for first, second in zip(one.media or (), other.media or (), strict=True):
-            assert (first is None) == (second is None)
-            if first is not None and second is not None:
-                assert first.tensors.keys() == second.tensors.keys()
-                assert all(torch.equal(first.tensors[k], second.tensors[k]) for k in first.tensors)
-
-
 def test_select_and_micro_batches_keep_pictures_with_their_rows(
-    tmp_path: Path, write_rows: WriteRows, folder: str
+    tmp_path: Path, load: Loads
 ) -> None:
-    (batch,) = batches(load(write_rows(mixed_rows(tmp_path, 8)), folder, batch_size=8))
+    (batch,) = batches(load(*mixed_rows(tmp_path, 8), batch_size=8))
     numbers = check_rows(batch)
     chosen = batch.select(torch.tensor([6, 1, 6]))
     assert check_rows(chosen) == [numbers[6], numbers[1], numbers[6]]
@@ -154,7 +141,7 @@ def test_select_and_micro_batches_keep_pictures_with_their_rows(
         response_mask=torch.zeros_like(batch.attention_mask),
         media=batch.media,
     )
-    placeholder = build_vlm("qwen2_vl").processor.placeholders["image"]
+    placeholder = vlm().processor.placeholders["image"]
     widest = int(sequences.lengths.max())
     parts = micro_batches(sequences, max_tokens=3 * widest)
     assert len(parts) >= 3
@@ -171,10 +158,8 @@ def test_select_and_micro_batches_keep_pictures_with_their_rows(
     assert sorted(levels) == [number for number in range(8) if number % 4 != 3]
 
 
-def test_rows_that_share_a_picture_share_it_after_a_move(
-    tmp_path: Path, write_rows: WriteRows, folder: str
-) -> None:
-    (batch,) = batches(load(write_rows(mixed_rows(tmp_path, 3)), folder, batch_size=3))
+def test_rows_that_share_a_picture_share_it_after_a_move(tmp_path: Path, load: Loads) -> None:
+    (batch,) = batches(load(*mixed_rows(tmp_path, 3), batch_size=3))
     twice = batch.select(torch.tensor([0, 0, 2, 0]))
     assert twice.media is not None
     assert twice.media[0] is twice.media[1] is twice.media[3]
@@ -193,7 +178,7 @@ def test_rows_that_share_a_picture_share_it_after_a_move(
 
 
 def test_relative_paths_start_from_the_data_file_wherever_it_is(
-    tmp_path: Path, write_rows: WriteRows, folder: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, vlm_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
@@ -202,39 +187,27 @@ def test_relative_paths_start_from_the_data_file_wherever_it_is(
         {"prompt": asks("hi", {"type": "image", "path": "1.png"})},
         {"prompt": asks("hi"), "image": "1.png"},
     ):
-        write_rows([row], "data/rows.jsonl")
-        (batch,) = batches(load("data/rows.jsonl", folder))
+        Path("data/rows.jsonl").write_text(json.dumps(row))
+        data = PromptDataModule("data/rows.jsonl", tokenizer=vlm_folder, batch_size=1)
+        data.setup("fit")
+        (batch,) = batches(data)
         assert batch.media is not None
         assert level(batch.media[0]) == 1
 
 
-def test_media_root_comes_first(tmp_path: Path, write_rows: WriteRows, folder: str) -> None:
-    (tmp_path / "pictures").mkdir()
-    grey(tmp_path / "pictures", 4)
-    path = write_rows([{"prompt": asks("hi"), "image": "4.png"}])
-    data = load(path, folder, media=MediaOptions(root=str(tmp_path / "pictures")))
-    (batch,) = batches(data)
-    assert batch.media is not None
-    assert level(batch.media[0]) == 4
-
-
-def test_plain_text_shows_media_at_the_marker_of_the_model(
-    tmp_path: Path, write_rows: WriteRows, folder: str
-) -> None:
-    path = write_rows([{"prompt": f"{SHOWN}hi", "image": grey(tmp_path, 2)}])
-    (batch,) = batches(load(path, folder))
+def test_plain_text_shows_media_at_the_marker_of_the_model(tmp_path: Path, load: Loads) -> None:
+    rows = [{"prompt": f"{SHOWN}hi", "image": grey(tmp_path, 2)}]
+    (batch,) = batches(load(*rows))
     assert read(batch, 0) == SHOWN.replace("<|image_pad|>", "<|image_pad|>" * 2) + "hi"
     assert batch.prompts == (f"{SHOWN}hi",)
 
 
-def test_as_chat_puts_the_picture_into_the_turn(
-    tmp_path: Path, write_rows: WriteRows, folder: str
-) -> None:
+def test_as_chat_puts_the_picture_into_the_turn(tmp_path: Path, load: Loads) -> None:
     rows = [
         {"prompt": "hi", "image": grey(tmp_path, 2)},
         {"prompt": "see <image> there", "image": grey(tmp_path, 2)},
     ]
-    data = load(write_rows(rows), folder, as_chat=True, batch_size=2, system_prompt="s")
+    data = load(*rows, as_chat=True, batch_size=2, system_prompt="s")
     (batch,) = batches(data)
     pads = SHOWN.replace("<|image_pad|>", "<|image_pad|>" * 2)
     head, tail = (
@@ -247,11 +220,11 @@ def test_as_chat_puts_the_picture_into_the_turn(
     }
 
 
-def test_a_video_becomes_frames(tmp_path: Path, write_rows: WriteRows, folder: str) -> None:
+def test_a_video_becomes_frames(tmp_path: Path, load: Loads) -> None:
     first, *others = [Image.new("L", (56, 28), 10 * number) for number in range(4)]
     first.save(tmp_path / "a.gif", save_all=True, append_images=others, duration=500)
-    path = write_rows([{"prompt": asks("what?", {"type": "video"}), "video": "a.gif"}])
-    (batch,) = batches(load(path, folder))
+    rows = [{"prompt": asks("what?", {"type": "video"}), "video": "a.gif"}]
+    (batch,) = batches(load(*rows))
     assert batch.media is not None
     (media,) = batch.media
     assert media is not None
@@ -261,9 +234,7 @@ def test_a_video_becomes_frames(tmp_path: Path, write_rows: WriteRows, folder: s
     assert read(batch, 0).count("<|video_pad|>") == 4
 
 
-def test_the_limit_counts_the_tokens_of_pictures(
-    tmp_path: Path, write_rows: WriteRows, folder: str
-) -> None:
+def test_the_limit_counts_the_tokens_of_pictures(tmp_path: Path, load: Loads) -> None:
     rows = [
         {"prompt": asks("hi"), "image": grey(tmp_path, 1, tokens=1), "number": 1},
         {"prompt": asks("hi"), "image": grey(tmp_path, 3, tokens=3), "number": 3},
@@ -271,31 +242,30 @@ def test_the_limit_counts_the_tokens_of_pictures(
     ]
     # 3 + 1 marks of turns, the letters of "user", "assistant", "hi" and 3 line ends, 2 marks of an
     # image: 3 + 4 + 9 + 2 + 3 + 2 = 23 and its tokens
-    path = write_rows(rows)
-    data = load(path, folder, max_prompt_tokens=25, max_bad_fraction=0.5)
+    data = load(*rows, max_prompt_tokens=25, max_bad_fraction=0.5)
     assert sorted(batch.columns[0]["number"] for batch in batches(data)) == [0, 1]
-    kept = load(path, folder, max_prompt_tokens=26)
+    kept = load(*rows, max_prompt_tokens=26)
     assert sorted(batch.columns[0]["number"] for batch in batches(kept)) == [0, 1, 3]
     with pytest.raises(
         BadDataError, match=r"3\.png: 26 tokens with the text, max_prompt_tokens=25"
     ):
-        load(path, folder, max_prompt_tokens=25)
+        load(*rows, max_prompt_tokens=25)
 
 
 def test_the_same_question_about_another_picture_is_no_duplicate(
-    tmp_path: Path, write_rows: WriteRows, folder: str
+    tmp_path: Path, load: Loads
 ) -> None:
     rows = [
         {"prompt": asks("what?"), "image": grey(tmp_path, number), "number": number}
         for number in (1, 2, 1)
     ]
     rows.append({"prompt": asks("what?"), "number": 9})
-    data = load(write_rows(rows), folder, deduplicate=True)
+    data = load(*rows, deduplicate=True)
     assert sorted(batch.columns[0]["number"] for batch in batches(data)) == [1, 2, 9]
 
 
 def test_the_same_question_about_another_picture_may_be_held_out(
-    tmp_path: Path, write_rows: WriteRows, folder: str
+    tmp_path: Path, load: Loads
 ) -> None:
     # two questions about each of 6 pictures: a picture never stands on both sides with the same
     # question, while pictures do
@@ -303,7 +273,7 @@ def test_the_same_question_about_another_picture_may_be_held_out(
         {"prompt": asks("what?"), "image": grey(tmp_path, number), "number": number}
         for number in (0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5)
     ]
-    data = load(write_rows(rows), folder, val_size=4)
+    data = load(*rows, val_size=4)
     train = [batch.columns[0]["number"] for batch in batches(data)]
     held = [batch.columns[0]["number"] for batch in data.val_dataloader()]
     assert len(train) == 8
@@ -312,43 +282,30 @@ def test_the_same_question_about_another_picture_may_be_held_out(
     assert sorted(train + held) == sorted([*range(6), *range(6)])
 
 
-def test_rewards_get_columns_without_the_paths_that_were_read(
-    tmp_path: Path, write_rows: WriteRows, folder: str
-) -> None:
-    row = {"prompt": asks("hi"), "image": grey(tmp_path, 1), "video": None, "answer": "7"}
-    (batch,) = batches(load(write_rows([row]), folder))
-    assert batch.columns == ({"answer": "7"},)
-    assert batch.prompts == (
-        ({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]},),
-    )
-
-
 # as a placeholder with nothing behind it, which stops the forward pass
 @pytest.mark.parametrize("as_messages", [True, False])
 def test_a_placeholder_in_the_text_of_a_row_without_media_is_a_bad_row(
-    write_rows: WriteRows, folder: str, as_messages: bool
+    load: Loads, as_messages: bool
 ) -> None:
     text = "what does <|image_pad|> mean?"
     rows = [{"prompt": asks(text) if as_messages else text}, {"prompt": "fine"}]
     with pytest.raises(BadDataError, match="placeholder count"):
-        load(write_rows(rows), folder)
+        load(*rows)
 
 
 def test_a_placeholder_in_a_pretraining_text_without_media_is_a_bad_row(
-    write_rows: WriteRows, folder: str
+    tmp_path: Path, load: Loads
 ) -> None:
-    texts = write_rows([{"text": "what does <|image_pad|> mean?"}], "texts.jsonl")
-    path = write_rows([{"prompt": "fine"}])
+    texts = Rows([{"text": "what does <|image_pad|> mean?"}], folder=tmp_path)
+    rows = [{"prompt": "fine"}]
     with pytest.raises(BadDataError, match="placeholder count"):
-        load(path, folder, pretraining=texts)
+        load(*rows, pretraining=texts)
 
 
-def test_a_text_model_counts_rows_that_show_something(
-    write_rows: WriteRows, model_folder: str
-) -> None:
+def test_a_text_model_counts_rows_that_show_something(load: Loads, model_folder: str) -> None:
     rows = [{"prompt": asks("hi", {"type": "image", "path": "1.png"})}, {"prompt": "fine"}]
     with pytest.raises(BadDataError, match="media for a text model"):
-        load(write_rows(rows), model_folder)
+        load(*rows, tokenizer=model_folder)
 
 
 def text_rows(folder: Path) -> list[dict[str, Any]]:
@@ -357,12 +314,10 @@ def text_rows(folder: Path) -> list[dict[str, Any]]:
     return [{"messages": [*turns, *answer]}, {"text": "plain words"}]
 
 
-def test_pretraining_texts_show_pictures(
-    tmp_path: Path, write_rows: WriteRows, folder: str
-) -> None:
-    texts = write_rows(text_rows(tmp_path), "texts.jsonl")
-    path = write_rows([{"prompt": "hi"}])
-    data = load(path, folder, pretraining=texts, pretraining_batch_size=2)
+def test_pretraining_texts_show_pictures(tmp_path: Path, load: Loads) -> None:
+    texts = Rows(text_rows(tmp_path), folder=tmp_path)
+    rows = [{"prompt": "hi"}]
+    data = load(*rows, pretraining=texts, pretraining_batch_size=2)
     (batch,) = batches(data)
     assert batch.media is None
     shown = batch.pretraining
@@ -378,59 +333,42 @@ def test_pretraining_texts_show_pictures(
     assert read(shown, 1 - row) == "plain words"
 
 
-def test_all_but_the_first_token_of_a_text_with_a_picture_is_trained_on(
-    tmp_path: Path, write_rows: WriteRows, folder: str
-) -> None:
-    texts = write_rows(text_rows(tmp_path)[:1], "texts.jsonl")
-    data = load(write_rows([{"prompt": "hi"}]), folder, pretraining=texts)
-    shown = batches(data)[0].pretraining
-    assert shown is not None
-    tokenizer = build_vlm("qwen2_vl").tokenizer
-    trained = str(tokenizer.decode(shown.input_ids[0][shown.response_mask[0]]))
-    whole = f"{asked('what?', 3)}grey<|im_end|>\n"
-    assert trained == whole.removeprefix("<|im_start|>")
-
-
-def test_pretraining_texts_are_counted_with_their_pictures(
-    tmp_path: Path, write_rows: WriteRows, folder: str
-) -> None:
-    texts = write_rows(text_rows(tmp_path)[:1], "texts.jsonl")
-    path = write_rows([{"prompt": "hi"}])
+def test_pretraining_texts_are_counted_with_their_pictures(tmp_path: Path, load: Loads) -> None:
+    texts = Rows(text_rows(tmp_path)[:1], folder=tmp_path)
+    rows = [{"prompt": "hi"}]
     # the prompt of 23 with "what?" for "hi", 3 tokens, and "grey", an end of turn and line: 35
-    load(path, folder, pretraining=texts, pretraining_max_tokens=35)
+    load(*rows, pretraining=texts, pretraining_max_tokens=35)
     with pytest.raises(BadDataError, match="35 tokens with the text, pretraining_max_tokens=34"):
-        load(path, folder, pretraining=texts, pretraining_max_tokens=34)
+        load(*rows, pretraining=texts, pretraining_max_tokens=34)
 
 
 def length(completions: Sequence[str]) -> list[float]:
     return [len(text) / 10 for text in completions]
 
 
-def test_placeholders_do_not_reach_the_loss_of_a_text(
-    tmp_path: Path, write_rows: WriteRows
-) -> None:
-    vlm = build_vlm("qwen2_vl")
+def test_placeholders_do_not_reach_the_loss_of_a_text(tmp_path: Path) -> None:
+    own = build_vlm("qwen2_vl")
     text = f"{SHOWN}grey"
     picture = Image.open(tmp_path / grey(tmp_path, 5)).convert("RGB")
-    inputs = vlm.processor.processor(text=[text], images=[picture], return_tensors="pt")
+    inputs = own.processor.processor(text=[text], images=[picture], return_tensors="pt")
     with torch.no_grad():
-        logits = vlm.model(**inputs).logits[0]
-    logits[:, never_said(vlm)] = -torch.inf
+        logits = own.model(**inputs).logits[0]
+    logits[:, never_said(own)] = -torch.inf
     # the last four tokens; a mark and two placeholders come before them, and are no more said than
     # the first token is
     said = logits[-5:-1].log_softmax(-1).gather(1, inputs["input_ids"][0, -4:, None])
-    texts = write_rows([{"text": text, "image": "5.png"}] * 2, "texts.jsonl")
+    texts = Rows([{"text": text, "image": "5.png"}] * 2, folder=tmp_path)
     data = PromptDataModule(
-        write_rows([{"prompt": "hi"}, {"prompt": "ho"}]),
+        Rows([{"prompt": "hi"}, {"prompt": "ho"}]),
         batch_size=2,
         pretraining=texts,
         pretraining_batch_size=2,
     )
     module = RLOO(
-        vlm.model,
+        own.model,
         Rewards([length]),
-        tokenizer=vlm.tokenizer,
-        processor=vlm.processor.processor,
+        tokenizer=own.tokenizer,
+        processor=own.processor.processor,
         num_generations=2,
         sampling=Sampling(max_new_tokens=3),
         update=Update(pretraining_coef=1.0),

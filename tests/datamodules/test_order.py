@@ -1,7 +1,5 @@
 from collections import Counter
 
-import pytest
-
 from lrlhf.datamodules.loading.order import BalancedOrder, EpochOrder, GivenOrder
 
 
@@ -10,15 +8,6 @@ def test_without_weights_every_epoch_is_a_permutation_of_all_rows() -> None:
     epochs = [order.epoch(epoch).tolist() for epoch in range(20)]
     assert all(sorted(rows) == [0, 1, 2, 3, 4] for rows in epochs)
     assert len({tuple(rows) for rows in epochs}) > 10
-
-
-def test_an_epoch_depends_on_seed_and_epoch_only() -> None:
-    members = [list(range(50))]
-    first = EpochOrder(members, None, seed=5)
-    first.epoch(0)
-    again = EpochOrder(members, None, seed=5)
-    assert first.epoch(3).tolist() == again.epoch(3).tolist()
-    assert first.epoch(3).tolist() != EpochOrder(members, None, seed=6).epoch(3).tolist()
 
 
 def test_weights_are_shares_of_the_epoch() -> None:
@@ -59,12 +48,6 @@ def test_the_table_names_rows_and_passes_of_each_source() -> None:
     table = EpochOrder([list(range(60)), list(range(60, 80))], [1.0, 3.0], seed=3).table(["a", "b"])
     lines = [line.split() for line in table.splitlines()[1:]]
     assert lines == [["60", "20", "0.33", "a"], ["20", "60", "3.00", "b"]]
-
-
-@pytest.mark.parametrize("weights", [None, [1.0, 1.0]])
-def test_the_length_is_the_rows_of_all_sources(weights: list[float] | None) -> None:
-    order = EpochOrder([[0, 1, 2], [3]], weights, seed=0)
-    assert len(order) == len(order.epoch(0)) == 4
 
 
 def test_a_balanced_order_deals_the_same_batches_by_tokens() -> None:

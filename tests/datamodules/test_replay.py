@@ -3,17 +3,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lrlhf.datamodules import ReplayDataModule
 from lrlhf.datamodules.loading.loader import Ranks
 from lrlhf.rollout import save_rollout
 from lrlhf.rollout.storage import rollout_path
 from lrlhf.types import Rollout, StoredRollout
+from tests.datamodules.conftest import Remembers, resumes_alike, trainer
 
 
 def store(folder: Path, step: int, rank: int = 0, groups: tuple[int, ...] = (0, 0, 1, 1)) -> Path:
@@ -115,60 +113,29 @@ def test_files_are_dealt_to_ranks_and_the_remainder_is_told(
         assert epochs[:2] == [[[0, 2], [1, 3]], [[4, 1], [0, 2]]]
 
 
-class Remembers(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen: list[int] = []
-
+class RemembersSteps(Remembers):
     def training_step(self, batch: StoredRollout, index: int) -> None:
         self.optimizers().step()
         self.seen += steps([batch])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def run(module: L.LightningModule, data: ReplayDataModule, **options: Any) -> None:
-    ckpt_path = options.pop("ckpt_path", None)
-    L.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing="callbacks" in options,
-        **{"max_epochs": 3, **options},
-    ).fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
 
 
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_resumed_run_goes_on_with_the_same_files(folder: Path, tmp_path: Path) -> None:
-    saved = tmp_path / "saved"
-    saving = ModelCheckpoint(saved, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    whole = Remembers()
-    run(whole, ReplayDataModule(folder), callbacks=[saving])
-    assert len(whole.seen) == 15
-    for stop in (2, 5, 8):
-        resumed = Remembers()
-        run(resumed, ReplayDataModule(folder), ckpt_path=str(saved / f"step={stop}.ckpt"))
-        assert resumed.seen == whole.seen[stop:], f"stopped after batch {stop}"
+    def data() -> ReplayDataModule:
+        return ReplayDataModule(folder)
+
+    assert len(resumes_alike(tmp_path, RemembersSteps, data, (2, 5, 8)).seen) == 15
     store(folder, 5)
+    saved = str(tmp_path / "checkpoints" / "step=2.ckpt")
     with pytest.raises(ValueError, match="had 5 usable rows and has 6 now"):
-        run(Remembers(), ReplayDataModule(folder), ckpt_path=str(saved / "step=2.ckpt"))
+        trainer().fit(RemembersSteps(), datamodule=data(), ckpt_path=saved, weights_only=True)
 
 
 def test_overfit_batches_repeats_the_first_files(folder: Path) -> None:
-    module = Remembers()
-    run(module, ReplayDataModule(folder), overfit_batches=2, max_epochs=2)
+    module = RemembersSteps()
+    trainer(overfit_batches=2, max_epochs=2).fit(module, datamodule=ReplayDataModule(folder))
     assert module.seen == [0, 1, 0, 1]
-
-
-def test_lightning_sees_no_validation_loader(folder: Path) -> None:
-    data = ReplayDataModule(folder)
-    for hook in ("val_dataloader", "test_dataloader", "predict_dataloader"):
-        assert not is_overridden(hook, data)
 
 
 def test_a_folder_without_rollouts_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -182,27 +149,22 @@ def test_a_folder_without_rollouts_is_refused(folder: Path, tmp_path: Path) -> N
         ready(folder)
 
 
-@pytest.mark.parametrize("num_generations", [None, 2])
-def test_an_incomplete_group_names_its_file(folder: Path, num_generations: int | None) -> None:
-    store(folder, 7, groups=(0, 0, 1))
-    with pytest.raises(ValueError, match=r"step_000007\.rank_0\.safetensors: group 1 holds 1 "):
-        ready(folder, num_generations=num_generations)
-
-
-def test_another_group_size_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"group 0 holds 2 responses, num_generations says 4"):
-        ready(folder, num_generations=4)
-
-
 @pytest.mark.parametrize(
-    ("groups", "message"), [((0, 1, 0, 1), "do not stand together"), ((), "without rows")]
+    ("groups", "num_generations", "message"),
+    [
+        ((0, 0, 1), None, "group 1 holds 1 responses"),
+        ((0, 0, 1), 2, "group 1 holds 1 responses, num_generations says 2"),
+        ((0, 0, 1, 1), 4, "group 0 holds 2 responses, num_generations says 4"),
+        ((0, 1, 0, 1), None, "do not stand together"),
+        ((), None, "without rows"),
+    ],
 )
-def test_broken_groups_name_their_file(
-    tmp_path: Path, groups: tuple[int, ...], message: str
+def test_groups_that_cannot_be_trained_on_name_their_file(
+    tmp_path: Path, groups: tuple[int, ...], num_generations: int | None, message: str
 ) -> None:
-    store(tmp_path, 0, groups=groups)
-    with pytest.raises(ValueError, match=rf"step_000000\.rank_0.* {message}"):
-        ready(tmp_path)
+    store(tmp_path, 7, groups=groups)
+    with pytest.raises(ValueError, match=rf"step_000007\.rank_0\.safetensors.* {message}"):
+        ready(tmp_path, num_generations=num_generations)
 
 
 def test_a_damaged_file_is_found_before_training(folder: Path) -> None:
@@ -233,8 +195,3 @@ def test_files_of_different_size_are_for_one_rank_only(
 def test_impossible_settings_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(options))}="):
         ReplayDataModule("rollouts", **options)
-
-
-def test_loaders_are_not_there_before_setup() -> None:
-    with pytest.raises(RuntimeError, match="call setup"):
-        ReplayDataModule("rollouts").train_dataloader()

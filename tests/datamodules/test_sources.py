@@ -50,37 +50,32 @@ def test_every_file_format_gives_the_same_rows(
     assert source.name == str(path)
 
 
-def test_a_folder_gives_its_data_files_in_order_and_leaves_others_alone(tmp_path: Path) -> None:
-    for name in ("b.jsonl", "a.csv"):
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [(".", ["a.csv", "b.jsonl", "b-0.jsonl"]), ("b*.jsonl", ["b-0.jsonl", "b.jsonl"])],
+)
+def test_a_folder_or_pattern_gives_its_data_files_in_order(
+    tmp_path: Path, named: str, expected: list[str]
+) -> None:
+    for name in ("b.jsonl", "b-0.jsonl", "a.csv"):
         write(tmp_path / name)
     (tmp_path / "README.md").write_text("no data")
-    assert [Path(source.name).name for source in resolve_source(str(tmp_path))] == [
-        "a.csv",
-        "b.jsonl",
-    ]
+    found = [Path(source.name).name for source in resolve_source(str(tmp_path / named))]
+    assert found == sorted(expected)
 
 
-def test_a_pattern_gives_the_files_that_match(tmp_path: Path) -> None:
-    for name in ("train-1.jsonl", "train-0.jsonl", "test-0.jsonl"):
-        write(tmp_path / name)
-    sources = resolve_source(str(tmp_path / "train-*.jsonl"))
-    assert [Path(source.name).name for source in sources] == ["train-0.jsonl", "train-1.jsonl"]
-
-
-def test_a_pattern_without_files_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadDataError, match=r"pattern '.*valid-\*\.jsonl' holds no data file"):
-        resolve_source(str(tmp_path / "valid-*.jsonl"))
-
-
-def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("valid-*.jsonl", r"pattern '.*valid-\*\.jsonl' holds no data file"),
+        ("trian.jsonl", r"no file or folder .*; did you mean 'train.jsonl'"),
+        ("nowhere/train.jsonl", r"nor is there a folder .*nowhere"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, named: str, message: str) -> None:
     write(tmp_path / "train.jsonl")
-    with pytest.raises(BadDataError, match=r"no file or folder .*; did you mean 'train.jsonl'"):
-        resolve_source(str(tmp_path / "trian.jsonl"))
-
-
-def test_a_file_in_a_missing_folder_names_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(BadDataError, match=r"nor is there a folder .*nowhere"):
-        resolve_source(str(tmp_path / "nowhere" / "train.jsonl"))
+    with pytest.raises(BadDataError, match=message):
+        resolve_source(str(tmp_path / named))
 
 
 def test_a_hub_id_that_cannot_be_reached_says_so_and_what_to_do(
@@ -114,11 +109,6 @@ def test_a_hub_id_carries_config_and_split(
     (source,) = resolve_source(text)
     assert isinstance(source, HubSource)
     assert list(source.rows()) == [{"asked": expected}]
-
-
-def test_what_is_no_hub_id_is_refused() -> None:
-    with pytest.raises(ValueError, match="is no hub id"):
-        resolve_source("a b c")
 
 
 @pytest.mark.parametrize(
@@ -162,19 +152,13 @@ def test_a_csv_line_with_other_cells_than_the_header_is_a_bad_row(tmp_path: Path
     assert isinstance(long, BadRow)
 
 
-def test_either_all_sources_have_a_weight_or_none(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    write(path)
+def test_impossible_mixtures_are_refused() -> None:
     with pytest.raises(ValueError, match=r"x\.jsonl' has no weight"):
-        components_of([Weighted(str(path), 2.0), str(path)])
-
-
-@pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_weight_is_above_zero(weight: float) -> None:
-    with pytest.raises(ValueError, match="above 0"):
-        Weighted("x.jsonl", weight)
-
-
-def test_an_empty_list_of_sources_is_refused() -> None:
+        components_of([Weighted("a/b", 2.0), "x.jsonl"])
     with pytest.raises(ValueError, match="at least one"):
         components_of([])
+    with pytest.raises(ValueError, match="is no hub id"):
+        resolve_source("a b c")
+    for weight in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="above 0"):
+            Weighted("x.jsonl", weight)

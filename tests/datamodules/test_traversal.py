@@ -1,6 +1,5 @@
 """Rows name files of their data set, and no others."""
 
-import io
 import json
 import struct
 import zlib
@@ -18,9 +17,9 @@ from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.media import MediaError, MediaOptions
 from lrlhf.media.decode import check_image, read_image, read_video
 from lrlhf.media.refs import MediaRefs
-from tests.vlms import build_vlm
+from tests.datamodules.conftest import vlm
 
-PROCESSOR = build_vlm("qwen2_vl").processor
+PROCESSOR = vlm().processor
 
 
 @pytest.fixture
@@ -66,13 +65,9 @@ def test_links_out_of_the_folder_are_followed_where_the_user_named_it(
     assert local_path(named, data, root=data) == str(data / named)
 
 
-@pytest.mark.parametrize("named", ["images/a.png", "./images/../images/a.png", "inner.png"])
-def test_what_stays_inside_is_read(data: Path, named: str) -> None:
-    found = local_path(named, data, root=None)
-    assert Path(found).samefile(data / "images" / "a.png")
-
-
-def test_the_data_folder_itself_may_be_a_link(data: Path) -> None:
+def test_what_stays_inside_is_read_also_where_the_folder_is_a_link(data: Path) -> None:
+    for named in ("images/a.png", "./images/../images/a.png", "inner.png"):
+        assert Path(local_path(named, data, root=None)).samefile(data / "images" / "a.png")
     alias = data.parent / "alias"
     alias.symlink_to(data)
     assert local_path("images/a.png", alias, root=None) == str(alias / "images" / "a.png")
@@ -109,12 +104,9 @@ def test_links_within_the_hubs_cache_are_followed(tmp_path: Path) -> None:
         local_path("images/b.png", snapshot.parent, root=None)
 
 
-@pytest.mark.parametrize("named", ["~nobody-of-this-name/a.png", "a" * 5000])
-def test_odd_names_are_names(data: Path, named: str) -> None:
-    assert local_path(named, data, root=None) == str(data / named)
-
-
-def test_a_name_that_no_file_can_have_is_a_missing_file(data: Path) -> None:
+def test_odd_names_are_names_or_missing_files(data: Path) -> None:
+    for named in ("~nobody-of-this-name/a.png", "a" * 5000):
+        assert local_path(named, data, root=None) == str(data / named)
     with pytest.raises(BadRow, match="missing file"):
         local_path("a\0b.png", data, root=None)
 
@@ -195,11 +187,3 @@ def test_a_small_file_that_would_fill_the_memory_is_refused(side: int, reason: s
         assert raised.value.reason == reason
     with pytest.raises(MediaError):
         read_video(bomb(side, side), options)
-
-
-def test_the_largest_image_that_is_read_has_as_many_pixels_as_pillow_trusts() -> None:
-    buffer = io.BytesIO()
-    Image.new("1", (9_000, 9_000)).save(buffer, "PNG")
-    assert Image.MAX_IMAGE_PIXELS is not None
-    assert 9_000**2 < Image.MAX_IMAGE_PIXELS < 10_000**2
-    check_image(buffer.getvalue())

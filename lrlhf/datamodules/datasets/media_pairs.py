@@ -64,41 +64,34 @@ class MediaPairs(Source):
         return self._name
 
     def rows(self) -> Iterable[Row | BadRow]:
-        empty = True
-        for number, (file, row) in enumerate(FORMATS[self._format].rows(self._path)):
+        known, empty = FORMATS[self._format], True
+        for number, (file, row) in enumerate(known.rows(self._path)):
             try:
                 if isinstance(row, BadRow):
                     raise row
-                for pair in self._pairs(number, row, file):
+                folder = self._media_root or known.folder(file)
+                for index, pair in enumerate(known.pairs(row, folder)):
+                    self._keep_in_root(pair)
+                    turned = known.draws_order and is_exchanged(self._seed, number, index)
                     empty = False
-                    yield pair
+                    yield exchanged(pair) if turned else pair
             except BadRow as problem:
                 empty = False
-                yield self._explained(problem, file)
+                # the file, as the number of a pair does not tell it where a row makes several
+                hint = f"see whether {file.name} is of the format {self._format!r}"
+                detail = f"{problem.detail} (in {file.name})"
+                yield BadRow(problem.reason, detail, remedy=problem.remedy or hint)
         if empty:
             raise BadDataError(
                 f"{self.name}: no pair can be made of its rows, because every candidate is alone "
                 "with its prompt or as good as the others"
             )
 
-    def _pairs(self, number: int, row: Row, file: Path) -> Iterator[Pair]:
-        known = FORMATS[self._format]
-        folder = self._media_root or known.folder(file)
-        for index, pair in enumerate(known.pairs(row, folder)):
-            turned = known.draws_order and is_exchanged(self._seed, number, index)
-            self._keep_in_root(pair)
-            yield exchanged(pair) if turned else pair
-
     def _keep_in_root(self, pair: Pair) -> None:
         if self._media_root is not None:
             shown = (pair.get(f"{kind}{suffix}") for kind in KINDS for suffix in ("", "_0", "_1"))
             for path in (value for value in shown if isinstance(value, str)):
                 local_path(path, None, root=self._media_root)
-
-    def _explained(self, problem: BadRow, file: Path) -> BadRow:
-        """Add the file, which the number of a pair does not tell where one row makes several."""
-        remedy = problem.remedy or f"see whether {file.name} is of the format {self._format!r}"
-        return BadRow(problem.reason, f"{problem.detail} (in {file.name})", remedy=remedy)
 
 
 def is_exchanged(seed: int, number: int, index: int = 0) -> bool:
@@ -135,28 +128,35 @@ def _rows_of_files(path: Path) -> Iterator[_FileAndRow]:
     if not path.exists() and not any(character in str(path) for character in "*?["):
         raise BadDataError(f"there is no file or folder {str(path)!r}{nearest_path(path)}")
     for source in resolve_source(str(path)):
-        yield from _rows_of_file(Path(source.name))
+        yield from _of_file(Path(source.name), read_rows_of_file(Path(source.name)))
 
 
-def _rows_by_id(name: str) -> Callable[[Path], Iterator[_FileAndRow]]:
-    """Read as `_rows_of_files`, and also a .json that maps ids to rows, such as the file ``name``.
+def _of_file(file: Path, rows: Iterable[Row | BadRow]) -> Iterator[_FileAndRow]:
+    empty = True
+    for row in rows:
+        empty = False
+        yield _FileAndRow(file, row)
+    if empty:
+        raise BadDataError(f"{file}: there are no rows in it")
 
-    The rows get the id as a column.
-    """
 
-    def rows(path: Path) -> Iterator[_FileAndRow]:
-        file = path / name if (path / name).is_file() else path
-        samples = _parsed(file) if file.is_file() and file.suffix.lower() == ".json" else None
-        if not isinstance(samples, dict):
-            yield from _rows_of_files(file)
-            return
-        if not samples:
-            raise _empty(file)
-        for key, row in samples.items():
-            known = isinstance(row, dict)
-            yield _FileAndRow(file, {**row, "id": key} if known else wrong_type(key, "a row", row))
-
-    return rows
+def _genai_video_rows(path: Path) -> Iterator[_FileAndRow]:
+    """Read as `_rows_of_files`, and also a .json that maps ids to rows; they get the id."""
+    file = path / "genai_video.json"
+    file = file if file.is_file() else path
+    samples: object = None
+    if file.is_file() and file.suffix.lower() == ".json":
+        try:
+            samples = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise BadDataError(f"{file}: cannot be read as .json: {error}") from error
+    if not isinstance(samples, dict):
+        return _rows_of_files(file)
+    known = (
+        {**row, "id": key} if isinstance(row, dict) else wrong_type(key, "a row", row)
+        for key, row in samples.items()
+    )
+    return _of_file(file, known)
 
 
 def _image_reward_prompts(path: Path) -> Iterator[_FileAndRow]:
@@ -191,7 +191,7 @@ def _image_reward_rows(path: Path) -> Iterator[_FileAndRow]:
             "unpack the set's archives there, or give the folder with the shards"
         )
     for shard in shards:
-        yield from _rows_of_file(shard)
+        yield from _of_file(shard, read_rows_of_file(shard))
 
 
 def _check_image(row: Row) -> str:
@@ -205,15 +205,6 @@ def _check_image(row: Row) -> str:
     if number_of(row, "rank") is None:
         raise BadRow("no rank", "column 'rank' is missing or empty")
     return str(prompt_id)
-
-
-def _rows_of_file(file: Path) -> Iterator[_FileAndRow]:
-    empty = True
-    for row in read_rows_of_file(file):
-        empty = False
-        yield _FileAndRow(file, row)
-    if empty:
-        raise _empty(file)
 
 
 def _own_folder(file: Path) -> Path:
@@ -241,17 +232,6 @@ def _image_reward_folder(file: Path) -> Path:
     return next((above.parent for above in parents if above.name == "images"), file.parent)
 
 
-def _parsed(file: Path) -> object:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadDataError(f"{file}: cannot be read as .json: {error}") from error
-
-
-def _empty(file: Path) -> BadDataError:
-    return BadDataError(f"{file}: there are no rows in it")
-
-
 class MediaFormat(NamedTuple):
     """How one set is read."""
 
@@ -265,21 +245,19 @@ class MediaFormat(NamedTuple):
     """Whether the set says nothing about which is candidate 0, so that it has to be drawn."""
 
 
+_VIDEOS, _MEDIA_DATA = _beside_or_above("videos", "Videos"), _beside_or_above("media_data")
 FORMATS: Mapping[str, MediaFormat] = {
     "hpdv3": MediaFormat(media_formats.hpdv3, draws_order=True),
     "imagerewarddb": MediaFormat(
         media_formats.imagerewarddb, _image_reward_folder, _image_reward_prompts, draws_order=True
     ),
-    "rapidata_t2v": MediaFormat(media_formats.rapidata_t2v, _beside_or_above("videos", "Videos")),
-    "rapidata_i2v": MediaFormat(media_formats.rapidata_i2v, _beside_or_above("videos", "Videos")),
-    "omnireward_t2i": MediaFormat(media_formats.omnireward_t2i, _beside_or_above("media_data")),
-    "omnireward_t2v": MediaFormat(media_formats.omnireward_t2v, _beside_or_above("media_data")),
+    "rapidata_t2v": MediaFormat(media_formats.rapidata_t2v, _VIDEOS),
+    "rapidata_i2v": MediaFormat(media_formats.rapidata_i2v, _VIDEOS),
+    "omnireward_t2i": MediaFormat(media_formats.omnireward_t2i, _MEDIA_DATA),
+    "omnireward_t2v": MediaFormat(media_formats.omnireward_t2v, _MEDIA_DATA),
     "genai_bench": MediaFormat(media_formats.genai_bench, draws_order=True),
     "genai_bench_video": MediaFormat(
-        media_formats.genai_bench_video,
-        _own_folder,
-        _rows_by_id("genai_video.json"),
-        draws_order=True,
+        media_formats.genai_bench_video, rows=_genai_video_rows, draws_order=True
     ),
     "videodpo": MediaFormat(media_formats.videodpo, draws_order=True),
     "videogen_rewardbench": MediaFormat(media_formats.videogen_rewardbench),

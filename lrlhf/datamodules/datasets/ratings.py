@@ -95,14 +95,14 @@ def _pair_row(better: RatedText, worse: RatedText, margin_scale: float | None) -
 
 
 class RatedPairs(Source):
-    """Pairs from rated texts. Texts are parted into train and validation before they are paired.
+    """Pairs from rated texts, which are split into train and validation before they are paired.
 
     Args:
         part: Which texts to pair. Two sources with the same data, seed and
             ``validation_fraction``, one ``train`` and one ``validation``, share no text.
         validation_fraction: Share of the texts that ``validation`` gets.
         min_gap: Least difference of the two ratings of a pair.
-        seed: Of the parting and the pairing.
+        seed: Of the split and the pairing.
         max_pairs: Largest number of pairs.
         margin_scale: Margin of a pair per point of rating; None: no margins.
         uses_per_text: Number of pairs that a text may be part of.
@@ -164,38 +164,13 @@ class RatedFile(RatedPairs):
         path: File, folder, pattern or hub id.
         text_column: Column with the text.
         rating_column: Column with its mean rating.
-        part: Which texts to pair, see `RatedPairs`.
-        validation_fraction: Share of the texts that ``part: validation`` gets.
-        min_gap: Least difference of the two ratings of a pair.
-        seed: Of the parting and the pairing.
-        max_pairs: Largest number of pairs.
-        margin_scale: Margin of a pair per point of rating; None: no margins.
-        uses_per_text: Number of pairs that a text may be part of.
+        pairing: See `RatedPairs`.
     """
 
-    def __init__(  # noqa: PLR0913 - the constructor is the schema of the config
-        self,
-        path: str,
-        *,
-        text_column: str = "text",
-        rating_column: str = "rating",
-        part: Part = "all",
-        validation_fraction: float = 0.1,
-        min_gap: float = 1.0,
-        seed: int = 0,
-        max_pairs: int | None = None,
-        margin_scale: float | None = None,
-        uses_per_text: int = 1,
+    def __init__(
+        self, path: str, *, text_column: str = "text", rating_column: str = "rating", **pairing: Any
     ) -> None:
-        super().__init__(
-            part=part,
-            validation_fraction=validation_fraction,
-            min_gap=min_gap,
-            seed=seed,
-            max_pairs=max_pairs,
-            margin_scale=margin_scale,
-            uses_per_text=uses_per_text,
-        )
+        super().__init__(**pairing)
         self._path = path
         self._columns = (text_column, rating_column)
 

@@ -103,7 +103,8 @@ def _json(stream: BinaryIO) -> RowsOrBad:
 
 def _parquet(stream: BinaryIO) -> RowsOrBad:
     # a compressed stream cannot be read from its end, where parquet keeps its index
-    table = pyarrow.parquet.ParquetFile(io.BytesIO(stream.read()))
+    compressed = isinstance(stream, gzip.GzipFile)
+    table = pyarrow.parquet.ParquetFile(io.BytesIO(stream.read()) if compressed else stream)
     for batch in table.iter_batches():
         yield from batch.to_pylist()
 
