@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 import lrlhf.callbacks
 import lrlhf.datamodules
@@ -25,10 +21,9 @@ import lrlhf.rollout  # noqa: F401  classes that are imported can be named by th
 from lrlhf.cli.config_files import ConfigFile, read_config_files
 from lrlhf.cli.convert_command import convert
 from lrlhf.cli.export_command import export_checkpoint
-from lrlhf.cli.messages.complaints import read_complaint
-from lrlhf.cli.messages.errors import ConfigError, ValidationError, hint
-from lrlhf.cli.messages.locations import locate, locate_refusal
-from lrlhf.cli.messages.output import configure_output, safe
+from lrlhf.cli.messages.endings import end
+from lrlhf.cli.messages.errors import ConfigError, RefusedError, ValidationError, hint
+from lrlhf.cli.messages.output import configure_output
 from lrlhf.cli.messages.secrets import SaveConfig, hide_hyperparameters, remember_secrets
 from lrlhf.cli.null_values import forbidden_nulls
 from lrlhf.cli.parser import Parser
@@ -41,16 +36,15 @@ from lrlhf.run.supervision.signals import answering_sigterm
 _CHECKPOINT_WORDS = {"last", "best", "hpc"}
 
 
-class _RefusedError(Exception):
-    """A class of the config refused its arguments; the cause is what jsonargparse reported."""
-
-
-class Application(Commands):
+class Application(LightningCLI):
     """LightningCLI as this project sets it up.
 
     Args:
         arguments: The command and its options.
     """
+
+    trains = True
+    """Else there is a trainer of one process only, which does nothing."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._arguments = list(arguments)
@@ -86,7 +80,7 @@ class Application(Commands):
         except ConfigError:
             raise
         except Exception as error:
-            raise _RefusedError from error
+            raise RefusedError from error
         hide_hyperparameters(self.model, self.datamodule)
 
     def run_command(self, subcommand: str) -> None:
@@ -94,6 +88,8 @@ class Application(Commands):
             super().run_command(subcommand)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        if not self.trains:
+            return L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
         _check_accelerator(self.config[self.subcommand].trainer.accelerator)
         return super().instantiate_trainer(**kwargs)
 
@@ -124,7 +120,7 @@ class Planner(Application):
                 sys.stdout.write(f"\n{paragraph}\n" if number else f"{paragraph}\n")
                 sys.stdout.flush()
         except ValueError as error:
-            raise _RefusedError from error
+            raise RefusedError from error
 
 
 class Exporter(Application):
@@ -134,6 +130,8 @@ class Exporter(Application):
         arguments: Those of ``fit``, the command included.
     """
 
+    trains = False
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.usage = (
             "lrlhf export --ckpt_path PATH --output DIR [--use_ema true] [the options of lrlhf fit]"
@@ -142,12 +140,7 @@ class Exporter(Application):
         parser.add_argument("--output", type=str | None, help="the folder, which must not exist")
         parser.add_argument("--use_ema", type=bool, default=False, help="export averaged weights")
 
-    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """Build one that starts no processes: nothing runs."""
-        del kwargs
-        return L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-
-    def run_command(self, subcommand: str) -> None:
+    def _run_subcommand(self, subcommand: str) -> None:
         options = self.config[subcommand]
         for name in ("ckpt_path", "output"):
             if options[name] is None:
@@ -174,6 +167,8 @@ class Replayer(Application):
         arguments: Those of ``fit``, the command included.
     """
 
+    trains = False
+
     def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
         self._folder = folder
         super().__init__(arguments)
@@ -192,12 +187,7 @@ class Replayer(Application):
         for name, value in alone.items():
             self.config[self.subcommand].trainer[name] = value
 
-    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """Build one that does nothing; the replay has its own."""
-        del kwargs
-        return L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-
-    def run_command(self, subcommand: str) -> None:
+    def _run_subcommand(self, subcommand: str) -> None:
         del subcommand
         if not show_replay(self.model, self._folder):
             raise SystemExit(3)
@@ -214,32 +204,14 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
         The exit status, see `lrlhf.__main__.main`.
     """
     configure_output(debug=debug)
+    files: list[ConfigFile] = []
     try:
         application, arguments = _application(arguments)
         files = read_config_files(arguments)
-    except ConfigError as error:
-        return _end(error, str(error), status=2, show=debug)
-    remember_secrets(files, arguments)
-    try:
+        remember_secrets(files, arguments)
         application(arguments)
-    except ValidationError as error:
-        return _end(error, _explain(error, files, arguments), status=2, show=debug)
-    except ConfigError as error:
-        return _end(error, str(error), status=2, show=debug)
-    except _RefusedError as error:
-        return _end_refused(error, files, arguments, debug=debug)
-    except SIGTERMException as error:
-        return _end(error, "terminated; --ckpt_path last continues", status=143, show=debug)
-    except KeyboardInterrupt as error:
-        return _end(error, "interrupted", status=130, show=debug)
-    except SystemExit as error:
-        # Lightning turns an interrupt during a run into exit(1)
-        if isinstance(error.__context__, KeyboardInterrupt):
-            text = "interrupted; --ckpt_path last continues from the last checkpoint"
-            return _end(error, text, status=130, show=debug)
-        return error.code if isinstance(error.code, int) else 0
-    except Exception as error:  # noqa: BLE001  the outermost frame: everything ends in one line
-        return _end_failed(error, debug=debug)
+    except BaseException as error:  # noqa: BLE001  the outermost frame: everything ends in one line
+        return end(error, files, arguments, debug=debug)
     return 0
 
 
@@ -297,84 +269,3 @@ def _check_strategy(strategy: object) -> None:
             f"trainer.strategy: {strategy} splits a module as one model with one optimizer; take "
             f"{ours[name]}, which splits each trained model by itself (docs/distributed.md)"
         )
-
-
-def _explain(error: ValidationError, files: Sequence[ConfigFile], arguments: Sequence[str]) -> str:
-    """Say file, line, dotted key and what is wrong there."""
-    # a missing group is reported as `fit.model`, one that is there as `model`
-    complaint = read_complaint(str(error).replace(f" {arguments[0]}.", " "))
-    place, key = locate(complaint, files, arguments)
-    text = ": ".join(part for part in (place, key, str(complaint)) if part)
-    return text if files else f"{text} (a YAML file is given with --config)"
-
-
-def _end_refused(
-    error: _RefusedError, files: Sequence[ConfigFile], arguments: Sequence[str], *, debug: bool
-) -> int:
-    """End because a constructor raised, which jsonargparse reports as a failed validation."""
-    report = error.__cause__
-    assert report is not None
-    sentence = str(read_complaint(str(report)))
-    origin = next(
-        (cause for cause in _causes(report) if " ".join(str(cause).split()) == sentence), None
-    )
-    if origin is not None and not _is_about_arguments(origin):
-        return _end_unexpected(origin)
-    classes = _constructors(origin.__traceback__) if origin else []
-    place, key = locate_refusal(sentence, classes, files, arguments)
-    text = ": ".join(part for part in (place, key, sentence) if part)
-    return _end(error, text, status=2, show=debug)
-
-
-def _is_about_arguments(error: BaseException) -> bool:
-    if isinstance(error, TypeError):  # the call itself failed, nothing inside the constructor
-        return _raised_in(error).startswith("jsonargparse.")
-    return isinstance(error, ValueError | OSError | ImportError | MisconfigurationException)
-
-
-def _end_failed(error: Exception, *, debug: bool) -> int:
-    """End because a run raised: briefly if it explains itself to the user."""
-    plain = isinstance(error, OSError | MisconfigurationException)
-    explained = isinstance(error, ValueError | ImportError) and _raised_in(error).startswith(
-        "lrlhf."
-    )
-    if plain or explained or _is_ours(error):
-        return _end(error, str(error), status=1, show=debug)
-    return _end_unexpected(error)
-
-
-def _is_ours(error: Exception) -> bool:
-    """Whether the class of the error is this project's, so that its message is for the user."""
-    return type(error).__module__.startswith("lrlhf.")
-
-
-def _raised_in(error: BaseException) -> str:
-    """Name of the module whose code raised."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return str(frames[-1].f_globals.get("__name__", ""))
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    yield error
-    while error.__cause__ is not None:
-        error = error.__cause__
-        yield error
-
-
-def _constructors(trace: TracebackType | None) -> list[str]:
-    """Names of the classes under construction when an error was raised, the innermost first."""
-    frames = [frame for frame, _ in traceback.walk_tb(trace)]
-    building = [frame for frame in frames if frame.f_code.co_name in {"__init__", "__post_init__"}]
-    return [type(frame.f_locals["self"]).__name__ for frame in reversed(building)]
-
-
-def _end(error: BaseException, text: str, *, status: int, show: bool) -> int:
-    if show:
-        sys.stderr.write(safe("".join(traceback.format_exception(error))))
-    sys.stderr.write(f"error: {safe(text)}\n")
-    return status
-
-
-def _end_unexpected(error: BaseException) -> int:
-    text = f"unexpected {type(error).__name__}: {error}"
-    return _end(error, text, status=1, show=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
+import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from rich import box
 from rich.console import Console
@@ -13,116 +14,70 @@ from rich.table import Table
 from rich.text import Text
 
 from lrlhf.modules.policy.batch_plan import BatchPlan
-from lrlhf.planning.memory_phases import Memory, Notes, Phase, options_of
-from lrlhf.planning.memory_policy import PolicyMemory, PolicySizes, prompt_tokens_of
-from lrlhf.planning.memory_ranks import sharing_of
-from lrlhf.planning.memory_reward_model import reward_model_phases
-from lrlhf.planning.memory_trace import Precision
+from lrlhf.planning.dry_run import DryRun
+from lrlhf.planning.memory_phases import PhaseList
+from lrlhf.planning.policy_memory import add_policy_phases
+from lrlhf.planning.reward_model_memory import add_reward_model_phases
+from lrlhf.planning.strategy_shares import strategy_of
 
 _GIB, _MIB = 2**30, 2**20
+_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV cache")
 
-USABLE = 0.9
+_USABLE = 0.9
 """Share of a GPU's memory that tensors can have: the rest is for CUDA's context, the buffers of
 NCCL and cuBLAS, and what lies idle between tensors."""
 
 
-class Device(NamedTuple):
-    """What the processes run on.
-
-    Attributes:
-        ranks: Number of processes, one on each device.
-        size: Bytes of a device's memory; None: not known.
-    """
-
-    ranks: int
-    size: int | None
-
-
-def policy_memory(sections: Mapping[str, Any], plan: BatchPlan, device: Device) -> str:
-    """Say what training a policy needs, or in one line why that cannot be told.
+def memory_report(
+    sections: Mapping[str, Any], plan: BatchPlan | None, ranks: int, device_size: int | None
+) -> str:
+    """Say what a run needs, or in one line why that cannot be told.
 
     Args:
         sections: The config, with its groups ``model``, ``data`` and ``trainer``.
-        plan: Sizes of an iteration.
-        device: What it runs on.
+        plan: Sizes of an iteration of a policy; None: it is a reward model.
+        ranks: Processes of the run, one on each device.
+        device_size: Bytes of a device; None: not known.
     """
-    options, data = options_of(sections["model"]), options_of(sections["data"])
-
-    def phases(memory: Memory, notes: Notes) -> list[Phase]:
-        sizes = PolicySizes(
-            plan=plan,
-            prompt_tokens=prompt_tokens_of(data, notes),
-            new_tokens=options_of(options["sampling"])["max_new_tokens"],
-            micro_batch_tokens=options_of(options["update"])["micro_batch_tokens"],
-        )
-        return PolicyMemory(options, sizes, memory, notes, device.size).phases()
-
-    return _report(sections["trainer"], device, phases)
-
-
-def reward_model_memory(sections: Mapping[str, Any], device: Device) -> str:
-    """Say what training a reward model needs, or in one line why that cannot be told.
-
-    Args:
-        sections: The config, with its groups ``model``, ``data`` and ``trainer``.
-        device: What it runs on.
-    """
-    options, data = options_of(sections["model"]), options_of(sections["data"])
-    return _report(
-        sections["trainer"],
-        device,
-        lambda memory, notes: reward_model_phases(options, data, memory, notes),
-    )
-
-
-def _report(trainer: Mapping[str, Any], device: Device, phases_of: Any) -> str:
-    on_gpu = _on_gpu(trainer, device)
-    sharing = sharing_of(trainer, device.ranks, on_gpu=on_gpu)
-    if sharing is None:
+    trainer = sections["trainer"]
+    strategy = strategy_of(trainer, ranks)
+    if strategy is None:
         return f"no memory table: it is unknown what {trainer['strategy']!r} keeps on each process"
-    memory = Memory(sharing=sharing, precision=Precision.of(trainer["precision"]), held=())
-    notes = Notes()
+    here = trainer["accelerator"] in {"auto", "gpu", "cuda"} and CUDAAccelerator.is_available()
+    phases = PhaseList(
+        dry_run=DryRun(
+            device=torch.device("cuda", torch.cuda.current_device()) if here else None,
+            precision=trainer["precision"],
+            casts_weights=strategy.kind != "replicated",
+        ),
+        strategy=strategy,
+        on_gpu=here or device_size is not None or trainer["accelerator"] in {"gpu", "cuda"},
+        device_size=device_size,
+    )
     try:
-        phases = phases_of(memory, notes)
+        if plan is None:
+            add_reward_model_phases(phases, sections["model"], sections["data"])
+        else:
+            add_policy_phases(phases, sections["model"], sections["data"], plan)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         # a source that is not there, or a model whose shapes depend on its numbers
         return f"no memory table: {' '.join(str(error).split())}"
-    return "\n\n".join(
-        part
-        for part in (
-            memory_table(phases, device.size),
-            "\n".join(_advice(phases, notes.smaller, device)),
-            "\n".join(notes.lines),
-        )
-        if part
-    )
+    parts = [_table(phases), "\n".join(_advice(phases)), "\n".join(phases.notes)]
+    return "\n\n".join(part for part in parts if part)
 
 
-def _on_gpu(trainer: Mapping[str, Any], device: Device) -> bool:
-    if device.size is not None or trainer["accelerator"] in {"gpu", "cuda"}:
-        return True
-    return trainer["accelerator"] == "auto" and CUDAAccelerator.is_available()
-
-
-def memory_table(phases: Sequence[Phase], device_size: int | None) -> str:
-    """Render phases as a table of plain text, in GiB, or in MiB where all is small.
-
-    Args:
-        phases: The lines.
-        device_size: Bytes of a device, to compare with; None: not known.
-    """
-    large = max(phase.total for phase in phases) >= _GIB
-    unit = _GIB if large else _MIB
-    table = Table(box=box.MARKDOWN)
-    headings = ["parameters", "gradients", "optimizer", "activations", "logits", "KV cache"]
+def _table(phases: PhaseList) -> str:
+    """Render phases as a table of plain text, in GiB, or in MiB where all is small."""
+    large = max(phase.usage.total for phase in phases.phases) >= _GIB
+    unit, size = (_GIB, phases.device_size) if large else (_MIB, phases.device_size)
     name = f"memory per process, {'GiB' if large else 'MiB'}"
-    fits = ["fits"] if device_size is not None else []
-    for heading in (name, *headings, "total", *fits):
+    table = Table(box=box.MARKDOWN)
+    for heading in (name, *_COLUMNS, "total", *(["fits"] if size is not None else [])):
         table.add_column(heading, justify="left" if heading == name else "right", no_wrap=True)
-    for phase in phases:
-        cells = [f"{size / unit:.2f}" for size in (*_columns(phase), phase.total)]
-        if device_size is not None:
-            cells.append("yes" if _fits(phase, device_size) else "NO")
+    for phase in phases.phases:
+        cells = [f"{part / unit:.2f}" for part in (*phase.usage, phase.usage.total)]
+        if size is not None:
+            cells.append("yes" if phase.usage.total <= _USABLE * size else "NO")
         table.add_row(Text(phase.name), *map(Text, cells))
     buffer = io.StringIO()
     # wider than any line: a table that wraps cannot be searched
@@ -130,33 +85,18 @@ def memory_table(phases: Sequence[Phase], device_size: int | None) -> str:
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines() if line.strip())
 
 
-def _columns(phase: Phase) -> tuple[int, ...]:
-    return (
-        phase.parameters,
-        phase.gradients,
-        phase.optimizer,
-        phase.activations,
-        phase.logits,
-        phase.cache,
-    )
-
-
-def _fits(phase: Phase, device_size: int) -> bool:
-    return phase.total <= USABLE * device_size
-
-
-def _advice(phases: Sequence[Phase], smaller: Sequence[str], device: Device) -> list[str]:
+def _advice(phases: PhaseList) -> list[str]:
     """Say what would make the phases fit that do not, those with the same remedy together."""
-    if device.size is None:
+    if phases.device_size is None:
         return []
-    usable = USABLE * device.size
-    room = f"{usable / _GIB:.1f} GiB, {USABLE:.0%} of each GPU"
+    usable = _USABLE * phases.device_size
     failing: dict[str, list[str]] = {}
-    for phase in phases:
-        if not _fits(phase, device.size):
+    for phase in phases.phases:
+        if phase.usage.total > usable:
             turned = phase.turned_down(round(usable))
-            remedy = " or ".join([*([turned] if turned else []), *smaller])
+            remedy = " or ".join([*([turned] if turned else []), *phases.smaller])
             failing.setdefault(remedy, []).append(phase.name)
+    room = f"{usable / _GIB:.1f} GiB, {_USABLE:.0%} of each GPU"
     if not failing:
         return [f"every phase fits into {room}"]
     return [

@@ -1,23 +1,26 @@
-"""What is in a rank's memory in each phase of a run."""
+"""The phases of a run, each at the moment when it needs most of a process's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-import torch
-from torch import nn
+from lrlhf.planning.config_entries import options_of
+from lrlhf.planning.dry_run import DryRun
+from lrlhf.planning.live_bytes import Usage
+from lrlhf.planning.strategy_shares import (
+    OptimizerNeeds,
+    Shares,
+    Strategy,
+    Weights,
+    optimizer_needs,
+)
 
-from lrlhf.models import LoRA, PretrainedSpec
-from lrlhf.planning.memory_ranks import OptimizerNeeds, Part, Sharing, Weights
-from lrlhf.planning.memory_trace import Needed, Precision
-
-SpecT = TypeVar("SpecT", bound=PretrainedSpec)
+_ASSUMED_TOKENS = 512
 
 
 class Dial(NamedTuple):
-    """An option that what a phase needs for its duration grows with.
+    """An option that the size of a phase grows with.
 
     Attributes:
         option: Its name.
@@ -25,7 +28,7 @@ class Dial(NamedTuple):
         unit: What it has to be a multiple of.
         hint: To be said with it.
         chunked: Logits are computed in chunks, so that they do not depend on it.
-        more: Bytes that turning it adds: gradients that are then added up.
+        more: Bytes that turning it down adds: gradients that are then accumulated.
     """
 
     option: str
@@ -37,190 +40,125 @@ class Dial(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Bytes at the moment of a phase when most is used.
+    """A line of the memory table.
 
     Attributes:
         name: What happens.
+        usage: Bytes at the moment when most is used.
         dial: What makes it need less; None: nothing but another model or strategy.
     """
 
     name: str
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    logits: int
-    cache: int
+    usage: Usage
     dial: Dial | None = None
-
-    @property
-    def resident(self) -> int:
-        """What does not depend on the size of a batch."""
-        return self.parameters + self.gradients + self.optimizer
-
-    @property
-    def total(self) -> int:
-        """The sum."""
-        return self.resident + self.activations + self.logits + self.cache
 
     def turned_down(self, size: int) -> str | None:
         """Say at what value of the dial the phase would need ``size`` bytes; None: at none."""
         if self.dial is None:
             return None
-        growing = self.activations + self.cache + (0 if self.dial.chunked else self.logits)
-        share = (size - (self.total - growing) - self.dial.more) / max(1, growing)
-        # at another size the most is needed at another moment, when a little more is there besides
-        value = int(0.95 * self.dial.value * share) // self.dial.unit * self.dial.unit
-        if value < self.dial.unit:
+        usage, dial = self.usage, self.dial
+        growing = usage.activations + usage.cache + (0 if dial.chunked else usage.logits)
+        share = (size - (usage.total - growing) - dial.more) / max(1, growing)
+        # at another size the peak is at another moment, when a little more may be alive
+        value = int(0.95 * dial.value * share) // dial.unit * dial.unit
+        if value < dial.unit:
             return None
-        return f"{self.dial.option}: {value}{self.dial.hint} (now {self.dial.value})"
+        return f"{dial.option}: {value}{dial.hint} (now {dial.value})"
 
 
-class Held(NamedTuple):
-    """A model that stays in memory.
-
-    Attributes:
-        weights: Its weights.
-        optimizer: What moves them; None: it is frozen.
-        shared: Whether the strategy knows of it; else every rank has it whole.
-    """
-
-    weights: Weights
-    optimizer: OptimizerNeeds | None = None
-    shared: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """One rank's device.
+@dataclass(kw_only=True)
+class PhaseList:
+    """Collects the phases of a run on one process.
 
     Args:
-        sharing: The strategy.
-        precision: Of products.
-        held: What stays in memory all the time.
-        fixed: Further bytes that stay, such as those of an engine: parameters.
-        fixed_cache: The same: keys and values.
-    """
-
-    sharing: Sharing
-    precision: Precision
-    held: tuple[Held, ...]
-    fixed: int = 0
-    fixed_cache: int = 0
-
-    def phase(
-        self,
-        name: str,
-        needed: Needed = Needed(),  # noqa: B008  immutable
-        *,
-        gathered: int = 0,
-        gradients: int = 0,
-        step: int = 0,
-        dial: Dial | None = None,
-    ) -> Phase:
-        """Add what a phase needs to what is there anyway.
-
-        Args:
-            name: Of the phase.
-            needed: By its pass.
-            gathered: Weights that are whole for its duration.
-            gradients: That exist when it needs most, beside those of ``needed``.
-            step: What an optimizer needs for the duration of its step.
-            dial: The option that ``needed`` grows with.
-        """
-        share, shared = self.sharing, [one for one in self.held if one.shared]
-        own = [one for one in self.held if not one.shared]
-        return Phase(
-            name,
-            parameters=sum(share.parameters(one.weights) for one in shared)
-            + sum(one.weights.whole.size for one in own)
-            + self.fixed
-            + gathered
-            + needed.weights,
-            gradients=sum(share.resident_gradients(one.weights) for one in shared)
-            + gradients
-            + needed.gradients,
-            optimizer=step
-            + sum(
-                share.states(one.weights, one.optimizer)
-                for one in shared
-                if one.optimizer is not None
-            ),
-            activations=needed.activations,
-            logits=needed.logits,
-            cache=self.fixed_cache + needed.cache,
-            dial=dial,
-        )
-
-    def updates(
-        self,
-        what: str,
-        model: Held,
-        needed: Needed,
-        *,
-        accumulates: bool,
-        dial: Dial,
-    ) -> list[Phase]:
-        """Return the phases of an optimizer step of one model: passes, then the step itself."""
-        assert model.optimizer is not None
-        share, weights = self.sharing, model.weights
-        gradients = share.gradients(weights, accumulates=accumulates)
-        counted = needed.gradients > 0  # they came up in the pass itself, as far as it got
-        return [
-            self.phase(
-                f"update {what}",
-                needed,
-                gathered=share.gathered(weights),
-                gradients=0 if counted else gradients,
-                dial=dial._replace(more=max(0, gradients - needed.gradients) if counted else 0),
-            ),
-            self.phase(
-                f"optimizer step of {what}",
-                gradients=gradients,
-                step=share.step(weights, model.optimizer),
-            ),
-        ]
-
-    def pass_dtype(self) -> torch.dtype | None:
-        """Precision that weights are in when a pass begins; None: that which they are kept in."""
-        return self.precision.dtype if self.sharing.casts else None
-
-    def with_fixed(self, *, parameters: int, cache: int) -> Memory:
-        """Add bytes that stay."""
-        return replace(self, fixed=self.fixed + parameters, fixed_cache=self.fixed_cache + cache)
-
-
-@dataclass
-class Notes:
-    """What is to be read below the figures.
-
-    Args:
-        lines: What was assumed, and what is not counted.
+        dry_run: Measures passes.
+        strategy: Of the trainer.
+        on_gpu: Where the run will be.
+        device_size: Bytes of a GPU; None: not known.
+        resident: What stays in memory all the time.
+        phases: The lines of the table.
+        notes: What was assumed, and what is not counted.
         smaller: Options that make what stays in memory smaller.
     """
 
-    lines: list[str] = field(default_factory=list)
+    dry_run: DryRun
+    strategy: Strategy
+    on_gpu: bool
+    device_size: int | None
+    resident: Usage = field(default=Usage())
+    phases: list[Phase] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     smaller: list[str] = field(default_factory=list)
 
-    def add(self, line: str) -> None:
-        """Add a line, once."""
-        if line not in self.lines:
-            self.lines.append(line)
+    def hold(self, weights: Weights, optimizer: Any = None, *, accumulates: bool = False) -> Shares:
+        """Keep a model in memory from now on.
 
-    def add_smaller(self, option: str, entry: Any, memory: Memory) -> None:
+        Args:
+            weights: Of the model.
+            optimizer: Options of what moves those that learn; None: none does.
+            accumulates: An optimizer step adds up the gradients of several micro-batches.
+        """
+        needs = (
+            OptimizerNeeds()
+            if optimizer is None
+            else optimizer_needs(optimizer, on_gpu=self.on_gpu)
+        )
+        shares = self.strategy.shares(weights, needs, accumulates=accumulates)
+        self.resident = self.resident.plus(shares.resident)
+        return shares
+
+    def add(self, name: str, *usages: Usage, dial: Dial | None = None) -> None:
+        """Add a phase.
+
+        Args:
+            name: Of the phase.
+            usages: What it needs beside what stays.
+            dial: The option that this grows with.
+        """
+        self.phases.append(Phase(name, self.resident.plus(*usages), dial))
+
+    def add_update(self, model: str, shares: Shares, usage: Usage, dial: Dial) -> None:
+        """Add the phases of an optimizer step.
+
+        Args:
+            model: Its name.
+            shares: Of the model.
+            usage: Of a forward and backward pass, measured.
+            dial: The option that ``usage`` grows with.
+        """
+        gradients = Usage(gradients=shares.gradients)
+        gathered = Usage(parameters=shares.gathered)
+        if usage.gradients:  # counted as they came up in the pass
+            more = max(0, shares.gradients - usage.gradients)
+            self.add(f"update {model}", usage, gathered, dial=dial._replace(more=more))
+        else:
+            self.add(f"update {model}", usage, gathered, gradients, dial=dial)
+        self.add(f"optimizer step of {model}", gradients, Usage(optimizer=shares.step))
+
+    def note(self, line: str) -> None:
+        """Add a note, once."""
+        if line not in self.notes:
+            self.notes.append(line)
+
+    def tokens_of(self, data: Any, option: str, what: str) -> int:
+        """Return an option of the data module that limits lengths, or assume it, and say so."""
+        given = options_of(data).get(option)
+        if given is None:
+            self.note(
+                f"assumed: {what} of up to {_ASSUMED_TOKENS} tokens; data.{option} would say how "
+                "long they are"
+            )
+        return _ASSUMED_TOKENS if given is None else int(given)
+
+    def suggest(self, option: str, entry: Any) -> None:
         """Add what makes training a model need less, as far as it is not done already.
 
         Args:
             option: Name of the model's options.
             entry: What the config has there.
-            memory: Its device.
         """
-        options = {} if entry is None or isinstance(entry, str) else options_of(entry)
-        advice = []
-        if memory.sharing.splits:
-            advice.append("more GPUs")
-        else:
-            advice.append("trainer.strategy: fsdp2 over several GPUs")
+        options, shards = options_of(entry), self.strategy.shards_weights
+        advice = ["more GPUs" if shards else "trainer.strategy: fsdp2 over several GPUs"]
         if not options.get("gradient_checkpointing"):
             advice.append(f"{option}.gradient_checkpointing: true")
         if options.get("lora") is None:
@@ -228,41 +166,3 @@ class Notes:
         elif options.get("dtype", "float32") == "float32":
             advice.append(f"{option}.dtype: bfloat16")
         self.smaller += [line for line in advice if line not in self.smaller]
-
-
-def options_of(entry: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Options of a class or a dataclass, however the config spells it."""
-    if entry is None:
-        return {}
-    if "class_path" in entry:
-        return entry.get("init_args") or {}
-    return entry
-
-
-def spec_of(entry: str | Mapping[str, Any], cls: type[SpecT], **defaults: Any) -> SpecT:
-    """Build the description of a model that a config gives.
-
-    Args:
-        entry: A source, or options.
-        cls: What describes such a model.
-        defaults: Options that a plain source is used with.
-    """
-    if isinstance(entry, str):
-        return cls(source=entry, **defaults)
-    options = dict(options_of(entry))
-    if options.get("lora") is not None:
-        options["lora"] = LoRA(**options_of(options["lora"]))
-    return cls(**options)
-
-
-def frozen(weights: Weights) -> Weights:
-    """The same weights, none of which learns."""
-    return weights._replace(trained=Part(), frozen=weights.whole, largest=Part())
-
-
-def head_weights(head: nn.Module) -> Weights:
-    """Count the weights of a head that has no model around it."""
-    number = sum(weight.numel() for weight in head.parameters())
-    size = sum(weight.numel() * weight.itemsize for weight in head.parameters())
-    part = Part(number, size)
-    return Weights(trained=part, frozen=Part(), block=Part(), around=part, largest=part)

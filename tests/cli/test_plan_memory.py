@@ -8,13 +8,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig
-
-from lrlhf.cli import run
-from lrlhf.planning.memory_phases import head_weights
 from lrlhf.planning.memory_ranks import (
     FullySharded,
     OptimizerNeeds,
@@ -25,6 +18,13 @@ from lrlhf.planning.memory_ranks import (
     optimizer_needs,
     sharing_of,
 )
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig
+
+from lrlhf.cli import run
+from lrlhf.planning.memory_phases import head_weights
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 32, 64, 2, 512
 # per layer: queries and output 32x32, keys and values 32x16, three matrices 32x64, two norms of 32

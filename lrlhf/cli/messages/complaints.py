@@ -13,35 +13,63 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pydoc import locate as import_by_path
+from typing import NamedTuple
 
 from lrlhf.cli.messages.errors import hint
 
 _KEY = re.compile(r'Parser key "(?P<key>[^"]+)"(?: element \d+)?:(?: (?P<rest>.+))?$')
 _CLASS = re.compile(r"Problem with given class_path '(?P<name>[^']+)':$")
 _UNION = "Does not validate against any of the Union subtypes"
-_OPTION = re.compile(r"Option '(?P<key>[^']+)' is not accepted(?P<hint>.*)$")
-_GROUP = re.compile(
-    r"Group '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'(?P<hint>.*)$"
-)
-_COMMAND = re.compile(r"Subcommand '[^']+' does not accept option '(?P<key>[^']+)'(?P<hint>.*)$")
-_FLAG = re.compile(
-    r"unrecognized arguments: (?P<flags>.*?)(?P<hint>(?:; (?:did you|accepted).*)?)$"
-)
-_REQUIRED = re.compile(r"the following arguments are required: (?P<keys>.+)$")
-_NO_CLASS = re.compile(r"Expected a dot import path string: (?P<name>.+)$")
 _NO_ATTRIBUTE = re.compile(r"(?:module '.*' has no attribute|No module named) '(?P<name>[^']*)'")
-_NO_CALLABLE = re.compile(
-    r"Type .+ expects a function or a callable class: (?P<why>.+)\. "
-    r"Got value: (?:Namespace\(class_path=')?(?P<name>[\w.]+)"
-)
-_AMBIGUOUS = re.compile(
-    r"Multiple subclasses with name (?P<name>\w+)\. .*ambiguity: (?P<all>.+)\.$"
-)
 _EXPECTED = re.compile(r"Expected an? (?P<type>.+?)(?:\. Got value: (?P<value>.*))?$", re.DOTALL)
-_NO_SUBCLASS = re.compile(
-    r"(?:Not a valid subclass of|Does not implement protocol) (?P<type>\w+)"
-    r"(?:\. Got value: (?P<value>.*?))?\s*Subclass types expect one of",
-    re.DOTALL,
+
+
+class _Rule(NamedTuple):
+    """How a sentence of jsonargparse is said here; `key` and `value` of the pattern are kept."""
+
+    pattern: str
+    sentence: str
+    rank: int = 6
+
+
+_HINT = r"(?P<hint>(?:; (?:did you|accepted).*)?)$"
+_RULES = (
+    _Rule(
+        rf"Option '(?P<key>[^']+)' is not accepted{_HINT}",
+        "{{class}} has no option '{key}'{hint}",
+    ),
+    _Rule(
+        rf"Group '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'{_HINT}",
+        "{group} has no option '{key}'{hint}",
+    ),
+    _Rule(
+        rf"Subcommand '[^']+' does not accept option '(?P<key>[^']+)'{_HINT}",
+        "no such option{hint}",
+    ),
+    _Rule(rf"unrecognized arguments: --(?P<key>[^\s=]+).*?{_HINT}", "no such option{hint}"),
+    _Rule(r"unrecognized arguments: (?P<word>\S+)", "unexpected argument '{word}'"),
+    _Rule(
+        r"the following arguments are required: (?P<key>[^,]+), (?P<others>.+)$",
+        "required, but missing (so are {others})",
+    ),
+    _Rule(r"the following arguments are required: (?P<key>.+)$", "required, but missing"),
+    _Rule(
+        r"Multiple subclasses with name (?P<value>\w+)\. .*ambiguity: (?P<all>.+)\.$",
+        "several classes are named {value}; give one in full: {all}",
+        rank=5,
+    ),
+    _Rule(
+        r"Type .+ expects a function or a callable class: (?P<why>.+)\. "
+        r"Got value: (?:Namespace\(class_path=')?(?P<value>[\w.]+)",
+        "no function or class '{value}' ({why}){near}",
+    ),
+    _Rule(r"Expected a dot import path string: (?P<value>.+)$", "no class '{value}'", rank=4),
+    _Rule(
+        r"(?s)(?:Not a valid subclass of|Does not implement protocol) (?P<type>\w+)"
+        r"(?:\. Got value: (?P<value>.*?))?\s*Subclass types expect one of",
+        "",
+        rank=1,
+    ),
 )
 _PLAIN_TYPES = {
     "int": "an integer",
@@ -141,7 +169,7 @@ def _read_union(lines: Sequence[str]) -> Complaint:
     best = max(branches, key=lambda branch: branch.rank, default=Complaint(sentence="not accepted"))
     if best.rank in {4, 9}:
         names = _class_names(subtypes)
-        nearest = hint(_last_name(best.value), names)
+        nearest = hint((best.value or "").rpartition(".")[2], names)
         return replace(best, sentence=best.sentence + nearest, rank=8)
     if best.rank > 2:
         return best
@@ -155,54 +183,28 @@ def _read_union(lines: Sequence[str]) -> Complaint:
 
 
 def _read_leaf(text: str) -> Complaint:
-    if match := _OPTION.match(text):
-        key = match["key"]
-        return Complaint(
-            path=(key,), sentence=f"{{class}} has no option '{key}'{match['hint']}", rank=6
-        )
-    if match := _GROUP.match(text):
-        sentence = f"{match['group']} has no option '{match['key']}'{match['hint']}"
-        return Complaint(path=(*match["group"].split("."), match["key"]), sentence=sentence, rank=6)
-    if match := _COMMAND.match(text):
-        return Complaint(
-            path=tuple(match["key"].split(".")), sentence=f"no such option{match['hint']}", rank=6
-        )
-    if match := _FLAG.match(text):
-        return _unknown_flag(match["flags"].split()[0], match["hint"])
-    if match := _REQUIRED.match(text):
-        return _missing(match["keys"].split(", "))
-    return _read_class_or_value(text)
-
-
-def _read_class_or_value(text: str) -> Complaint:
-    if match := _AMBIGUOUS.match(text):
-        sentence = f"several classes are named {match['name']}; give one in full: {match['all']}"
-        return Complaint(sentence=sentence, value=match["name"], rank=5)
-    if match := _NO_CALLABLE.match(text):
-        name = match["name"]
-        sentence = f"no function or class '{name}' ({match['why']})"
-        return Complaint(sentence=sentence + _hint_in_module(name), value=name, rank=6)
-    if match := _NO_CLASS.match(text):
-        return Complaint(sentence=f"no class '{match['name']}'", value=match["name"], rank=4)
-    if match := _NO_SUBCLASS.match(text):
-        return Complaint(
-            expected=(f"a {match['type']} (class_path and init_args)",),
-            value=match["value"],
-            rank=1,
-        )
+    for rule in _RULES:
+        if match := re.match(rule.pattern, text):
+            said = match.groupdict()
+            near = _hint_in_module(said["value"]) if "{near}" in rule.sentence else ""
+            path = [part for name in ("group", "key") for part in said.get(name, "").split(".")]
+            expected = f"a {said.get('type')} (class_path and init_args)"
+            return Complaint(
+                path=tuple(filter(None, path)),
+                sentence=rule.sentence.format(**said, near=near),
+                expected=() if rule.sentence else (expected,),
+                value=said.get("value"),
+                rank=rule.rank,
+            )
     if match := _EXPECTED.match(text):
-        rank = 2 if match["value"] is None else 3
-        if match["type"].startswith("typing.Literal["):
-            return Complaint(choices=_literals(match["type"]), value=match["value"], rank=rank)
-        return Complaint(expected=(_in_words(match["type"]),), value=match["value"], rank=rank)
+        literal = match["type"].startswith("typing.Literal[")
+        return Complaint(
+            choices=_literals(match["type"]) if literal else (),
+            expected=() if literal else (_in_words(match["type"]),),
+            value=match["value"],
+            rank=2 if match["value"] is None else 3,
+        )
     return Complaint(sentence=" ".join(text.split()), rank=5)
-
-
-def _unknown_flag(flag: str, nearest: str) -> Complaint:
-    if not flag.startswith("--"):
-        return Complaint(sentence=f"unexpected argument '{flag}'", rank=6)
-    keys = flag.partition("=")[0].removeprefix("--").split(".")
-    return Complaint(path=tuple(keys), sentence=f"no such option{nearest}", rank=6)
 
 
 def _hint_in_module(name: str) -> str:
@@ -210,13 +212,6 @@ def _hint_in_module(name: str) -> str:
     public = [other for other in dir(import_by_path(module)) if not other.startswith("_")]
     nearest = hint(attribute, public)
     return nearest if "did you mean" in nearest else ""
-
-
-def _missing(keys: Sequence[str]) -> Complaint:
-    others = f" (so are {', '.join(keys[1:])})" if len(keys) > 1 else ""
-    return Complaint(
-        path=tuple(keys[0].split(".")), sentence=f"required, but missing{others}", rank=6
-    )
 
 
 def _class_names(subtypes: str) -> list[str]:
@@ -250,10 +245,6 @@ def _quoted(value: str) -> str:
     flat = " ".join(value.split())
     flat = flat if len(flat) <= _MAX_VALUE else flat[:_MAX_VALUE] + "…"
     return "null" if flat == "None" else f"'{flat}'"
-
-
-def _last_name(class_path: str | None) -> str:
-    return (class_path or "").rpartition(".")[2]
 
 
 def _dedent(lines: Sequence[str]) -> list[str]:

@@ -16,6 +16,10 @@ class ValidationError(ConfigError):
     """A config that does not fit; the message is still the parser's nested report."""
 
 
+class RefusedError(Exception):
+    """A class of the config refused its arguments; the cause is what jsonargparse reported."""
+
+
 def hint(word: str, accepted: Iterable[str], *, listed_as: str = "accepted") -> str:
     """Say what the user may have meant.
 

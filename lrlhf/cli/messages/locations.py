@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import yaml
 
@@ -12,8 +12,7 @@ from lrlhf.cli.config_files import ConfigFile, line_of
 from lrlhf.cli.messages.complaints import Complaint, InClass
 
 
-@dataclass(frozen=True)
-class _Trail:
+class _Trail(NamedTuple):
     """How far a path could be followed: its keys in the file, where it ended, and what is left."""
 
     keys: tuple[str, ...]
@@ -21,9 +20,9 @@ class _Trail:
     line: int
     left: tuple[str | InClass, ...]
 
-    def dotted(self) -> str:
-        rest = [step for step in self.left if isinstance(step, str)]
-        return _join([*self.keys, *rest])
+    def below(self, key: str) -> _Trail:
+        """Return the same trail seen from further outside."""
+        return self._replace(keys=(key, *self.keys))
 
 
 def locate(
@@ -44,8 +43,11 @@ def locate(
     # the last of equally good files wins, as it does in the merged config
     file, trail = min(reversed(trails), key=lambda pair: len(pair[1].left))
     if complaint.value is not None and not trail.left:
-        trail = _find_value(trail, complaint.value) or trail
-    return f"{file.path}:{trail.line}", trail.dotted()
+        for below, node in _walk(trail.node):
+            if isinstance(node, yaml.ScalarNode) and node.value == complaint.value:
+                return f"{file.path}:{line_of(node)}", _join((*trail.keys, *below))
+    rest = [step for step in trail.left if isinstance(step, str)]
+    return f"{file.path}:{trail.line}", _join((*trail.keys, *rest))
 
 
 def locate_refusal(
@@ -81,9 +83,10 @@ def locate_refusal(
 def _locate_class(
     file: ConfigFile, name: str, mentioned: Sequence[tuple[str, ...]]
 ) -> tuple[str, str] | None:
-    for keys, node in _entries(file.root, ()):
+    """Find the entry of a class, and of its mentioned options the first that is there."""
+    for keys, node in _mappings(file.root):
         entry = {key.value: value for key, value in node.value}
-        if "class_path" not in entry or entry["class_path"].value.rpartition(".")[2] != name:
+        if "class_path" not in entry or _last_name(entry["class_path"].value) != name:
             continue
         for path in mentioned:
             trail = _follow(node, path, node)
@@ -100,7 +103,7 @@ def _locate_only_mention(
     found = {
         (f"{file.path}:{trail.line}", _join((*keys, *trail.keys)))
         for file in files
-        for keys, node in _entries(file.root, ())
+        for keys, node in _mappings(file.root)
         for path in mentioned
         if path[0] in (key.value for key, _ in node.value)
         and not (trail := _follow(node, path, node)).left
@@ -119,82 +122,57 @@ def _join(keys: Sequence[str]) -> str:
     return ".".join(keys).replace(".[", "[")
 
 
-def _entries(
-    node: yaml.Node, keys: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], yaml.MappingNode]]:
-    if isinstance(node, yaml.MappingNode):
-        yield keys, node
-    for key, child in _children(node):
-        yield from _entries(child, (*keys, key))
+def _walk(
+    node: yaml.Node, keys: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], yaml.Node]]:
+    """Go through a node and all below it, each with the keys that lead there."""
+    yield keys, node
+    children: list[tuple[str, yaml.Node]] = []
+    if isinstance(node, yaml.SequenceNode):
+        children = [(f"[{index}]", item) for index, item in enumerate(node.value)]
+    elif isinstance(node, yaml.MappingNode):
+        children = [(key.value, value) for key, value in node.value]
+    for key, child in children:
+        yield from _walk(child, (*keys, key))
+
+
+def _mappings(node: yaml.Node) -> Iterator[tuple[tuple[str, ...], yaml.MappingNode]]:
+    for keys, below in _walk(node):
+        if isinstance(below, yaml.MappingNode):
+            yield keys, below
 
 
 def _follow(node: yaml.Node, path: tuple[str | InClass, ...], parent: yaml.Node) -> _Trail:
+    """Go along a path as far as the file has it; ``init_args`` may be left out of the path."""
     here = _Trail((), node, line_of(parent), path)
     if not path:
         return here
     if isinstance(node, yaml.SequenceNode):
         items = (
-            _prefixed(f"[{index}]", _follow(item, path, item))
-            for index, item in enumerate(node.value)
+            _follow(item, path, item).below(f"[{index}]") for index, item in enumerate(node.value)
         )
         best = min(items, key=lambda trail: len(trail.left), default=here)
         return best if len(best.left) < len(path) else here
     if not isinstance(node, yaml.MappingNode):
         return here
     entries = {key.value: (key, value) for key, value in node.value}
-    step, *rest = path
+    step, rest = path[0], path[1:]
     if isinstance(step, InClass):
-        return _follow_class(entries, step, tuple(rest), here)
+        # a mapping gives the class's options by class path, or as a plain mapping
+        written = entries["class_path"][1].value if "class_path" in entries else step.name
+        same = _last_name(written) == _last_name(step.name)
+        return _follow(node, rest, node if rest else parent) if same else here
     if step in entries:
         key, value = entries[step]
-        return _prefixed(step, _follow(value, tuple(rest), key))
+        return _follow(value, rest, key).below(step)
     if "init_args" in entries:
         key, value = entries["init_args"]
-        return _prefixed("init_args", _follow(value, path, key))
-    return _Trail(("init_args",), node, here.line, path) if "class_path" in entries else here
+        return _follow(value, path, key).below("init_args")
+    return here.below("init_args") if "class_path" in entries else here
 
 
-def _follow_class(
-    entries: dict[str, tuple[yaml.Node, yaml.Node]],
-    step: InClass,
-    rest: tuple[str | InClass, ...],
-    here: _Trail,
-) -> _Trail:
-    """Enter a mapping that gives the class's options, by class path or as a plain mapping."""
-    if "class_path" in entries:
-        written = entries["class_path"][1].value.rpartition(".")[2]
-        if written != step.name.rpartition(".")[2]:
-            return here
-    return _follow(here.node, rest, here.node) if rest else _Trail((), here.node, here.line, ())
-
-
-def _prefixed(key: str, trail: _Trail) -> _Trail:
-    return _Trail((key, *trail.keys), trail.node, trail.line, trail.left)
-
-
-def _find_value(trail: _Trail, value: str) -> _Trail | None:
-    """Go on to the scalar that holds ``value``, when one does."""
-    for keys, node in _scalars(trail.node, ()):
-        if node.value == value:
-            return _Trail((*trail.keys, *keys), node, line_of(node), ())
-    return None
-
-
-def _scalars(
-    node: yaml.Node, keys: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], yaml.ScalarNode]]:
-    if isinstance(node, yaml.ScalarNode):
-        yield keys, node
-    for key, child in _children(node):
-        yield from _scalars(child, (*keys, key))
-
-
-def _children(node: yaml.Node) -> list[tuple[str, yaml.Node]]:
-    if isinstance(node, yaml.SequenceNode):
-        return [(f"[{index}]", item) for index, item in enumerate(node.value)]
-    if isinstance(node, yaml.MappingNode):
-        return [(key.value, value) for key, value in node.value]
-    return []
+def _last_name(class_path: str) -> str:
+    return class_path.rpartition(".")[2]
 
 
 def _matching_flag(keys: Sequence[str], arguments: Sequence[str]) -> str:

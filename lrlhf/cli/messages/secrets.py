@@ -56,7 +56,7 @@ def remember_secrets(files: Sequence[ConfigFile], arguments: Sequence[str]) -> N
     """
     found = [*_in_arguments(arguments)]
     for file in files:
-        found.extend(_in_node(file.root, secret=False, seen=set()))
+        found += _in_node(file.root, secret=False, seen=set())
     _known.update(value for value in found if len(value) >= _SHORTEST)
 
 
@@ -82,19 +82,16 @@ def without_secrets(value: Any, *, secret: bool = False) -> Any:
         secret: Whether the whole value stands under the name of a secret.
     """
     if isinstance(value, Namespace):
-        copy = Namespace()  # type: ignore[no-untyped-call]
-        for key, item in vars(value).items():
-            copy[key] = without_secrets(item, secret=_below(str(key), secret))
-        return copy
+        items = without_secrets(vars(value), secret=secret)
+        return Namespace(**items)  # type: ignore[no-untyped-call]
     if isinstance(value, Mapping):
         items = {k: without_secrets(v, secret=_below(str(k), secret)) for k, v in value.items()}
         return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
     if type(value) in (list, tuple):
         return type(value)(without_secrets(item, secret=secret) for item in value)
     # digits alone are a number in YAML; a short one is no password
-    if secret and (
-        (isinstance(value, str) and value) or (isinstance(value, int) and value > 99_999)
-    ):
+    long_number = isinstance(value, int) and value > 99_999
+    if secret and value and (isinstance(value, str) or long_number):
         return HIDDEN
     return hide(value) if isinstance(value, str) else value
 

@@ -1,22 +1,18 @@
 """Models without weights: every shape and precision, and nothing in memory.
 
-They are built on torch's "meta" device from a config alone, so a model of any size costs nothing,
-and become runnable as fake tensors, which compute shapes where real ones compute numbers.
+They are built on torch's "meta" device from a config alone, so a model of any size costs nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from peft import PeftModel
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
@@ -47,8 +43,6 @@ from lrlhf.models.scorers import HeadedBackbone, blocks_of
 from lrlhf.models.token_logprobs import sequence_values
 from lrlhf.models.value_network import ValueModel, new_value_head
 from lrlhf.types import SequenceBatch
-
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class ValueSkeleton(nn.Module):
@@ -141,41 +135,6 @@ def config_without_weights(spec: PretrainedSpec) -> PreTrainedConfig:
     if not spec.dropout:
         clear_dropout(config)
     return config
-
-
-@contextlib.contextmanager
-def shapes_only() -> Iterator[None]:
-    """Compute shapes instead of numbers: every tensor that is made inside is fake."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
-
-
-def runnable(model: ModuleT, *, dtype: torch.dtype | None = None) -> ModuleT:
-    """Put fake CPU tensors in the place of a skeleton's; inside of `shapes_only`.
-
-    Args:
-        model: Changed in place; tied weights stay tied.
-        dtype: Of the floating-point weights; None: as they are.
-    """
-    replaced: dict[int, Tensor] = {}
-
-    def fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in replaced:
-            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            new = torch.empty(tensor.shape, dtype=wanted)
-            if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            replaced[id(tensor)] = new
-        return replaced[id(tensor)]
-
-    for module in model.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None:
-                module._parameters[name] = fake(weight)  # type: ignore[assignment]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = fake(buffer)
-    return model
 
 
 def _from_config(spec: PretrainedSpec, config: PreTrainedConfig, auto_class: Any) -> Any:

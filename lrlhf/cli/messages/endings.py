@@ -1,0 +1,123 @@
+"""Ends a command with one clear message and an exit status, whatever was raised."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lrlhf.cli.config_files import ConfigFile
+from lrlhf.cli.messages.complaints import read_complaint
+from lrlhf.cli.messages.errors import ConfigError, RefusedError, ValidationError
+from lrlhf.cli.messages.locations import locate, locate_refusal
+from lrlhf.cli.messages.output import safe
+
+_CONTINUES = "--ckpt_path last continues"
+
+
+def end(
+    error: BaseException, files: Sequence[ConfigFile], arguments: Sequence[str], *, debug: bool
+) -> int:
+    """Say what ended a command.
+
+    Args:
+        error: What was raised.
+        files: The config files.
+        arguments: The command and its options.
+        debug: Show the traceback.
+
+    Returns:
+        The exit status.
+    """
+    match error:
+        case ValidationError():
+            return _end(error, _invalid(error, files, arguments), status=2, show=debug)
+        case RefusedError():
+            return _end_refused(error, files, arguments, debug=debug)
+        case ConfigError():
+            return _end(error, str(error), status=2, show=debug)
+        case SIGTERMException():
+            return _end(error, f"terminated; {_CONTINUES}", status=143, show=debug)
+        case SystemExit(__context__=KeyboardInterrupt()):  # what Lightning makes of an interrupt
+            text = f"interrupted; {_CONTINUES} from the last checkpoint"
+            return _end(error, text, status=130, show=debug)
+        case SystemExit():
+            return error.code if isinstance(error.code, int) else 0
+        case KeyboardInterrupt():
+            return _end(error, "interrupted", status=130, show=debug)
+    if _explains_itself(error):
+        return _end(error, str(error), status=1, show=debug)
+    return _end_unexpected(error)
+
+
+def _invalid(error: Exception, files: Sequence[ConfigFile], arguments: Sequence[str]) -> str:
+    """Say file, line, dotted key and what is wrong there."""
+    # a missing group is reported as `fit.model`, one that is there as `model`
+    complaint = read_complaint(str(error).replace(f" {arguments[0]}.", " "))
+    text = located(str(complaint), *locate(complaint, files, arguments))
+    return text if files else f"{text} (a YAML file is given with --config)"
+
+
+def located(sentence: str, place: str, key: str) -> str:
+    """Put place and key before a sentence, as far as they are known."""
+    return ": ".join(part for part in (place, key, sentence) if part)
+
+
+def _end_refused(
+    error: RefusedError, files: Sequence[ConfigFile], arguments: Sequence[str], *, debug: bool
+) -> int:
+    """End because a constructor raised, which jsonargparse reports as a failed validation."""
+    report = error.__cause__
+    assert report is not None
+    sentence = str(read_complaint(str(report)))
+    origin: BaseException | None = report
+    while origin is not None and " ".join(str(origin).split()) != sentence:
+        origin = origin.__cause__
+    if origin is not None and not _is_about_arguments(origin):
+        return _end_unexpected(origin)
+    frames = [] if origin is None else [one for one, _ in traceback.walk_tb(origin.__traceback__)]
+    # the innermost first
+    classes = [
+        type(frame.f_locals["self"]).__name__
+        for frame in reversed(frames)
+        if frame.f_code.co_name in {"__init__", "__post_init__"}
+    ]
+    text = located(sentence, *locate_refusal(sentence, classes, files, arguments))
+    return _end(error, text, status=2, show=debug)
+
+
+def _is_about_arguments(error: BaseException) -> bool:
+    if isinstance(error, TypeError):  # the call itself failed, nothing inside the constructor
+        return _raised_in(error).startswith("jsonargparse.")
+    return isinstance(error, ValueError | OSError | ImportError | MisconfigurationException)
+
+
+def _explains_itself(error: BaseException) -> bool:
+    """Whether the message of an error during a run is for the user."""
+    if isinstance(error, OSError | MisconfigurationException):
+        return True
+    modules = [type(error).__module__]
+    if isinstance(error, ValueError | ImportError):
+        modules.append(_raised_in(error))
+    return any(name.startswith("lrlhf.") for name in modules)
+
+
+def _raised_in(error: BaseException) -> str:
+    """Name of the module whose code raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__", ""))
+
+
+def _end(error: BaseException, text: str, *, status: int, show: bool) -> int:
+    if show:
+        sys.stderr.write(safe("".join(traceback.format_exception(error))))
+    sys.stderr.write(f"error: {safe(text)}\n")
+    return status
+
+
+def _end_unexpected(error: BaseException) -> int:
+    text = f"unexpected {type(error).__name__}: {error}"
+    return _end(error, text, status=1, show=True)

@@ -1,0 +1,47 @@
+"""Reads what a config says of a class, without building it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pydoc import locate as import_by_path
+from typing import Any, TypeVar
+
+from lrlhf.models import LoRA, PretrainedSpec
+
+SpecT = TypeVar("SpecT", bound=PretrainedSpec)
+
+
+def options_of(entry: Any) -> Mapping[str, Any]:
+    """Return the options of a class or a dataclass, however the config spells it."""
+    if not isinstance(entry, Mapping):
+        return {}
+    return (entry.get("init_args") or {}) if "class_path" in entry else entry
+
+
+def class_of(entry: Any) -> type | None:
+    """Return the class that an entry with a ``class_path``, or such a path, stands for."""
+    path = entry.get("class_path") if isinstance(entry, Mapping) else entry
+    found = import_by_path(path) if isinstance(path, str) else None
+    return found if isinstance(found, type) else None
+
+
+def is_a(entry: Any, base: type) -> bool:
+    """Whether an entry stands for a class below ``base``."""
+    found = class_of(entry)
+    return found is not None and issubclass(found, base)
+
+
+def spec_of(entry: str | Mapping[str, Any], cls: type[SpecT], **defaults: Any) -> SpecT:
+    """Build the description of a model that a config gives.
+
+    Args:
+        entry: A source, or options.
+        cls: What describes such a model.
+        defaults: Options that a plain source is used with.
+    """
+    if isinstance(entry, str):
+        return cls(source=entry, **defaults)
+    options = dict(options_of(entry))
+    if options.get("lora") is not None:
+        options["lora"] = LoRA(**options_of(options["lora"]))
+    return cls(**options)

@@ -1,0 +1,145 @@
+"""Counts the bytes of the tensors that a pass allocates, each from its creation to its end."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Usage(NamedTuple):
+    """Bytes of one process at one moment, by column of the memory table."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    logits: int = 0
+    cache: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all columns."""
+        return sum(self)
+
+    def plus(self, *others: Usage) -> Usage:
+        """Return the sum, column by column."""
+        return Usage(*map(sum, zip(self, *others, strict=True)))
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the bytes of the tensors that are created inside, for as long as they live.
+
+    Real tensors and fake ones are counted alike. On a GPU the peak of its allocator, in which the
+    workspaces of kernels are contained, replaces the sum where it is larger.
+
+    Args:
+        known: Tensors that exist already and do not count: weights and inputs.
+        cache: Keys and values that exist already and count.
+        vocabulary: Length of a row of logits; None: there are none.
+        selected: How many positions of a fake mask are True, which shapes alone do not tell.
+        device: Where the tensors are.
+    """
+
+    def __init__(
+        self,
+        *,
+        known: Iterable[Tensor],
+        device: torch.device,
+        cache: Iterable[Tensor] = (),
+        vocabulary: int | None = None,
+        selected: int = 0,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._vocabulary, self._selected, self._device = vocabulary, selected, device
+        self._live: dict[int, tuple[weakref.ref[Any], str, int]] = {}
+        self._now: Counter[str] = Counter()
+        self._at_peak: Mapping[str, int] = {}
+        for tensor in cache:
+            self._count(tensor, "cache")
+        self._before = -self._now.total()
+        self._allocated = 0
+
+    def __enter__(self) -> Self:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before += torch.cuda.memory_allocated(self._device)
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        if self._device.type == "cuda":
+            self._allocated = torch.cuda.max_memory_allocated(self._device) - self._before
+
+    def peak(self) -> Usage:
+        """Return what was alive when it was most."""
+        counted = Usage(**self._at_peak)
+        return counted.plus(Usage(activations=max(0, self._allocated - counted.total)))
+
+    def move(self, tensor: Tensor, column: str) -> None:
+        """Count a tensor in another column from now on."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._live:
+            reference, before, size = self._live[key]
+            self._now[before] -= size
+            self._now[column] += size
+            self._live[key] = (reference, column, size)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = self._selection(func, args)
+        if result is None:
+            result = func(*args, **(kwargs or {}))
+        # autocast keeps its copies of weights until the backward pass
+        copied = func is torch.ops.aten._to_copy.default and self._is_weight(args[0])
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf, "parameters" if copied else None)
+        return result
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        return tensor.is_floating_point() and tensor.untyped_storage()._cdata in self._known
+
+    def _selection(self, func: Any, args: tuple[Any, ...]) -> Tensor | None:
+        """Answer, for fake tensors, what depends on how many entries of a mask are True."""
+        if not args or not isinstance(args[0], FakeTensor):
+            return None
+        if func is torch.ops.aten.masked_select.default:
+            return args[0].new_empty(self._selected)
+        if func is not torch.ops.aten.index.Tensor:
+            return None
+        tensor, indices = args
+        masks = [i for i, index in enumerate(indices) if index is not None]
+        if len(masks) != 1 or indices[masks[0]].dtype != torch.bool:
+            return None
+        axis = masks[0]
+        rest = tensor.shape[axis + indices[axis].dim() :]
+        return tensor.new_empty((*tensor.shape[:axis], self._selected, *rest))  # type: ignore[no-any-return]
+
+    def _count(self, tensor: Tensor, column: str | None) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or key in self._known:
+            return
+        if column is None:
+            wide = tensor.dim() > 1 and tensor.shape[-1] == self._vocabulary
+            column = "logits" if wide and tensor.is_floating_point() else "activations"
+        reference = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
+        size = storage.nbytes()
+        self._live[key] = (reference, column, size)
+        self._now[column] += size
+        if self._now.total() > sum(self._at_peak.values()):
+            self._at_peak = dict(self._now)
+
+    def _forget(self, key: int) -> None:
+        _, column, size = self._live.pop(key)
+        self._now[column] -= size

@@ -1,0 +1,276 @@
+"""Memory of a policy that is trained on its own responses, with or without a critic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lrlhf.models import (
+    CausalLM,
+    PretrainedSpec,
+    SourceError,
+    ValueModel,
+    new_value_head,
+    packs,
+    plain_model,
+    sequence_outputs,
+)
+from lrlhf.models.loading.meta import body_skeleton, policy_skeleton, value_skeleton
+from lrlhf.models.media_inputs import placeholder_ids
+from lrlhf.modules.policy.batch_plan import BatchPlan
+from lrlhf.planning.config_entries import is_a, options_of, spec_of
+from lrlhf.planning.dry_run import Shape
+from lrlhf.planning.live_bytes import Usage
+from lrlhf.planning.memory_phases import Dial, PhaseList
+from lrlhf.planning.strategy_shares import Shares, weights_of
+from lrlhf.rewards import LearnedReward
+from lrlhf.rollout import TransformersEngine
+from lrlhf.rollout.vllm import VLLMEngine, VLLMServerEngine
+from lrlhf.types import SequenceBatch
+
+_GIB = 2**30
+
+
+def add_policy_phases(phases: PhaseList, model: Any, data: Any, plan: BatchPlan) -> None:
+    """Add the phases of an iteration.
+
+    Args:
+        phases: To add them to.
+        model: The config's entry of the module.
+        data: That of the data module.
+        plan: Responses and optimizer steps.
+    """
+    prompt_tokens = phases.tokens_of(data, "max_prompt_tokens", "prompts")
+    _PolicyMemory(phases, options_of(model), plan, prompt_tokens).add_phases()
+
+
+class _PolicyMemory:
+    """Goes through an iteration, in its order."""
+
+    def __init__(
+        self, phases: PhaseList, options: Mapping[str, Any], plan: BatchPlan, prompt_tokens: int
+    ) -> None:
+        self._phases, self._options, self._plan = phases, options, plan
+        self._update = options_of(options["update"])
+        self._copies = int(options["num_generations"])
+        self._prompt_tokens = prompt_tokens
+        self._new_tokens = int(options_of(options["sampling"])["max_new_tokens"])
+        self._spec = spec_of(options["policy"], CausalLM)
+        self._policy = policy_skeleton(self._spec)
+        self._plain = plain_model(self._policy)
+        self._vocabulary = int(self._plain.config.get_text_config().vocab_size)
+        critic, self._critic, self._head = options_of(options.get("critic")), None, None
+        self._critic_options = critic
+        kind = critic.get("head", "linear")
+        if critic.get("model") is not None:
+            self._critic = value_skeleton(spec_of(critic["model"], ValueModel, head=kind))
+        elif critic:
+            self._head = new_value_head(self._policy, kind)
+        if placeholder_ids(self._plain.config):
+            phases.note("not counted: what looks at images and videos, and their tokens")
+
+    def add_phases(self) -> None:
+        """Hold all models, then measure phase by phase."""
+        phases = self._phases
+        update = self._micro_batch(self._plan.minibatch_rows)
+        adds_up = update.rows < self._plan.minibatch_rows
+        accumulates = adds_up or bool(self._update.get("pretraining_coef"))
+        policy, critic = self._hold_trained(accumulates=accumulates)
+        self._hold_reference()
+        rewards = dict(self._reward_models())
+        self._add_generation(policy)
+        for name, (model, options) in rewards.items():
+            self._add_scoring(name, model, options)
+        before = self._micro_batch(self._plan.responses_per_rank)
+        dial = _micro_batch_dial(before)
+        usage = phases.dry_run.forward(self._trained_with_policy, self._loss, before)
+        phases.add("log-probabilities", usage, Usage(policy.gathered), dial=dial)
+        if self._critic is not None:
+            usage = phases.dry_run.forward(self._critic, self._critic, before)
+            phases.add("values", usage, Usage(critic.gathered), dial=dial)
+        # strategies that cast weights keep gradients of their own in full precision
+        exist = accumulates or phases.dry_run.casts_weights
+        usage = phases.dry_run.update(
+            self._trained_with_policy, self._loss, update, accumulates=exist
+        )
+        phases.add_update("policy", policy, usage, _micro_batch_dial(update))
+        if (network := self._critic) is not None:
+            usage = phases.dry_run.update(
+                network, lambda batch: network(batch).sum(), update, accumulates=exist
+            )
+            phases.add_update("critic", critic, usage, _micro_batch_dial(update))
+
+    # ------------------------------------------------------------------ models
+
+    def _hold_trained(self, *, accumulates: bool) -> tuple[Shares, Shares]:
+        phases, critic = self._phases, self._critic_options
+        weights = weights_of(self._policy, self._plain, quantization=self._spec.quantization)
+        phases.suggest("policy", self._options["policy"])
+        policy = phases.hold(
+            weights, options_of(self._options["optimizer"]), accumulates=accumulates
+        )
+        if self._head is not None:
+            weights = weights_of(self._head)
+        elif self._critic is not None:
+            quantization = options_of(critic["model"]).get("quantization")
+            backbone = plain_model(self._critic.backbone)
+            weights = weights_of(self._critic, backbone, quantization=quantization)
+            phases.suggest("critic.model", critic["model"])
+        else:
+            return policy, policy
+        optimizer = options_of(critic.get("optimizer"))
+        return policy, phases.hold(weights, optimizer, accumulates=accumulates)
+
+    def _hold_reference(self) -> None:
+        reference = options_of(self._options.get("reference"))
+        if not reference.get("kl_coef", 0.05):
+            return
+        if (entry := reference.get("model")) is not None:
+            spec = spec_of(entry, CausalLM)
+        elif self._spec.lora is None:
+            spec = self._spec
+        else:  # the policy without its adapters
+            return
+        model = policy_skeleton(spec, trainable=False)
+        self._phases.hold(weights_of(model, plain_model(model), quantization=spec.quantization))
+
+    def _reward_models(self) -> Iterator[tuple[str, tuple[nn.Module, Mapping[str, Any]]]]:
+        """Hold trained reward models, which every process has whole."""
+        functions = options_of(self._options["rewards"]).get("functions") or []
+        entries = functions.items() if isinstance(functions, Mapping) else enumerate(functions)
+        for name, entry in entries:
+            options = options_of(entry)
+            if not is_a(entry, LearnedReward) or options.get("device") == "cpu":
+                continue
+            keys = ("source", "dtype", "attn_implementation", "trust_remote_code")
+            given = {"dtype": "auto"} | {key: options[key] for key in keys if key in options}
+            try:
+                model = body_skeleton(PretrainedSpec(**given), trainable=False)
+            except SourceError as error:
+                self._phases.note(f"not counted: the reward model reward {name}: {error}")
+                continue
+            self._hold_outside(weights_of(model).whole.size)
+            yield str(name), (model, options)
+
+    def _hold_outside(self, parameters: int, cache: int = 0) -> None:
+        """Keep in memory what the strategy does not know of."""
+        outside = Usage(parameters, cache=cache)
+        self._phases.resident = self._phases.resident.plus(outside)
+
+    # ------------------------------------------------------------------ phases
+
+    def _add_generation(self, policy: Shares) -> None:
+        engine, phases = self._options.get("engine"), self._phases
+        options = options_of(engine)
+        if engine is None or is_a(engine, TransformersEngine):
+            self._add_own_generation(policy, options.get("max_batch_size"))
+        elif is_a(engine, VLLMEngine):
+            resident = phases.resident
+            self._hold_outside(*self._lent_to_vllm(options))
+            phases.add("generate (vLLM)")
+            if options.get("sleep"):
+                phases.resident = resident
+        else:
+            server = is_a(engine, VLLMServerEngine)
+            what = "the vLLM server" if server else engine["class_path"]
+            phases.note(f"not counted: what {what} needs, in a process of its own or unknown here")
+
+    def _add_own_generation(self, policy: Shares, limit: int | None) -> None:
+        prompts, copies = self._plan.prompts_per_rank, self._copies
+        if limit is not None:
+            prompts = min(prompts, max(1, limit // copies))
+        ends = self._phases.dry_run.generation(
+            self._plain,
+            Shape(prompts, self._prompt_tokens, vocabulary=self._vocabulary),
+            copies=copies,
+            new_tokens=self._new_tokens,
+        )
+        dial = Dial("engine.max_batch_size", prompts * copies, copies)
+        gathered = Usage(policy.gathered_to_generate)
+        for name, usage in zip(("prompts", "last token"), ends, strict=True):
+            self._phases.add(f"generate: {name}", usage, gathered, dial=dial)
+
+    def _lent_to_vllm(self, options: Mapping[str, Any]) -> tuple[int, int]:
+        """Bytes of vLLM's weights, and of its keys and values."""
+        on_gpu, size = self._phases.on_gpu, self._phases.device_size
+        dtype = options.get("dtype", "auto")
+        if dtype == "auto":
+            dtype = "bfloat16" if on_gpu else "float32"
+        weights = weights_of(self._policy).whole.number * getattr(torch, dtype).itemsize
+        cache_gib = options.get("kv_cache_gib") or (None if on_gpu else 1.0)
+        if cache_gib is not None:
+            return weights, round(cache_gib * _GIB)
+        share = options.get("gpu_memory_utilization") or VLLMEngine.default_gpu_memory_utilization
+        if size is None:
+            self._phases.note(
+                f"not counted: keys and values of vLLM, which takes {share:.0%} of the GPU with "
+                "its weights; give --gpu-memory"
+            )
+            return weights, 0
+        return weights, max(0, round(share * size) - weights)
+
+    def _add_scoring(self, name: str, model: nn.Module, options: Mapping[str, Any]) -> None:
+        rows = min(int(options.get("batch_size", 8)), self._plan.responses_drawn)
+        usage = self._phases.dry_run.forward(
+            model,
+            lambda batch: model(
+                input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()
+            ),
+            Shape(rows, self._prompt_tokens + self._new_tokens),
+        )
+        dial = Dial(f"model.rewards.functions.{name}.batch_size", rows, 1)
+        self._phases.add(f"score responses: {name}", usage, dial=dial)
+
+    # ------------------------------------------------------------------ micro-batches
+
+    @cached_property
+    def _shared(self) -> int:
+        """Responses whose prompt is computed once, in a micro-batch that holds all of them."""
+        critic = [] if self._critic is None else [plain_model(self._critic.backbone)]
+        return self._copies if all(map(packs, [self._plain, *critic])) else 1
+
+    def _micro_batch(self, rows: int) -> Shape:
+        """The longest texts that go through a model at the same time, of so many."""
+        budget, prompt, new = (
+            self._update["micro_batch_tokens"],
+            self._prompt_tokens,
+            self._new_tokens,
+        )
+        if budget is not None:
+            whole = prompt + self._shared * new
+            if budget >= whole:
+                rows = min(rows, budget // whole * self._shared)
+            else:  # a part of the responses to one prompt
+                rows = min(rows, max(1, (budget - prompt) // new))
+        return Shape(rows, prompt + new, new, self._shared, self._vocabulary)
+
+    @cached_property
+    def _trained_with_policy(self) -> nn.Module:
+        """The policy, and the value head that reads its hidden states if there is one."""
+        return nn.ModuleList([self._policy, *([] if self._head is None else [self._head])])
+
+    def _loss(self, batch: SequenceBatch) -> Tensor:
+        out = sequence_outputs(
+            self._policy,
+            batch,
+            chunk_size=int(self._update.get("logprob_chunk", 1024)),
+            entropy=self._update.get("entropy_coef", 0.0) > 0,
+            value_head=None if self._head is None else self._values,
+        )
+        parts = [part for part in (out.logprobs, out.entropy, out.values) if part is not None]
+        return torch.stack([part.sum() for part in parts]).sum()
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        assert self._head is not None
+        moved = self._critic_options.get("backbone_coef", 0.0) > 0
+        values: Tensor = self._head(hidden if moved else hidden.detach())
+        return values
+
+
+def _micro_batch_dial(shape: Shape) -> Dial:
+    tokens = sum(tree.tokens for tree in shape.trees())
+    return Dial("update.micro_batch_tokens", tokens, shape.tokens, chunked=True)

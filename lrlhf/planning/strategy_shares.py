@@ -1,0 +1,282 @@
+"""What one process keeps of weights, gradients and optimizer states, by strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lrlhf.models.scorers import blocks_of
+from lrlhf.modules.optimizers import OptimizerConfig
+from lrlhf.planning.live_bytes import Usage
+
+_FOUR_BIT = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes per weight in nf4 with double quantisation: a scale of 8 bits per 64 weights, and one of
+32 bits per 256 of those (Dettmers et al. 2023, section 3, https://arxiv.org/abs/2305.14314)."""
+
+_LIVE_PARAMETERS = 1_000_000_000
+"""``stage3_max_live_parameters`` of DeepSpeed: how many weights ZeRO-3 keeps whole at a time."""
+
+_BUCKET = 500_000_000
+"""``reduce_bucket_size`` of DeepSpeed: gradients that are reduced together."""
+
+
+class Part(NamedTuple):
+    """Some weights: how many, and their bytes as they are kept."""
+
+    number: int = 0
+    size: int = 0
+
+    def plus(self, *others: Part) -> Part:
+        """Return the sum."""
+        return Part(*map(sum, zip(self, *others, strict=True)))
+
+
+class Weights(NamedTuple):
+    """The weights of one model.
+
+    Attributes:
+        trained: Those that learn.
+        frozen: The others, buffers included.
+        block: The largest of the repeated blocks.
+        around: What is not in a block: embeddings, norms, heads.
+        largest: The largest weight that learns.
+    """
+
+    trained: Part
+    frozen: Part
+    block: Part
+    around: Part
+    largest: Part
+
+    @property
+    def whole(self) -> Part:
+        """All of them."""
+        return self.trained.plus(self.frozen)
+
+
+def weights_of(
+    model: nn.Module, plain: PreTrainedModel | None = None, *, quantization: str | None = None
+) -> Weights:
+    """Count a model's weights.
+
+    Args:
+        model: All that is counted.
+        plain: The `transformers` model in it; None: there is none, as in a head.
+        quantization: ``4bit``, ``8bit`` or None, of its frozen linear layers but the output head.
+    """
+    quantised: set[int] = set()
+    if quantization and plain is not None:
+        head = plain.get_output_embeddings()  # type: ignore[no-untyped-call]
+        layers = [part for part in model.modules() if isinstance(part, nn.Linear)]
+        quantised = {id(part.weight) for part in layers if part is not head}
+
+    def part(tensor: torch.Tensor) -> Part:
+        packed = id(tensor) in quantised and not tensor.requires_grad
+        per_weight = {"4bit": _FOUR_BIT, "8bit": 1.0}[quantization or "8bit"]
+        each = per_weight if packed else tensor.itemsize
+        return Part(tensor.numel(), round(tensor.numel() * each))
+
+    tensors = [*model.parameters(), *model.buffers()]
+    trained = [part(tensor) for tensor in tensors if tensor.requires_grad]
+    frozen = Part().plus(*(part(tensor) for tensor in tensors if not tensor.requires_grad))
+    repeated = nn.ModuleList() if plain is None else blocks_of(plain)
+    blocks = [Part().plus(*map(part, block.parameters())) for block in repeated]
+    largest = max(trained, key=lambda one: one.size, default=Part())
+    whole, inside = frozen.plus(*trained), Part().plus(*blocks)
+    around = Part(whole.number - inside.number, whole.size - inside.size)
+    block = max(blocks, key=lambda one: one.size, default=Part())
+    return Weights(Part().plus(*trained), frozen, block, around, largest)
+
+
+class OptimizerNeeds(NamedTuple):
+    """What an optimizer allocates, in multiples of the bytes of the weights that it moves.
+
+    Attributes:
+        states: What it remembers.
+        step: For the duration of a step, over all its weights.
+        step_largest: The same over the largest of its weights, where it takes one after another.
+    """
+
+    states: float = 0.0
+    step: float = 0.0
+    step_largest: float = 0.0
+
+
+def optimizer_needs(options: Mapping[str, Any], *, on_gpu: bool) -> OptimizerNeeds:
+    """Find out what an optimizer keeps, by letting it take a step on one small weight.
+
+    On GPUs PyTorch's optimizers work on all weights at once, on CPUs on one after another; AdamW
+    then holds one copy of all, or two of one. A fused AdamW holds none.
+
+    Args:
+        options: Of `OptimizerConfig`.
+        on_gpu: Where it will run.
+    """
+    weight = nn.Parameter(torch.zeros(64, 64))
+    built = OptimizerConfig(**options).build([("weight", weight)], total_steps=1).optimizer
+    weight.grad = torch.zeros_like(weight)
+    built.step()
+    kept = sum(
+        value.nbytes
+        for value in built.state[weight].values()
+        if isinstance(value, torch.Tensor) and value.dim() > 0
+    )
+    states = kept / weight.nbytes
+    if built.param_groups[0].get("fused"):
+        return OptimizerNeeds(states)
+    return OptimizerNeeds(states, step=1.0) if on_gpu else OptimizerNeeds(states, step_largest=2.0)
+
+
+class Shares(NamedTuple):
+    """Bytes of one model on one process.
+
+    Attributes:
+        resident: What stays.
+        gathered: Weights that are whole for the duration of a forward or backward pass.
+        gathered_to_generate: The same while responses are generated.
+        gradients: During an update, beside the resident ones.
+        step: What the optimizer needs for the duration of its step.
+    """
+
+    resident: Usage
+    gathered: int = 0
+    gathered_to_generate: int = 0
+    gradients: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How the processes of a run share models.
+
+    Args:
+        kind: ``replicated`` (one process, or DistributedDataParallel), `lrlhf.strategies.FSDP2`,
+            or DeepSpeed's ZeRO.
+        ranks: Processes that share one copy.
+        low_precision: The precision is mixed: products are computed in 16 bits.
+        buckets: DistributedDataParallel keeps flat copies of all gradients to send them.
+        stage: Of ZeRO: 1 splits optimizer states, 2 gradients too, 3 weights too.
+        reshards: A block's weights are freed after its forward pass.
+        offloads_weights: They are kept in main memory.
+        offloads_optimizer: Its states, and weights in full precision, are kept there.
+
+    Reference:
+        Rajbhandari et al. 2020, section 5, https://arxiv.org/abs/1910.02054
+    """
+
+    kind: Literal["replicated", "fsdp2", "zero"] = "replicated"
+    ranks: int = 1
+    low_precision: bool = False
+    buckets: bool = False
+    stage: int = 0
+    reshards: bool = True
+    offloads_weights: bool = False
+    offloads_optimizer: bool = False
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether weights are gathered for each pass."""
+        return self.kind == "fsdp2" or self.stage == 3
+
+    def shares(self, weights: Weights, optimizer: OptimizerNeeds, *, accumulates: bool) -> Shares:
+        """Work out what one process has of a model.
+
+        Args:
+            weights: Of the model.
+            optimizer: What moves those that learn.
+            accumulates: An optimizer step adds up the gradients of several micro-batches.
+        """
+        match self.kind:
+            case "replicated":
+                shares = Shares(Usage(weights.whole.size), gradients=weights.trained.size)
+                if self.buckets:
+                    resident = shares.resident._replace(gradients=weights.trained.size)
+                    shares = shares._replace(resident=resident)
+                moved = weights.trained.size
+            case "fsdp2":
+                shares = self._fsdp2(weights, accumulates=accumulates)
+                moved = 0 if self.offloads_weights else weights.trained.size // self.ranks
+            case "zero":
+                master = 4 * weights.trained.number // self.ranks
+                moved = 0 if self.offloads_optimizer else master
+                shares = self._zero(weights, moved)
+        resident = shares.resident._replace(optimizer=round(moved * optimizer.states))
+        largest = moved * weights.largest.size / max(1, weights.trained.size)
+        step = round(moved * optimizer.step + largest * optimizer.step_largest)
+        return shares._replace(resident=resident, step=step)
+
+    def _fsdp2(self, weights: Weights, *, accumulates: bool) -> Shares:
+        whole, trained = weights.whole, weights.trained
+        around, block = self._used(weights.around), self._used(weights.block)
+        gradients = 0 if self.offloads_weights else trained.size // self.ranks
+        if accumulates:  # unreduced until the last micro-batch, in full precision
+            gradients += trained.size
+        else:
+            learning = trained.size / max(1, whole.size)
+            gradients += round(learning * (around + block + weights.block.size))
+        return Shares(
+            Usage(0 if self.offloads_weights else whole.size // self.ranks),
+            # a block, and the next one, which is gathered meanwhile
+            gathered=around + 2 * block if self.reshards else self._used(whole),
+            gathered_to_generate=self._used(whole),
+            gradients=gradients,
+        )
+
+    def _zero(self, weights: Weights, master: int) -> Shares:
+        used, trained = self._used(weights.whole), self._used(weights.trained)
+        kept = used // self.ranks if self.stage == 3 else used
+        if self.stage == 3 and self.offloads_weights:
+            kept = 0
+        live = min(1.0, _LIVE_PARAMETERS / max(1, weights.whole.number))
+        bucket = min(1.0, _BUCKET / max(1, weights.trained.number))
+        return Shares(
+            Usage(kept + master),
+            gathered=round(used * live) if self.stage == 3 else 0,
+            gathered_to_generate=used if self.stage == 3 else 0,
+            gradients=trained
+            if self.stage == 1
+            else trained // self.ranks + round(trained * bucket),
+        )
+
+    def _used(self, part: Part) -> int:
+        """Bytes of weights in the precision that products are computed in."""
+        return min(part.size, 2 * part.number) if self.low_precision else part.size
+
+
+def strategy_of(trainer: Mapping[str, Any], ranks: int) -> Strategy | None:
+    """Read ``trainer.strategy``; None: it is unknown what that keeps where.
+
+    Args:
+        trainer: Options of the trainer.
+        ranks: Processes of the run.
+    """
+    entry = trainer.get("strategy", "auto")
+    options = entry.get("init_args") or {} if isinstance(entry, Mapping) else {}
+    name = str(entry["class_path"] if isinstance(entry, Mapping) else entry).rpartition(".")[2]
+    name, low = name.lower(), "mixed" in str(trainer.get("precision"))
+    if name in {"fsdp2", "fsdp2strategy"}:
+        return Strategy(
+            kind="fsdp2",
+            ranks=options.get("shard_group") or ranks,
+            low_precision=low,
+            reshards=options.get("reshard_after_forward", True),
+            offloads_weights=options.get("cpu_offload", False),
+        )
+    if name.startswith("deepspeed"):
+        return Strategy(
+            kind="zero",
+            ranks=ranks,
+            low_precision=low,
+            stage=int(name[-1]) if name[-1].isdigit() else options.get("stage", 2),
+            offloads_weights=options.get("offload_parameters", False),
+            offloads_optimizer=options.get("offload_optimizer", False) or "offload" in name,
+        )
+    if name in {"auto", "singledevice", "singledevicestrategy"} or name.startswith("ddp"):
+        wraps = ranks > 1 or name.startswith("ddp")
+        return Strategy(buckets=wraps and not options.get("gradient_as_bucket_view", False))
+    return None
