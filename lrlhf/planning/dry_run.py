@@ -60,7 +60,7 @@ class Shape(NamedTuple):
         """Make a batch of this shape, a row of it shorter, so that attention needs a mask."""
         size = (self.rows, self.tokens)
         mask = torch.ones(size, dtype=torch.bool, device=device)
-        mask[:1, -1] = self.rows == 1
+        mask[:1, 0] = self.rows == 1
         response = torch.ones(size, dtype=torch.bool, device=device)
         response[:, : self.tokens - self.new_tokens if self.new_tokens else 0] = False
         return SequenceBatch(

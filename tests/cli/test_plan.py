@@ -26,10 +26,9 @@ def _only_a_cpu_and_nothing_built(monkeypatch: pytest.MonkeyPatch) -> None:
     for spec in (CausalLM, ScoreModel):
         monkeypatch.setattr(spec, "load", refuse)
     # memory has tests of its own, with models that take less time than those of the configs
-    for name in ("policy_memory", "reward_model_memory"):
-        monkeypatch.setattr(
-            f"lrlhf.cli.plan_command.{name}", lambda *_: "no memory table: it is a test"
-        )
+    monkeypatch.setattr(
+        "lrlhf.cli.plan_command.memory_report", lambda *_: "no memory table: a test"
+    )
     monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: False))
     monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: False))
 

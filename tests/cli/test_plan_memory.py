@@ -8,23 +8,25 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lrlhf.planning.memory_ranks import (
-    FullySharded,
-    OptimizerNeeds,
-    Part,
-    Weights,
-    Whole,
-    Zero,
-    optimizer_needs,
-    sharing_of,
-)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig
 
 from lrlhf.cli import run
-from lrlhf.planning.memory_phases import head_weights
+from lrlhf.models import CausalLM, sequence_logprobs
+from lrlhf.models.loading.meta import policy_skeleton
+from lrlhf.planning.dry_run import DryRun, Shape
+from lrlhf.planning.strategy_shares import (
+    OptimizerNeeds,
+    Part,
+    Strategy,
+    Weights,
+    optimizer_needs,
+    strategy_of,
+    weights_of,
+)
+from lrlhf.types import SequenceBatch
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 32, 64, 2, 512
 # per layer: queries and output 32x32, keys and values 32x16, three matrices 32x64, two norms of 32
@@ -99,30 +101,13 @@ def test_weights_gradients_and_states_are_counted_from_the_config(
     # 8 responses of 64 tokens, 2 of them key and value, for 2 heads of size 8 in 2 layers: without
     # the token that is being drawn
     cache = 8 * 63 * 2 * 2 * 8 * LAYERS * 4
-    assert float(table["draw responses: last token"]["KV cache"]) == pytest.approx(
-        cache / MIB, abs=0.011
-    )
+    assert float(table["generate: last token"]["KV cache"]) == pytest.approx(cache / MIB, abs=0.011)
 
 
-def test_adapters_need_no_reference_and_little_gradient(
+def test_adapters_need_no_reference_and_gpus_split_what_the_strategy_splits(
     config_only: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = _config(config_only, policy={"source": config_only, "lora": {"r": 2}})
-
-    table, _ = _planned(capsys, config)
-
-    step = table["optimizer step of policy"]
-    # r x (inputs + outputs) of the 7 linear layers of each block
-    pairs = 2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64)
-    adapters = 2 * LAYERS * pairs
-    assert float(step["parameters"]) == pytest.approx(4 * (NUMBER + adapters) / MIB, abs=0.011)
-    assert float(step["gradients"]) == pytest.approx(4 * adapters / MIB, abs=0.011)
-
-
-def test_gpus_stand_for_processes_and_split_what_the_strategy_splits(
-    config_only: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = _config(config_only)
     config["trainer"]["strategy"] = "fsdp2"
 
     table, shown = _planned(capsys, config, "--gpus", "4")
@@ -130,14 +115,17 @@ def test_gpus_stand_for_processes_and_split_what_the_strategy_splits(
     assert "| processes       |      4 | --gpus" in shown
     assert "| prompts                                  |      8 |" in shown  # 4 x 2
     step = table["optimizer step of policy"]
-    assert float(step["parameters"]) == pytest.approx(2 * 4 * NUMBER / 4 / MIB, abs=0.011)
+    # r x (inputs + outputs) of the 7 linear layers of each block
+    adapters = 2 * LAYERS * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))
+    assert float(step["parameters"]) == pytest.approx(4 * (NUMBER + adapters) / 4 / MIB, abs=0.011)
+    assert float(step["gradients"]) == pytest.approx(4 * adapters / 4 / MIB, abs=0.011)
 
 
 def test_what_does_not_fit_is_marked_and_fits_with_what_is_proposed(
     config_only: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # 512 responses of 64 tokens
-    flags = ["--gpu-memory", "0.05", "--data.batch_size", "128"]
+    # 64 responses of 64 tokens
+    flags = ["--gpu-memory", "0.012", "--data.batch_size", "16"]
     table, shown = _planned(capsys, _config(config_only), *flags)
     assert table["update policy"]["fits"] == "NO"
     assert table["optimizer step of policy"]["fits"] == "yes"
@@ -155,26 +143,42 @@ def test_what_does_not_fit_is_marked_and_fits_with_what_is_proposed(
     assert table["update policy"]["fits"] == "yes"
 
 
-def test_a_model_that_cannot_be_had_leaves_the_batch_plan(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("source", "strategy", "last"),
+    [
+        ("./gone", "auto", "no memory table: source './gone': no such file"),
+        ("model", "xla", "no memory table: it is unknown what 'xla' keeps on each process"),
+    ],
+)
+def test_what_cannot_be_told_leaves_the_batch_plan(
+    config_only: str, capsys: pytest.CaptureFixture[str], source: str, strategy: str, last: str
 ) -> None:
-    _, shown = _planned(capsys, _config("./gone"))
-
-    assert "| prompts per process" in shown
-    assert shown.splitlines()[-1].startswith("no memory table: source './gone': no such file")
-
-
-def test_a_strategy_of_others_leaves_the_batch_plan(
-    config_only: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = _config(config_only)
-    config["trainer"]["strategy"] = "xla"
+    config = _config(source)
+    config["trainer"]["strategy"] = strategy
 
     _, shown = _planned(capsys, config)
 
-    assert shown.splitlines()[-1] == (
-        "no memory table: it is unknown what 'xla' keeps on each process"
+    assert "| prompts per process" in shown
+    assert shown.splitlines()[-1].startswith(last)
+
+
+def test_shapes_alone_and_real_tensors_count_the_same(config_only: str) -> None:
+    shape = Shape(rows=6, tokens=24, new_tokens=8, group=3, vocabulary=VOCABULARY)
+    real, fake = (
+        DryRun(device=device, precision="bf16-mixed", casts_weights=False)
+        for device in (torch.device("cpu"), None)
     )
+
+    def loss(batch: SequenceBatch) -> torch.Tensor:
+        return sequence_logprobs(model, batch).sum()
+
+    model = policy_skeleton(CausalLM(source=config_only))
+    expected = real.update(model, loss, shape, accumulates=False)
+    assert fake.update(model, loss, shape, accumulates=False) == expected
+    assert expected.gradients == 4 * NUMBER
+    assert fake.forward(model, loss, shape) == real.forward(model, loss, shape)
+    counted = [one.generation(model, shape, copies=2, new_tokens=8) for one in (real, fake)]
+    assert counted[0] == counted[1]
 
 
 @pytest.mark.parametrize(
@@ -196,61 +200,60 @@ ADAMW = OptimizerNeeds(states=2.0, step=1.0, step_largest=0.0)
 
 
 @pytest.mark.parametrize(
-    ("sharing", "parameters", "gradients", "states"),
+    ("strategy", "parameters", "gradients", "states"),
     [
         # the table of Rajbhandari et al. 2020, figure 1: 2, 2 and 12 bytes per weight, of which 4
         # are the weights in full precision that stand here under parameters; 4 ranks; a bucket
         # holds all gradients of so small a model
-        (Zero(ranks=4, low_precision=True, on_gpu=True, stage=1), 2000 + 1000, 2000, 2000),
-        (Zero(ranks=4, low_precision=True, on_gpu=True, stage=2), 3000, 500 + 2000, 2000),
-        (Zero(ranks=4, low_precision=True, on_gpu=True, stage=3), 500 + 1000, 2500, 2000),
-        (
-            Zero(ranks=4, low_precision=True, on_gpu=True, stage=2, offload_optimizer=True),
-            2000,
-            2500,
-            0,
-        ),
-        (FullySharded(ranks=4, low_precision=True, on_gpu=True, group=2), 2000, 6000, 4000),
-        (FullySharded(ranks=4, low_precision=True, on_gpu=True, group=4, offload=True), 0, 4000, 0),
-        (Whole(ranks=4, low_precision=True, on_gpu=True, buckets=True), 4000, 4000, 8000),
+        ({"kind": "zero", "stage": 1}, 2000 + 1000, 2000, 2000),
+        ({"kind": "zero", "stage": 2}, 3000, 500 + 2000, 2000),
+        ({"kind": "zero", "stage": 3}, 500 + 1000, 2500, 2000),
+        ({"kind": "zero", "stage": 2, "offloads_optimizer": True}, 2000, 2500, 0),
+        ({"kind": "fsdp2", "ranks": 2}, 2000, 6000, 4000),
+        ({"kind": "fsdp2", "offloads_weights": True}, 0, 4000, 0),
+        ({"buckets": True}, 4000, 4000 + 4000, 8000),
     ],
 )
 def test_each_strategy_keeps_its_share(
-    sharing: Any, parameters: int, gradients: int, states: int
+    strategy: dict[str, Any], parameters: int, gradients: int, states: int
 ) -> None:
-    assert sharing.parameters(MODEL) == parameters
-    assert sharing.gradients(MODEL, accumulates=True) == gradients
-    assert sharing.states(MODEL, ADAMW) == states
+    options = {"ranks": 4, "low_precision": True, **strategy}
+    shares = Strategy(**options).shares(MODEL, ADAMW, accumulates=True)
+
+    resident = shares.resident
+    assert resident.parameters == parameters
+    assert resident.gradients + shares.gradients == gradients
+    assert (resident.optimizer, shares.step) == (states, states // 2)
 
 
-def test_split_weights_are_gathered_block_by_block_or_whole_for_rollouts() -> None:
-    sharing = FullySharded(ranks=4, low_precision=True, on_gpu=True, group=4)
+def test_split_weights_are_gathered_block_by_block_or_whole_to_generate() -> None:
+    strategy = Strategy(kind="fsdp2", ranks=4, low_precision=True)
 
-    assert sharing.gathered(MODEL) == 2 * (200 + 2 * 200)  # in 16 bits: the rest and two blocks
-    assert sharing.gathered(MODEL, generates=True) == 2000
+    shares = strategy.shares(MODEL, ADAMW, accumulates=False)
+
+    assert shares.gathered == 2 * (200 + 2 * 200)  # in 16 bits: the rest and two blocks
+    assert shares.gathered_to_generate == 2000
 
 
 def test_strategies_are_read_by_name_or_class() -> None:
     def read(strategy: Any) -> Any:
-        options = {"strategy": strategy, "precision": "bf16-mixed"}
-        return sharing_of(options, 8, on_gpu=True)
+        return strategy_of({"strategy": strategy, "precision": "bf16-mixed"}, 8)
 
     by_class = {"class_path": "lrlhf.strategies.FSDP2", "init_args": {"shard_group": 2}}
-    assert read(by_class).group == 2
+    assert read(by_class) == Strategy(kind="fsdp2", ranks=2, low_precision=True)
     zero = {"class_path": "lrlhf.strategies.DeepSpeed", "init_args": {"stage": 3}}
-    assert (read(zero).stage, read(zero).splits) == (3, True)
+    assert read(zero) == Strategy(kind="zero", ranks=8, stage=3, low_precision=True)
     assert read("deepspeed_zero1").stage == 1
     assert read("ddp_find_unused_parameters_true").buckets
-    assert not read(
-        {"class_path": "DDPStrategy", "init_args": {"gradient_as_bucket_view": True}}
-    ).buckets
+    view = {"class_path": "DDPStrategy", "init_args": {"gradient_as_bucket_view": True}}
+    assert not read(view).buckets
     assert read("fsdp") is None
 
 
 def test_an_optimizer_is_asked_what_it_keeps() -> None:
     # fused where nothing is said
     for on_gpu in (True, False):
-        assert optimizer_needs({}, on_gpu=on_gpu) == OptimizerNeeds(2.0, 0.0, 0.0)
+        assert optimizer_needs({}, on_gpu=on_gpu) == OptimizerNeeds(2.0)
     assert optimizer_needs({"fused": False}, on_gpu=True) == OptimizerNeeds(2.0, 1.0, 0.0)
     assert optimizer_needs({"fused": False}, on_gpu=False) == OptimizerNeeds(2.0, 0.0, 2.0)
     momentum = {
@@ -262,7 +265,7 @@ def test_an_optimizer_is_asked_what_it_keeps() -> None:
 
 def test_ddp_holds_the_gradients_twice_as_measured() -> None:
     model = nn.Linear(512, 512, bias=False)
-    weights = head_weights(model)
+    weights = weights_of(model)
     torch.distributed.init_process_group(
         "gloo",
         store=torch.distributed.HashStore(),  # type: ignore[attr-defined]
@@ -282,6 +285,6 @@ def test_ddp_holds_the_gradients_twice_as_measured() -> None:
     finally:
         torch.distributed.destroy_process_group()
 
-    sharing = Whole(ranks=1, low_precision=False, on_gpu=False, buckets=True)
-    predicted = sharing.resident_gradients(weights) + sharing.gradients(weights, accumulates=False)
+    shares = Strategy(buckets=True).shares(weights, OptimizerNeeds(), accumulates=False)
+    predicted = shares.resident.gradients + shares.gradients
     assert sum(changes) == pytest.approx(predicted, rel=0.15)
