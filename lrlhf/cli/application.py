@@ -140,8 +140,8 @@ class Exporter(Application):
         parser.add_argument("--output", type=str | None, help="the folder, which must not exist")
         parser.add_argument("--use_ema", type=bool, default=False, help="export averaged weights")
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        options = self.config[subcommand]
+    def before_instantiate_classes(self) -> None:
+        options = self.config[self.subcommand]
         for name in ("ckpt_path", "output"):
             if options[name] is None:
                 raise ConfigError(f"{name}: lrlhf export needs --{name}")
@@ -150,13 +150,13 @@ class Exporter(Application):
                 f"ckpt_path: {options['ckpt_path']} is a word of fit; lrlhf export needs the path "
                 "of a checkpoint"
             )
-        export_checkpoint(
-            self.model,
-            Path(options["ckpt_path"]),
-            Path(options["output"]),
-            use_ema=options["use_ema"],
-        )
-        sys.stdout.write(f"wrote {options['output']}\n")
+        super().before_instantiate_classes()
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        options = self.config[subcommand]
+        checkpoint, folder = Path(options["ckpt_path"]), Path(options["output"])
+        export_checkpoint(self.model, checkpoint, folder, use_ema=options["use_ema"])
+        sys.stdout.write(f"wrote {folder}\n")
 
 
 class Replayer(Application):

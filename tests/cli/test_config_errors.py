@@ -8,183 +8,50 @@ from lrlhf.cli import run
 from tests.cli import toys, twins  # noqa: F401  their classes are known by their short names
 from tests.cli.conftest import CONFIG
 
-# what to replace in the config, by what, and the whole message; line numbers count in CONFIG
-MISTAKES = {
-    "misspelt option of the module": (
-        "    lr: 0.1",
-        "    lrr: 0.1",
-        "toy.yaml:6: model.init_args.lrr: ToyModule has no option 'lrr'; did you mean 'lr'?",
-    ),
-    "misspelt option of a nested group": (
-        "      source: tiny",
-        "      source: tiny\n      dtpe: float32",
-        "toy.yaml:6: model.init_args.policy.dtpe: policy has no option 'dtpe'; "
-        "did you mean 'dtype'?",
-    ),
-    "misspelt option two groups down": (
-        "      source: tiny",
-        "      source: tiny\n      adapter: {rnk: 4}",
-        "toy.yaml:6: model.init_args.policy.adapter.rnk: ToyAdapter has no option 'rnk'; "
-        "did you mean 'rank'?",
-    ),
-    "misspelt option of an optional group": (
-        "    lr: 0.1",
-        "    reference:\n      source: tiny\n      dtpe: float32",
-        "toy.yaml:8: model.init_args.reference.dtpe: ToyPolicy has no option 'dtpe'; "
-        "did you mean 'dtype'?",
-    ),
-    "an option like no other lists those there are": (
-        "    train: prompts.jsonl",
-        "    train: prompts.jsonl\n    zzz: 1",
-        "toy.yaml:11: data.init_args.zzz: ToyData has no option 'zzz'; accepted: batch_size, train",
-    ),
-    "misspelt class": (
-        "ToyModule",
-        "ToyModul",
-        "toy.yaml:2: model.class_path: no class 'ToyModul'; did you mean 'ToyModule'?",
-    ),
-    "misspelt class with its path": (
-        "ToyModule",
-        "tests.cli.toys.ToyModuel",
-        "toy.yaml:2: model.class_path: no class 'tests.cli.toys.ToyModuel' (module "
-        "'tests.cli.toys' has no attribute 'ToyModuel'); did you mean 'ToyModule'?",
-    ),
-    "class of another kind": (
-        "ToyModule",
-        "torch.nn.Linear",
-        "toy.yaml:1: model: Import path torch.nn.Linear does not correspond to a subclass of "
-        "LightningModule",
-    ),
-    "misspelt callback": (
-        "ModelCheckpoint",
-        "ModelChekpoint",
-        "toy.yaml:15: trainer.callbacks[0].class_path: no class 'ModelChekpoint'; "
-        "did you mean 'ModelCheckpoint'?",
-    ),
-    "misspelt option of a callback": (
-        "save_last: true",
-        "save_lst: true",
-        "toy.yaml:18: trainer.callbacks[0].init_args.save_lst: ModelCheckpoint has no option "
-        "'save_lst'; did you mean 'save_last'?",
-    ),
-    "misspelt option of the trainer": (
-        "max_steps",
-        "max_stepss",
-        "toy.yaml:12: trainer.max_stepss: no such option; did you mean 'max_steps'?",
-    ),
-    "misspelt section": (
-        "trainer:",
-        "trainr:",
-        "toy.yaml:12: trainr.max_steps: no such option; did you mean 'trainer'?",
-    ),
-    "text for a number": (
-        "lr: 0.1",
-        "lr: fast",
-        "toy.yaml:6: model.init_args.lr: expected a number, got 'fast'",
-    ),
-    "fraction for an integer": (
-        "max_steps: 1",
-        "max_steps: 1.5",
-        "toy.yaml:12: trainer.max_steps: expected an integer, got '1.5'",
-    ),
-    "null for a number": (
-        "lr: 0.1",
-        "lr: null",
-        "toy.yaml:6: model.init_args.lr: null is not accepted here; leave the line out to get the "
-        "default",
-    ),
-    "text for an optional number": (
-        "lr: 0.1",
-        "clip: no limit",
-        "toy.yaml:6: model.init_args.clip: expected a number or null, got 'no limit'",
-    ),
-    "wrong element of a list": (
-        "lr: 0.1",
-        "weights: [1.0, heavy]",
-        "toy.yaml:6: model.init_args.weights[1]: expected a number, got 'heavy'",
-    ),
-    "number for a list": (
-        "lr: 0.1",
-        "weights: 0.5",
-        "toy.yaml:6: model.init_args.weights: expected a list or null, got '0.5'",
-    ),
-    "word out of a fixed choice": (
-        "lr: 0.1",
-        "estimator: k9",
-        "toy.yaml:6: model.init_args.estimator: expected one of k1, k2, k3, got 'k9'",
-    ),
-    "wrong type of a source in a list": (
-        "train: prompts.jsonl",
-        "train:\n      - class_path: ToySource\n        init_args: {size: big}",
-        "toy.yaml:12: data.init_args.train[0].init_args.size: expected an integer, got 'big'",
-    ),
-    "value that fits no alternative": (
-        "train: prompts.jsonl",
-        "train: 5",
-        "toy.yaml:10: data.init_args.train: expected text, a ToySource (class_path and init_args) "
-        "or a list, got '5'",
-    ),
-    "required option left out": (
-        "      source: tiny",
-        "      dtype: float32",
-        "toy.yaml:4: model.init_args.policy.source: required, but missing",
-    ),
-    "impossible value": (
-        "lr: 0.1",
-        "lr: -1",
-        "toy.yaml:6: model.init_args.lr: lr must be positive, got -1.0",
-    ),
-    "impossible value that the message names with its group": (
-        "source: tiny",
-        "source: nowhere",
-        "toy.yaml:5: model.init_args.policy.source: policy.source is 'nowhere'; give a folder",
-    ),
-    "impossible value that the message names in its midst": (
-        "    lr: 0.1",
-        "    clip: -2.0",
-        "toy.yaml:6: model.init_args.clip: ToyModule cannot run like this: clip is -2.0",
-    ),
-    "misspelt class of a list of functions": (
-        "    lr: 0.1",
-        "    rewards: [{class_path: tests.cli.toys.ToyRewar}]",
-        "toy.yaml:6: model.init_args.rewards[0].class_path: no function or class "
-        "'tests.cli.toys.ToyRewar' (module 'tests.cli.toys' has no attribute 'ToyRewar'); "
-        "did you mean 'ToyReward'?",
-    ),
-    "impossible value two groups down": (
-        "      source: tiny",
-        "      source: tiny\n      adapter: {rank: 0}",
-        "toy.yaml:6: model.init_args.policy.adapter.rank: rank must be at least 1, got 0",
-    ),
-    "impossible value in one of several alternatives": (
-        "train: prompts.jsonl",
-        "train:\n      class_path: ToySource\n      init_args: {size: 0}",
-        "toy.yaml:12: data.init_args.train.init_args.size: size must be at least 1, got 0",
-    ),
-    "option beside class_path": (
-        "  class_path: ToyData",
-        "  class_path: ToyData\n  batch_size: 3",
-        "toy.yaml:9: data.batch_size: does not belong beside class_path; a class's options go "
-        "under init_args",
-    ),
-    "key given twice": (
-        "    lr: 0.1",
-        "    lr: 0.1\n    lr: 0.2",
-        "toy.yaml:7: model.init_args.lr: given twice, first on line 6",
-    ),
-    "tab as indentation": (
-        "    lr: 0.1",
-        "\tlr: 0.1",
-        "toy.yaml:6: not valid YAML: found character '\\t' that cannot start any token",
-    ),
-}
+# name, what to replace in CONFIG, by what, and the whole message with its line there
+MISTAKES = r"""
+misspelt option of the module | lr: 0.1 | lrr: 0.1 | toy.yaml:6: model.init_args.lrr: ToyModule has no option 'lrr'; did you mean 'lr'?
+misspelt option of an optional group | lr: 0.1 | reference:\n      source: tiny\n      dtpe: float32 | toy.yaml:8: model.init_args.reference.dtpe: ToyPolicy has no option 'dtpe'; did you mean 'dtype'?
+an option like no other lists those there are | train: prompts.jsonl | train: prompts.jsonl\n    zzz: 1 | toy.yaml:11: data.init_args.zzz: ToyData has no option 'zzz'; accepted: batch_size, train
+misspelt class | ToyModule | ToyModul | toy.yaml:2: model.class_path: no class 'ToyModul'; did you mean 'ToyModule'?
+misspelt class with its path | ToyModule | tests.cli.toys.ToyModuel | toy.yaml:2: model.class_path: no class 'tests.cli.toys.ToyModuel' (module 'tests.cli.toys' has no attribute 'ToyModuel'); did you mean 'ToyModule'?
+class of another kind | ToyModule | torch.nn.Linear | toy.yaml:1: model: Import path torch.nn.Linear does not correspond to a subclass of LightningModule
+misspelt callback | ModelCheckpoint | ModelChekpoint | toy.yaml:15: trainer.callbacks[0].class_path: no class 'ModelChekpoint'; did you mean 'ModelCheckpoint'?
+misspelt option of a callback | save_last: true | save_lst: true | toy.yaml:18: trainer.callbacks[0].init_args.save_lst: ModelCheckpoint has no option 'save_lst'; did you mean 'save_last'?
+misspelt option of the trainer | max_steps | max_stepss | toy.yaml:12: trainer.max_stepss: no such option; did you mean 'max_steps'?
+misspelt section | trainer: | trainr: | toy.yaml:12: trainr.max_steps: no such option; did you mean 'trainer'?
+text for a number | lr: 0.1 | lr: fast | toy.yaml:6: model.init_args.lr: expected a number, got 'fast'
+null for a number | lr: 0.1 | lr: null | toy.yaml:6: model.init_args.lr: null is not accepted here; leave the line out to get the default
+text for an optional number | lr: 0.1 | clip: no limit | toy.yaml:6: model.init_args.clip: expected a number or null, got 'no limit'
+wrong element of a list | lr: 0.1 | weights: [1.0, heavy] | toy.yaml:6: model.init_args.weights[1]: expected a number, got 'heavy'
+number for a list | lr: 0.1 | weights: 0.5 | toy.yaml:6: model.init_args.weights: expected a list or null, got '0.5'
+word out of a fixed choice | lr: 0.1 | estimator: k9 | toy.yaml:6: model.init_args.estimator: expected one of k1, k2, k3, got 'k9'
+wrong type of a source in a list | train: prompts.jsonl | train:\n      - class_path: ToySource\n        init_args: {size: big} | toy.yaml:12: data.init_args.train[0].init_args.size: expected an integer, got 'big'
+value that fits no alternative | train: prompts.jsonl | train: 5 | toy.yaml:10: data.init_args.train: expected text, a ToySource (class_path and init_args) or a list, got '5'
+required option left out | source: tiny | dtype: float32 | toy.yaml:4: model.init_args.policy.source: required, but missing
+impossible value that the message names with its group | source: tiny | source: nowhere | toy.yaml:5: model.init_args.policy.source: policy.source is 'nowhere'; give a folder
+impossible value that the message names in its midst | lr: 0.1 | clip: -2.0 | toy.yaml:6: model.init_args.clip: ToyModule cannot run like this: clip is -2.0
+misspelt class of a list of functions | lr: 0.1 | rewards: [{class_path: tests.cli.toys.ToyRewar}] | toy.yaml:6: model.init_args.rewards[0].class_path: no function or class 'tests.cli.toys.ToyRewar' (module 'tests.cli.toys' has no attribute 'ToyRewar'); did you mean 'ToyReward'?
+impossible value two groups down | source: tiny | source: tiny\n      adapter: {rank: 0} | toy.yaml:6: model.init_args.policy.adapter.rank: rank must be at least 1, got 0
+impossible value in one of several alternatives | train: prompts.jsonl | train:\n      class_path: ToySource\n      init_args: {size: 0} | toy.yaml:12: data.init_args.train.init_args.size: size must be at least 1, got 0
+option beside class_path | class_path: ToyData | class_path: ToyData\n  batch_size: 3 | toy.yaml:9: data.batch_size: does not belong beside class_path; a class's options go under init_args
+key given twice | lr: 0.1 | lr: 0.1\n    lr: 0.2 | toy.yaml:7: model.init_args.lr: given twice, first on line 6
+tab as indentation |     lr: 0.1 | \tlr: 0.1 | toy.yaml:6: not valid YAML: found character '\t' that cannot start any token
+"""  # noqa: E501
 
 
-@pytest.mark.parametrize(("old", "new", "message"), MISTAKES.values(), ids=MISTAKES)
+def _rows(table: str) -> list[list[str]]:
+    return [[cell.strip(" ") for cell in line.split(" | ")] for line in table.strip().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"), [pytest.param(*row, id=name) for name, *row in _rows(MISTAKES)]
+)
 def test_a_mistake_in_the_file_is_named_with_its_line(
     config: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
 ) -> None:
     assert old in CONFIG
+    new = new.replace(r"\n", "\n").replace(r"\t", "\t")
     config.write_text(CONFIG.replace(old, new, 1))
 
     status = run(["fit", "--config", "toy.yaml"])
@@ -193,47 +60,26 @@ def test_a_mistake_in_the_file_is_named_with_its_line(
     assert status == 2
 
 
-FLAGS = {
-    "unknown option of the module": (
-        ["--model.lrr=1"],
-        "command line: --model.lrr: ToyModule has no option 'lrr'; did you mean 'lr'?",
-    ),
-    "unknown option of a group": (
-        ["--model.policy.sorce=x"],
-        "command line: --model.policy.sorce: no such option; did you mean 'policy.source'?",
-    ),
-    "a prefix is no abbreviation": (
-        ["--trainer.max_step=1"],
-        "command line: --trainer.max_step: no such option; did you mean 'trainer.max_steps'?",
-    ),
-    "wrong type": (
-        ["--model.policy.adapter.rank", "x"],
-        "command line: --model.policy.adapter.rank: expected an integer, got 'x'",
-    ),
-    "impossible value": (
-        ["--model.lr=-1"],
-        "command line: --model.lr: lr must be positive, got -1.0",
-    ),
-    "stray word": (["quickly"], "unexpected argument 'quickly'"),
-    "missing config": (
-        ["--config", "toi.yaml"],
-        "toi.yaml: no such file; did you mean 'toy.yaml'?",
-    ),
-    "folder for a config": (["--config", "."], ".: is a folder; --config wants a YAML file"),
-    "missing checkpoint": (
-        ["--ckpt_path", "stp-20.ckpt"],
-        "ckpt_path: no file stp-20.ckpt; did you mean 'step-20.ckpt'?",
-    ),
-}
+FLAGS = """
+--model.lrr=1 | command line: --model.lrr: ToyModule has no option 'lrr'; did you mean 'lr'?
+--model.policy.sorce=x | command line: --model.policy.sorce: no such option; did you mean 'policy.source'?
+--trainer.max_step=1 | command line: --trainer.max_step: no such option; did you mean 'trainer.max_steps'?
+--model.policy.adapter.rank x | command line: --model.policy.adapter.rank: expected an integer, got 'x'
+--model.lr=-1 | command line: --model.lr: lr must be positive, got -1.0
+quickly | unexpected argument 'quickly'
+--config toi.yaml | toi.yaml: no such file; did you mean 'toy.yaml'?
+--config . | .: is a folder; --config wants a YAML file
+--ckpt_path stp-20.ckpt | ckpt_path: no file stp-20.ckpt; did you mean 'step-20.ckpt'?
+"""  # noqa: E501
 
 
-@pytest.mark.parametrize(("flags", "message"), FLAGS.values(), ids=FLAGS)
+@pytest.mark.parametrize(("flags", "message"), _rows(FLAGS))
 def test_a_mistake_on_the_command_line_is_named_with_its_flag(
-    config: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+    config: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str
 ) -> None:
     Path("step-20.ckpt").touch()
 
-    status = run(["fit", "--config", config.name, *flags])
+    status = run(["fit", "--config", config.name, *flags.split()])
 
     assert capsys.readouterr().err == f"error: {message}\n"
     assert status == 2

@@ -143,6 +143,7 @@ def test_what_does_not_fit_is_marked_and_fits_with_what_is_proposed(
     assert table["update policy"]["fits"] == "yes"
 
 
+@pytest.mark.usefixtures("config_only")
 @pytest.mark.parametrize(
     ("source", "strategy", "last"),
     [
@@ -151,7 +152,7 @@ def test_what_does_not_fit_is_marked_and_fits_with_what_is_proposed(
     ],
 )
 def test_what_cannot_be_told_leaves_the_batch_plan(
-    config_only: str, capsys: pytest.CaptureFixture[str], source: str, strategy: str, last: str
+    capsys: pytest.CaptureFixture[str], source: str, strategy: str, last: str
 ) -> None:
     config = _config(source)
     config["trainer"]["strategy"] = strategy
@@ -179,19 +180,6 @@ def test_shapes_alone_and_real_tensors_count_the_same(config_only: str) -> None:
     assert fake.forward(model, loss, shape) == real.forward(model, loss, shape)
     counted = [one.generation(model, shape, copies=2, new_tokens=8) for one in (real, fake)]
     assert counted[0] == counted[1]
-
-
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [("--gpus=0", "--gpus is 0; it must be 1 or more"), ("--gpu-memory=0", "must be above 0")],
-)
-def test_sizes_of_nothing_are_refused(
-    config_only: str, capsys: pytest.CaptureFixture[str], flag: str, message: str
-) -> None:
-    Path("config.yaml").write_text(yaml.safe_dump(_config(config_only)))
-
-    assert run(["plan", "--config", "config.yaml", flag]) == 2
-    assert message in capsys.readouterr().err
 
 
 # 1000 weights in float32: 800 in 4 blocks of 200, and 200 around them

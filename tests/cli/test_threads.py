@@ -1,53 +1,36 @@
 """Which threads spin while they wait: the user's setting, else ours, in time for torch."""
 
 import os
-import subprocess
-import sys
-from collections.abc import Mapping
 
 import pytest
 
-from lrlhf.threads import spin_not_at_all
-
-# as torch is about to be loaded, whose OpenMP reads the environment then and never again
-SCRIPT = """
-import os, sys
 import lrlhf.__main__
-
-def seen(name):
-    assert "torch" not in sys.modules
-    print({key: os.environ.get(key) for key in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")})
-    sys.exit()
-
-lrlhf.__main__.import_module = seen
-lrlhf.__main__.main(["fit"])
-"""
-
-
-def environment(chosen: Mapping[str, str]) -> dict[str, str]:
-    ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-    return {key: value for key, value in os.environ.items() if key not in ours} | dict(chosen)
+from lrlhf.threads import spin_not_at_all
 
 
 @pytest.mark.parametrize(
-    ("chosen", "policy", "count"),
-    [
-        ({}, None, "10000"),
-        ({"OMP_WAIT_POLICY": "PASSIVE"}, "PASSIVE", None),
-        ({"GOMP_SPINCOUNT": "7"}, None, "7"),
-    ],
+    ("policy", "count", "expected"),
+    [(None, None, "30000"), ("PASSIVE", None, None), (None, "7", "7")],
 )
 def test_a_command_has_threads_spin_briefly_unless_the_user_chose(
-    chosen: dict[str, str], policy: str | None, count: str | None
+    policy: str | None, count: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=environment(chosen),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == f"{ {'OMP_WAIT_POLICY': policy, 'GOMP_SPINCOUNT': count} }\n"
+    for name, value in (("OMP_WAIT_POLICY", policy), ("GOMP_SPINCOUNT", count)):
+        monkeypatch.setenv(name, "to be restored")
+        monkeypatch.delenv(name)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+
+    def importing(name: str) -> None:
+        # torch is loaded next, whose OpenMP reads the environment then and never again
+        assert name == "lrlhf.cli"
+        assert os.environ.get("OMP_WAIT_POLICY") == policy
+        assert os.environ.get("GOMP_SPINCOUNT") == expected
+        raise SystemExit(7)
+
+    monkeypatch.setattr(lrlhf.__main__, "import_module", importing)
+    with pytest.raises(SystemExit, match="7"):
+        lrlhf.__main__.main(["fit"])
 
 
 def test_a_server_beside_the_trainer_sleeps_unless_the_user_chose() -> None:
