@@ -12,6 +12,7 @@ the real one: the configs `configs/*_vl.yaml` are for that.
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
-from lrlhf.datamodules import Digits
 from lrlhf.datamodules.rows.collate import Candidate, right_padded
 from lrlhf.media import MediaOptions, MediaProcessor, MediaRefs
 from lrlhf.models import CausalLM, sequence_logprobs
@@ -151,9 +151,8 @@ def begin(folder: Path, *, steps: int, seed: int = 0) -> None:
     model, tokenizer = spec.load().train(), spec.load_tokenizer()
     processor = MediaProcessor.for_model(spec.load_processor(), model.config)
     assert processor is not None
-    rows = [
-        dialogue(row, tokenizer, processor) for row in Digits("train", size=600, pixels=32).rows()
-    ]
+    digits = importlib.import_module("pictures").Digits("train", size=600, pixels=32)  # beside this
+    rows = [dialogue(row, tokenizer, processor) for row in digits.rows()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     order = torch.Generator().manual_seed(seed)
     losses = []

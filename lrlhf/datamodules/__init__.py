@@ -2,10 +2,8 @@
 
 from lrlhf.datamodules.core import LoaderOptions, RowDataModule, RowKind
 from lrlhf.datamodules.datasets.media_pairs import MediaPairs
-from lrlhf.datamodules.datasets.pictures import Digits, DistortedPhotos
 from lrlhf.datamodules.datasets.ratings import RatedFile, RatedPairs, RatedText, pairs_from_ratings
 from lrlhf.datamodules.datasets.tasks import ReasoningGym
-from lrlhf.datamodules.datasets.vader import VaderRatings
 from lrlhf.datamodules.loading.loader import EvalLoader, TrainLoader
 from lrlhf.datamodules.loading.sources import FileSource, HubSource, Source, Weighted
 from lrlhf.datamodules.preferences import PreferenceDataModule
@@ -17,8 +15,6 @@ from lrlhf.datamodules.rows.collate import PreferenceCollator, PromptCollator
 __all__ = [
     "BadDataError",
     "BadRow",
-    "Digits",
-    "DistortedPhotos",
     "EvalLoader",
     "FileSource",
     "HubSource",
@@ -37,7 +33,6 @@ __all__ = [
     "RowKind",
     "Source",
     "TrainLoader",
-    "VaderRatings",
     "Weighted",
     "pairs_from_ratings",
 ]

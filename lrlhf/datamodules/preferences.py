@@ -32,7 +32,7 @@ class PreferenceDataModule(RowDataModule[PairRow, PreferenceBatch]):
     """Loads pairs of answers with the judgement which of them is better.
 
     A source is a file (.jsonl, .json, .parquet, .csv, each optionally .gz), a folder or pattern of
-    such files, a hub id (``owner/name:config@split``), or a `Source` such as `VaderRatings`.
+    such files, a hub id (``owner/name:config@split``), or a `Source` such as `RatedFile`.
 
     Rows come as
 

@@ -1,23 +1,20 @@
-"""A CSV file that grows by rows and by columns, and can go back."""
+"""A CSV file that grows by rows and by columns, and can be cut back."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from lrlhf.loggers.growing_file import GrowingFile, whole_lines
+from lrlhf.run.atomic import atomic_write, naming
 
 _FIRST = ("step", "epoch")
-
-
-class _Contents(NamedTuple):
-    columns: list[str]
-    rows: list[list[str]]
+Row = dict[str, str]
 
 
 class CSVTable:
@@ -27,14 +24,14 @@ class CSVTable:
     ``epoch`` first, the others by name, so that the file does not tell when it was interrupted.
 
     Args:
-        path: The file; what is in it is read by `go_back` only.
+        path: The file; what is in it is read by `cut_back` only.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.columns: list[str] = []
         self.rows = 0
-        self._file = GrowingFile(path)
+        self._columns: list[str] = []
+        self._end = 0
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write a row.
@@ -42,81 +39,75 @@ class CSVTable:
         Raises:
             OSError: It could not be written; what was in the file is still there.
         """
-        columns = self._in_order({*self.columns, *row})
-        cells = [_cell(row.get(name)) for name in columns]
-        if columns != self.columns:
-            contents = _Contents(self.columns, _read(self.path).rows[: self.rows])
-            self._write(columns, [*_arranged(contents, columns), cells])
+        cells = {name: _cell(value) for name, value in row.items()}
+        columns = _in_order({*self._columns, *cells})
+        if columns != self._columns:
+            self._rewrite(columns, [*_read(self.path)[: self.rows], cells])
         else:
-            self._file.append(_lines([cells]))
+            data = _lines([[cells.get(name, "") for name in columns]])
+            with naming(self.path), self.path.open("r+b") as handle:
+                # what did not fit on the disk may have left its beginning behind
+                handle.seek(self._end)
+                handle.truncate()
+                handle.write(data)
+            self._end += len(data)
         self.rows += 1
 
-    def go_back(self, rows: int, columns: Sequence[str]) -> int:
-        """Forget all but the first rows and some columns; return how many rows there were.
+    def cut_back(self, rows: int | None = None) -> int:
+        """Keep the first rows and the columns they fill; return how many rows there were.
 
         Args:
-            rows: How many rows stay, if there are that many.
-            columns: The columns that stay.
+            rows: How many stay, if there are that many; None: all that are whole.
 
         Raises:
             ValueError: The file is no table.
         """
-        contents = _read(self.path)
-        kept = contents.rows[:rows]
-        self.columns, self.rows = self._in_order({*columns}), len(kept)
-        if self.columns or self.path.exists():
-            self._write(self.columns, _arranged(_Contents(contents.columns, kept), self.columns))
-        return len(contents.rows)
-
-    def take_up(self) -> None:
-        """Go on after the last whole row of what is there."""
-        contents = _read(self.path)
-        self.go_back(len(contents.rows), contents.columns)
+        found = _read(self.path)
+        kept = found[:rows]
+        self.rows = len(kept)
+        if self.path.exists():
+            names = {name for row in kept for name, cell in row.items() if cell}
+            self._rewrite(_in_order(names), kept)
+        return len(found)
 
     def sync(self) -> None:
         """Bring the rows to the disk, where they outlast the machine too."""
-        self._file.sync()
+        if self.path.exists():
+            with self.path.open("rb") as handle:
+                os.fsync(handle.fileno())
 
-    @staticmethod
-    def _in_order(names: Iterable[str]) -> list[str]:
-        names = set(names)
-        first = [name for name in _FIRST if name in names]
-        return first + sorted(names.difference(first))
-
-    def _write(self, columns: list[str], rows: Iterable[list[str]]) -> None:
-        self._file.replace(_lines([columns, *rows]) if columns else b"")
-        self.columns = columns
-
-
-def _arranged(contents: _Contents, columns: Sequence[str]) -> list[list[str]]:
-    """Cells of every row, in another order of columns; those of a new column are empty."""
-    rows = (dict(zip(contents.columns, row, strict=True)) for row in contents.rows)
-    return [[row.get(name, "") for name in columns] for row in rows]
+    def _rewrite(self, columns: list[str], rows: Iterable[Row]) -> None:
+        cells = [[row.get(name, "") for name in columns] for row in rows]
+        data = _lines([columns, *cells]) if columns else b""
+        with atomic_write(self.path) as handle:
+            handle.write(data)
+        self._columns, self._end = columns, len(data)
 
 
-def _read(path: Path) -> _Contents:
+def _in_order(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=lambda name: (name not in _FIRST, name == "epoch", name))
+
+
+def _read(path: Path) -> list[Row]:
     """Read the whole rows: a kill may have cut the last one short."""
+    data = path.read_bytes() if path.exists() else b""
     try:
-        text = whole_lines(path).decode()
-        table = list(csv.reader(io.StringIO(text, newline=""), strict=True))
+        text = data[: data.rfind(b"\n") + 1].decode()
+        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        rows = []
+        for row in reader:
+            if None in row or None in row.values():
+                raise csv.Error(f"line {reader.line_num} has more or fewer cells than the header")
+            rows.append(row)
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(
-            f"{path} is no table of metrics ({error}); move it away, or choose another folder for "
-            "the logger"
+            f"{path} is no table of metrics ({error}); mend it or move it away, or choose another "
+            "folder for the logger"
         ) from error
-    if not table:
-        return _Contents([], [])
-    columns, *rows = table
-    for number, row in enumerate(rows, start=2):
-        if len(row) != len(columns):
-            raise ValueError(
-                f"{path}, row {number} has {len(row)} cells where the header has {len(columns)}; "
-                "mend it or move the file away"
-            )
-    return _Contents(columns, rows)
+    return rows
 
 
-def _lines(rows: Iterable[Sequence[str]]) -> bytes:
+def _lines(rows: Iterable[list[str]]) -> bytes:
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue().encode()

@@ -111,26 +111,27 @@ class ResumingTensorBoardLogger(TensorBoardLogger):
             self.experiment.flush()
         files = _event_files(Path(self.log_dir))
         for file in files:
-            _bring_to_disk(file)
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
         return {"files": {file.name: file.stat().st_size for file in files}}
 
     def go_back(self, position: Mapping[str, Any]) -> None:
         _ = self.experiment  # so that the file of this process is known from the others
         self._begun = True
         self._held_back.clear()
-        sizes: dict[str, int] = position["files"]
-        found = {file.name: file for file in self._others}
-        for name, size in sizes.items():
-            if name not in found or found[name].stat().st_size < size:
-                rank_zero_warn(
-                    f"{Path(self.log_dir) / name} has lost events from before the checkpoint; the "
-                    "run goes on without them"
-                )
-        for name, file in found.items():
-            if name not in sizes:
+        sizes = dict(position["files"])
+        for file in self._others:
+            size = sizes.get(file.name, 0)
+            if file.stat().st_size >= size:
+                sizes.pop(file.name, None)
+                os.truncate(file, size)
+            if not size:
                 file.unlink()
-            elif file.stat().st_size > sizes[name]:
-                os.truncate(file, sizes[name])
+        for name in sizes:
+            rank_zero_warn(
+                f"{Path(self.log_dir) / name} has lost events from before the checkpoint; the run "
+                "goes on without them"
+            )
 
     def start_over(self) -> None:
         _ = self.experiment
@@ -157,10 +158,7 @@ class ResumingTensorBoardLogger(TensorBoardLogger):
         place.mkdir()
         for file in self._others:
             file.rename(place / file.name)
-        rank_zero_info(
-            f"ResumingTensorBoardLogger: the events of an earlier run in {folder} are now in "
-            f"{place}"
-        )
+        rank_zero_info(f"ResumingTensorBoardLogger: events of an earlier run are now in {place}")
 
 
 def _event_files(folder: Path) -> set[Path]:
@@ -175,8 +173,3 @@ def _await_a_later_name(files: set[Path]) -> None:
     """
     seconds = [int(file.name.split(".")[3]) for file in files]
     time.sleep(min(1.0, max(0.0, max(seconds, default=0) + 1 - time.time())))
-
-
-def _bring_to_disk(file: Path) -> None:
-    with file.open("rb") as handle:
-        os.fsync(handle.fileno())

@@ -96,12 +96,12 @@ data:
   init_args:
     train:
     - source:
-        class_path: lrlhf.datamodules.VaderRatings
+        class_path: sentiment_ratings.VaderRatings
         init_args: {domains: [movie, tweets], part: train, margin_scale: 0.1}
       weight: 2.0
     - source: Anthropic/hh-rlhf@train
       weight: 1.0
-    val: {class_path: lrlhf.datamodules.VaderRatings, init_args: {part: validation}}
+    val: {class_path: sentiment_ratings.VaderRatings, init_args: {part: validation}}
     head_names: [truth, style]
     label_columns: {truth: t}
     margin_column: null

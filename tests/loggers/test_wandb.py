@@ -1,96 +1,113 @@
-"""The rows of a killed W&B run: all of them, each once."""
+"""A W&B run goes on, and each row has one number."""
 
-import importlib
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from lrlhf.loggers.wandb_files import records_of, rows_on_file
-from lrlhf.loggers.wandb_journal import RowJournal
+from lrlhf.loggers import ResumingWandbLogger
+from tests.loggers.runs import KilledAfterSaving, KilledError, Killer, Toy, train
 
 wandb = pytest.importorskip("wandb")
 
 
-def history(folder: Path) -> dict[str, list[dict[str, float]]]:
-    """Rows by run, of all processes."""
-    messages = importlib.import_module("wandb.proto.wandb_internal_pb2")
-    rows: dict[str, list[dict[str, float]]] = {}
-    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        for data in records_of(path.read_bytes()):
-            record = messages.Record()
-            record.ParseFromString(data)
-            items = {
-                item.key or ".".join(item.nested_key): json.loads(item.value_json)
-                for item in record.history.item
-            }
-            if items:
-                rows.setdefault(path.stem.removeprefix("run-"), []).append(items)
-    return rows
+class Server:
+    """What W&B keeps of each run: a row under a number that it has is ignored."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[int, dict[str, Any]]] = {}
+        self.jobs: list[str | None] = []
+
+    def init(self, **options: Any) -> "Run":
+        assert options["resume"] == "allow"
+        self.jobs.append(options.get("job_type"))
+        return Run(self.rows.setdefault(options["id"], {}), options["id"])
 
 
-def run(folder: Path, *, killed_at: int = 0) -> int:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.loggers.wandb_process"]
+class Run:
+    def __init__(self, rows: dict[int, dict[str, Any]], run_id: str) -> None:
+        self.rows, self.id, self.offline = rows, run_id, False
+        self.starting_step = max(rows, default=-1) + 1
+        self.config = self
+        self.settings: dict[str, Any] = {}
+
+    def log(self, row: dict[str, Any], step: int | None = None, *, commit: bool = True) -> None:
+        number = len(self.rows) if step is None else step
+        assert number == len(self.rows)
+        assert commit
+        self.rows[number] = row
+
+    def update(self, values: dict[str, Any], **_: Any) -> None:
+        self.settings |= values
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    served = Server()
+    monkeypatch.setattr(wandb, "init", served.init)
+    monkeypatch.setattr(wandb, "run", None)
+    return served
+
+
+def go(folder: Path, *callbacks: Any, **options: Any) -> ResumingWandbLogger:
+    module = Toy()
+    module.save_hyperparameters({"lr": 0.1})
+    logger = ResumingWandbLogger(folder)
+    train(folder, [logger], *callbacks, module=module, **options)
+    return logger
+
+
+@pytest.mark.parametrize(("killed", "unsent"), [("saving", 0), ("later", 0), ("later", 2)])
+def test_a_resumed_run_has_every_row_once(
+    tmp_path: Path, server: Server, killed: str, unsent: int
+) -> None:
+    saving = {"dirpath": tmp_path / "whole", "every_n_train_steps": 3}
+    go(tmp_path, save=saving)
+    expected = [exact(row) for run in server.rows.values() for row in run.values()]
+    server.rows.clear()
+    saving["dirpath"] = tmp_path / "checkpoints"
+    kills = {"saving": KilledAfterSaving(6, **saving), "later": Killer("on_train_batch_start", 8)}
+    with pytest.raises(KilledError):
+        go(tmp_path, kills[killed])
+    ((run_id, rows),) = server.rows.items()
+    for number in sorted(rows)[len(rows) - unsent :]:
+        del rows[number]
+    logger = go(tmp_path)
+    assert list(server.rows) == [run_id] == [logger.version]
+    assert [exact(row) for row in rows.values()] == expected
+    assert logger.experiment.settings == {"lr": 0.1}
+
+
+def exact(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "perf/train_s"}
+
+
+def test_a_run_from_the_beginning_and_an_evaluation_are_runs_of_their_own(
+    tmp_path: Path, server: Server
+) -> None:
+    for name in ("one", "two"):
+        go(tmp_path, max_steps=1, save={"dirpath": tmp_path / name})
+    assert len(server.rows) == 2
+    logger = ResumingWandbLogger(tmp_path, prefix="p")
+    assert logger.version == ""
+    logger.experiment.log({"ignored": 1})  # which run it is, is not yet known
+    logger.stand_apart("test")
+    logger.log_metrics({"a": torch.tensor(2.0)}, step=7)
+    assert server.jobs == [None, None, "test"]
+    assert server.rows[logger.version] == {0: {"p-a": 2.0, "trainer/global_step": 7}}
+
+
+@pytest.mark.slow
+def test_a_real_run_that_is_killed_goes_on_under_its_id(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.loggers.wandb_process", str(tmp_path)]
     # W&B's service of this process, if an earlier test has started one, outlives the killed run
     own = {name: value for name, value in os.environ.items() if "WANDB_SERVICE" not in name}
-    done = subprocess.run([*command, str(folder), str(killed_at)], check=False, env=own)
-    return done.returncode
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_as_the_same_run_with_every_row_once(tmp_path: Path) -> None:
-    assert run(tmp_path, killed_at=8) == -9
-    # the service had all of it in memory: nothing reached the disk
-    assert history(tmp_path) == {}
-    assert run(tmp_path, killed_at=9) == -9
-    assert run(tmp_path) == 0
-    ((_, rows),) = history(tmp_path).items()
-    # ten steps, validation after 4 and 8, epochs of five
-    assert sorted(row["_step"] for row in rows) == list(range(14))
-    by_axis = {row["trainer/global_step"] for row in rows if "train/loss" in row}
-    assert by_axis == set(range(10))
-    assert [row["trainer/global_step"] for row in rows if "eval/loss" in row] == [3, 7]
-
-
-@pytest.mark.slow
-def test_rows_that_reached_the_disk_are_not_sent_again(tmp_path: Path) -> None:
-    assert run(tmp_path) == 0
-    ((run_id, rows),) = history(tmp_path).items()
-    assert rows_on_file(tmp_path, run_id) == set(range(14))
-    assert len(rows) == 14
-    # resumed from its end, with nothing left to do
-    assert run(tmp_path) == 0
-    ((same_id, again),) = history(tmp_path).items()
-    assert (same_id, len(again)) == (run_id, 14)
-
-
-def test_a_journal_forgets_what_came_after_a_position(tmp_path: Path) -> None:
-    journal = RowJournal(tmp_path / "rows.jsonl")
-    journal.begin("one")
-    assert [journal.append({"a": value}, step=0) for value in (0.5, float("nan"), 2)] == [0, 1, 2]
-    journal.append({"table": object()}, step=1)
-    with journal.path.open("ab") as handle:
-        handle.write(b'{"row": 4, "st')
-    again = RowJournal(journal.path)
-    kept = again.go_back("one", 4)
-    assert [record["row"] for record in kept] == [0, 1, 2, 3]
-    assert kept[0]["metrics"] == {"a": 0.5}
-    assert kept[3]["metrics"] is None
-    assert again.append({"a": 1}, step=2) == 4
-
-
-def test_the_journal_of_another_run_is_kept(tmp_path: Path) -> None:
-    journal = RowJournal(tmp_path / "rows.jsonl")
-    journal.begin("one")
-    journal.append({"a": 1}, step=0)
-    assert RowJournal(journal.path).go_back("two", 7) == []
-    assert '"one"' in (tmp_path / "rows.1.jsonl").read_text()
-
-
-def test_a_journal_that_is_no_json_is_named(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(b"step,epoch\n")
-    with pytest.raises(ValueError, match=r"rows\.jsonl holds a line that is no JSON"):
-        RowJournal(tmp_path / "rows.jsonl").go_back("one", 1)
+    status = [subprocess.run([*command, at], check=False, env=own).returncode for at in "80"]
+    assert status == [-9, 0]
+    runs = [path.name for path in tmp_path.glob("wandb/offline-run-*")]
+    assert len(runs) == 2
+    assert len({name.rpartition("-")[2] for name in runs}) == 1

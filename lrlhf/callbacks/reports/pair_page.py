@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
-from PIL import Image
+from PIL import Image, ImageDraw, ImageOps
 
 from lrlhf.callbacks.eval_jsonl import covers_validation_set
 from lrlhf.callbacks.output_files import atomic_write, hold_output_folder, output_folder
@@ -17,6 +16,8 @@ from lrlhf.types import Media, PreferenceBatch
 
 _RIGHT, _WRONG, _OPEN = "#3a8a4d", "#b3261e", "#555555"
 _COLUMNS = 4
+_SIDE, _GAP, _LINE = 160, 8, 14
+"""Pixels of a picture, between two of them, and of a line of text."""
 _BEST = {1.0: "left", -1.0: "right", 0.0: "equal"}
 
 
@@ -85,27 +86,21 @@ class PairPage(L.Callback):
 def draw_pairs(path: Path, pairs: Sequence[_Pair]) -> None:
     """Write a PNG with the pairs side by side, and what is told of each below it."""
     columns = min(_COLUMNS, len(pairs))
-    rows = math.ceil(len(pairs) / columns)
-    lines = max(len(pair.lines) for pair in pairs)
-    figure_class = importlib.import_module("matplotlib.figure").Figure
-    height = 1.6 + 0.18 * lines
-    figure = figure_class(figsize=(3.2 * columns, height * rows), dpi=110)
-    grid = figure.subplots(rows, 2 * columns, squeeze=False)
-    figure.subplots_adjust(0.01, 0.2 * lines / height / rows, 0.99, 0.995, 0.04, 0.24 * lines)
-    for axes in grid.flat:
-        axes.axis("off")
+    width = 2 * (_SIDE + _GAP) + _GAP
+    height = _SIDE + 2 * _GAP + _LINE * max(len(pair.lines) for pair in pairs)
+    size = (columns * width, math.ceil(len(pairs) / columns) * height)
+    page = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(page)
     for index, pair in enumerate(pairs):
         row, column = divmod(index, columns)
-        left, right = grid[row, 2 * column], grid[row, 2 * column + 1]
-        left.imshow(pair.left)
-        right.imshow(pair.right)
+        left, top = column * width + _GAP, row * height + _GAP
+        for picture, place in ((pair.left, left), (pair.right, left + _SIDE + _GAP)):
+            shown = ImageOps.pad(picture.convert("RGB"), (_SIDE, _SIDE), color="white")
+            page.paste(shown, (place, top))
         for number, (text, colour) in enumerate(pair.lines):
-            place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
-            place |= {"xy": (0, 0), "xytext": (0, -11 - 12 * number)}
-            # a $ in the name of a head opens no formula
-            left.annotate(text, color=colour, fontsize=8, parse_math=False, **place)
+            draw.text((left, top + _SIDE + _LINE * number), text, fill=colour, font_size=11)
     with atomic_write(path) as handle:
-        figure.savefig(handle, format="png")
+        page.save(handle, format="PNG")
 
 
 def _lines(record: Mapping[str, Any], labels: Sequence[float]) -> list[tuple[str, str]]:

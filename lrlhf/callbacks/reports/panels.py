@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lrlhf.callbacks.output_files import atomic_write
+from lrlhf.callbacks.reports.plots import finish, new_figure, save
 from lrlhf.callbacks.reports.reward_curve import Curve
 
 _COLOURS = ("#2a6fbb", "#c8500a", "#3a8a4d", "#8a4fa3", "#7a6a1f")
@@ -29,18 +28,19 @@ def draw_panels(
 
     Raises:
         ValueError: No run has a value of any metric.
+        ImportError: matplotlib is not installed.
     """
-    names = list(dict.fromkeys(curve.name for curves in runs.values() for curve in curves))
-    finite = [(run, curve.finite()) for run, curves in runs.items() for curve in curves]
-    drawable = [(run, curve) for run, curve in finite if curve.steps]
-    panels = {name: [pair for pair in drawable if pair[1].name == name] for name in names}
+    panels: dict[str, list[tuple[str, Curve]]] = {}
+    for run, curves in runs.items():
+        for curve in curves:
+            finite = curve.finite()
+            panels.setdefault(curve.name, []).extend([(run, finite)] if finite.steps else [])
     shown = {name: pairs for name, pairs in panels.items() if pairs}
     if not shown:
-        raise ValueError(f"no run has a value of {', '.join(names) or 'any metric'} to draw")
+        raise ValueError(f"no run has a value of {', '.join(panels) or 'any metric'} to draw")
     columns = min(3, len(shown))
     rows = math.ceil(len(shown) / columns)
-    figure_class = importlib.import_module("matplotlib.figure").Figure
-    figure = figure_class(figsize=(4.2 * columns, 2.8 * rows), dpi=130, layout="constrained")
+    figure = new_figure(4.2 * columns, 2.8 * rows, dpi=130)
     colours = dict(zip(runs, _COLOURS * math.ceil(len(runs) / len(_COLOURS)), strict=False))
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat[len(shown) :]:
@@ -50,8 +50,7 @@ def draw_panels(
     if len(runs) > 1:
         handles, labels = grid.flat[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper right", ncols=len(runs), frameon=False)
-    with atomic_write(path) as handle:
-        figure.savefig(handle, format="png")
+    save(path, figure)
 
 
 def _draw(
@@ -84,10 +83,5 @@ def _draw(
             fontsize=8,
             color="#555555",
         )
-    axes.set_title(name, loc="left", fontsize=10)
     axes.tick_params(labelsize=8)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(axis="y", color="#e3e6ea", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.03, y=0.12)
+    finish(axes, name, fontsize=10, x_margin=0.03)

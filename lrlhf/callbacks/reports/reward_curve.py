@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lrlhf.callbacks.output_files import atomic_write
+from lrlhf.callbacks.reports.plots import finish, new_figure, save
 
 _LINE, _POINT = "#2a6fbb", "#c8500a"
 
@@ -22,21 +22,15 @@ class Curve(NamedTuple):
 
     def finite(self) -> Curve:
         """Return the curve without steps whose value is NaN or infinite."""
-        kept = [
-            (step, value)
-            for step, value in zip(self.steps, self.values, strict=True)
-            if math.isfinite(value)
-        ]
-        return Curve(self.name, [step for step, _ in kept], [value for _, value in kept])
+        pairs = zip(self.steps, self.values, strict=True)
+        kept = {step: value for step, value in pairs if math.isfinite(value)}
+        return Curve(self.name, list(kept), list(kept.values()))
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Mean of each value and up to ``window - 1`` before it: what was known at that step."""
-    averages = []
-    for end in range(1, len(values) + 1):
-        seen = values[max(0, end - window) : end]
-        averages.append(sum(seen) / len(seen))
-    return averages
+    seen = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
+    return [sum(part) / len(part) for part in seen]
 
 
 def draw_curve(path: Path, metric: Curve, evaluation: Curve) -> None:
@@ -46,49 +40,31 @@ def draw_curve(path: Path, metric: Curve, evaluation: Curve) -> None:
         path: Where to; the folder is created.
         metric: One value per training step.
         evaluation: One value per evaluation, possibly none.
+
+    Raises:
+        ImportError: matplotlib is not installed.
     """
     metric, evaluation = metric.finite(), evaluation.finite()
-    # half a second of import that only the end of a run needs
-    figure_class = importlib.import_module("matplotlib.figure").Figure
-    figure = figure_class(figsize=(8, 4.5), dpi=150, layout="constrained")
+    figure = new_figure(8, 4.5, dpi=150)
     axes = figure.add_subplot()
     _draw_metric(axes, metric)
     _draw_evaluation(axes, evaluation)
     axes.set_xlabel("step")
-    axes.set_title(_title(metric, evaluation), loc="left", fontsize=11)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(axis="y", color="#e3e6ea", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.05, y=0.12)
+    finish(axes, _title(metric, evaluation), fontsize=11, x_margin=0.05)
     axes.legend(frameon=False, fontsize=9, loc="best")
-    with atomic_write(path) as handle:
-        figure.savefig(handle, format="png")
+    save(path, figure)
 
 
 def _draw_metric(axes: Any, metric: Curve) -> None:
-    window = max(1, len(metric.values) // 20)
+    window, draw = max(1, len(metric.values) // 20), partial(axes.plot, color=_LINE)
     if window == 1:
         # too few for a mean, and one alone is no line
-        axes.plot(
-            metric.steps, metric.values, color=_LINE, linewidth=2, marker=".", label=metric.name
-        )
+        draw(metric.steps, metric.values, linewidth=2, marker=".", label=metric.name)
         return
-    axes.plot(
-        metric.steps,
-        metric.values,
-        color=_LINE,
-        alpha=0.3,
-        linewidth=1,
-        label=f"{metric.name}, each step",
-    )
-    axes.plot(
-        metric.steps[window - 1 :],
-        moving_average(metric.values, window)[window - 1 :],
-        color=_LINE,
-        linewidth=2.2,
-        label=f"mean of {window} steps",
-    )
+    each = f"{metric.name}, each step"
+    draw(metric.steps, metric.values, alpha=0.3, linewidth=1, label=each)
+    means = moving_average(metric.values, window)[window - 1 :]
+    draw(metric.steps[window - 1 :], means, linewidth=2.2, label=f"mean of {window} steps")
 
 
 def _draw_evaluation(axes: Any, evaluation: Curve) -> None:
@@ -115,12 +91,7 @@ def _draw_evaluation(axes: Any, evaluation: Curve) -> None:
             color=_POINT,
             fontweight="bold",
             # the number stays readable where the curve runs behind it
-            bbox={
-                "boxstyle": "round,pad=0.15",
-                "facecolor": "white",
-                "edgecolor": "none",
-                "alpha": 0.8,
-            },
+            bbox={"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none", "alpha": 0.8},
         )
 
 

