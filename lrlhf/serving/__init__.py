@@ -2,11 +2,12 @@
 
 try:
     import prometheus_client  # noqa: F401  looked for here, so that one message names the extra
+    import pydantic_core  # noqa: F401
     import starlette  # noqa: F401
     import uvicorn  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"serving rewards needs Starlette, uvicorn and prometheus_client ({error}): "
+        f"serving rewards needs Starlette, uvicorn, pydantic and prometheus_client ({error}): "
         "pip install 'lrlhf[serve]'"
     ) from error
 

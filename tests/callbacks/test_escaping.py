@@ -1,16 +1,13 @@
 """Texts that a model or a data set wrote are shown, and never obeyed."""
 
 import io
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from lrlhf.callbacks.json_lines import json_line
-from lrlhf.callbacks.reports.pair_page import _lines, _Pair, _picture, draw_pairs
 from lrlhf.callbacks.reports.rollout_table import _markdown, render
 from tests.callbacks.fakes import record
-from tests.callbacks.test_pair_page import flat
 
 HOSTILE = {
     "escape sequences": "\x1b]0;owned\x07\x1b[2J\x1b[31mred",
@@ -56,11 +53,3 @@ def test_a_line_of_json_is_one_line_without_controls(text: str) -> None:
     line = json_line({"completion": text})
     assert line.encode().decode("utf-8").count("\n") == 0
     assert not any(ord(character) < 32 for character in line)
-
-
-@pytest.mark.parametrize("name", ["$\\frac{", "a$b$c", "$x^$"])
-def test_the_name_of_a_head_opens_no_formula(tmp_path: Path, name: str) -> None:
-    judged = {"scores0": {name: 1.0}, "scores1": {name: 0.5}}
-    pair = _Pair(_picture(flat(10)), _picture(flat(20)), _lines(judged, [1.0]))
-    draw_pairs(tmp_path / "page.png", [pair])
-    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")

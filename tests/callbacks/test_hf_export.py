@@ -26,11 +26,6 @@ def test_the_newest_exports_are_kept(tmp_path: Path) -> None:
     assert exported(tmp_path / "out") == {"step_000004": "4", "step_000006": "6", "final": "7"}
 
 
-def test_nothing_is_exported_at_the_end_where_not_asked_for(tmp_path: Path) -> None:
-    trainer(tmp_path, HFExport(every_n_steps=2, at_end=False)).fit(ToyPolicy(), batches(3))
-    assert exported(tmp_path / "hf") == {"step_000002": "2"}
-
-
 def test_the_averaged_weights_are_exported_on_request(tmp_path: Path) -> None:
     module = ToyPolicy()
     trainer(tmp_path, EMA(decay=0.5, warmup=False), HFExport(use_ema=True)).fit(module, batches(3))

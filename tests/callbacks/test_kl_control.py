@@ -35,12 +35,6 @@ def test_an_adaptive_coefficient_follows_the_measured_kl(tmp_path: Path) -> None
     assert module.kl_coef == pytest.approx(0.504798)
 
 
-def test_without_an_initial_coefficient_the_modules_own_is_the_start(tmp_path: Path) -> None:
-    spy = CoefSpy()
-    trainer(tmp_path, KLControl(), spy).fit(ToyPolicy(kl=[1.0]), batches(1))
-    assert spy.used == [0.5]
-
-
 def test_a_fixed_coefficient_replaces_the_modules_and_stays(tmp_path: Path) -> None:
     spy, module = CoefSpy(), ToyPolicy(kl=[20.0, 20.0])
     trainer(tmp_path, KLControl(mode="fixed", init_coef=0.125), spy).fit(module, batches(2))
@@ -66,11 +60,6 @@ def test_a_kl_that_is_not_finite_changes_nothing_and_is_reported(tmp_path: Path)
     with pytest.warns(UserWarning, match="stays at 0.5"):
         trainer(tmp_path, KLControl()).fit(module, batches(1))
     assert module.kl_coef == 0.5
-
-
-def test_a_module_that_measures_no_kl_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'kl/sequence', which the module did not log"):
-        trainer(tmp_path, KLControl()).fit(ToyPolicy(), batches(1))
 
 
 def test_a_module_without_a_penalty_is_refused(tmp_path: Path) -> None:

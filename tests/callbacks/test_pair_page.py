@@ -72,15 +72,6 @@ def test_a_page_holds_the_first_pairs_of_the_validation_set(tmp_path: Path) -> N
         assert (drawn == level).sum() > 5000
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*batch_size")
-def test_pairs_of_texts_make_no_page(tmp_path: Path) -> None:
-    page = PairPage()
-    texts = batch(None, None)
-    validate(page, tmp_path, texts)
-    assert page.paths == []
-    assert list(tmp_path.glob("*.png")) == []
-
-
 def test_scores_are_green_where_people_agree_and_red_where_not() -> None:
     record = {
         "scores0": {"a": 2.0, "b": 2.0, "c": 2.0, "d": 2.0, "e": 2.0},
@@ -96,8 +87,3 @@ def test_scores_are_green_where_people_agree_and_red_where_not() -> None:
     assert lines[1][0] == "b: right   2.00 | 1.00"
     assert lines[2][0] == "c: equal   2.00 | 1.00"
     assert lines[3][0] == "d: not labelled   2.00 | 1.00"
-
-
-def test_a_page_needs_pairs() -> None:
-    with pytest.raises(ValueError, match="pairs is 0"):
-        PairPage(pairs=0)

@@ -44,13 +44,6 @@ def test_the_last_step_and_each_nth_have_a_line(
     assert re.findall(r"step (\d)/5", capsys.readouterr().out) == ["2", "4", "5"]
 
 
-def test_the_metrics_to_show_can_be_chosen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(tmp_path, PhaseProgress(metrics={"kl/sequence": "far"}), 1)
-    assert capsys.readouterr().out.startswith("step 1/1  far 0.0625  ")
-
-
 def test_an_evaluation_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, PhaseProgress(), 2, val_check_interval=2, num_sanity_val_steps=-1)
     evaluations = re.findall(r"eval at step.*", capsys.readouterr().out)

@@ -1,3 +1,4 @@
+import sys
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,7 @@ from lightning.pytorch.loggers import CSVLogger
 from matplotlib import image
 
 from lrlhf.callbacks import EvalJSONL, HFExport, RLCheckpoint, RolloutLog, RunReport
+from lrlhf.callbacks.reports import plots
 from lrlhf.callbacks.reports.reward_curve import Curve, draw_curve, moving_average
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 
@@ -56,6 +58,26 @@ def test_a_metric_that_was_never_logged_is_said_and_not_drawn(
     printed = capsys.readouterr().out
     assert "rollout/scores: never logged (logged: rollout/score, train/loss)" in printed
     assert not (tmp_path / "reward_curve.png").exists()
+
+
+def test_without_matplotlib_a_run_says_once_that_pictures_are_left_out(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # makes `import` fail
+    plots.can_draw.cache_clear()
+    try:
+        for _ in range(2):
+            trainer(tmp_path, RunReport(panels=["train/loss"])).fit(ToyPolicy(), batches(2))
+    finally:
+        plots.can_draw.cache_clear()
+    assert len([one for one in recwarn if "lrlhf[plots]" in str(one.message)]) == 1
+    assert not list(tmp_path.glob("*.png"))
+    assert "rollout/score: 0 at step 1" in capsys.readouterr().out
+    with pytest.raises(ImportError, match="drawing curves needs the package matplotlib"):
+        draw_curve(tmp_path / "a.png", Curve("a", [1], [1.0]), Curve("b", [], []))
 
 
 def test_a_resumed_run_reports_the_whole(

@@ -1,8 +1,5 @@
 """A policy and an engine with a copy of it, through whole runs on a model of 27,000 parameters."""
 
-import logging
-from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +7,6 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.callbacks import EMA, VLLMWeightSync
@@ -24,8 +20,6 @@ from lrlhf.rollout import (
     TransformersEngine,
     WeightSyncError,
 )
-from lrlhf.types import Rollout, StoredRollout
-from tests.callbacks.fakes import ToyPolicy, batches, trainer
 from tests.modules.policy_runs import Watcher, fit, letters
 from tests.rollout.copy_engine import CopyEngine, Draw
 
@@ -156,9 +150,8 @@ def test_validation_sees_the_present_weights_whatever_the_interval(
     assert len(engine.pushed) == 3
 
 
-@pytest.mark.parametrize("every_n_steps", [1, 9])
 def test_validation_draws_with_averaged_weights_and_training_with_the_trained_ones(
-    language_model, tokenizer, prompts, tmp_path, every_n_steps: int
+    language_model, tokenizer, prompts, tmp_path
 ) -> None:
     engine, snapshots = CopyEngine(), Snapshots()
     module = build(language_model, tokenizer, engine)
@@ -167,7 +160,7 @@ def test_validation_draws_with_averaged_weights_and_training_with_the_trained_on
         prompts,
         tmp_path,
         steps=3,
-        callbacks=[EMA(decay=0.5, warmup=False), VLLMWeightSync(every_n_steps), snapshots],
+        callbacks=[EMA(decay=0.5, warmup=False), VLLMWeightSync(9), snapshots],
         val_check_interval=1,
         num_sanity_val_steps=0,
         limit_val_batches=2,
@@ -229,27 +222,6 @@ def test_what_a_run_that_broke_off_left_in_the_engine_is_not_drawn_with(
     assert_drawn_with(draw, snapshots.weights[0])
 
 
-def test_an_engine_ends_with_its_run(language_model, tokenizer, prompts, tmp_path) -> None:
-    engine = CopyEngine()
-    module = build(language_model, tokenizer, engine)
-    fit(module, prompts, tmp_path, steps=1, callbacks=[VLLMWeightSync()], limit_val_batches=0)
-    assert not engine.started
-
-
-def test_an_engine_that_fails_during_a_run_is_given_the_weights_again(
-    language_model, tokenizer, prompts, tmp_path, caplog
-) -> None:
-    engine, snapshots = CopyEngine(fail={"respond": [2], "send": [3]}), Snapshots()
-    module = build(language_model, tokenizer, engine)
-    callbacks = [VLLMWeightSync(probe_every=0), snapshots]
-    with caplog.at_level(logging.WARNING):
-        fit(module, prompts, tmp_path, steps=3, callbacks=callbacks, limit_val_batches=0)
-    assert [draw.version for draw in engine.draws] == [0, 1, 2]
-    for draw, weights in zip(engine.draws, snapshots.weights, strict=False):
-        assert_drawn_with(draw, weights)
-    assert engine.restarts == 2
-
-
 def test_an_engine_that_is_restarted_between_pushes_has_the_present_weights_and_says_so(
     language_model, tokenizer, prompts, tmp_path
 ) -> None:
@@ -266,22 +238,10 @@ def test_an_engine_that_is_restarted_between_pushes_has_the_present_weights_and_
     assert [records[0]["weight_version"] for records in watcher.records] == [0, 1, 1, 3]
 
 
-def test_restarts_during_a_push_are_told(
-    language_model, tokenizer, prompts, tmp_path, caplog
-) -> None:
-    engine = CopyEngine(fail={"send": [1, 2]})
-    module = build(language_model, tokenizer, engine)
-    with caplog.at_level(logging.WARNING):
-        fit(module, prompts, tmp_path, steps=1, callbacks=[VLLMWeightSync()], limit_val_batches=0)
-    assert "the engine was started 2 times during a push" in caplog.text
-
-
 # ------------------------------------------------------------------ checks
 
 
-@pytest.mark.parametrize(
-    ("probe_every", "probed"), [(0, []), (1, [0, 1, 2, 3, 4]), (2, [0, 1, 3]), (5, [0, 1, 4])]
-)
+@pytest.mark.parametrize(("probe_every", "probed"), [(0, []), (2, [0, 1, 3])])
 def test_the_first_two_pushes_and_every_nth_are_probed(
     language_model, tokenizer, prompts, tmp_path, probe_every: int, probed: list[int]
 ) -> None:
@@ -290,14 +250,6 @@ def test_the_first_two_pushes_and_every_nth_are_probed(
     callbacks = [VLLMWeightSync(probe_every=probe_every)]
     fit(module, prompts, tmp_path, steps=5, callbacks=callbacks, limit_val_batches=0)
     assert [draw.version for draw in engine.draws if is_probe(draw)] == probed
-
-
-def test_a_weight_that_does_not_arrive_stops_the_run(
-    language_model, tokenizer, prompts, tmp_path
-) -> None:
-    module = build(language_model, tokenizer, CopyEngine(drop=NORM))
-    with pytest.raises(WeightSyncError, match=f"was not given the weight {NORM}"):
-        fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()])
 
 
 def test_a_weight_that_arrives_with_older_values_stops_the_run(
@@ -343,19 +295,6 @@ def test_log_probabilities_that_are_no_number_stop_the_run(
         fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()])
 
 
-def test_what_most_tokens_of_a_response_say_decides(
-    language_model, tokenizer, prompts, tmp_path, monkeypatch
-) -> None:
-    options: dict[str, Any] = {"steps": 1, "limit_val_batches": 0}
-    engine = CopyEngine(dtype=torch.bfloat16)
-    module = build(language_model, tokenizer, engine)
-    monkeypatch.setattr(engine, "probe", lambda: ProbeGap(typical=0.02, mean=0.3, max=9.0))
-    fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()], **options)
-    monkeypatch.setattr(engine, "probe", lambda: ProbeGap(typical=0.2, mean=0.05, max=0.2))
-    with pytest.raises(WeightSyncError, match=r"by 0\.2 nats in half of a response's tokens"):
-        fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()], **options)
-
-
 class Mislabelled(CopyEngine):
     """Says that its weights are older, or newer, than they are."""
 
@@ -371,7 +310,7 @@ class Mislabelled(CopyEngine):
 
 @pytest.mark.parametrize(
     ("by", "every_n_steps", "passes"),
-    [(-1, 1, False), (-1, 2, True), (-2, 2, False), (1, 3, False)],
+    [(-1, 1, False), (-1, 2, True), (1, 3, False)],
 )
 def test_responses_that_are_too_old_or_from_the_future_stop_the_run(
     language_model, tokenizer, prompts, tmp_path, by: int, every_n_steps: int, passes: bool
@@ -388,44 +327,6 @@ def test_responses_that_are_too_old_or_from_the_future_stop_the_run(
         fit(module, prompts, tmp_path, **options)
 
 
-class Stored(L.LightningDataModule):
-    def __init__(self, batches: Sequence[StoredRollout]) -> None:
-        super().__init__()
-        self._batches = list(batches)
-
-    def train_dataloader(self) -> DataLoader[StoredRollout]:
-        return DataLoader(self._batches, batch_size=None)  # type: ignore[arg-type]
-
-
-def test_stored_rollouts_may_be_of_any_age(language_model, tokenizer, prompts, tmp_path) -> None:
-    watcher = Watcher()
-    module = build(language_model, tokenizer, CopyEngine())
-    callbacks = [VLLMWeightSync(), watcher]
-    fit(module, prompts, tmp_path, steps=3, callbacks=callbacks, limit_val_batches=0)
-    stored = []
-    for experience, records in zip(watcher.experiences, watcher.records, strict=True):
-        tensors = {field.name: getattr(experience, field.name) for field in fields(Rollout)}
-        stored.append(
-            StoredRollout(
-                rollout=Rollout(**tensors), scores=experience.scores, records=tuple(records)
-            )
-        )
-    engine = CopyEngine()
-    again = build(language_model, tokenizer, engine)
-    run = fit(
-        again,
-        prompts,
-        tmp_path,
-        steps=3,
-        # iteration 0 trains on what weights of iteration 2 drew, and the other way round
-        data=Stored(stored[::-1]),
-        callbacks=[VLLMWeightSync()],
-        limit_val_batches=0,
-    )
-    assert run.global_step == 3
-    assert engine.draws == []
-
-
 # ------------------------------------------------------------------ refused
 
 
@@ -437,19 +338,6 @@ def test_an_engine_without_weights_of_its_own_is_refused(
         ValueError, match=r"model\.engine is TransformersEngine, which generates with the policy"
     ):
         fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()])
-
-
-def test_a_module_without_an_engine_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match=r"\(PPO, RLOO\), and ToyPolicy has none"):
-        trainer(tmp_path, VLLMWeightSync()).fit(ToyPolicy(), batches(1))
-
-
-def test_a_run_without_the_callback_says_what_to_add(
-    language_model, tokenizer, prompts, tmp_path
-) -> None:
-    module = build(language_model, tokenizer, CopyEngine())
-    with pytest.raises(WeightSyncError, match=r"add lrlhf\.callbacks\.VLLMWeightSync"):
-        fit(module, prompts, tmp_path)
 
 
 @pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"probe_every": -1}, {"tolerance": 0.0}])

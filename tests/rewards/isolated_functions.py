@@ -23,11 +23,6 @@ def about(
     return [float(value) for value in answer]
 
 
-def everything(**arguments: Any) -> list[float]:
-    arguments["log_extra"]("names", [sorted(arguments)] * len(arguments["completions"]))
-    return [0.0] * len(arguments["completions"])
-
-
 def pixels(images: Sequence[Sequence[Any]]) -> list[float]:
     return [float(sum(image.getpixel((0, 0))[0] for image in row)) for row in images]
 
@@ -55,15 +50,11 @@ def returns(completions: Sequence[str]) -> Any:
     """Return what the first completion names."""
     return {
         "nan": [float("nan"), 1.0],
-        "infinite": [float("inf"), 1.0],
         "text": ["1", 1.0],
         "an object": [object(), 1.0],
-        "none": [None, 1.0],
         "short": [1.0],
-        "nothing": None,
         "a dict": {"a": 1},
         "huge": [1.0] * 10**6,
-        "a huge integer": [10**400, 1.0],
     }[completions[0]]
 
 
@@ -75,19 +66,10 @@ def _loop() -> None:
         pass
 
 
-def _hang_in_c() -> None:
-    """Hold the interpreter's lock for long."""
-    ctypes.PyDLL(None).sleep(60)
-
-
 def _eat() -> None:
     hoard = []
     while True:
         hoard.append(bytearray(2**26))
-
-
-def _recurse(depth: int = 0) -> int:
-    return _recurse(depth + 1) + 1
 
 
 def _segfault() -> None:
@@ -100,10 +82,6 @@ def _leave() -> None:
 
 def _sys_exit() -> None:
     sys.exit(3)
-
-
-def _raise() -> None:
-    raise KeyError("broken")
 
 
 def _print() -> None:
@@ -137,13 +115,10 @@ def _kill_group() -> None:
 
 ACTS = {
     "loop": _loop,
-    "hang in c": _hang_in_c,
     "eat": _eat,
-    "recurse": _recurse,
     "segfault": _segfault,
     "leave": _leave,
     "sys.exit": _sys_exit,
-    "raise": _raise,
     "print": _print,
     "abandon": _abandon,
     "spoil": _spoil_replies,

@@ -1,6 +1,5 @@
 import copy
 import json
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from transformers import (
 )
 
 from lrlhf.models import RewardNetwork, ScoreModel
-from lrlhf.rewards import LearnedReward, RewardError, RewardResult, Rewards
+from lrlhf.rewards import LearnedReward, RewardResult, Rewards
 from lrlhf.types import SequenceBatch
-from tests.conftest import CHAT_TEMPLATE, build_language_model
+from tests.conftest import build_language_model
 
 PROMPTS = ["2 + 2 =", "Say something nice:", "x"]
 TEXTS = [" 4", " you look well today", ""]
@@ -49,12 +48,6 @@ def two_heads_folder(
     network = ScoreModel(source=model_folder, heads=["kind", "true"], pooling="mean").load()
     network.save_pretrained(folder, tokenizer)
     return str(folder)
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, model: str) -> None:
-    """Write a tokenizer where `load_tokenizer` finds one: beside a model's config."""
-    tokenizer.save_pretrained(folder)
-    shutil.copy(Path(model) / "config.json", folder)
 
 
 def score(
@@ -120,23 +113,10 @@ def test_an_offloaded_model_is_on_its_device_only_while_it_scores(
     torch.testing.assert_close(result.scores, plain)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3])
-def test_the_batch_size_does_not_matter(classifier_folder: str, batch_size: int) -> None:
+def test_the_batch_size_does_not_matter(classifier_folder: str) -> None:
     expected = score(LearnedReward(classifier_folder, batch_size=8)).scores
-    result = score(LearnedReward(classifier_folder, batch_size=batch_size))
+    result = score(LearnedReward(classifier_folder, batch_size=1))
     assert_close(result.scores, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_no_more_than_the_batch_size_is_scored_at_once(classifier_folder: str) -> None:
-    function = LearnedReward(classifier_folder, batch_size=2)
-    function.prepare()
-    assert function._loaded is not None
-    sizes: list[int] = []
-    function._loaded.network.register_forward_pre_hook(
-        lambda module, inputs: sizes.append(len(inputs[0]))
-    )
-    score(function)
-    assert sizes == [2, 1]
 
 
 def test_a_call_that_ran_out_of_time_stops_between_two_batches(classifier_folder: str) -> None:
@@ -168,46 +148,6 @@ def test_a_chat_is_rendered_by_the_reward_models_own_template(
     for completion in ("Hello", [{"role": "assistant", "content": "Hello"}]):
         result = score(LearnedReward(classifier_folder), [prompt], [completion])
         assert float(result.scores[0]) == pytest.approx(expected, rel=1e-4)
-
-
-def test_another_chat_template_can_be_given(
-    classifier_folder: str, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
-    function = LearnedReward(classifier_folder, chat_template=template)
-    result = score(function, [({"role": "user", "content": "Hi"},)], ["Hello"])
-    expected = reference_score(classifier_folder, tokenizer("[Hi][Hello]")["input_ids"])
-    assert float(result.scores[0]) == pytest.approx(expected, rel=1e-4)
-
-
-def test_another_tokenizer_can_be_given(
-    tmp_path: Path, classifier_folder: str, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = CHAT_TEMPLATE.replace("\n", " ")
-    save_tokenizer(other, tmp_path, classifier_folder)
-    prompt = [({"role": "user", "content": "Hi"},)]
-    own = score(LearnedReward(classifier_folder), prompt, ["Hello"]).scores
-    given = score(LearnedReward(classifier_folder, tokenizer=str(tmp_path)), prompt, ["Hello"])
-    assert abs(float(own[0] - given.scores[0])) > 1e-4
-
-
-def test_a_chat_without_a_template_is_explained(
-    tmp_path: Path, classifier_folder: str, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = None
-    save_tokenizer(other, tmp_path, classifier_folder)
-    function = LearnedReward(classifier_folder, tokenizer=str(tmp_path))
-    with pytest.raises(RewardError, match="no chat template: give chat_template"):
-        score(function, [({"role": "user", "content": "Hi"},)], ["Hello"])
-
-
-def test_a_template_that_refuses_the_messages_is_explained(classifier_folder: str) -> None:
-    template = "{{ raise_exception('no system turns') }}"
-    function = LearnedReward(classifier_folder, chat_template=template)
-    with pytest.raises(RewardError, match="refuses the messages: no system turns"):
-        score(function, [({"role": "user", "content": "Hi"},)], ["Hello"])
 
 
 def test_the_head_is_chosen_by_name(
@@ -251,29 +191,6 @@ def test_an_encoder_classifier_is_read_with_its_own_special_tokens(
     result = score(LearnedReward(str(tmp_path)), ["a", "a"], ["b", "bcdef"])
     expected = reference_score(str(tmp_path), ids)
     assert float(result.scores[0]) == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_begin_token_in_the_template_is_not_doubled(
-    tmp_path: Path, classifier_folder: str, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    other = copy.deepcopy(tokenizer)
-    other.bos_token = "<|im_start|>"
-    save_tokenizer(other, tmp_path, classifier_folder)
-    function = LearnedReward(classifier_folder, tokenizer=str(tmp_path))
-    result = score(function, ["<|im_start|><|im_start|>a"], ["b"])
-    ids = tokenizer("<|im_start|>ab<|endoftext|>")["input_ids"]
-    expected = reference_score(classifier_folder, ids)
-    assert float(result.scores[0]) == pytest.approx(expected, rel=1e-4)
-
-
-def test_the_model_is_loaded_at_the_first_use_and_only_once(classifier_folder: str) -> None:
-    function = LearnedReward(classifier_folder)
-    assert function._loaded is None
-    score(function)
-    loaded = function._loaded
-    assert loaded is not None
-    score(function)
-    assert function._loaded is loaded
 
 
 def test_the_model_is_frozen_and_in_no_module_tree(classifier_folder: str) -> None:

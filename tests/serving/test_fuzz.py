@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ from tests.serving.conftest import Client, file_of, text_of, wait_until
 from tests.vlms import picture
 
 _SECONDS = 20.0
-_EXAMPLES = int(os.environ.get("LRLHF_FUZZ_EXAMPLES", "60"))
+_EXAMPLES = int(os.environ.get("LRLHF_FUZZ_EXAMPLES", "25"))
 fuzzed = settings(
     derandomize=True,
     max_examples=_EXAMPLES,
@@ -115,12 +113,9 @@ def nearly_right(draw: st.DrawFn) -> dict[str, Any]:
     return body
 
 
-@pytest.fixture(scope="module", params=["text", "vision"])
-def client(
-    request: pytest.FixtureRequest, text_reward: str, vision_reward: str
-) -> Iterator[Client]:
-    folder = text_reward if request.param == "text" else vision_reward
-    service = RewardService(LearnedReward(folder), limits=RequestLimits(max_megapixels=4.0))
+@pytest.fixture(scope="module")
+def client(vision_reward: str) -> Iterator[Client]:
+    service = RewardService(LearnedReward(vision_reward), limits=RequestLimits(max_megapixels=4.0))
     service.batcher.start()
     wait_until(lambda: service.batcher.served is not None)
     yield Client(service)
@@ -172,48 +167,10 @@ def test_nearly_right_requests_of_lightrft(
     check(client, json.dumps(body).encode(), "/get_reward")
 
 
-@fuzzed
-@given(
-    place=st.integers(0, 4000),
-    letters=st.text("ABCDabcd0123+/", min_size=1, max_size=40),
-    file=st.sampled_from([PNG, JPEG, GIF]),
-    kind=st.sampled_from(["images", "videos"]),
-)
-def test_damaged_media(client: Client, place: int, letters: str, file: str, kind: str) -> None:
-    place %= len(file)
-    damaged = (file[:place] + letters + file[place + len(letters) :])[: len(file)]
-    part = {"type": kind[:-1]}
-    body = {
-        "prompts": [[{"role": "user", "content": [part]}]],
-        "completions": ["a"],
-        kind: [[damaged]],
-    }
-    check(client, json.dumps(body).encode(), "/v1/score")
-
-
-@pytest.mark.parametrize("opening", ["[", '{"a":', '[{"prompts":', '{"prompts":[['])
-@pytest.mark.parametrize("depth", [30, 2000, 300_000])
+@pytest.mark.parametrize("opening", ["[", '{"prompts":[['])
+@pytest.mark.parametrize("depth", [30, 300_000])
 def test_deep_nesting(client: Client, opening: str, depth: int) -> None:
     check(client, (opening * depth).encode(), "/v1/score")
-
-
-@pytest.mark.parametrize("value", ["9" * 4000, "9" * 100_000, "1e999999999", "-1e-99999999"])
-def test_huge_numbers(client: Client, value: str) -> None:
-    content = f'{{"prompts": ["a"], "completions": ["b"], "columns": {{"c": [{value}]}}}}'
-    check(client, content.encode(), "/v1/score")
-
-
-def test_many_at_once_are_all_answered(client: Client, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR, "lrlhf")
-    good = {"prompts": ["a"], "completions": ["b"]}
-    bad: list[Any] = [{}, None, {"prompts": [1]}, good | {"images": [["AAAA"]]}, good | {"x": 1}]
-
-    async def crowd() -> list[int]:
-        sent = [client.send("POST", "/v1/score", json=body) for body in [good, *bad] * 5]
-        return [answer.status_code for answer in await asyncio.gather(*sent)]
-
-    assert asyncio.run(crowd()) == [200, 422, 422, 422, 422, 422] * 5
-    assert caplog.text == ""
 
 
 def test_the_strategies_reach_what_is_scored(client: Client) -> None:
