@@ -121,6 +121,8 @@ def _be(folder: Path, tests: Sequence[str], log: Path) -> NoReturn:
         sys.dont_write_bytecode = True
         scratch = f"--basetemp={log.with_suffix('.tmp')}"
         options = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), scratch]
+        # what is imported already is not under test
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
         status = int(import_module("pytest").main([*options, *tests]))
     except BaseException:  # noqa: BLE001  the process ends here, whatever it is
         traceback.print_exc()

@@ -65,25 +65,6 @@ def test_advantages_equal_trl(record: dict[str, Any]) -> None:
 
 
 @RLOO
-def test_old_sequence_logprobs_equal_trl(record: dict[str, Any]) -> None:
-    total = masked_sum(tensor(record["old_logprobs"]), mask(record["completion_mask"]), dim=1)
-    assert_recorded(total, record["expected"]["old_sequence_logprobs"])
-
-
-@RLOO
-def test_the_loss_equals_trl_with_masked_rows_in_the_mean(record: dict[str, Any]) -> None:
-    loss = sequence_clipped_policy_loss(
-        tensor(record["new_logprobs"]),
-        tensor(record["old_logprobs"]),
-        tensor(record["expected"]["advantages"]),
-        mask(record["completion_mask"]),
-        clip_low=record["epsilon_low"],
-        clip_high=record["epsilon_high"],
-    )
-    assert_recorded(loss.mean(), record["expected"]["loss"])
-
-
-@RLOO
 def test_the_whole_pipeline_equals_trl(record: dict[str, Any]) -> None:
     loss = sequence_clipped_policy_loss(
         tensor(record["new_logprobs"]),

@@ -67,18 +67,6 @@ def test_equal_probabilities_weigh_1_whatever_the_bounds(mode: str) -> None:
         assert weights([[1.0] * 4] * 3, MASK, mode=mode, low=low, high=high) == [[1.0] * 4] * 3
 
 
-@pytest.mark.parametrize("mode", sorted(IMPORTANCE_MODES))
-def test_no_gradient_flows_and_no_argument_changes(mode: str) -> None:
-    logprobs = torch.zeros(3, 4, requires_grad=True)
-    sampling = torch.full((3, 4), -0.02, requires_grad=True)
-    options = IMPORTANCE_MODES[mode]
-    found = importance_weights(
-        logprobs, sampling, MASK, mode=mode, low=options.low, high=options.high
-    )
-    assert not found.requires_grad
-    assert logprobs.eq(0).all()
-
-
 def test_a_ratio_without_bound_stays_finite() -> None:
     # log-ratios are bounded to 20, also that of a whole response
     for mode in ("token_truncate", "sequence_truncate"):

@@ -27,12 +27,6 @@ def test_unbiased_estimates_average_to_the_divergence(estimator: str) -> None:
     assert (policy * estimates).sum().item() == pytest.approx(exact)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_a_policy_equal_to_its_reference_has_no_divergence(estimator: str) -> None:
-    logprobs = -torch.rand(3, 4)
-    assert (kl_estimate(logprobs, logprobs.clone(), estimator=estimator) == 0).all()
-
-
 @pytest.mark.parametrize(
     ("estimator", "slope"), [("k1", 1), ("k2", 0.5), ("k3", 1 - math.exp(-0.5))]
 )
@@ -51,23 +45,12 @@ def test_a_wild_token_leaves_k3_finite() -> None:
     assert k3.tolist() == pytest.approx([math.exp(20) - 200, 198])
 
 
-def test_an_unknown_estimator_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"unknown KL estimator 'k33'.*did you mean 'k3'"):
-        kl_estimate(torch.zeros(1), torch.zeros(1), estimator="k33")
-
-
 def test_the_score_comes_on_the_last_response_token() -> None:
     mask = torch.tensor([[False, True, False, True, False], [False, True, True, True, True]])
     kl = torch.full((2, 5), 0.5)
     rewards = shape_rewards(torch.tensor([1.0, -2.0]), kl, mask, kl_coef=0.2)
     expected = torch.tensor([[0, -0.1, 0, 0.9, 0], [0, -0.1, -0.1, -0.1, -2.1]])
     torch.testing.assert_close(rewards, expected)
-
-
-def test_a_response_of_one_token_gets_all_of_it() -> None:
-    mask = torch.tensor([[False, True, False]])
-    rewards = shape_rewards(torch.tensor([1.0]), torch.ones(1, 3), mask, kl_coef=0.25)
-    assert rewards.tolist() == [[0, 0.75, 0]]
 
 
 def test_unscorable_and_empty_rows_get_no_score() -> None:

@@ -75,42 +75,6 @@ def test_values_and_gradients_do_not_depend_on_the_chunks(
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
-@BOTH_PATHS
-def test_without_entropy_it_is_a_plain_tensor(head: Head) -> None:
-    hidden, weight, targets = inputs()
-    result = token_logprobs(hidden, head(weight), targets, chunk_size=2)
-    assert isinstance(result, Tensor)
-    torch.testing.assert_close(result, whole(hidden @ weight.T, targets).logprobs)
-
-
-@BOTH_PATHS
-@pytest.mark.parametrize("return_entropy", [False, True])
-def test_gradients_pass_gradcheck(head: Head, return_entropy: bool) -> None:
-    hidden, weight, targets = (x[:4].detach() for x in inputs())  # slow: one pass per number
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    targets = targets % 4
-
-    def function(hidden: Tensor, weight: Tensor) -> Any:
-        options = {"temperature": 0.7, "chunk_size": 3, "return_entropy": return_entropy}
-        result = token_logprobs(hidden, head(weight), targets, **options)  # type: ignore[call-overload]
-        return tuple(result) if return_entropy else result
-
-    assert torch.autograd.gradcheck(function, (hidden, weight))
-
-
-@BOTH_PATHS
-@pytest.mark.parametrize("only", ["hidden", "weight"])
-def test_a_frozen_side_gets_no_gradient_and_the_other_its_own(head: Head, only: str) -> None:
-    hidden, weight, targets = inputs()
-    trained, frozen = (hidden, weight) if only == "hidden" else (weight, hidden)
-    expected = torch.autograd.grad(whole(hidden @ weight.T, targets).logprobs.sum(), trained)
-    frozen.requires_grad_(False)
-    token_logprobs(hidden, head(weight), targets, chunk_size=3).sum().backward()
-    assert frozen.grad is None
-    torch.testing.assert_close(trained.grad, expected[0])
-
-
 def test_a_head_keeps_its_bias_cap_and_parameters() -> None:
     hidden, _, targets = inputs()
     linear = nn.Linear(H, V, dtype=torch.float64)
@@ -139,15 +103,6 @@ def test_dropout_in_the_head_is_the_same_in_both_passes() -> None:
     token_logprobs(hidden, head, targets, chunk_size=N - 1).sum().backward()
     first, _, again = seen
     assert torch.equal(first, again)
-
-
-@BOTH_PATHS
-def test_without_grad_mode_nothing_is_recorded(head: Head) -> None:
-    hidden, weight, targets = inputs()
-    with torch.no_grad():
-        result = token_logprobs(hidden, head(weight), targets, chunk_size=2, return_entropy=True)
-    assert not result.logprobs.requires_grad
-    torch.testing.assert_close(result.logprobs, whole(hidden @ weight.T, targets).logprobs)
 
 
 @BOTH_PATHS
@@ -219,13 +174,6 @@ def test_autocast_decides_the_products_only_where_they_are_fast(cpu: str) -> Non
     torch.testing.assert_close(result, exact if cpu == "AVX2" else rounded)
 
 
-def test_autocast_leaves_float64_alone() -> None:
-    hidden, weight, targets = inputs()
-    with torch.autocast("cpu", torch.bfloat16):
-        result = token_logprobs(hidden, weight, targets)
-    torch.testing.assert_close(result, whole(hidden @ weight.T, targets).logprobs)
-
-
 def test_the_weights_gradient_is_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     rows = 512
@@ -236,21 +184,6 @@ def test_the_weights_gradient_is_summed_in_float32(monkeypatch: pytest.MonkeyPat
     token_logprobs(hidden, weight, targets, chunk_size=1).sum().backward()
     assert weight.grad is not None
     assert weight.grad.flatten().tolist() == [rows / 2, -rows / 2]
-
-
-@BOTH_PATHS
-def test_a_token_that_is_ruled_out_adds_nothing(head: Head) -> None:
-    hidden, weight, _ = inputs()
-    hidden = torch.cat([hidden.detach(), torch.ones(N, 1, dtype=torch.float64)], dim=1)
-    weight = torch.cat([weight.detach(), torch.zeros(V, 1, dtype=torch.float64)], dim=1)
-    weight[3, -1] = -math.inf
-    hidden.requires_grad_()
-    targets = torch.full((N,), 4)
-    result = token_logprobs(hidden, head(weight), targets, chunk_size=3, return_entropy=True)
-    others = [v for v in range(V) if v != 3]
-    expected = whole(hidden @ weight[others].T, torch.full((N,), 3))
-    torch.testing.assert_close(result.logprobs, expected.logprobs)
-    torch.testing.assert_close(result.entropy, expected.entropy)
 
 
 def test_the_logits_gradient_of_a_ruled_out_token_is_zero() -> None:
@@ -285,13 +218,6 @@ def test_the_heads_logits_are_not_overwritten() -> None:
     assert torch.equal(logits, copy)
 
 
-def test_row_order_does_not_matter() -> None:
-    hidden, weight, targets = inputs()
-    order = torch.randperm(N)
-    result = token_logprobs(hidden[order], weight, targets[order], chunk_size=3)
-    torch.testing.assert_close(result, token_logprobs(hidden, weight, targets)[order])
-
-
 class LargestTensor(TorchDispatchMode):
     """Remembers the elements of the largest tensor that any operation returns."""
 
@@ -313,10 +239,6 @@ def largest_tensor(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> int:
     assert hidden.grad is not None
     assert weight.grad is not None
     return mode.largest
-
-
-def test_the_memory_test_notices_whole_logits() -> None:
-    assert largest_tensor(lambda h, w, t: whole(h @ w.T, t).logprobs.sum()) == 64 * 50
 
 
 @BOTH_PATHS

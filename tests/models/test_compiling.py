@@ -24,7 +24,6 @@ from lrlhf.models import (
     allow_packing,
     compile_layers,
     frozen_reference,
-    packs,
     plain_model,
     sequence_logprobs,
 )
@@ -33,7 +32,7 @@ from lrlhf.rollout import Sampling
 from tests.models.families import cohere2, gemma2, gpt2, granite, llama
 from tests.models.test_packing import BATCH, assert_same_gradients, gradients, qwen2_moe, responses
 from tests.rollout.test_transformers_engine import generate
-from tests.vlms import batch_of, build_vlm, rows_of, save_vlm
+from tests.vlms import batch_of, build_vlm, rows_of
 
 # a compiler and what it imports may warn as they like
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -88,38 +87,12 @@ def test_packed_rows_of_any_length_get_the_numbers_of_plain_layers(
 
 
 @pytest.mark.slow
-def test_padded_rows_get_the_numbers_of_plain_layers() -> None:
-    torch.manual_seed(0)
-    model = llama().eval()
-    assert not packs(model)
-    assert_same(model, lambda: sequence_logprobs(model, BATCH))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
 def test_rows_with_images_get_the_numbers_of_plain_layers(family: str) -> None:
     vlm = build_vlm(family)
     batch = batch_of(rows_of(vlm))
     assert allow_packing(vlm.model)
     assert_same(vlm.model, lambda: sequence_logprobs(vlm.model, batch))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_vl"])
-def test_scores_and_values_of_images_are_compiled_too(family: str, tmp_path: Path) -> None:
-    save_vlm(family, tmp_path)
-    batch = batch_of(rows_of(build_vlm(family)))
-    for load in (
-        ScoreModel(source=str(tmp_path), compile=True).load,
-        ValueModel(source=str(tmp_path), compile=True).load,
-    ):
-        network, before = load(), graphs()
-        with torch.no_grad():
-            found = network(batch)
-            assert graphs() > before
-            with trial():
-                assert_close(found, network(batch), rtol=0, atol=2e-5)
-        torch.compiler.reset()
 
 
 @pytest.mark.slow

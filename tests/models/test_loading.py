@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from lrlhf.models import CausalLM, LoRA, save_model, sequence_logprobs
-from lrlhf.models.loading.pretrained import _keep_4_bit_layout, clear_dropout, load_pretrained
+from lrlhf.models.loading.pretrained import _keep_4_bit_layout, load_pretrained
 from tests.models.families import llama, right_padded, seeded
 
 
@@ -50,28 +50,11 @@ def test_it_comes_in_eval_mode_with_every_weight_trainable_in_float32(model_fold
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
-def test_dtype_is_that_of_the_weights(model_folder: str) -> None:
-    model = CausalLM(source=model_folder, dtype="bfloat16").load()
-    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
-
-
-def test_attention_implementation_is_passed_on(model_folder: str) -> None:
-    model = CausalLM(source=model_folder, attn_implementation="eager").load()
-    assert model.config._attn_implementation == "eager"
-
-
 def test_dropout_is_off_by_default_also_in_training_mode(dropping_folder: str) -> None:
     model = CausalLM(source=dropping_folder).load().train()
     batch = right_padded([9, 6])
     assert_close(sequence_logprobs(model, batch), sequence_logprobs(model, batch), rtol=0, atol=0)
     assert (model.config.attn_pdrop, model.config.resid_pdrop) == (0.0, 0.0)
-
-
-def test_dropout_stays_on_request(dropping_folder: str) -> None:
-    model = CausalLM(source=dropping_folder, dropout=True).load().train()
-    batch = right_padded([9, 6])
-    assert not torch.equal(sequence_logprobs(model, batch), sequence_logprobs(model, batch))
-    assert model.config.attn_pdrop == 0.5
 
 
 class Stubborn(LlamaForCausalLM):
@@ -87,15 +70,6 @@ def test_dropout_outside_the_config_is_off_too(model_folder: str) -> None:
     assert model.drop.p == 0.0
     kept = load_pretrained(CausalLM(source=model_folder, dropout=True), Stubborn, trainable=True)
     assert kept.drop.p == 0.5
-
-
-def test_clearing_dropout_leaves_other_fields_and_none_alone() -> None:
-    config = BertConfig(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.2)
-    before = config.initializer_range
-    clear_dropout(config)
-    assert (config.hidden_dropout_prob, config.attention_probs_dropout_prob) == (0.0, 0.0)
-    assert config.classifier_dropout is None
-    assert config.initializer_range == before
 
 
 def test_lora_trains_only_adapters_of_every_layer_but_the_output(model_folder: str) -> None:
@@ -140,10 +114,6 @@ def test_recomputing_activations_changes_no_gradient(model_folder: str, lora: Lo
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         assert_close(gradients[1][name], gradient, msg=name)
-
-
-def test_a_frozen_model_has_no_trainable_weight(model_folder: str) -> None:
-    assert not trainable_names(CausalLM(source=model_folder).load(trainable=False))
 
 
 def test_a_folder_that_lacks_weights_is_refused(
@@ -215,14 +185,6 @@ def test_adapters_on_a_4_bit_model_learn_and_its_weights_stay(model_folder: str)
     for name, weight in model.named_parameters():
         if name in frozen:
             assert torch.equal(weight, frozen[name]), name
-
-
-def test_a_quantised_model_without_adapters_can_be_a_frozen_one(model_folder: str) -> None:
-    plain = sequence_logprobs(CausalLM(source=model_folder).load(), right_padded([9, 6]))
-    spec = CausalLM(source=model_folder, quantization="4bit")
-    quantised = sequence_logprobs(spec.load(trainable=False), right_padded([9, 6]))
-    assert not torch.equal(plain, quantised)
-    assert_close(quantised, plain, rtol=0.5, atol=2.0)  # the same model, coarsely
 
 
 @pytest.mark.parametrize("target", [["q_proj", "down_proj"], "all-linear"])

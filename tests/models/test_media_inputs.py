@@ -8,7 +8,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -103,14 +103,6 @@ def test_placeholders_are_known_by_their_kind(vlm: Vlm) -> None:
         known["video"] = token(videos[family])
     assert placeholder_ids(vlm.model.config) == known
     assert list(ruled_out_ids(vlm.model.config)) == never_said(vlm)
-
-
-@torch.no_grad()
-def test_what_is_shown_changes_the_log_probabilities(vlm: Vlm) -> None:
-    first, second = row(vlm, [0]), row(vlm, [4])
-    assert first.input_ids == second.input_ids
-    logprobs = sequence_logprobs(vlm.model, batch_of([first, second]))
-    assert (logprobs[0] - logprobs[1]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -301,24 +293,6 @@ def test_a_frozen_encoder_is_called_once_for_several_updates(
     assert looks.calls == 2
 
 
-def test_behind_a_frozen_encoder_a_connector_learns_in_every_pass(
-    vlm: Vlm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoder = vision_encoder(vlm.model).requires_grad_(False)
-    inside = {id(weight) for weight in encoder.parameters()}
-    parts = weights_of(media_modules(vlm.model))
-    connector = [weight for weight in parts if id(weight) not in inside]
-    # the encoder of Qwen's families holds what joins its patches
-    assert bool(connector) == (vlm.model.config.model_type not in QWEN_FAMILIES)
-    batch, looks = batch_of(rows_of(vlm)[:3]), Looks(vlm.model, monkeypatch)
-    with looking_once():
-        for _ in range(2):
-            sequence_logprobs(vlm.model, batch).sum().backward()
-            assert all(weight.grad is not None and weight.grad.any() for weight in connector)
-            vlm.model.zero_grad()
-    assert looks.calls == (2 if connector else 1)
-
-
 def without_encoder_outputs(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Give a model the forward pass of an older one; returns a list that its calls are noted in."""
     body, calls = model.base_model, []
@@ -371,27 +345,6 @@ def positions_seen(model: PreTrainedModel) -> Iterator[list[Tensor]]:
         yield seen
     finally:
         handle.remove()
-
-
-def own_positions(vlm: Vlm, entry: Row) -> Tensor:
-    """`[3, length]` of :meth:`get_rope_index`, of this row alone."""
-    index: Callable[..., tuple[Tensor, Tensor]] = vlm.model.base_model.get_rope_index
-    wanted = inspect.signature(index).parameters
-    positions, _ = index(**{key: value for key, value in entry.plain.items() if key in wanted})
-    return positions[-3:, 0]
-
-
-@pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("family", QWEN_FAMILIES)
-def test_positions_are_those_that_the_family_gives_a_row_alone(family: str, left: bool) -> None:
-    vlm = build_vlm(family)
-    rows = [*rows_of(vlm), row(vlm, [1, 0], [1])]
-    with positions_seen(vlm.model) as seen, torch.no_grad():
-        sequence_logprobs(vlm.model, batch_of(rows, left=left))
-    (positions,) = seen
-    for index, entry in enumerate(rows):
-        own = own_positions(vlm, entry)
-        assert torch.equal(positions[:, index, : len(entry.input_ids)], own)
 
 
 @pytest.mark.parametrize("family", QWEN_FAMILIES)
@@ -454,16 +407,6 @@ def test_a_text_model_takes_no_media() -> None:
         model, replace(batch, input_ids=batch.input_ids.clamp(max=200), media=(None,))
     )
     assert logprobs[batch.response_mask].isfinite().all()
-
-
-def test_features_that_do_not_fit_the_text_are_refused_with_both_numbers(vlm: Vlm) -> None:
-    _, one, three, *_ = rows_of(vlm)
-    assert one.media is not None
-    assert three.media is not None
-    made, wanted = three.media.tokens["image"], one.media.tokens["image"]
-    wrong = replace(one, media=replace(three.media, tokens=one.media.tokens))
-    with pytest.raises(ValueError, match=rf"makes {made} features of the images.* have {wanted} "):
-        sequence_logprobs(vlm.model, batch_of([wrong]))
 
 
 def test_the_media_of_another_row_are_refused_with_both_numbers(vlm: Vlm) -> None:

@@ -19,8 +19,6 @@ from transformers import (
     FalconMambaForCausalLM,
     JambaConfig,
     JambaForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -214,12 +212,6 @@ def test_log_probabilities_and_gradients_are_those_of_padded_rows(
     assert_equal_paths(model, lambda: sequence_logprobs(model, BATCH))
 
 
-@pytest.mark.parametrize("build", [llama, qwen2])
-def test_rows_without_groups_are_packed_too(build: Callable[[], PreTrainedModel]) -> None:
-    model = seeded(build)
-    assert_equal_paths(model, lambda: sequence_logprobs(model, replace(BATCH, group_ids=None)))
-
-
 def test_where_the_padding_is_does_not_matter() -> None:
     model = seeded(llama)
     assert allow_packing(model)
@@ -371,12 +363,6 @@ def test_a_window_that_a_family_has_and_does_not_use_is_no_obstacle() -> None:
     assert_equal_paths(model, lambda: sequence_logprobs(model, BATCH))
 
 
-def test_a_vocabulary_of_a_few_tokens_will_do() -> None:
-    sizes = {**_SIZES, "vocab_size": 3, "eos_token_id": 2}
-    model = seeded(lambda: LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)))
-    assert allow_packing(model)
-
-
 @torch.no_grad()
 def test_rows_without_tokens_are_no_matter() -> None:
     model = seeded(llama)
@@ -390,16 +376,6 @@ def test_rows_without_tokens_are_no_matter() -> None:
     kept = torch.tensor([0, 1, 3, 4, 5, 6])
     assert_close(found[kept], expected[kept])
     assert not sequence_logprobs(model, replace(BATCH, attention_mask=empty & False)).any()
-
-
-def test_media_belong_to_their_own_row() -> None:
-    vlm = build_vlm("qwen2_vl")
-    assert allow_packing(vlm.model)
-    texts = [row(vlm, [1, 2], answer="one!"), row(vlm, [3], answer="no")]
-    batch = batch_of(texts)
-    assert batch.media is not None
-    with pytest.raises(ValueError, match="do not belong together"):
-        sequence_logprobs(vlm.model, replace(batch, media=batch.media[::-1]))
 
 
 def test_a_long_row_does_not_widen_the_short_ones() -> None:
@@ -435,13 +411,6 @@ def test_other_models_go_on_with_padded_rows_and_the_log_says_so(
         assert not allow_packing(model)
     assert not packs(model)
     assert said in caplog.text
-
-
-def test_eager_attention_stays_eager() -> None:
-    model = seeded(llama)
-    model.set_attn_implementation("eager")
-    assert not allow_packing(model)
-    assert model.config._attn_implementation == "eager"
 
 
 @torch.no_grad()

@@ -95,13 +95,6 @@ def test_one_linear_head_on_the_last_token_is_a_plain_sequence_classifier(
     assert_close(logits, net(batch).detach(), rtol=1e-4, atol=1e-4)
 
 
-def test_other_networks_are_no_plain_classifier(
-    model_folder: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    ScoreModel(source=model_folder, pooling="mean").load().save_pretrained(tmp_path, tokenizer)
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaModel"]
-
-
 def test_a_hub_decoder_classifier_loads_and_gives_its_own_scores(tmp_path: Path) -> None:
     plain = LlamaForSequenceClassification(LlamaConfig(**SIZES)).eval()
     plain.save_pretrained(tmp_path)
@@ -128,11 +121,6 @@ def test_a_hub_encoder_classifier_runs_as_its_class_defines_it(
     net.save_pretrained(tmp_path / "again", tokenizer)
     again = RewardNetwork.from_pretrained(tmp_path / "again")
     assert torch.equal(again(batch), net(batch))
-
-
-def test_a_language_model_is_no_reward_model(model_folder: str) -> None:
-    with pytest.raises(ValueError, match="is no reward model"):
-        RewardNetwork.from_pretrained(model_folder)
 
 
 def test_a_classifier_with_several_labels_is_no_reward_model(tmp_path: Path) -> None:

@@ -97,20 +97,6 @@ def test_layer_k_is_what_block_k_returns(build: Callable[[], PreTrainedModel], l
     assert torch.equal(hidden, outputs[layer - 1])
 
 
-def test_the_layers_of_a_llama_are_counted_like_its_modules() -> None:
-    net, batch = network(layer=2), right_padded([9])
-    llama_body = net.scorer.backbone
-    # by hand: embeddings, then the first two blocks
-    hidden = llama_body.embed_tokens(batch.input_ids)
-    positions = torch.arange(9)[None]
-    rotary = llama_body.rotary_emb(hidden, positions)
-    causal = torch.full((9, 9), float("-inf")).triu(1)[None, None]
-    for block in llama_body.layers[:2]:
-        hidden = block(hidden, attention_mask=causal, position_embeddings=rotary)
-    actual = net.scorer.hidden_states(batch).whole()
-    assert_close(actual, hidden, rtol=1e-5, atol=1e-5)
-
-
 def test_the_last_hidden_state_has_gone_through_the_final_norm_and_the_last_block_has_not() -> None:
     batch = right_padded([9])
     last = network(layer=-1).scorer.hidden_states(batch).whole()
@@ -159,14 +145,6 @@ def test_scores_are_float32_also_in_autocast_and_from_a_16_bit_backbone() -> Non
     half = RewardNetwork(HeadedBackbone(body(llama).bfloat16(), HeadConfig()))
     assert half(batch).dtype == torch.float32
     assert weights(half).dtype == torch.float32
-
-
-def test_heads_in_autocast_see_the_hidden_states_unrounded() -> None:
-    net, batch = network(), right_padded([9])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = net.scorer.hidden_states(batch).whole()
-        actual = net(batch)[0, 0]
-    assert_close(actual, hidden[0, -1].float() @ weights(net), rtol=1e-6, atol=1e-6)
 
 
 def test_new_heads_depend_on_the_seed_and_on_nothing_drawn_since() -> None:
