@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
+from tests.forked import fork_server
+
 _SILENCE_LIMIT = 1800.0
 """Seconds without an ended test, after which a unit is ended: longer than any test's time limit."""
 _GUESSES = {"vllm": 60.0, "slow": 10.0}
@@ -103,16 +105,23 @@ class _Lanes:
         gc.collect()
         # what all processes share stays shared
         gc.freeze()
+        needs_server = any(
+            item.get_closest_marker("slow") for unit in self._waiting for item in unit.items
+        )
         try:
-            while self._waiting or self._running:
-                while self._waiting and len(self._running) < self._config.option.lanes:
-                    self._start(self._waiting.pop())
-                self._listen()
+            with fork_server(self._folder) if needs_server else contextlib.nullcontext():
+                self._go_through_the_queue()
         finally:
             gc.unfreeze()
             for unit in self._running.values():
                 _kill(unit)
             self._cache.set("lanes/seconds", self._measured | self._spent)
+
+    def _go_through_the_queue(self) -> None:
+        while self._waiting or self._running:
+            while self._waiting and len(self._running) < self._config.option.lanes:
+                self._start(self._waiting.pop())
+            self._listen()
 
     def _in_order(self, items: Iterable[pytest.Item]) -> list[_Unit]:
         """Make units, the longest last."""

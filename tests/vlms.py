@@ -25,6 +25,7 @@ from transformers.video_utils import VideoMetadata
 
 from lrlhf.media import MediaProcessor, Video
 from lrlhf.types import Media, PromptBatch, SequenceBatch
+from tests.matrices import few_of
 
 _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -276,6 +277,10 @@ _BUILDERS: Mapping[str, Callable[[str], _Parts]] = {
 FAMILIES = tuple(_BUILDERS)
 VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision", "smolvlm")
 QWEN_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+# positions of three axes and features of several layers; line ends between patches; pixels per row;
+# images that are seen both ways
+FAMILY_PARAMS = few_of(FAMILIES, ("qwen3_vl", "llava_onevision", "smolvlm", "gemma3"))
+"""Of tests over all families, most of them exhaustive."""
 
 
 @functools.cache

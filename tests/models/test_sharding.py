@@ -78,8 +78,9 @@ def refuse(*_: Any) -> None:
     raise ValueError("in a hook")
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("where", ["function", "pre hook", "hook", "nested"])
+@pytest.mark.parametrize(
+    ("where", "own"), [("function", True), ("pre hook", False), ("hook", True), ("nested", False)]
+)
 def test_an_exception_leaves_the_models_own_forward(model: Model, where: str, own: bool) -> None:
     expected = model(X)
     if own:  # as accelerate and PEFT set it
@@ -176,7 +177,7 @@ def test_where_it_is_not_strict_names_may_differ(model: Model) -> None:
     assert torch.equal(model.head.bias, head)
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 3), (3, 2, 1), (1, 2), (6,), ()])
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 2), ()])
 def test_other_shapes_are_refused_even_if_they_would_broadcast(
     model: Model, shape: tuple[int, ...]
 ) -> None:

@@ -41,34 +41,24 @@ def test_a_hub_id_is_taken_as_it_is(name: str) -> None:
     assert resolve_source(name) == name
 
 
-def test_a_missing_folder_is_named_with_its_near_matches(tmp_path: Path) -> None:
-    (tmp_path / "policy-final").mkdir()
-    with pytest.raises(SourceError, match=r"no such file or folder.*policy-final"):
-        resolve_source(str(tmp_path / "policy-finale"))
-
-
-def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"neither config.json nor a .gguf file"):
-        resolve_source(str(tmp_path))
-
-
-def test_a_folder_of_folders_points_to_the_one_with_a_model(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    with pytest.raises(SourceError, match=r"Did you mean .*/model\?"):
-        resolve_source(str(tmp_path))
-
-
-def test_an_adapter_without_its_model_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(SourceError, match="LoRA adapter without its base model"):
-        resolve_source(str(tmp_path))
-
-
-def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.bin").touch()
-    with pytest.raises(SourceError, match="is a file; give its folder"):
-        resolve_source(str(tmp_path / "model.bin"))
+@pytest.mark.parametrize(
+    ("there", "source", "said"),
+    [
+        ("policy-final/x", "policy-finale", r"no such file or folder.*policy-final"),
+        ("", "", r"neither config.json nor a .gguf file"),
+        ("model/config.json", "", r"Did you mean .*/model\?"),
+        ("adapter_config.json", "", "LoRA adapter without its base model"),
+        ("model.bin", "model.bin", "is a file; give its folder"),
+    ],
+)
+def test_a_source_that_leads_nowhere_says_what_is_near(
+    tmp_path: Path, there: str, source: str, said: str
+) -> None:
+    if there:
+        (tmp_path / there).parent.mkdir(exist_ok=True)
+        (tmp_path / there).write_text("{}")
+    with pytest.raises(SourceError, match=said):
+        resolve_source(str(tmp_path / source))
 
 
 @pytest.mark.parametrize("module", ["llm_that_is_not_there", "not_there.inner", ""])

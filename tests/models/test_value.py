@@ -75,32 +75,35 @@ def test_a_backbone_that_sees_the_future_is_refused() -> None:
         ValueNetwork(seeded(bert), ValueHead(16, "linear"))
 
 
-@pytest.mark.parametrize("learn_scale", [False, True])
-def test_a_reward_model_gives_its_head_with_its_scale(tmp_path, learn_scale: bool) -> None:
-    seeded(llama).save_pretrained(tmp_path / "base")
-    reward = ScoreModel(
-        source=str(tmp_path / "base"),
-        heads=["help", "harm"],
-        head="mlp",
-        learn_scale=learn_scale,
-    ).load()
+class NoTokenizer:
+    pad_token_id = 0
+
+    def save_pretrained(self, folder) -> None:
+        pass
+
+
+def reward_model(folder, **options):
+    """A folder with a reward model that has learnt a scale, if it learns one, and the model."""
+    seeded(llama).save_pretrained(folder / "base")
+    reward = ScoreModel(source=str(folder / "base"), **options).load()
     for made in reward.scorer.heads.values():
         if made.scale is not None:
             torch.nn.init.constant_(made.scale.log_scale, 0.5)
+    reward.save_pretrained(folder / "reward", NoTokenizer())
+    return str(folder / "reward"), reward.eval()
 
-    class NoTokenizer:
-        pad_token_id = 0
 
-        def save_pretrained(self, folder) -> None:
-            pass
-
-    reward.save_pretrained(tmp_path / "reward", NoTokenizer())
-    critic = ValueModel(source=str(tmp_path / "reward"), head="mlp", reward_head="harm").load()
+@pytest.mark.parametrize("learn_scale", [False, True])
+def test_a_reward_model_gives_its_head_with_its_scale(tmp_path, learn_scale: bool) -> None:
+    folder, reward = reward_model(
+        tmp_path, heads=["help", "harm"], head="mlp", learn_scale=learn_scale
+    )
+    critic = ValueModel(source=folder, head="mlp", reward_head="harm").load()
     batch = right_padded([9, 9])
     # the value before the last token is the reward of the text without it
     shorter = batch.attention_mask.clone()
     shorter[:, 8:] = False
-    expected = reward.eval()(replace(batch, attention_mask=shorter))[:, 1]
+    expected = reward(replace(batch, attention_mask=shorter))[:, 1]
     assert_close(critic.eval()(batch)[:, 8], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -110,37 +113,13 @@ def test_a_reward_model_gives_its_head_with_its_scale(tmp_path, learn_scale: boo
         ({"reward_head": None}, "choose one of them"),
         ({"reward_head": "harm"}, "choose one of them"),
         ({"reward_head": "help", "head": "mlp"}, "make them equal"),
+        ({"reward_head": "help"}, "pooling: mean, whose head reads an average"),
     ],
 )
 def test_a_reward_model_that_does_not_fit_says_why(tmp_path, options, culprit: str) -> None:
-    seeded(llama).save_pretrained(tmp_path / "base")
-    reward = ScoreModel(source=str(tmp_path / "base"), heads=["help", "tone"], pooling="mean")
-
-    class NoTokenizer:
-        pad_token_id = 0
-
-        def save_pretrained(self, folder) -> None:
-            pass
-
-    reward.load().save_pretrained(tmp_path / "reward", NoTokenizer())
+    folder, _ = reward_model(tmp_path, heads=["help", "tone"], pooling="mean")
     with pytest.raises(ValueError, match=culprit):
-        ValueModel(source=str(tmp_path / "reward"), **options).load()
-
-
-@pytest.mark.parametrize("pooling", ["mean", "attention"])
-def test_a_head_that_reads_an_average_makes_no_critic(tmp_path, pooling: str) -> None:
-    seeded(llama).save_pretrained(tmp_path / "base")
-    reward = ScoreModel(source=str(tmp_path / "base"), pooling=pooling)
-
-    class NoTokenizer:
-        pad_token_id = 0
-
-        def save_pretrained(self, folder) -> None:
-            pass
-
-    reward.load().save_pretrained(tmp_path / "reward", NoTokenizer())
-    with pytest.raises(ValueError, match=f"pooling: {pooling}, whose head reads an average"):
-        ValueModel(source=str(tmp_path / "reward")).load()
+        ValueModel(source=folder, **options).load()
 
 
 def test_a_relative_head_reads_directions_and_writes_scores() -> None:
