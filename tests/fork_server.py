@@ -4,7 +4,7 @@ An import of all libraries takes as long as a whole tiny run. ``pytest --lanes``
 session; `tests.forked.Popen` asks it for processes. What is lost: all of them share one seed of
 Python's hashes.
 
-A client connects to the socket at ``path`` and sends a line of JSON, ``{"arguments": …, "folder":
+A client connects and sends a line of JSON, ``{"arguments": …, "folder":
 …, "environment": …, "session": …}``, with the three standard streams. It is answered with a line
 that has the process id, and when that process has ended with one that has its status, negative for
 a signal.
@@ -27,11 +27,8 @@ _PRELOADED = ("lrlhf.cli", "lrlhf.modules", "lrlhf.datamodules", "peft", "datase
 _LONGEST_REQUEST = 2**20
 
 
-def serve(path: str) -> None:
+def serve(listener: socket.socket) -> None:
     """Fork programs until the process that has started this one ends its standard input."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
-    listener.listen()
     for name in _PRELOADED:
         import_module(name)
     threads = threading.active_count()
@@ -126,4 +123,4 @@ def _leave(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -27,10 +27,15 @@ _ROOT = Path(__file__).parents[1]
 @contextlib.contextmanager
 def fork_server(folder: Path) -> Iterator[None]:
     """Run a server for the processes that are forked inside; they find it in the environment."""
-    path = folder / "fork_server"
-    command = [sys.executable, "-W", "ignore", "-m", "tests.fork_server", str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=_ROOT) as server:
-        os.environ[ADDRESS] = str(path)
+    path = str(folder / "fork_server")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        number = listener.fileno()
+        command = [sys.executable, "-W", "ignore", "-m", "tests.fork_server", str(number)]
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=_ROOT, pass_fds=[number])
+    with server:
+        os.environ[ADDRESS] = path
         try:
             yield
         finally:
