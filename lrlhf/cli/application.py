@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
 import lrlhf.callbacks
 import lrlhf.datamodules
@@ -36,7 +36,7 @@ from lrlhf.run.supervision.signals import answering_sigterm
 _CHECKPOINT_WORDS = {"last", "best", "hpc"}
 
 
-class Application(LightningCLI):
+class Application(Commands):
     """LightningCLI as this project sets it up.
 
     Args:
@@ -152,7 +152,7 @@ class Exporter(Application):
             )
         super().before_instantiate_classes()
 
-    def _run_subcommand(self, subcommand: str) -> None:
+    def run_command(self, subcommand: str) -> None:
         options = self.config[subcommand]
         checkpoint, folder = Path(options["ckpt_path"]), Path(options["output"])
         export_checkpoint(self.model, checkpoint, folder, use_ema=options["use_ema"])
@@ -187,7 +187,7 @@ class Replayer(Application):
         for name, value in alone.items():
             self.config[self.subcommand].trainer[name] = value
 
-    def _run_subcommand(self, subcommand: str) -> None:
+    def run_command(self, subcommand: str) -> None:
         del subcommand
         if not show_replay(self.model, self._folder):
             raise SystemExit(3)

@@ -9,7 +9,6 @@ from jsonargparse import Namespace
 
 from lrlhf.modules import RewardModel, TrainingModule
 from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, plan_batches, table_of
-from lrlhf.modules.policy.policy_module import PolicyModule
 from lrlhf.planning.config_entries import class_of, is_a, options_of
 from lrlhf.planning.memory import memory_report
 from lrlhf.planning.trainer_sizes import processes, training_steps
@@ -45,7 +44,7 @@ def describe_run(config: Namespace) -> Iterator[str]:
     elif "num_generations" in options and "update" in options:
         plan = _batch_plan(batch_size, model, ranks)
         yield title + _iteration_tables(plan, trainer, ranks)
-        if is_a(model, PolicyModule):
+        if is_a(model, TrainingModule):
             yield memory_report(sections, plan, ranks.number or 1, _device_size(sections))
         return
     else:
@@ -56,7 +55,7 @@ def describe_run(config: Namespace) -> Iterator[str]:
 
 def _batch_plan(batch_size: int, model: Mapping[str, Any], ranks: Quantity) -> BatchPlan:
     options, owner = options_of(model), class_of(model)
-    default = owner.default_minibatches if owner and issubclass(owner, PolicyModule) else 1
+    default = getattr(owner, "default_minibatches", 1)
     update, dynamic = options_of(options["update"]), options_of(options.get("dynamic_sampling"))
     return plan_batches(
         prompts_per_rank=batch_size,

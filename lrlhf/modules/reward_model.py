@@ -131,7 +131,6 @@ class RewardModel(L.LightningModule):
         self.train_metrics = RewardMetrics(self.head_names, weights)
         self.eval_metrics = RewardMetrics(self.head_names, weights)
         self._step = PairStep()
-        self._delivered: PreferenceBatch | None = None
 
     def _save_options(self, model: object, optimizer: object, guard: object) -> None:
         built = isinstance(model, nn.Module)
@@ -190,28 +189,17 @@ class RewardModel(L.LightningModule):
         both = concatenate(batch.candidate0, batch.candidate1, pad_id=self._pad_id)
         return PairScores(*self(both).split(len(batch)))
 
-    def on_before_batch_transfer(
-        self, batch: PreferenceBatch, dataloader_idx: int
-    ) -> PreferenceBatch:
-        del dataloader_idx
-        if self.trainer.training:
-            self._delivered = batch  # the guard's, so that nothing need be copied back to the host
-        return batch
-
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> Tensor:
         seed = (self.seed, self.global_rank, self.current_epoch, batch_idx)
-        assert self._delivered is not None
-        return self._loss(batch, self._delivered, seed)
+        return self._loss(batch, seed)
 
-    def _loss(
-        self, batch: PreferenceBatch, delivered: PreferenceBatch, seed: tuple[int, ...]
-    ) -> Tensor:
+    def _loss(self, batch: PreferenceBatch, seed: tuple[int, ...]) -> Tensor:
         """Return a micro-batch's share of the step's loss, see `PairStep`."""
         seed_everything_for(*seed)
         scores = self.score_pairs(batch)
         losses = self._measured(scores, batch, self.train_metrics)
         total = (losses * self.head_weights).sum()
-        taken = MicroBatch(delivered, PairScores(*(part.detach() for part in scores)), seed)
+        taken = MicroBatch(batch, PairScores(*(part.detach() for part in scores)), seed)
         return self._step.add(total, taken, Collectives(self.trainer))
 
     def _measured(

@@ -31,12 +31,12 @@ from lrlhf.types import Experience
 from tests.modules.policy_runs import fit, letters, weights
 
 NAN = float("nan")
-Build = Callable[..., PolicyModule]
+Build = Callable[..., RLOO | PPO]
 
 
 @pytest.fixture
 def build(language_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Build:
-    def build(kind: type[PolicyModule] = RLOO, **options: Any) -> PolicyModule:
+    def build(kind: type[RLOO | PPO] = RLOO, **options: Any) -> RLOO | PPO:
         settings: dict[str, Any] = {
             "tokenizer": tokenizer,
             "num_generations": 2,
@@ -73,7 +73,7 @@ def dump_of(folder: Path) -> Path:
     return found
 
 
-def assert_nothing_moved(module: PolicyModule, dump: Path, steps: int = 0) -> None:
+def assert_nothing_moved(module: RLOO | PPO, dump: Path, steps: int = 0) -> None:
     """The run ended with the weights that the step found, after so many optimizer steps."""
     state = read_state(dump)["state_dict"]
     for name, value in module.state_dict().items():
@@ -82,12 +82,12 @@ def assert_nothing_moved(module: PolicyModule, dump: Path, steps: int = 0) -> No
         assert {int(one["step"]) for one in optimizer.state.values()} == {*[steps] * (steps > 0)}
 
 
-def down_proj(module: PolicyModule, layer: int) -> torch.Tensor:
+def down_proj(module: RLOO | PPO, layer: int) -> torch.Tensor:
     return module.policy.model.layers[layer].mlp.down_proj.weight  # type: ignore[union-attr,no-any-return]
 
 
 def test_a_weight_that_is_not_finite_is_found_and_named(build, prompts, tmp_path, caplog) -> None:
-    def poison(module: PolicyModule, _: Experience) -> None:
+    def poison(module: RLOO | PPO, _: Experience) -> None:
         down_proj(module, 1)[0, 0] = NAN
 
     module = build()
@@ -177,15 +177,15 @@ def test_default_limits_let_a_fast_learner_pass(build, prompts, tmp_path) -> Non
     assert not (tmp_path / "dumps").exists()
 
 
-def too_far(module: PolicyModule) -> None:
+def too_far(module: RLOO | PPO) -> None:
     down_proj(module, 0).data.mul_(-3)
 
 
-def too_long(module: PolicyModule) -> None:
+def too_long(module: RLOO | PPO) -> None:
     module.step_guard.lengths.load_state_dict({"iterations": 5, "mean": 1.5})
 
 
-def infinite_score(module: PolicyModule) -> None:
+def infinite_score(module: RLOO | PPO) -> None:
     collect = module._collector.collect
 
     def collect_infinite(*args: Any, **options: Any) -> Any:
@@ -228,7 +228,7 @@ def test_what_shows_before_the_update_leaves_out_the_iteration(
 
 
 def test_ppo_dumps_what_its_critic_stumbled_over(build, prompts, tmp_path) -> None:
-    def poison(module: PolicyModule, _: Experience) -> None:
+    def poison(module: RLOO | PPO, _: Experience) -> None:
         assert isinstance(module, PPO)
         assert module.value_head is not None
         next(module.value_head.parameters()).fill_(NAN)

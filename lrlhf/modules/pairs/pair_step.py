@@ -17,7 +17,7 @@ class MicroBatch(NamedTuple):
     """One forward pass of an optimizer step, for the guard."""
 
     batch: PreferenceBatch
-    """As the loader delivered it, on the host."""
+    """The pairs, on the device."""
     scores: PairScores
     """Where they were computed, without gradient."""
     seed: tuple[int, ...]
