@@ -259,7 +259,7 @@ class RewardModel(L.LightningModule):
         assert isinstance(optimizer, LightningOptimizer)
         for batch, seed in zip(bundle.batches.values(), bundle.seeds, strict=True):
             assert isinstance(batch, PreferenceBatch)
-            self.manual_backward(self._loss(batch.to(self.device), batch, seed))
+            self.manual_backward(self._loss(batch.to(self.device), seed))
         records = step_records(self._step.micro_batches, self.head_names, self.tokenizer)
         optimizer.step()
         return Retaken(records)

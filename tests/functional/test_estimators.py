@@ -5,10 +5,18 @@ from typing import Any
 import pytest
 import torch
 
-from lrlhf.functional import ESTIMATORS, EstimatorInputs, resolve_estimator
+from lrlhf.functional import (
+    ALGORITHMS,
+    ESTIMATORS,
+    Estimator,
+    EstimatorInputs,
+    resolve_algorithm,
+    resolve_estimator,
+)
 
 NAN = float("nan")
-EVERY = pytest.mark.parametrize("name", sorted(ESTIMATORS))
+# the others share one of these
+EVERY = pytest.mark.parametrize("name", sorted({*ESTIMATORS} - {"dapo", "gspo", "cispo", "ppo"}))
 
 # Two prompts with two responses each. Rows: prompt token, then up to three response tokens.
 INPUTS = EstimatorInputs(
@@ -19,6 +27,7 @@ INPUTS = EstimatorInputs(
     kl_coef=0.1,
     baseline_mask=torch.ones(4, dtype=torch.bool),
     values=torch.tensor([[9, 1, 2, 0], [9, 0.4, 9, 9], [9, 1, 1, 1], [9, 4, 5, 9]]),
+    rows={"greedy": torch.tensor([2.0, 2.0, 4.0, 4.0])},
 )
 
 HALF = 2**-0.5
@@ -31,6 +40,8 @@ BY_HAND = {
     "rloo_openrlhf": [[0, 1.7, 1.8, 2], [0, -2.1, 0, 0], [0, -0.6, -0.4, -0.2], [0, -0.2, -0.2, 0]],
     "reinforce": [[0, 2.7, 2.8, 3], [0, 0.9, 0, 0], [0, 4.4, 4.6, 4.8], [0, 4.8, 4.8, 0]],
     "reinforce_plus_plus": [[0, 2.7, 2.8, 3], [0, 0.9, 0, 0], [0, 4.4, 4.6, 4.8], [0, 4.8, 4.8, 0]],
+    # penalised scores 2.7, 0.9, 4.4, 4.8 minus 2 and 4
+    "remax": [[0, 0.7, 0.7, 0.7], [0, -1.1, 0, 0], [0, 0.4, 0.4, 0.4], [0, 0.8, 0.8, 0]],
     # group means 2 and 5
     "reinforce_baseline": [
         [0, 0.7, 0.8, 1],
@@ -52,6 +63,7 @@ WITHOUT_KL = {
     "dr_grpo": [[0, 1, 1, 1], [0, -1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
     "reinforce": [[0, 3, 3, 3], [0, 1, 0, 0], [0, 5, 5, 5], [0, 5, 5, 0]],
     "reinforce_plus_plus": [[0, 3, 3, 3], [0, 1, 0, 0], [0, 5, 5, 5], [0, 5, 5, 0]],
+    "remax": [[0, 1, 1, 1], [0, -1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 0]],
     "reinforce_baseline": [[0, 1, 1, 1], [0, -1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
 }
 
@@ -92,6 +104,7 @@ def test_an_unscorable_row_is_left_out_and_its_siblings_do_not_see_it(name: str)
         num_generations=4,
         baseline_mask=torch.ones(4, dtype=torch.bool),
         values=INPUTS.values[[0, 1, 1, 3]],
+        rows={"greedy": INPUTS.rows["greedy"][[0, 1, 1, 3]]},
     )
     kept = torch.tensor([0, 2, 3])
     alone = inputs._replace(
@@ -101,6 +114,7 @@ def test_an_unscorable_row_is_left_out_and_its_siblings_do_not_see_it(name: str)
         num_generations=3,
         baseline_mask=inputs.baseline_mask[kept],
         values=inputs.values[kept],
+        rows={"greedy": inputs.rows["greedy"][kept]},
     )
     advantages = estimate(name, inputs)
     assert (advantages[1] == 0).all()
@@ -131,7 +145,6 @@ def test_no_gradient_and_nothing_outside_the_response(name: str) -> None:
 @EVERY
 def test_what_is_said_of_an_estimator_is_true(name: str) -> None:
     said = ESTIMATORS[name]
-    assert said.description
     with_kl, without = estimate(name, INPUTS), estimate(name, without_kl())
     tokens_differ = not torch.equal(with_kl[0, 1:], with_kl[0, 1:2].expand(3))
     assert said.per_token == tokens_differ
@@ -146,25 +159,38 @@ def test_what_is_said_of_an_estimator_is_true(name: str) -> None:
 
 
 def test_presets_follow_their_papers() -> None:
-    in_loss = {name for name, e in ESTIMATORS.items() if not e.kl_in_reward}
-    assert in_loss == {"grpo", "group_norm", "dr_grpo", "cpgd"}
-    whitened = {name for name, e in ESTIMATORS.items() if e.normalize == "token"}
-    assert whitened == {"gae", "reinforce_baseline", "reinforce_plus_plus"}
+    in_loss = {name for name, one in ALGORITHMS.items() if one.kl_in == "loss"}
+    assert in_loss == {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "cpgd"}
+    assert {name for name, one in ALGORITHMS.items() if one.kl_coef == 0} == {"dapo", "cispo"}
+    whitened = {name for name, one in ALGORITHMS.items() if one.estimator.normalize == "token"}
+    assert whitened == {"ppo", "reinforce_baseline", "reinforce_plus_plus"}
+    assert {name: one.beside for name, one in ALGORITHMS.items() if one.beside} == {
+        "remax": {"greedy": {"temperature": 0.0}}
+    }
 
 
-def test_every_estimator_comes_with_the_loss_of_its_paper() -> None:
-    assert {name: (e.loss, e.aggregate) for name, e in ESTIMATORS.items()} == {
-        "gae": ("token_clip", "token_mean"),  # Schulman et al. 2017, eq. 7
-        "rloo": ("sequence_clip", None),  # TRL
+def test_every_algorithm_has_the_loss_of_its_paper() -> None:
+    assert {name: (one.loss.name, one.loss.aggregate) for name, one in ALGORITHMS.items()} == {
+        "ppo": ("token_clip", "token_mean"),  # Schulman et al. 2017, eq. 7
+        "rloo": ("sequence_clip", "sequence_mean"),  # TRL
         "rloo_openrlhf": ("token_clip", "token_mean"),  # OpenRLHF
         "grpo": ("token_clip", "sequence_mean"),  # Shao et al. 2024, eq. 3
-        "group_norm": ("token_clip", "sequence_mean"),
-        "dr_grpo": ("dr_grpo", None),  # Liu et al. 2025, §3.2
-        "reinforce": ("reinforce", None),  # Williams 1992
-        "reinforce_baseline": ("token_clip", "token_mean"),  # OpenRLHF
-        "reinforce_plus_plus": ("token_clip", "token_mean"),  # OpenRLHF
-        "cpgd": ("cpgd", None),  # Liu et al. 2025 (CPGD), §4
+        "dr_grpo": ("dr_grpo", "constant"),  # Liu et al. 2025, §3.1
+        "dapo": ("dapo", "token_mean"),  # Yu et al. 2025, eq. 8
+        "gspo": ("gspo", "sequence_mean"),  # Zheng et al. 2025, eq. 5
+        "cispo": ("cispo", "token_mean"),  # MiniMax 2025, eq. 4
+        "cpgd": ("cpgd", "sequence_mean"),  # Liu et al. 2025, §4
+        "reinforce": ("reinforce", "token_mean"),
+        "reinforce_baseline": ("token_clip", "token_mean"),  # Hu et al. 2025
+        "reinforce_plus_plus": ("token_clip", "token_mean"),
+        "remax": ("remax", "sequence_sum"),  # Li et al. 2023, algorithm 1
     }
+
+
+def test_a_greedy_response_without_a_score_leaves_its_rows_without_an_advantage() -> None:
+    inputs = INPUTS._replace(rows={"greedy": torch.tensor([NAN, NAN, 4.0, 4.0])})
+    assert (estimate("remax", inputs)[:2] == 0).all()
+    assert torch.equal(estimate("remax", inputs)[2:], estimate("remax", INPUTS)[2:])
 
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_plus_plus", "rloo_openrlhf"])
@@ -244,27 +270,20 @@ def test_gae_has_its_two_ends() -> None:
 
 
 def mine(inputs: EstimatorInputs) -> torch.Tensor:
-    """Nothing is an advantage.
-
-    Really nothing.
-    """
     return torch.zeros_like(inputs.kl)
+
+
+WHITENED = Estimator(mine, normalize="sequence", groups=True)
 
 
 def test_names_and_paths_resolve() -> None:
     assert resolve_estimator("grpo") is ESTIMATORS["grpo"]
-    found = resolve_estimator(f"{__name__}.mine")
-    assert found.function(INPUTS).shape == (4, 4)
-    # nothing is known of it: a penalty counts although this one ignores inputs.kl, and advantages
-    # per token reach a loss per token
-    assert not found.kl_in_reward
-    assert (found.loss, found.aggregate) == ("token_clip", "token_mean")
-    assert found.normalize == "none"
-    assert found.description == "Nothing is an advantage."
-
-
-def test_a_function_without_a_docstring_has_no_description() -> None:
-    assert resolve_estimator(f"{__name__}.without_kl").description == ""
+    # nothing is known of a bare function: a penalty counts although this one ignores inputs.kl
+    assert resolve_estimator(f"{__name__}.mine") == Estimator(mine, uses_kl=False)
+    assert resolve_estimator(f"{__name__}.WHITENED") is WHITENED
+    assert resolve_algorithm("gae") is ALGORITHMS["ppo"]
+    with pytest.raises(ValueError, match=r"is a function, not a lrlhf\.functional\.Algorithm"):
+        resolve_algorithm(f"{__name__}.mine")
 
 
 def test_an_unknown_name_suggests_the_nearest() -> None:

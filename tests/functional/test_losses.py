@@ -20,7 +20,7 @@ def evaluate(
     loss = POLICY_LOSSES[name]
     logprobs = OLD + torch.tensor([[1.0, *ratios]]).log()
     advantages = torch.full((1,), advantage) if loss.level == "sequence" else advantage * MASK
-    values: Tensor = loss.function(logprobs, OLD, advantages, MASK, **{**loss.defaults, **options})
+    values: Tensor = loss.function(logprobs, OLD, advantages, MASK, **{**loss.options, **options})
     return values.flatten().tolist()
 
 
@@ -61,6 +61,7 @@ def test_every_loss_is_averaged_as_in_its_paper() -> None:
         "dr_grpo": "constant",
         "cpgd": "sequence_mean",
         "reinforce": "token_mean",
+        "remax": "sequence_sum",
     }
 
 
@@ -77,7 +78,7 @@ def mine(logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Ten
 def test_names_and_paths_resolve() -> None:
     assert resolve_policy_loss("dapo") is POLICY_LOSSES["dapo"]
     found = resolve_policy_loss(f"{__name__}.mine")
-    assert (found.level, found.aggregate, found.defaults) == ("token", "token_mean", {})
+    assert (found.level, found.aggregate, found.options) == ("token", "token_mean", {})
     assert found.function(OLD, OLD, OLD, MASK).shape == (1, 3)
 
 

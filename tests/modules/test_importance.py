@@ -20,7 +20,11 @@ from lrlhf.functional import IMPORTANCE_MODES, POLICY_LOSSES, importance_weights
 from lrlhf.models import CausalLM
 from lrlhf.modules import PPO, RLOO, Critic, ImportanceSampling, OptimizerConfig, Reference, Update
 from lrlhf.modules.metrics.metric_sums import MetricSums
-from lrlhf.modules.policy.importance_sampling import measure_importance, off_policy_rows, weighted
+from lrlhf.modules.policy.importance_sampling import (
+    measure_importance,
+    off_policy_rows,
+    with_importance_weights,
+)
 from lrlhf.modules.policy.objective import Denominators, denominators, policy_loss
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Capabilities, Sampling, TransformersEngine, plan_micro_batches
@@ -28,7 +32,7 @@ from lrlhf.types import Experience, PromptBatch, Rollout
 from tests.conftest import build_language_model
 from tests.modules.policy_runs import Watcher, fit, letters
 from tests.modules.test_metric_sums import CPU, one_process
-from tests.modules.test_policy_objective import random_experience
+from tests.modules.test_policy_objective import assembled, random_experience
 from tests.modules.test_ppo import own_critic, reference_step
 
 LR = 0.1
@@ -440,8 +444,8 @@ def test_only_the_responses_of_older_weights_are_weighed() -> None:
     rows = off_policy_rows(aged, exact=True, step=5)
     assert rows.tolist() == [True, False, False]
     assert off_policy_rows(aged, exact=False, step=5).all()
-    settings = ImportanceSampling(mode="token_truncate")
-    found = weighted(aged, torch.zeros(3, 8), settings, rows=rows).importance_weights
+    weighted = with_importance_weights(aged, torch.zeros(3, 8), None, exact=True, step=5)
+    found = weighted.importance_weights
     assert found is not None
     torch.testing.assert_close(found[0], torch.where(aged.response_mask[0], 1.5, 1.0))
     assert found[1:].eq(1).all()
@@ -457,8 +461,8 @@ def test_what_the_engine_cut_off_is_not_weighed() -> None:
         kept_mass=torch.full((3, 8), 0.25),
     )
     settings = ImportanceSampling(mode="token_truncate")
-    every = torch.ones(3, dtype=torch.bool)
-    found = weighted(drawn, trainer, settings, rows=every).importance_weights
+    weighted = with_importance_weights(drawn, trainer, settings, exact=True, step=0)
+    found = weighted.importance_weights
     torch.testing.assert_close(found, torch.where(drawn.response_mask, 1 / 0.8, 1.0))
 
 
@@ -487,8 +491,9 @@ def loss_of(logprobs: Tensor, experience: Experience, update: Update, totals: De
     return policy_loss(
         logprobs,
         experience,
-        update=update,
-        reference=Reference(kl_coef=0.1, kl_estimator="k2"),
+        loss=assembled(update=update).loss,
+        entropy_coef=update.entropy_coef,
+        kl_estimator="k2",
         kl_coef=0.1,
         totals=totals,
         max_new_tokens=9,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lrlhf.functional.losses import POLICY_LOSSES
+from lrlhf.functional import POLICY_LOSSES
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.metrics.rollout_metrics import measure_mismatch, measure_update
 from lrlhf.run import Collectives

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lrlhf.functional.losses import POLICY_LOSSES
+from lrlhf.functional import POLICY_LOSSES, Algorithm, PolicyLoss
 from lrlhf.modules.policy.objective import (
     Denominators,
     as_experience,
@@ -20,6 +20,7 @@ from lrlhf.modules.policy.objective import (
     policy_loss,
     summed_tokens,
 )
+from lrlhf.modules.policy.policy_settings import assemble_algorithm
 from lrlhf.modules.settings import Advantage, Reference, Update
 from lrlhf.rewards import Rewards
 from lrlhf.run import Collectives
@@ -27,6 +28,10 @@ from lrlhf.types import Experience, Rollout
 
 GOLDEN = Path(__file__).parents[1] / "functional" / "golden" / "trl.json"
 CASES = json.loads(GOLDEN.read_text())["rloo"]
+
+
+def assembled(advantage: Advantage = Advantage(), update: Update = Update()) -> Algorithm:  # noqa: B008
+    return assemble_algorithm(None, default="rloo", advantage=advantage, update=update)
 
 
 def one_process() -> Collectives:
@@ -98,6 +103,7 @@ def test_advantages_and_loss_equal_trl_on_the_same_rollout(case: dict[str, Any])
     )
     experience = compute_advantages(
         experience,
+        algorithm=assembled(settings),
         settings=settings,
         reward_kl="k1",
         kl_coef=case["beta"],
@@ -111,11 +117,11 @@ def test_advantages_and_loss_equal_trl_on_the_same_rollout(case: dict[str, Any])
     terms = policy_loss(
         shifted(case["new_logprobs"]),
         experience,
-        update=Update(
-            loss="sequence_clip",
-            options={"clip_low": case["epsilon_low"], "clip_high": case["epsilon_high"]},
+        loss=POLICY_LOSSES["sequence_clip"]._replace(
+            options={"clip_low": case["epsilon_low"], "clip_high": case["epsilon_high"]}
         ),
-        reference=Reference(kl_coef=case["beta"]),
+        entropy_coef=0.0,
+        kl_estimator="k3",
         kl_coef=0.0,
         totals=totals,
         max_new_tokens=mask.shape[1],
@@ -135,13 +141,14 @@ def random_experience(rows: int = 8, width: int = 7) -> Experience:
 
 
 def loss_of(
-    logprobs: Tensor, experience: Experience, update: Update, totals: Denominators
+    logprobs: Tensor, experience: Experience, loss: PolicyLoss, totals: Denominators
 ) -> Tensor:
     return policy_loss(
         logprobs,
         experience,
-        update=update,
-        reference=Reference(kl_coef=0.1),
+        loss=loss,
+        entropy_coef=0.01,
+        kl_estimator="k3",
         kl_coef=0.1,
         totals=totals,
         max_new_tokens=9,
@@ -152,13 +159,13 @@ def loss_of(
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(name: str) -> None:
     experience = random_experience()
-    update = Update(loss=name, entropy_coef=0.01)
+    term = POLICY_LOSSES[name]
     totals = Denominators(*denominators(experience))
     new = (experience.old_logprobs + 0.3 * torch.randn(8, 8)).requires_grad_()
-    loss = loss_of(new, experience, update, totals)
+    loss = loss_of(new, experience, term, totals)
     (whole,) = torch.autograd.grad(loss, new)
     parts = [torch.tensor([0, 5]), torch.tensor([1, 2, 3]), torch.tensor([4, 6, 7])]
-    shares = [loss_of(new[rows], experience.select(rows), update, totals) for rows in parts]
+    shares = [loss_of(new[rows], experience.select(rows), term, totals) for rows in parts]
     (split,) = torch.autograd.grad(sum(shares), new)
     torch.testing.assert_close(split, whole)
     torch.testing.assert_close(sum(shares), loss)
@@ -180,13 +187,15 @@ def test_kl_and_entropy_keep_their_proportion_to_the_policy_term(
     )
     experience = replace(experience, advantages=torch.ones_like(old) * rollout.response_mask)
     new = old.clone().requires_grad_()
+    loss = POLICY_LOSSES[name]
 
     def gradient(kl_coef: float, entropy_coef: float) -> Tensor:
         terms = policy_loss(
             new,
             experience,
-            update=Update(loss=name, options=options, entropy_coef=entropy_coef),
-            reference=Reference(),
+            loss=loss._replace(options={**loss.options, **options}),
+            entropy_coef=entropy_coef,
+            kl_estimator="k3",
             kl_coef=kl_coef,
             totals=Denominators(*denominators(experience)),
             max_new_tokens=512,
@@ -210,7 +219,9 @@ def test_means_per_token_are_summed_where_the_policy_term_is() -> None:
         name: float(summed_tokens(loss, tokens=tokens, rows=rows))
         for name, loss in POLICY_LOSSES.items()
     }
-    assert summed == {name: 150.0 if name == "sequence_clip" else 1.0 for name in POLICY_LOSSES}
+    assert summed == {
+        name: 150.0 if name in ("sequence_clip", "remax") else 1.0 for name in POLICY_LOSSES
+    }
 
 
 def test_an_excluded_truncated_response_changes_nothing_for_its_siblings() -> None:
@@ -225,6 +236,7 @@ def test_an_excluded_truncated_response_changes_nothing_for_its_siblings() -> No
     )
     computed = compute_advantages(
         experience,
+        algorithm=assembled(Advantage()),
         settings=Advantage(truncated="exclude"),
         reward_kl="k1",
         kl_coef=0.0,
@@ -236,6 +248,7 @@ def test_an_excluded_truncated_response_changes_nothing_for_its_siblings() -> No
     assert not computed.loss_mask[2].any()
     kept = compute_advantages(
         experience,
+        algorithm=assembled(Advantage()),
         settings=Advantage(truncated="trl"),
         reward_kl="k1",
         kl_coef=0.0,
@@ -258,6 +271,7 @@ def test_unscorable_responses_get_no_advantage_even_when_whitened() -> None:
     )
     computed = compute_advantages(
         experience,
+        algorithm=assembled(Advantage(normalize=True)),
         settings=Advantage(normalize=True),
         reward_kl="k1",
         kl_coef=0.0,
@@ -276,13 +290,22 @@ def test_unscorable_responses_get_no_advantage_even_when_whitened() -> None:
         (lambda: Reference(sync_every=0), "reference.sync_every"),
         (lambda: Reference(kl_coef=0.0, sync_every=2), "reference.sync_every"),
         (lambda: Reference(mixup=0.0), "reference.mixup"),
-        (lambda: Advantage(estimator="rlo"), "rloo"),
-        (lambda: Advantage(estimator="no.such.function"), "no.such.function"),
+        (lambda: assembled(Advantage(estimator="rlo")), "rloo"),
+        (lambda: assembled(Advantage(estimator="no.such.function")), "no.such.function"),
         (lambda: Advantage(reward_clip_range=(1.0, -1.0)), "reward_clip_range"),
-        (lambda: Update(loss="sequence_clp"), "sequence_clip"),
-        (lambda: Update(loss="dapo", options={"clip_hgih": 0.3}), "clip_high"),
-        (lambda: Update(loss="cpgd", options={"clip_low": 0.3}), "update.options"),
-        (lambda: Advantage(estimator="rloo", options={"gamma": 0.9}), "advantage.options"),
+        (lambda: assembled(update=Update(loss="sequence_clp")), "sequence_clip"),
+        (
+            lambda: assembled(update=Update(loss="dapo", options={"clip_hgih": 0.3})),
+            "clip_high",
+        ),
+        (
+            lambda: assembled(update=Update(loss="cpgd", options={"clip_low": 0.3})),
+            "update.options",
+        ),
+        (
+            lambda: assembled(Advantage(estimator="rloo", options={"gamma": 0.9})),
+            "advantage.options",
+        ),
         (lambda: Update(num_iterations=0), "update.num_iterations"),
         (lambda: Update(micro_batch_tokens=0), "update.micro_batch_tokens"),
         (lambda: Update(max_grad_norm=0.0), "update.max_grad_norm"),

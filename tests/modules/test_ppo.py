@@ -498,7 +498,7 @@ def test_a_checkpoint_brings_back_each_piece_of_state(tokenizer, prompts, tmp_pa
         for parameter in [*spoilt.policy.parameters(), *spoilt.critic.parameters()]:
             parameter.add_(1.0)
     spoilt.kl_coef = 77.0
-    spoilt.moments.load_state_dict(spoil(saved["moments"]))
+    spoilt.parts.moments.load_state_dict(spoil(saved["moments"]))
     others[0].load_state_dict(spoil(saved["ema"]))
     others[1].load_state_dict(spoil(saved["kl_control"]))
     # as many steps as the checkpoint has: everything is restored, and nothing is trained

@@ -288,7 +288,7 @@ def test_responses_of_a_checkpoint_that_answer_other_prompts_are_drawn_again(
     module = build(tokenizer, elsewhere())
     with caplog.at_level(logging.WARNING):
         _, watcher = run(module, prompts, tmp_path, steps=4, ckpt_path=str(checkpoint), data=other)
-    assert "answer other prompts; drawing them again" in caplog.text
+    assert "answer other prompts; generating them again" in caplog.text
     assert versions(watcher) == [[2], [2]]
     assert [len(prompts) for prompts in asked(watcher)] == [4, 4]
 
@@ -308,7 +308,7 @@ def test_responses_that_could_not_be_drawn_ahead_are_drawn_fresh(
     expected = [[0], [0], [1], [2]]
     expected[failed] = [failed]
     assert versions(watcher) == expected
-    assert f"respond number {call} failed; drawing the responses again" in caplog.text
+    assert f"respond number {call} failed; generating the responses again" in caplog.text
     assert engine.restarts == 1
     texts = asked(watcher)[failed]
     columns = snapshots.prompts[failed].columns
@@ -323,7 +323,7 @@ def test_a_checkpoint_after_a_failure_holds_no_responses(tokenizer, prompts, tmp
     engine = elsewhere(fail={"respond": [3]})
     run(build(tokenizer, engine), prompts, tmp_path, SaveAfter(2, checkpoint), steps=4)
     state = torch.load(checkpoint, weights_only=False)
-    assert state["lrlhf"]["ahead"] is None
+    assert state["lrlhf"]["sampler"]["ahead"] is None
     module = build(tokenizer, elsewhere())
     _, watcher = run(module, prompts, tmp_path, steps=4, ckpt_path=str(checkpoint))
     assert versions(watcher) == [[2], [2]]

@@ -25,11 +25,12 @@ def test_moments_of_parts_are_those_of_the_whole() -> None:
     assert moments.count == 5
     assert moments.mean == pytest.approx(2.6)
     assert moments.deviation == pytest.approx(math.sqrt(77.2 / 4))
-    scaled = moments.scale(torch.tensor([2.6, NAN]), mode="mean_std")
+    now = moments.moments
+    scaled = now.scaled(torch.tensor([2.6, NAN]), "mean_std")
     assert scaled[0] == pytest.approx(0.0, abs=1e-6)
     assert scaled[1].isnan()
-    assert moments.scale(torch.tensor([1.0]), mode="std")[0] == pytest.approx(1 / math.sqrt(19.3))
-    assert moments.scale(torch.tensor([1.0]), mode="none")[0] == 1.0
+    assert now.scaled(torch.tensor([1.0]), "std")[0] == pytest.approx(1 / math.sqrt(19.3))
+    assert now.scaled(torch.tensor([1.0]), "none")[0] == 1.0
 
 
 def test_large_offsets_do_not_cost_precision() -> None:

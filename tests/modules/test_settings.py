@@ -1,17 +1,22 @@
 """What RLOO and PPO make of settings that are left out: the same from Python as from YAML."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonargparse import ArgumentParser
 
-from lrlhf.modules import PPO, RLOO, Advantage, Update
+from lrlhf.functional import ALGORITHMS
+from lrlhf.modules import PPO, RLOO, Advantage, Reference, Update
 from lrlhf.rewards import Rewards
 from tests.modules.policy_runs import letters
 
 LETTERS = "tests.modules.policy_runs.letters"
 GROUPS = {"advantage": Advantage, "update": Update}
+
+
+MINE = replace(ALGORITHMS["grpo"], name="mine", kl_in="reward", kl_coef=0.5)
 
 
 def from_yaml(kind: type[RLOO | PPO], folder: Path, options: dict[str, Any]) -> RLOO | PPO:
@@ -24,7 +29,7 @@ def from_yaml(kind: type[RLOO | PPO], folder: Path, options: dict[str, Any]) -> 
 
 
 def meaning(module: RLOO | PPO) -> Any:
-    return module.advantage, module.update, module.update.function
+    return module.settings
 
 
 @pytest.mark.parametrize(
@@ -37,12 +42,16 @@ def meaning(module: RLOO | PPO) -> Any:
         (PPO, {"advantage": {"scale_rewards": "std", "options": {"lam": 1.0}}}),
         (RLOO, {}),
         (RLOO, {"advantage": {"estimator": "grpo"}}),
+        (RLOO, {"algorithm": "dapo"}),
+        (PPO, {"algorithm": f"{__name__}.MINE", "critic": None}),
     ],
 )
 def test_settings_mean_the_same_from_python_and_from_yaml(
     model_folder, kind: type[RLOO | PPO], options: dict[str, Any]
 ) -> None:
-    groups: dict[str, Any] = {name: GROUPS[name](**given) for name, given in options.items()}
+    groups: dict[str, Any] = {
+        name: GROUPS[name](**given) if name in GROUPS else given for name, given in options.items()
+    }
     from_python = kind(str(model_folder), Rewards([letters]), **groups)
     assert meaning(from_python) == meaning(from_yaml(kind, model_folder, options))
 
@@ -84,7 +93,8 @@ def test_the_loss_is_that_of_the_estimators_paper_unless_it_is_named(
         **advantage,
         **critic,
     )
-    assert (module.update.loss, module.update.function.aggregate) == expected
+    loss = module.settings.algorithm.loss
+    assert (loss.name, loss.aggregate) == expected
 
 
 @pytest.mark.parametrize(
@@ -105,4 +115,48 @@ def test_options_are_checked_against_the_loss_that_is_chosen(
     module = RLOO(
         language_model, Rewards([letters]), tokenizer=tokenizer, advantage=grpo, update=fitting
     )
-    assert module.update == Update(loss="cispo", **options)
+    assert module.settings.algorithm.loss.name == "cispo"
+
+
+@pytest.mark.parametrize(
+    ("options", "placement", "coef"),
+    [
+        ({"algorithm": "grpo"}, "loss", 0.05),
+        ({"algorithm": "dapo"}, "loss", 0.0),
+        ({"algorithm": "dapo", "reference": Reference(kl_coef=0.1)}, "loss", 0.1),
+        ({"algorithm": "grpo", "reference": Reference(placement="reward")}, "reward", 0.05),
+        ({"algorithm": "rloo", "advantage": Advantage(estimator="grpo")}, "reward", 0.05),
+        ({"advantage": Advantage(estimator="tests.functional.test_estimators.mine")}, "loss", 0.05),
+        ({"algorithm": MINE}, "reward", 0.5),
+    ],
+)
+def test_where_the_penalty_goes_and_how_strong_it_is(
+    language_model, tokenizer, options: dict[str, Any], placement: str, coef: float
+) -> None:
+    module = RLOO(language_model, Rewards([letters]), tokenizer=tokenizer, **options)
+    assert module.settings.algorithm.kl_in == placement
+    assert module.settings.kl_coef == module.kl_coef == coef
+    assert (module.parts.reference is None) == (coef == 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [
+        (
+            {
+                "advantage": Advantage(estimator="tests.functional.test_estimators.mine"),
+                "reference": Reference(placement="reward"),
+            },
+            r"not known to subtract inputs\.kl",
+        ),
+        ({"algorithm": "gae"}, r"use lrlhf\.modules\.PPO"),
+        ({"algorithm": "remax", "rollout_ahead": 1}, "samples greedy beside the responses"),
+        ({"algorithm": "grop"}, "did you mean 'grpo'"),
+        ({"reference": Reference(kl_estimator="k1", placement="loss")}, "would add noise"),
+    ],
+)
+def test_combinations_that_lose_a_term_are_refused(
+    language_model, tokenizer, options: dict[str, Any], culprit: str
+) -> None:
+    with pytest.raises(ValueError, match=culprit):
+        RLOO(language_model, Rewards([letters]), tokenizer=tokenizer, **options)
