@@ -352,8 +352,9 @@ def test_over_several_steps_the_weights_stay_those_of_the_start(
 class AlwaysAhead(RLOO):
     """Computes old log-probabilities although one step does not need them."""
 
-    def _takes_several_steps(self, rows: int) -> bool:
-        return True
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.parts.scorer._needs_old = lambda *_, **__: True  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("loss", ["sequence_clip", "dapo"])
@@ -654,7 +655,7 @@ def test_what_is_chosen_automatically_keeps_the_batch_at_4096_tokens(
     language_model, tokenizer, loss: str
 ) -> None:
     module = build(language_model, tokenizer, update=Update(loss=loss))
-    chosen = module._importance
+    chosen = module.settings.importance
     # normal differences of 0.03 nats in the mean, so that a ratio is 1 in the mean
     spread = 0.03 * math.sqrt(math.pi / 2)
     difference = spread * torch.randn(200, 4096) - spread**2 / 2
