@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -30,23 +29,14 @@ from lrlhf.rewards.function import (
     RewardError,
     RewardFunction,
     completion_text,
-    content_text,
     did_you_mean,
 )
-from lrlhf.types import Media, Message, Prompt, SequenceBatch
+from lrlhf.rewards.learned_rows import Row, as_text, encoded, padded, sharing, without_marks
+from lrlhf.types import Prompt
 from lrlhf.vllm_worker.fingerprint import fingerprint
 
 _Step = TypeVar("_Step")
 _NO_LIMIT = 10**9  # tokenizers without a limit name one of 30 digits
-
-
-class _Row(NamedTuple):
-    """One response with its prompt, as the reward model reads it."""
-
-    input_ids: Sequence[int]
-    media: Media | None = None
-    prompt: int = 0
-    """Number that rows with the same prompt have in common."""
 
 
 class TextMarks(NamedTuple):
@@ -196,7 +186,7 @@ class LearnedReward(RewardFunction):
                 zip(prompts, completions, images or nothing, videos or nothing, strict=True)
             )
         ]
-        rows = _sharing(rows, prompts, images or nothing, videos or nothing)
+        rows = sharing(rows, prompts, images or nothing, videos or nothing)
         limit = loaded.max_tokens
         long = [row is None or (limit is not None and len(row.input_ids) > limit) for row in rows]
         log_metric("learned/too_long", sum(long) / max(1, len(rows)))
@@ -263,25 +253,25 @@ class LearnedReward(RewardFunction):
         completion: Completion,
         images: Sequence[Any],
         videos: Sequence[Any],
-    ) -> _Row | None:
+    ) -> Row | None:
         """Encode a response with its prompt; None: it is too long for the model."""
         tokenizer = loaded.tokenizer
-        completion = _without_marks(completion, loaded.marks)
+        completion = without_marks(completion, loaded.marks)
         chat = not isinstance(prompt, str)
         if isinstance(prompt, str):
             text = prompt + completion_text(completion)
         else:
-            turns = prompt if loaded.processor else tuple(_as_text(turn) for turn in prompt)
+            turns = prompt if loaded.processor else tuple(as_text(turn) for turn in prompt)
             text = self._render(tokenizer, turns, completion)
         if loaded.processor is None or not (images or videos):
-            ids = _encode(tokenizer, text, specials=not chat)
+            ids = encoded(tokenizer, text, specials=not chat)
             end = tokenizer.eos_token_id
-            return _Row(ids if chat or end is None or ids[-1:] == [end] else [*ids, end])
+            return Row(ids if chat or end is None or ids[-1:] == [end] else [*ids, end])
         if not chat:
             end_text = str(tokenizer.eos_token or "")
             text = text.removesuffix(end_text) + end_text
         try:
-            return _Row(*loaded.processor.encode(text, images, videos, complete=chat))
+            return Row(*loaded.processor.encode(text, images, videos, complete=chat))
         except MediaError as error:
             if error.reason == "too long":
                 return None
@@ -333,56 +323,8 @@ def _fingerprint(network: RewardNetwork, settings: str) -> str:
     return digest.hexdigest()
 
 
-def _sharing(
-    rows: Sequence[_Row | None],
-    prompts: Sequence[Prompt],
-    images: Sequence[Sequence[Any]],
-    videos: Sequence[Sequence[Any]],
-) -> list[_Row | None]:
-    """Give rows that show the same objects the same `Media`, so that the model looks once."""
-    known: dict[tuple[int, ...], Media] = {}
-    numbers: dict[str, int] = {}
-    shared: list[_Row | None] = []
-    for row, prompt, *shown in zip(rows, prompts, images, videos, strict=True):
-        if row is not None:
-            text = prompt if isinstance(prompt, str) else repr(prompt)
-            row = row._replace(prompt=numbers.setdefault(text, len(numbers)))
-        if row is not None and row.media is not None:
-            key = tuple(id(entry) for kind in shown for entry in kind)
-            row = row._replace(media=known.setdefault(key, row.media))
-        shared.append(row)
-    return shared
-
-
-def _without_marks(completion: Completion, marks: Sequence[str]) -> Completion:
-    """Remove what the reward model would read as an image: a policy can spell it by letters."""
-    if not marks:
-        return completion
-    if isinstance(completion, str):
-        return re.sub("|".join(map(re.escape, marks)), "", completion)
-    return [
-        {**turn, "content": _without_marks(turn["content"], marks)}
-        if isinstance(turn.get("content"), str)
-        else turn
-        for turn in completion
-    ]
-
-
-def _as_text(turn: Message) -> Message:
-    """Leave of content that comes in parts what a text model reads."""
-    content = turn.get("content")
-    return {**turn, "content": content_text(content)} if isinstance(content, list) else turn
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, specials: bool) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=specials, verbose=False)["input_ids"]
-    bos = tokenizer.bos_token_id
-    doubled = bos is not None and ids[:2] == [bos, bos]
-    return ids[1:] if doubled else ids
-
-
 @torch.inference_mode()
-def _score(loaded: _Loaded, rows: Sequence[_Row]) -> list[float]:
+def _score(loaded: _Loaded, rows: Sequence[Row]) -> list[float]:
     # threads do not inherit the process's current GPU
     current = (
         torch.cuda.device(loaded.device)
@@ -390,22 +332,8 @@ def _score(loaded: _Loaded, rows: Sequence[_Row]) -> list[float]:
         else contextlib.nullcontext()
     )
     with current:
-        scores: Tensor = loaded.network(_padded(rows).to(loaded.device))
+        scores: Tensor = loaded.network(padded(rows).to(loaded.device))
     return scores[:, loaded.head].float().tolist()
-
-
-def _padded(rows: Sequence[_Row]) -> SequenceBatch:
-    """Pad at the right; the id does not matter, as the mask says what counts."""
-    lengths = torch.tensor([len(row.input_ids) for row in rows])
-    input_ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row.input_ids) for row in rows], True)
-    mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
-    return SequenceBatch(
-        input_ids=input_ids,
-        attention_mask=mask,
-        response_mask=mask,
-        media=tuple(row.media for row in rows),
-        group_ids=torch.tensor([row.prompt for row in rows]),
-    )
 
 
 def _head_index(heads: Sequence[str], head: str | None, source: str) -> int:

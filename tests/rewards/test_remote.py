@@ -2,7 +2,6 @@ import asyncio
 import base64
 import copy
 import email.utils
-import gc
 import io
 import logging
 import math
@@ -495,39 +494,6 @@ def test_copies_start_afresh(server: Server) -> None:
     assert ask(reward, 3).scores.tolist() == EXPECTED[:3]
     for copied in (pickle.loads(pickle.dumps(reward)), copy.deepcopy(reward)):
         assert ask(copied, 3).scores.tolist() == EXPECTED[:3]
-
-
-def test_connections_are_kept_and_closed_with_their_loop(server: Server) -> None:
-    gc.collect()
-    wait_for_loops()
-    reward = remote(server)
-    rewards = Rewards([reward])
-    ports = []
-
-    def noting(handler: Any) -> None:
-        ports.append(handler.client_address)
-        score(handler)
-
-    server.always = noting
-    for _ in range(3):
-        rewards.score(["p"], ["c"], [[0]], [{}])
-    assert len(set(ports)) == 1
-    assert loop_threads()
-    del rewards, reward
-    gc.collect()
-    wait_for_loops()
-    gc.collect()  # an open connection would warn here, and warnings are errors
-
-
-def wait_for_loops() -> None:
-    until = time.monotonic() + 10
-    while loop_threads() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not loop_threads()
-
-
-def loop_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "reward-loop"]
 
 
 def test_waiting_leaves_the_random_state_of_the_run_alone(server: Server) -> None:

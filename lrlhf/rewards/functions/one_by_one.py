@@ -70,8 +70,9 @@ class OneByOne:
     """
 
     def __init__(self, function: str) -> None:
+        source = str(Path(__file__).with_name(function))
         self._function = function
-        self._worker: Worker | None = None
+        self._worker = Worker(function, source, _LIMITS, (), _START_S)
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -82,7 +83,7 @@ class OneByOne:
         """
         with self._lock:
             try:
-                self._running()
+                self._worker.start()
             except WorkerError as error:
                 raise RewardError(f"{self._function} cannot be started: {error}") from error
 
@@ -100,30 +101,14 @@ class OneByOne:
         lists = {name: [value] for name, value in arguments.items()}
         request = {"arguments": lists, "count": 1, "seconds": timeout, "loggers": []}
         with self._lock:
-            worker = self._running()
             try:
-                reply = worker.ask(request, timeout)
+                reply = self._worker.ask(request, timeout)
             except WorkerError as error:
                 raise UnjudgedError(str(error)) from None
-            if reply.get("kind") == "MemoryError":  # what is left of it is of no use
-                worker.close()
-        if reply.get("kind") == "RewardError":
-            raise RewardError(str(reply.get("message")))
         if "error" in reply:
             raise UnjudgedError(str(reply["error"]))
         (value,) = reply["values"]
         return None if value is None else finite_number(value)
-
-    def _running(self) -> Worker:
-        if self._worker is None or not self._worker.alive:
-            source = Path(__file__).with_name(self._function)
-            worker = Worker(str(source), _LIMITS, (), _START_S)
-            if "error" in worker.greeting:
-                worker.close()
-                error = worker.greeting["error"]
-                raise RewardError(f"{self._function} cannot be loaded in its process: {error}")
-            self._worker = worker
-        return self._worker
 
 
 def shared(function: str) -> OneByOne:

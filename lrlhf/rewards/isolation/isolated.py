@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import math
 import pickle
 import threading
 import time
@@ -14,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from lrlhf.rewards.fresh_copies import CopiesStartAfresh, check_positive
 from lrlhf.rewards.function import PartialValues, RewardError
 from lrlhf.rewards.functions.builtins import BUILTINS
-from lrlhf.rewards.isolation.fresh_copies import CopiesStartAfresh
 from lrlhf.rewards.isolation.isolated_worker import Limits, Worker, WorkerError
 from lrlhf.rewards.lookup import (
     BoundFunction,
@@ -90,14 +89,11 @@ class IsolatedReward(CopiesStartAfresh):
         start_timeout: float = 60.0,
         max_reply_mb: float = 16.0,
     ) -> None:
-        settings = {
-            "timeout": timeout, "total_timeout": total_timeout, "memory_gb": memory_gb,
-            "cpu_seconds": cpu_seconds, "workers": workers, "start_timeout": start_timeout,
-            "max_reply_mb": max_reply_mb,
-        }  # fmt: skip
-        for name, value in settings.items():
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}; it must be above 0")
+        check_positive(
+            timeout=timeout, total_timeout=total_timeout, memory_gb=memory_gb,
+            cpu_seconds=cpu_seconds, workers=workers, start_timeout=start_timeout,
+            max_reply_mb=max_reply_mb,
+        )  # fmt: skip
         self._name, self._function = _portable(function)
         self._timeout = timeout
         self._total_timeout = total_timeout
@@ -112,7 +108,10 @@ class IsolatedReward(CopiesStartAfresh):
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        self._workers: list[Worker | None] = [None] * self._count
+        new = functools.partial(
+            Worker, self._name, self._function, self._limits, self._env, self._start_timeout
+        )
+        self._workers = [new() for _ in range(self._count)]
         self._signature: inspect.Signature | None = None
         self._lock = threading.Lock()
 
@@ -128,10 +127,8 @@ class IsolatedReward(CopiesStartAfresh):
     def close(self) -> None:
         """End the processes; the next call starts them again."""
         with self._lock:
-            for place, worker in enumerate(self._workers):
-                if worker is not None:
-                    worker.close()
-                self._workers[place] = None
+            for worker in self._workers:
+                worker.close()
 
     def __call__(self, **arguments: Any) -> list[float | None]:
         with self._lock:
@@ -144,31 +141,15 @@ class IsolatedReward(CopiesStartAfresh):
         return self._told(found, count, arguments)
 
     def _start_all(self) -> None:
-        if all(worker is not None and worker.alive for worker in self._workers):
+        if all(worker.alive for worker in self._workers):
             return
         try:
             with ThreadPoolExecutor(self._count) as threads:
-                for _ in threads.map(self._running, range(self._count)):
+                for _ in threads.map(Worker.start, self._workers):
                     pass
         except WorkerError as error:
             raise RewardError(f"{self._name!r} cannot be started in a process: {error}") from error
-
-    def _running(self, place: int, timeout: float = math.inf) -> Worker:
-        worker = self._workers[place]
-        if worker is None or not worker.alive:
-            worker = self._workers[place] = self._started(min(timeout, self._start_timeout))
-        return worker
-
-    def _started(self, timeout: float) -> Worker:
-        worker = Worker(self._function, self._limits, self._env, timeout)
-        greeting = worker.greeting
-        if "error" in greeting:
-            worker.close()
-            raise RewardError(
-                f"{self._name!r} cannot be loaded in its process: {greeting['error']}"
-            )
-        self._signature = _signature(greeting)
-        return worker
+        self._signature = _signature(self._workers[0].greeting)
 
     def _chosen(self, available: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the function takes of what there is."""
@@ -185,18 +166,18 @@ class IsolatedReward(CopiesStartAfresh):
         parts = [list(range(place, count, self._count)) for place in range(self._count)]
         with ThreadPoolExecutor(self._count) as threads:
             done = [
-                threads.submit(self._score, found, place, arguments, rows)
-                for place, rows in enumerate(parts)
+                threads.submit(self._score, found, worker, arguments, rows)
+                for worker, rows in zip(self._workers, parts, strict=True)
                 if rows
             ]
         for future in done:
             future.result()
 
     def _score(
-        self, found: _Found, place: int, arguments: Mapping[str, Any], rows: Sequence[int]
+        self, found: _Found, worker: Worker, arguments: Mapping[str, Any], rows: Sequence[int]
     ) -> None:
         """Ask about some responses, and if that fails about one after the other."""
-        failure = self._attempt(found, place, arguments, rows)
+        failure = self._attempt(found, worker, arguments, rows)
         if not failure:
             return
         if len(rows) == 1:
@@ -210,11 +191,11 @@ class IsolatedReward(CopiesStartAfresh):
             summary,
         )
         for row in rows:
-            if alone := self._attempt(found, place, arguments, [row]):
+            if alone := self._attempt(found, worker, arguments, [row]):
                 found.failures[row] = alone
 
     def _attempt(
-        self, found: _Found, place: int, arguments: Mapping[str, Any], rows: Sequence[int]
+        self, found: _Found, worker: Worker, arguments: Mapping[str, Any], rows: Sequence[int]
     ) -> str:
         """Ask a process about some responses; return what went wrong, empty if nothing did."""
         left = found.deadline - time.monotonic()
@@ -222,10 +203,11 @@ class IsolatedReward(CopiesStartAfresh):
             return f"no time is left of total_timeout = {self._total_timeout:g} s"
         seconds = min(self._timeout, left)
         try:
-            worker = self._running(place, left)
-            reply = worker.ask(_request(arguments, rows, seconds), seconds)
+            reply = worker.ask(_request(arguments, rows, seconds), seconds, left)
             if "error" in reply:
-                return self._raised(found, worker, reply)
+                if not worker.alive:
+                    found.restarts.append(str(reply["kind"]))
+                return str(reply["error"])
             self._keep(found, reply, rows)
         except WorkerError as error:
             found.restarts.append(str(error))
@@ -235,14 +217,6 @@ class IsolatedReward(CopiesStartAfresh):
             worker.close()
             return str(error)
         return ""
-
-    def _raised(self, found: _Found, worker: Worker, reply: Mapping[str, Any]) -> str:
-        if reply.get("kind") == "RewardError":
-            raise RewardError(str(reply.get("message")))
-        if reply.get("kind") == "MemoryError":  # what is left of it is of no use
-            found.restarts.append("MemoryError")
-            worker.close()
-        return str(reply["error"])
 
     def _keep(self, found: _Found, reply: Mapping[str, Any], rows: Sequence[int]) -> None:
         metrics, extras = _logged(reply, len(rows))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import selectors
@@ -17,6 +18,8 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from lrlhf.rewards.function import RewardError
 
 _LENGTH = struct.Struct(">Q")
 _CHUNK = 2**16
@@ -47,22 +50,83 @@ class Limits(NamedTuple):
 class Worker:
     """A process with a process group of its own, killed with it at the first disobedience.
 
-    Requests are pickles, as their content is the parent's; replies are JSON, as it is not.
+    It is started when it is needed, and again after it was killed. Requests are pickles, as their
+    content is the parent's; replies are JSON, as it is not.
 
     Args:
+        name: Of the function, for messages.
         function: Import path, ``file.py:name``, or the pickle of a function.
         limits: What it may use.
         env: Names of more environment variables that it gets.
-        timeout: Seconds to load the function.
-
-    Raises:
-        WorkerError: It does not start in time, or dies.
+        start_timeout: Seconds to load the function.
     """
 
     def __init__(
-        self, function: str | bytes, limits: Limits, env: tuple[str, ...], timeout: float
+        self,
+        name: str,
+        function: str | bytes,
+        limits: Limits,
+        env: tuple[str, ...],
+        start_timeout: float,
     ) -> None:
+        self._name = name
+        self._function = function
         self._limits = limits
+        self._env = env
+        self._start_timeout = start_timeout
+        self._output = b""
+        self._end: weakref.finalize[..., Worker] | None = None
+        self.greeting: dict[str, Any] = {}
+        """What the process told of its function."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._end is not None and self._end.alive
+
+    def start(self, timeout: float = math.inf) -> None:
+        """Start the process, if it does not run.
+
+        Raises:
+            WorkerError: It does not start in time, or dies.
+            RewardError: The function cannot be loaded.
+        """
+        if self.alive:
+            return
+        self._spawn()
+        path = [entry or str(Path.cwd()) for entry in sys.path]
+        start = {"function": self._function, "path": path, "limits": self._limits._asdict()}
+        self.greeting = self._told(start, min(timeout, self._start_timeout))
+        if "error" in self.greeting:
+            self.close()
+            raise RewardError(
+                f"{self._name!r} cannot be loaded in its process: {self.greeting['error']}"
+            )
+
+    def ask(
+        self, request: Mapping[str, Any], timeout: float, start_timeout: float = math.inf
+    ) -> dict[str, Any]:
+        """Send a request, and return the reply: an object, of which nothing else is certain.
+
+        Args:
+            request: What can be pickled.
+            timeout: Seconds.
+            start_timeout: Seconds to start it first, where it does not run.
+
+        Raises:
+            WorkerError: No reply in time, none that can be read, or the process died; it is dead
+                in each case, with all that it started.
+            RewardError: The function raised one, or cannot be loaded.
+        """
+        self.start(start_timeout)
+        reply = self._told(request, timeout)
+        if reply.get("kind") == "RewardError":
+            raise RewardError(str(reply.get("message")))
+        if reply.get("kind") == "MemoryError":  # what is left of it is of no use
+            self.close()
+        return reply
+
+    def _spawn(self) -> None:
         self._output = b""
         folder = tempfile.TemporaryDirectory(prefix="lrlhf-reward-", ignore_cleanup_errors=True)
         request_end, self._requests = os.pipe()
@@ -76,7 +140,7 @@ class Worker:
                 stdout=output_end,
                 stderr=output_end,
                 cwd=folder.name,
-                env=_environment(env, folder.name),
+                env=_environment(self._env, folder.name),
                 start_new_session=True,
             )
         finally:
@@ -85,21 +149,8 @@ class Worker:
         mine = (self._requests, self._replies, self._printed)
         os.set_blocking(self._requests, False)
         self._end = weakref.finalize(self, _end, self._process, folder, mine, os.getpid())
-        path = [entry or str(Path.cwd()) for entry in sys.path]
-        kept = limits._asdict()
-        self.greeting = self.ask({"function": function, "path": path, "limits": kept}, timeout)
 
-    def ask(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """Send a request, and return the reply: an object, of which nothing else is certain.
-
-        Args:
-            request: What can be pickled.
-            timeout: Seconds.
-
-        Raises:
-            WorkerError: No reply in time, none that can be read, or the process died; it is dead
-                in each case, with all that it started.
-        """
+    def _told(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         try:
             content = pickle.dumps(request)
             line = self._exchange(_LENGTH.pack(len(content)) + content, timeout)
@@ -108,10 +159,10 @@ class Worker:
                 raise WorkerError(f"its reply is a JSON {type(reply).__name__}, not an object")
         except (ValueError, RecursionError) as error:
             self.close()
-            raise WorkerError(self._told(f"its reply is no JSON: {error}")) from None
+            raise WorkerError(self._with_output(f"its reply is no JSON: {error}")) from None
         except WorkerError as error:
             self.close()
-            raise WorkerError(self._told(str(error))) from None
+            raise WorkerError(self._with_output(str(error))) from None
         except BaseException:  # a reply to an abandoned request would be taken for the next one's
             self.close()
             raise
@@ -119,12 +170,8 @@ class Worker:
 
     def close(self) -> None:
         """Kill the process and what it started, and remove its folder."""
-        self._end()
-
-    @property
-    def alive(self) -> bool:
-        """Whether it can be asked."""
-        return self._end.alive
+        if self._end is not None:
+            self._end()
 
     def _exchange(self, request: bytes, timeout: float) -> bytes:
         """Write and read as the process lets one; return one line."""
@@ -183,7 +230,7 @@ class Worker:
             return f"its process was killed by {signal.Signals(-status).name}"
         return f"its process ended with exit status {status}"
 
-    def _told(self, reason: str) -> str:
+    def _with_output(self, reason: str) -> str:
         """Return what it printed last, and the reason in the last line."""
         printed = self._output.decode(errors="replace").strip()
         return f"it printed last:\n{printed}\n{reason}" if printed else reason

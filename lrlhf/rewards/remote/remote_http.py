@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import functools
 import ipaddress
 import json
 import ssl
@@ -211,7 +212,7 @@ def new_client(verify: bool | str, max_connections: int) -> httpx.AsyncClient:
         verify: Check certificates; a path: against the authorities in this file.
         max_connections: At a time.
     """
-    context: ssl.SSLContext | bool = verify if isinstance(verify, bool) else _authorities(verify)
+    context = verify if verify is False else _authorities(verify)
     return httpx.AsyncClient(
         verify=context,
         trust_env=False,
@@ -220,11 +221,15 @@ def new_client(verify: bool | str, max_connections: int) -> httpx.AsyncClient:
     )
 
 
-def _authorities(path: str) -> ssl.SSLContext:
+@functools.cache
+def _authorities(verify: bool | str) -> ssl.SSLContext:
+    """Read certificates, which takes longer than a request."""
+    if isinstance(verify, bool):
+        return httpx.create_ssl_context()
     try:
-        return ssl.create_default_context(cafile=path)
+        return ssl.create_default_context(cafile=verify)
     except OSError as error:
-        raise ValueError(f"verify: {path!r} holds no certificates: {error}") from error
+        raise ValueError(f"verify: {verify!r} holds no certificates: {error}") from error
 
 
 def object_of(reply: Any) -> Mapping[str, Any]:

@@ -7,14 +7,15 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import httpx
 
+from lrlhf.rewards.fresh_copies import CopiesStartAfresh, check_positive
 from lrlhf.rewards.function import (
     Completion,
     LogMetric,
@@ -22,7 +23,6 @@ from lrlhf.rewards.function import (
     RewardError,
     column_of,
 )
-from lrlhf.rewards.isolation.fresh_copies import CopiesStartAfresh
 from lrlhf.rewards.remote.remote_http import (
     Exchange,
     ServiceError,
@@ -46,19 +46,10 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 _TELL_S = 60.0
 """Between two lines that say that the run waits."""
-_OPEN: set[asyncio.Task[None]] = set()
-"""The tasks that hold a pool of connections each; an event loop itself holds them only weakly."""
 
 
 class ServicesDownError(RuntimeError):
     """No reward service answered."""
-
-
-class _Live(NamedTuple):
-    """What belongs to one event loop."""
-
-    exchange: Exchange
-    slots: asyncio.Semaphore
 
 
 class _Column(NamedTuple):
@@ -74,6 +65,8 @@ class _Asked:
     """One call of the reward, while its batches are under way."""
 
     protocol: Protocol
+    exchange: Exchange
+    slots: asyncio.Semaphore
     log_metric: LogMetric
     deadline: float | None
     """On the clock of the event loop."""
@@ -129,7 +122,7 @@ class RemoteReward(CopiesStartAfresh):
     """
 
     ends_by_itself: ClassVar[bool] = True
-    _not_copied = ("_services", "_live", "_ready")
+    _not_copied = ("_services", "_ready")
 
     def __init__(  # noqa: PLR0913  the keys of a user's config
         self,
@@ -158,16 +151,15 @@ class RemoteReward(CopiesStartAfresh):
         if not self._urls or len(set(self._urls)) < len(self._urls):
             raise ValueError(f"urls must name at least one service, each once, and is {urls}")
         self._lightrft = protocol == "lightrft"
-        _check_keys(
-            protocol,
-            lrlhf={"columns": columns},
-            lightrft={
-                "chat_template": chat_template,
-                "reference_column": reference_column,
-                "label_column": label_column,
-            },
-        )
-        _check_positive(
+        own = {"columns": columns}
+        theirs = {"chat_template": chat_template, "reference_column": reference_column}
+        theirs["label_column"] = label_column
+        other = ("lrlhf", own) if self._lightrft else ("lightrft", theirs)
+        if wrong := [name for name, value in other[1].items() if value]:
+            raise ValueError(
+                f"{wrong[0]} belongs to protocol: {other[0]}, and protocol is {protocol}"
+            )
+        check_positive(
             timeout=timeout, total_timeout=total_timeout, first_pause=first_pause,
             batch_size=batch_size, max_concurrency=max_concurrency,
             breaker_failures=breaker_failures, breaker_cooldown=breaker_cooldown,
@@ -186,14 +178,10 @@ class RemoteReward(CopiesStartAfresh):
         self._batch_size = batch_size
         self._max_concurrency = max_concurrency
         self._columns = [_Column(name, name, "columns") for name in columns or ()]
-        self._columns += [
-            _Column(key, name, setting)
-            for key, name, setting in (
-                ("references", reference_column, "reference_column"),
-                ("labels", label_column, "label_column"),
-            )
-            if name is not None
-        ]
+        if reference_column is not None:
+            self._columns.append(_Column("references", reference_column, "reference_column"))
+        if label_column is not None:
+            self._columns.append(_Column("labels", label_column, "label_column"))
         self._chat_template = chat_template
         self._breaker_failures = breaker_failures
         self._breaker_cooldown = breaker_cooldown
@@ -204,17 +192,10 @@ class RemoteReward(CopiesStartAfresh):
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        self._services = Services(
-            [
-                Service(
-                    url,
-                    breaker_failures=self._breaker_failures,
-                    cooldown=self._breaker_cooldown,
-                )
-                for url in self._urls
-            ]
+        new = partial(
+            Service, breaker_failures=self._breaker_failures, cooldown=self._breaker_cooldown
         )
-        self._live: WeakKeyDictionary[asyncio.AbstractEventLoop, _Live] = WeakKeyDictionary()
+        self._services = Services([new(url) for url in self._urls])
         self._ready = False
 
     def prepare(self) -> None:
@@ -258,8 +239,15 @@ class RemoteReward(CopiesStartAfresh):
         )
         limit = math.inf if self._total_timeout is None else self._total_timeout
         deadline = asyncio.get_running_loop().time() + limit + self._max_wait
-        asked = _Asked(self._protocol(), log_metric, deadline if math.isfinite(deadline) else None)
-        scores = await self._scores(asked, responses)
+        async with new_client(self._verify, self._max_concurrency) as client:
+            asked = _Asked(
+                self._protocol(),
+                self._exchange(client),
+                asyncio.Semaphore(self._max_concurrency),
+                log_metric,
+                deadline if math.isfinite(deadline) else None,
+            )
+            scores = await self._scores(asked, responses)
         log_metric("remote/retries", asked.retries)
         log_metric("remote/failures", asked.unanswered)
         if not asked.unanswered:
@@ -273,31 +261,28 @@ class RemoteReward(CopiesStartAfresh):
         return PartialValues(scores, failure)
 
     async def _scores(self, asked: _Asked, responses: Responses) -> list[float | None]:
-        live = self._live_here()
         starts = range(0, len(responses.completions), self._batch_size)
         parts = [responses.part(slice(start, start + self._batch_size)) for start in starts]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._batch(live, asked, part)) for part in parts]
+                tasks = [group.create_task(self._batch(asked, part)) for part in parts]
         except ExceptionGroup as errors:  # the first one tells enough, and has its own type
             raise errors.exceptions[0] from None
         return list(itertools.chain.from_iterable(task.result() for task in tasks))
 
-    async def _batch(self, live: _Live, asked: _Asked, part: Responses) -> list[float | None]:
+    async def _batch(self, asked: _Asked, part: Responses) -> list[float | None]:
         """Return the scores of a batch; None everywhere if no service gave any."""
         count = len(part.completions)
         try:
-            async with asyncio.timeout_at(asked.deadline), live.slots:
+            async with asyncio.timeout_at(asked.deadline), asked.slots:
                 # pictures take their time, and the loop has others to serve
                 body = await asyncio.to_thread(asked.protocol.encoded, part)
-                return await self._answer(live.exchange, asked, body, count)
+                return await self._answer(asked, body, count)
         except (ServiceError, TimeoutError):  # the services remember what was wrong
             asked.unanswered += count
             return [None] * count
 
-    async def _answer(
-        self, exchange: Exchange, asked: _Asked, body: bytes, count: int
-    ) -> list[float | None]:
+    async def _answer(self, asked: _Asked, body: bytes, count: int) -> list[float | None]:
         """Ask one service after the other until one answers."""
         tried: set[Service] = set()
         failures = rounds = 0
@@ -305,7 +290,7 @@ class RemoteReward(CopiesStartAfresh):
             service = await self._services.next(tried)
             try:
                 with service.asked():
-                    scores = await self._ask(service, exchange, asked, body, count)
+                    scores = await self._ask(service, asked, body, count)
             except ServiceError as error:
                 if error.wait is None:
                     failures += 1
@@ -341,10 +326,10 @@ class RemoteReward(CopiesStartAfresh):
         return True
 
     async def _ask(
-        self, service: Service, exchange: Exchange, asked: _Asked, body: bytes, count: int
+        self, service: Service, asked: _Asked, body: bytes, count: int
     ) -> list[float | None]:
         started = time.monotonic()
-        reply = object_of(await exchange.post(asked.protocol.address(service.url), body))
+        reply = object_of(await asked.exchange.post(asked.protocol.address(service.url), body))
         scores = asked.protocol.scores(reply, count)
         service.heard(reply)
         asked.log_metric("remote/latency_s", time.monotonic() - started)
@@ -352,18 +337,6 @@ class RemoteReward(CopiesStartAfresh):
 
     def _protocol(self) -> Protocol:
         return LightrftProtocol(self._chat_template) if self._lightrft else LrlhfProtocol()
-
-    def _live_here(self) -> _Live:
-        """Return the connections of the running event loop, which are closed when it ends."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._live:
-            client = new_client(self._verify, self._max_concurrency)
-            slots = asyncio.Semaphore(self._max_concurrency)
-            self._live[loop] = _Live(self._exchange(client), slots)
-            task = loop.create_task(_hold(client))
-            _OPEN.add(task)
-            task.add_done_callback(_OPEN.discard)
-        return self._live[loop]
 
     def _exchange(self, client: httpx.AsyncClient) -> Exchange:
         return Exchange(client, self._timeout, self._max_bytes, self._token())
@@ -402,7 +375,7 @@ class RemoteReward(CopiesStartAfresh):
                 await asyncio.sleep(_POLL_S)
         for text in silent:
             logger.warning("a reward service does not answer, and the others do: %s", text)
-        self._check_versions()
+        self._services.check_versions()
 
     async def _greet(self, exchange: Exchange, service: Service) -> str:
         """Return what is wrong with a service; empty: nothing."""
@@ -421,37 +394,6 @@ class RemoteReward(CopiesStartAfresh):
                 raise  # others need not know GET, and answered
         return ""
 
-    def _check_versions(self) -> None:
-        versions = {service.version: service.url for service in self._services if service.version}
-        if len(versions) > 1:
-            said = "; ".join(f"{url} has {version}" for version, url in versions.items())
-            raise RewardError(
-                f"the reward services have different models, so that scores would depend on who "
-                f"answers: {said}. Serve the same one everywhere, or make each a reward of its own"
-            )
-
-
-async def _hold(client: httpx.AsyncClient) -> None:
-    """Keep connections open until the event loop ends, which cancels all tasks."""
-    try:
-        await asyncio.Event().wait()
-    finally:
-        await client.aclose()
-
 
 _TOLD: set[str] = set()
 """Addresses that were warned of."""
-
-
-def _check_keys(protocol: str, *, lrlhf: Mapping[str, Any], lightrft: Mapping[str, Any]) -> None:
-    """Refuse options that the protocol would leave out."""
-    other = "lightrft" if protocol == "lrlhf" else "lrlhf"
-    wrong = [name for name, value in {"lrlhf": lrlhf, "lightrft": lightrft}[other].items() if value]
-    if wrong:
-        raise ValueError(f"{wrong[0]} belongs to protocol: {other}, and protocol is {protocol}")
-
-
-def _check_positive(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} is {value}; it must be above 0")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from lrlhf.rewards.function import RewardError
 from lrlhf.rewards.remote.remote_http import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ class Service:
         self._failures = 0
         self._free_at = -math.inf
         self._probing = False
-        self._version = ""
+        self.version = ""
+        """Model and version as last heard; empty: nothing heard."""
 
     def ready_in(self) -> float:
         """Return the seconds until it may be asked; infinite while one request tries it."""
@@ -82,24 +84,19 @@ class Service:
         """Note which model the service says it has, and say so aloud if that changes."""
         said = [reply.get(key) for key in ("model", "version")]
         version = " ".join(_shown(word) for word in said if isinstance(word, str))
-        if not version or version == self._version:
+        if not version or version == self.version:
             return
-        if self._version:
+        if self.version:
             logger.warning(
                 "the reward service %s has another model than before: %s instead of %s. Scores "
                 "from now on cannot be compared with earlier ones",
                 self.url,
                 version,
-                self._version,
+                self.version,
             )
         else:
             logger.info("the reward service %s has the model %s", self.url, version)
-        self._version = version
-
-    @property
-    def version(self) -> str:
-        """Model and version as last heard; empty: nothing heard."""
-        return self._version
+        self.version = version
 
     def _failed(self, error: ServiceError) -> None:
         self.last_error = str(error)
@@ -158,6 +155,20 @@ class Services:
         turn = next(self._turn)
         order = fresh[turn % len(fresh) :] + fresh[: turn % len(fresh)]
         return min(order, key=lambda service: service.in_flight)
+
+    def check_versions(self) -> None:
+        """Compare what models the services have, as far as they said.
+
+        Raises:
+            RewardError: They have different ones.
+        """
+        versions = {service.version: service.url for service in self._services if service.version}
+        if len(versions) > 1:
+            said = "; ".join(f"{url} has {version}" for version, url in versions.items())
+            raise RewardError(
+                f"the reward services have different models, so that scores would depend on who "
+                f"answers: {said}. Serve the same one everywhere, or make each a reward of its own"
+            )
 
     def complaints(self) -> str:
         """Return what each service last failed with."""

@@ -24,3 +24,14 @@ class CopiesStartAfresh(RewardFunction, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start_afresh()
+
+
+def check_positive(**values: float | None) -> None:
+    """Refuse settings that are not above 0; None stands for no limit.
+
+    Raises:
+        ValueError: One is not.
+    """
+    for name, value in values.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} is {value}; it must be above 0")
