@@ -22,10 +22,10 @@ from lrlhf.cli.config_files import ConfigFile, read_config_files
 from lrlhf.cli.convert_command import convert
 from lrlhf.cli.export_command import export_checkpoint
 from lrlhf.cli.messages.endings import end
-from lrlhf.cli.messages.errors import ConfigError, RefusedError, ValidationError, hint
+from lrlhf.cli.messages.errors import ConfigError, RefusedError, hint
 from lrlhf.cli.messages.output import configure_output
 from lrlhf.cli.messages.secrets import SaveConfig, hide_hyperparameters, remember_secrets
-from lrlhf.cli.null_values import forbidden_nulls
+from lrlhf.cli.null_values import refuse_nulls
 from lrlhf.cli.parser import Parser
 from lrlhf.cli.plan_command import describe_run
 from lrlhf.cli.replay_command import dump_and_options, show_replay
@@ -64,11 +64,7 @@ class Application(Commands):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         self.config = parser.parse_args(self._arguments)
-        for keys in forbidden_nulls(self.config.get(self._arguments[0])):
-            message = (
-                f'Parser key "{".".join(keys)}": null is not accepted here; leave the line out'
-            )
-            raise ValidationError(f"{message} to get the default")
+        refuse_nulls(self.config.get(self._arguments[0]))
 
     def before_instantiate_classes(self) -> None:
         _check_checkpoint(self.config[self.subcommand].get("ckpt_path"))

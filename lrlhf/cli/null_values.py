@@ -9,11 +9,30 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pydoc import locate as import_by_path
 from typing import Any
 
 from jsonargparse import Namespace
+
+from lrlhf.cli.messages.errors import ValidationError
+
+
+def refuse_nulls(value: Any, path: tuple[str, ...] = (), *, strict: Sequence[str] = ()) -> None:
+    """Check that no option is null that must not be.
+
+    Args:
+        value: A parsed config, or a part of one.
+        path: Keys that lead to it.
+        strict: Options of ``value`` itself that must not be null.
+
+    Raises:
+        ValidationError: One is; names it.
+    """
+    given = ((*path, name) for name in strict if value[name] is None)
+    for keys in (*given, *forbidden_nulls(value, path)):
+        message = f'Parser key "{".".join(keys)}": null is not accepted here; leave the line out'
+        raise ValidationError(f"{message} to get the default")
 
 
 def forbidden_nulls(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib
 import re
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from jsonargparse import Namespace
 
 from lrlhf.cli.config_files import read_config_files
+from lrlhf.cli.messages.endings import located
 from lrlhf.cli.messages.errors import ConfigError, ValidationError
 from lrlhf.cli.messages.locations import locate_refusal
-from lrlhf.cli.null_values import forbidden_nulls
+from lrlhf.cli.null_values import refuse_nulls
 from lrlhf.cli.parser import Parser
 from lrlhf.rewards import LearnedReward, RewardFunction
 
@@ -35,8 +35,12 @@ def serve_reward(arguments: Sequence[str]) -> None:
     serving = importlib.import_module("lrlhf.serving")
     config = _parsed(_parser(serving), arguments)
     _check_nulls(config, serving)
-    with _locating(arguments):
+    try:
         service = _service(serving, config)
+    except ValueError as error:
+        sentence, files = " ".join(str(error).split()), read_config_files(arguments)
+        place = locate_refusal(sentence, ["LearnedReward"], files, arguments)
+        raise ConfigError(located(sentence, *place)) from error
     ended_by = serving.serve(
         service,
         host=config.host,
@@ -97,23 +101,14 @@ def _parsed(parser: Parser, arguments: Sequence[str]) -> Namespace:
 
 def _check_nulls(config: Namespace, serving: Any) -> None:
     """Refuse null where an option has a default and no meaning for it."""
-    groups = [
+    refuse_nulls(config, strict=("host", "port", "token_env"))
+    for path, owner, values in (
         ((), serving.RequestLimits, config),
         ((), serving.QueueOptions, config),
         (("model",), LearnedReward, config.model),
-    ]
-    for path, owner, values in groups:
-        entry = Namespace(class_path=f"{owner.__module__}.{owner.__name__}", init_args=values)  # type: ignore[no-untyped-call]
-        for keys in forbidden_nulls(entry, path):
-            _refuse_null(".".join(keys))
-    for key in ("host", "port", "token_env"):
-        if config[key] is None:
-            _refuse_null(key)
-
-
-def _refuse_null(key: str) -> None:
-    message = f'Parser key "{key}": null is not accepted here; leave the line out'
-    raise ValidationError(f"{message} to get the default")
+    ):
+        class_path = f"{owner.__module__}.{owner.__name__}"
+        refuse_nulls(Namespace(class_path=class_path, init_args=values), path)  # type: ignore[no-untyped-call]
 
 
 def _service(serving: Any, config: Namespace) -> Any:
@@ -149,16 +144,3 @@ def _function(config: Namespace) -> RewardFunction:
 
 def _built(options: Any, config: Namespace) -> Any:
     return options(**{name: config[name] for name in options.__dataclass_fields__})
-
-
-@contextmanager
-def _locating(arguments: Sequence[str]) -> Iterator[None]:
-    """Put file, line and key before what a constructor says of its arguments."""
-    try:
-        yield
-    except ValueError as error:
-        sentence = " ".join(str(error).split())
-        files = read_config_files(arguments)
-        place, key = locate_refusal(sentence, ["LearnedReward"], files, arguments)
-        text = ": ".join(part for part in (place, key, sentence) if part)
-        raise ConfigError(text) from error

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lrlhf.cli import run
 from lrlhf.models import RewardNetwork, ValueModel
 from lrlhf.run.checkpoints.checkpoint_reader import is_folder_checkpoint, read_checkpoint
+from tests.cli.experiment import experiment
 from tests.conftest import build_language_model, build_tokenizer
 
 pytestmark = [
@@ -35,53 +36,32 @@ def letter_count(completions: list[str]) -> list[float]:
 def config_of(kind: str, model_folder: str) -> dict[str, Any]:
     rows = [{"prompt": f"say {word}", "chosen": word * 2, "rejected": word} for word in "abcdefgh"]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    if kind == "reward":
-        model: dict[str, Any] = {
-            "class_path": "RewardModel",
-            "init_args": {"model": {"source": model_folder}, "optimizer": {"lr": 0.01}},
-        }
-        data = "PreferenceDataModule"
-    else:
-        options: dict[str, Any] = {
-            "policy": model_folder,
-            "rewards": {
-                "class_path": "Rewards",
-                "init_args": {"functions": [f"{__name__}.letter_count"]},
+    optimizer = {"optimizer": {"lr": 0.01}}
+    module, options = {
+        "reward": ("RewardModel", {"model": {"source": model_folder}}),
+        "rloo": ("RLOO", {"policy": model_folder}),
+        "ppo": (
+            "PPO",
+            {
+                "policy": {"source": model_folder, "lora": {"r": 2}},
+                "critic": {"model": {"source": model_folder}, **optimizer},
             },
-            "num_generations": 2,
-            "sampling": {"max_new_tokens": 3},
-            "optimizer": {"lr": 0.01},
-        }
-        if kind == "ppo":
-            options["policy"] = {"source": model_folder, "lora": {"r": 2}}
-            options["critic"] = {"model": {"source": model_folder}, "optimizer": {"lr": 0.01}}
-        model = {"class_path": "PPO" if kind == "ppo" else "RLOO", "init_args": options}
-        data = "PromptDataModule"
-    return {
-        "seed_everything": 3,
-        "model": model,
-        "data": {"class_path": data, "init_args": {"train": "rows.jsonl", "batch_size": 2}},
-        "trainer": {
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_steps": 2,
-            "max_epochs": -1,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "callbacks": [
-                {"class_path": "EMA", "init_args": {"decay": 0.5}},
-                {
-                    "class_path": "RLCheckpoint",
-                    "init_args": {"dirpath": "checkpoints", "every_n_train_steps": 1},
-                },
-                {
-                    "class_path": "HFExport",
-                    "init_args": {"dirpath": "by the run"},
-                },
-            ],
-        },
-    }
+        ),
+    }[kind]
+    saved = {"dirpath": "checkpoints", "every_n_train_steps": 1}
+    return experiment(
+        module,
+        {**options, **optimizer},
+        {"train": "rows.jsonl", "batch_size": 2},
+        reward=f"{__name__}.letter_count",
+        max_steps=2,
+        enable_checkpointing=True,
+        callbacks=[
+            {"class_path": "EMA", "init_args": {"decay": 0.5}},
+            {"class_path": "RLCheckpoint", "init_args": saved},
+            {"class_path": "HFExport", "init_args": {"dirpath": "by the run"}},
+        ],
+    )
 
 
 @pytest.fixture(scope="module")

@@ -107,30 +107,6 @@ def test_no_module_reads_foreign_data_as_code(path: Path) -> None:
     assert [what for what in found if (path.stem, what.partition(": ")[2]) not in ALLOWED] == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "torch.load(p)",
-        "torch.load(p, weights_only=False)",
-        "np.load(p)",
-        "np.load(p, allow_pickle=True)",
-        "pickle.loads(b)",
-        "from pickle import loads",
-        "import joblib",
-        "import dill.source",
-        "yaml.load(s, Loader=yaml.Loader)",
-        "subprocess.run(c, shell=True)",
-        "eval(s)",
-        "AutoModel.from_pretrained(p, trust_remote_code=True)",
-        "datasets.load_dataset(p, trust_remote_code=flag)",
-        "archive.extractall(p)",
-        "class A(pickle.Unpickler): ...",
-    ],
-)
-def test_the_rules_see_what_they_are_for(line: str) -> None:
-    assert len(list(complaints(line))) == 1
-
-
 def callables() -> Iterator[tuple[str, inspect.Signature]]:
     for found in pkgutil.walk_packages(lrlhf.__path__, "lrlhf."):
         # vLLM's part runs in its workers only

@@ -27,6 +27,7 @@ from lrlhf.planning.strategy_shares import (
     weights_of,
 )
 from lrlhf.types import SequenceBatch
+from tests.cli.experiment import experiment
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 32, 64, 2, 512
 # per layer: queries and output 32x32, keys and values 32x16, three matrices 32x64, two norms of 32
@@ -52,24 +53,9 @@ def config_only(tmp_path: Path) -> str:
 
 
 def _config(source: str, **options: Any) -> dict[str, Any]:
-    functions = {"functions": ["tests.cli.memory_probe.long_is_good"]}
-    return {
-        "model": {
-            "class_path": "lrlhf.modules.RLOO",
-            "init_args": {
-                "policy": {"source": source},
-                "rewards": {"class_path": "lrlhf.rewards.Rewards", "init_args": functions},
-                "num_generations": 4,
-                "sampling": {"max_new_tokens": 16},
-                **options,
-            },
-        },
-        "data": {
-            "class_path": "lrlhf.datamodules.PromptDataModule",
-            "init_args": {"train": "none.jsonl", "batch_size": 2, "max_prompt_tokens": 48},
-        },
-        "trainer": {"accelerator": "cpu", "max_steps": 1},
-    }
+    data = {"train": "none.jsonl", "batch_size": 2, "max_prompt_tokens": 48}
+    given = {"policy": {"source": source}, "sampling": {"max_new_tokens": 16}, **options}
+    return experiment("RLOO", {"num_generations": 4, **given}, data, reward="exact_match")
 
 
 def _planned(

@@ -10,11 +10,17 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from lrlhf.cli import run
+from tests.cli.experiment import experiment
 
 TOLERANCE = 0.15
 """Predicted and measured peaks differ by no more than this share, as docs/memory.md promises."""
 
 PROMPT, NEW = 120, 16
+PROBE = {
+    "class_path": "tests.cli.memory_probe.MemoryProbe",
+    "init_args": {"path": "peaks.json"},
+}
+PROBED: dict[str, Any] = {"max_steps": 2, "callbacks": [PROBE]}
 BYTES = {"GiB": 2**30, "MiB": 2**20}
 
 
@@ -137,10 +143,14 @@ def test_phases_of_a_policy_need_what_was_predicted(
     name: str, model_folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module, options = CASES[name]
-    config = _policy_config(
-        model_folder, module, **json.loads(json.dumps(options).replace("FOLDER", model_folder))
-    )
-    Path("config.yaml").write_text(yaml.safe_dump(config))
+    # one byte is one token; lengths differ, as they do outside of tests, so masks are needed
+    rows = [{"prompt": f"{index:03d}".ljust(PROMPT - index % 3, "x")} for index in range(8)]
+    _write("prompts.jsonl", rows)
+    data = {"train": "prompts.jsonl", "batch_size": 4, "max_prompt_tokens": PROMPT}
+    given = {"policy": "FOLDER", "num_generations": 4, "sampling": {"max_new_tokens": NEW}}
+    reward = "tests.cli.memory_probe.long_is_good"
+    config = experiment(module, {**given, **options}, data, reward=reward, **PROBED)
+    Path("config.yaml").write_text(json.dumps(config).replace("FOLDER", model_folder))
 
     predicted, measured = _predicted(capsys), _measured()
 
@@ -170,18 +180,9 @@ def test_a_step_of_a_reward_model_needs_what_was_predicted(
             for index in range(16)
         ],
     )
-    config = {
-        "model": {
-            "class_path": "lrlhf.modules.RewardModel",
-            "init_args": {"model": {"source": model_folder}},
-        },
-        "data": {
-            "class_path": "lrlhf.datamodules.PreferenceDataModule",
-            "init_args": {"train": "pairs.jsonl", "batch_size": 8, "max_tokens": tokens},
-        },
-        "trainer": _trainer(),
-    }
-    Path("config.yaml").write_text(yaml.safe_dump(config))
+    data = {"train": "pairs.jsonl", "batch_size": 8, "max_tokens": tokens}
+    config = experiment("RewardModel", {"model": {"source": model_folder}}, data, **PROBED)
+    Path("config.yaml").write_text(json.dumps(config))
 
     predicted, measured = _predicted(capsys), _measured()
 

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from lrlhf.cli import run
+from tests.cli.experiment import experiment
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -20,34 +21,15 @@ def letter_share(completions: list[str]) -> list[float]:
 def config(model_folder: str) -> dict[str, Any]:
     rows = [{"prompt": f"say {word}"} for word in "abcd"]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    functions = {"functions": [f"{__name__}.letter_share"]}
     options = {
         "policy": model_folder,
-        "rewards": {"class_path": "Rewards", "init_args": functions},
-        "num_generations": 2,
         "sampling": {"max_new_tokens": 4},
         "optimizer": {"lr": 0.1},
         "update": {"loss": "token_clip", "num_iterations": 2},
         "guard": {"max_ratio": 1.5},
     }
-    return {
-        "seed_everything": 3,
-        "model": {"class_path": "RLOO", "init_args": options},
-        "data": {
-            "class_path": "PromptDataModule",
-            "init_args": {"train": "rows.jsonl", "batch_size": 2},
-        },
-        "trainer": {
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_steps": 1,
-            "max_epochs": -1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-        },
-    }
+    data = {"train": "rows.jsonl", "batch_size": 2}
+    return experiment("RLOO", options, data, reward=f"{__name__}.letter_share")
 
 
 def test_a_dump_of_fit_is_repeated_by_its_command(config: dict[str, Any], capsys) -> None:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from lrlhf.cli import run
+from tests.cli.experiment import experiment
 
 pytestmark = pytest.mark.usefixtures("_own_log")
 
@@ -143,48 +144,12 @@ CASES = {
 
 
 def config(kind: str, model_folder: str) -> dict[str, Any]:
+    data, place = {"train": "data.jsonl", "batch_size": 4}, {"default_root_dir": "run"}
     if kind == "pairs":
-        model: dict[str, Any] = {
-            "class_path": "lrlhf.modules.RewardModel",
-            "init_args": {"model": {"source": model_folder}},
-        }
-        data = "lrlhf.datamodules.PreferenceDataModule"
-    else:
-        model = {
-            "class_path": "lrlhf.modules.RLOO",
-            "init_args": {
-                "policy": model_folder,
-                "num_generations": 2,
-                "sampling": {"max_new_tokens": 3},
-                "rewards": {
-                    "class_path": "lrlhf.rewards.Rewards",
-                    "init_args": {"functions": ["exact_match"]},
-                },
-            },
-        }
-        data = "lrlhf.datamodules.PromptDataModule"
-    return {
-        "model": model,
-        "data": {
-            "class_path": data,
-            "init_args": {"train": "data.jsonl", "batch_size": 4},
-        },
-        "trainer": {
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_steps": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": "run",
-            "callbacks": [
-                {"class_path": "lrlhf.callbacks.RolloutLog", "init_args": {"dirpath": "run"}}
-            ]
-            if kind == "prompts"
-            else [],
-        },
-    }
+        return experiment("RewardModel", {"model": {"source": model_folder}}, data, **place)
+    log = {"class_path": "RolloutLog", "init_args": {"dirpath": "run"}}
+    options = {"policy": model_folder}
+    return experiment("RLOO", options, data, reward="exact_match", callbacks=[log], **place)
 
 
 def test_there_are_enough_cases() -> None:
