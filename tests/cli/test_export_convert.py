@@ -215,28 +215,26 @@ def test_weights_alone_export_with_no_processes_and_no_strategy(run_of: tuple[st
     assert_same(weights("o"), weights("by the run/final"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["lost.ckpt", "new.ckpt"], "lost.ckpt is no checkpoint: it is not there"),
-        (["folder", "new.ckpt"], "folder is no checkpoint"),
-        (["text.ckpt", "new.ckpt"], "text.ckpt is damaged: it is a file of another kind"),
-        (["good.ckpt", "text.ckpt"], "text.ckpt exists; choose another name"),
-        (["good.ckpt", "folder"], "folder exists; choose another name"),
-    ],
-)
-def test_convert_says_in_one_line_what_is_wrong(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_says_in_one_line_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     Path("folder").mkdir()
     Path("text.ckpt").write_text("words")
     torch.save({"state_dict": {}}, "good.ckpt")
-    assert run(["convert", *arguments]) == 1
-    shown = capsys.readouterr().err
-    assert shown.startswith(f"error: {complaint}")
-    assert shown.count("\n") == 1
+    for source, target, complaint in (
+        ("lost.ckpt", "new.ckpt", "lost.ckpt is no checkpoint: it is not there"),
+        ("folder", "new.ckpt", "folder is no checkpoint"),
+        ("text.ckpt", "new.ckpt", "text.ckpt is damaged: it is a file of another kind"),
+        ("good.ckpt", "text.ckpt", "text.ckpt exists; choose another name"),
+        ("good.ckpt", "folder", "folder exists; choose another name"),
+    ):
+        assert run(["convert", source, target]) == 1
+        shown = capsys.readouterr().err
+        assert shown.startswith(f"error: {complaint}")
+        assert shown.count("\n") == 1
     assert not Path("new.ckpt").exists()
     assert Path("text.ckpt").read_text() == "words"
+    for arguments in ([], ["a.ckpt"], ["a", "b", "--to", "pieces"], ["a", "b", "c"]):
+        assert run(["convert", *arguments]) == 2
+        assert "usage: lrlhf convert" in capsys.readouterr().err
 
 
 def test_convert_rewrites_in_the_form_that_is_asked_for() -> None:
@@ -247,13 +245,3 @@ def test_convert_rewrites_in_the_form_that_is_asked_for() -> None:
     assert run(["convert", "new/c.ckpt", "d.ckpt", "--to", "sharded"]) == 0
     for name in ("b.ckpt", "new/c.ckpt", "d.ckpt"):
         assert read_checkpoint(Path(name))["state_dict"]["w"].tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    "arguments", [[], ["a.ckpt"], ["a", "b", "--to", "pieces"], ["a", "b", "c"]]
-)
-def test_convert_explains_its_arguments(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["convert", *arguments]) == 2
-    assert "usage: lrlhf convert" in capsys.readouterr().err

@@ -101,10 +101,13 @@ def is_safe_load(call: ast.Call) -> bool:
     return is_constant(given, True)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_module_reads_foreign_data_as_code(path: Path) -> None:
-    found = list(complaints(path.read_text()))
-    assert [what for what in found if (path.stem, what.partition(": ")[2]) not in ALLOWED] == []
+def test_no_module_reads_foreign_data_as_code() -> None:
+    found = [
+        (path.stem, what.partition(": ")[2])
+        for path in modules()
+        for what in complaints(path.read_text())
+    ]
+    assert {*found} == ALLOWED.keys()
 
 
 def callables() -> Iterator[tuple[str, inspect.Signature]]:

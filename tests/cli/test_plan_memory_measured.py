@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from lrlhf.cli import run
-from tests.cli.experiment import experiment
+from tests.cli.memory_probe import experiment
 
 TOLERANCE = 0.15
 """Predicted and measured peaks differ by no more than this share, as docs/memory.md promises."""
@@ -45,55 +44,8 @@ def model_folder(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> str:
     return str(folder)
 
 
-def _trainer() -> dict[str, Any]:
-    return {
-        "accelerator": "cpu",
-        "max_steps": 2,
-        "max_epochs": -1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "callbacks": [
-            {
-                "class_path": "tests.cli.memory_probe.MemoryProbe",
-                "init_args": {"path": "peaks.json"},
-            }
-        ],
-    }
-
-
 def _write(name: str, rows: list[dict[str, str]]) -> None:
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _policy_config(folder: str, module: str, **options: Any) -> dict[str, Any]:
-    # one byte is one token; lengths differ, as they do outside of tests, so masks are needed
-    rows = [{"prompt": f"{index:03d}".ljust(PROMPT - index % 3, "x")} for index in range(8)]
-    _write("prompts.jsonl", rows)
-    policy = {"source": folder, **options.pop("policy", {})}
-    rewards = {"functions": ["tests.cli.memory_probe.long_is_good"]}
-    return {
-        "model": {
-            "class_path": f"lrlhf.modules.{module}",
-            "init_args": {
-                "policy": policy,
-                "rewards": {"class_path": "lrlhf.rewards.Rewards", "init_args": rewards},
-                "num_generations": 4,
-                "sampling": {"max_new_tokens": NEW},
-                **options,
-            },
-        },
-        "data": {
-            "class_path": "lrlhf.datamodules.PromptDataModule",
-            "init_args": {
-                "train": "prompts.jsonl",
-                "batch_size": 4,
-                "max_prompt_tokens": PROMPT,
-            },
-        },
-        "trainer": _trainer(),
-    }
 
 
 def _predicted(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
@@ -130,7 +82,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adapters, recomputed activations": (
         "RLOO",
         {
-            "policy": {"lora": {"r": 8}, "gradient_checkpointing": True},
+            "policy": {"source": "FOLDER", "lora": {"r": 8}, "gradient_checkpointing": True},
             "update": {"logprob_chunk": 128},
         },
     ),
@@ -147,10 +99,8 @@ def test_phases_of_a_policy_need_what_was_predicted(
     rows = [{"prompt": f"{index:03d}".ljust(PROMPT - index % 3, "x")} for index in range(8)]
     _write("prompts.jsonl", rows)
     data = {"train": "prompts.jsonl", "batch_size": 4, "max_prompt_tokens": PROMPT}
-    given = {"policy": "FOLDER", "num_generations": 4, "sampling": {"max_new_tokens": NEW}}
-    reward = "tests.cli.memory_probe.long_is_good"
-    config = experiment(module, {**given, **options}, data, reward=reward, **PROBED)
-    Path("config.yaml").write_text(json.dumps(config).replace("FOLDER", model_folder))
+    config = json.dumps(experiment(module, {"policy": "FOLDER", **options}, data))
+    Path("config.yaml").write_text(config.replace("FOLDER", model_folder))
 
     predicted, measured = _predicted(capsys), _measured()
 
@@ -181,7 +131,7 @@ def test_a_step_of_a_reward_model_needs_what_was_predicted(
         ],
     )
     data = {"train": "pairs.jsonl", "batch_size": 8, "max_tokens": tokens}
-    config = experiment("RewardModel", {"model": {"source": model_folder}}, data, **PROBED)
+    config = experiment("RewardModel", {"model": {"source": model_folder}}, data)
     Path("config.yaml").write_text(json.dumps(config))
 
     predicted, measured = _predicted(capsys), _measured()
