@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lrlhf.datamodules import Source
+from lrlhf.datamodules.loading import attached
 from tests.conftest import build_tokenizer
 from tests.vlms import Vlm, build_vlm, save_vlm
 
@@ -59,6 +60,15 @@ def vlm_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("qwen2_vl")
     save_vlm("qwen2_vl", path)
     return str(path)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _load_once() -> Iterator[None]:
+    """Read a folder with a tokenizer and processor once, however many tests name it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("load_tokenizer", "load_processor", "load_config"):
+            patch.setattr(attached, name, functools.cache(getattr(attached, name)))
+        yield
 
 
 @pytest.fixture

@@ -104,42 +104,34 @@ def animation(*levels: int, duration: int = 100, format: str = "GIF", **options:
     )
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        pytest.param(lambda path: path, id="path"),
-        pytest.param(str, id="text"),
-        pytest.param(lambda path: f"file://{path}", id="file address"),
-        pytest.param(lambda path: path.read_bytes(), id="bytes"),
-        pytest.param(lambda path: bytearray(path.read_bytes()), id="bytearray"),
-        pytest.param(
-            lambda path: f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}",
-            id="data",
-        ),
-        pytest.param(lambda _: Image.fromarray(PIXELS), id="PIL"),
-        pytest.param(lambda _: PIXELS, id="numpy"),
-        pytest.param(lambda _: torch.from_numpy(PIXELS), id="torch"),
-        pytest.param(lambda path: {"bytes": path.read_bytes(), "path": "lost.png"}, id="both"),
-        pytest.param(lambda path: {"bytes": None, "path": str(path)}, id="path without bytes"),
-        pytest.param(lambda path: {"bytes": path.read_bytes(), "path": None}, id="nameless bytes"),
-    ],
-)
-def test_every_form_of_an_image_gives_the_same_pixels(
-    tmp_path: Path, given: Callable[[Path], Any]
-) -> None:
-    value = given(written(tmp_path, png(), "a picture.png"))
-    check_image(value)
-    image = read_image(value, OPTIONS)
-    assert image.mode == "RGB"
-    assert colours(image) == PIXELS.tolist()
+def as_data(path: Path, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
-def test_an_image_that_was_given_in_memory_can_be_read_again() -> None:
-    image = Image.fromarray(PIXELS)
-    check_image(image)
-    for _ in range(2):
-        assert colours(read_image(image, OPTIONS)) == PIXELS.tolist()
-    assert image.mode == "RGB"
+def forms_of_a_file(path: Path) -> list[Any]:
+    content = path.read_bytes()
+    return [
+        path,
+        str(path),
+        f"file://{path}",
+        content,
+        bytearray(content),
+        as_data(path),
+        {"bytes": content, "path": "lost.png"},
+        {"bytes": None, "path": str(path)},
+        {"bytes": content, "path": None},
+    ]
+
+
+def test_every_form_of_an_image_gives_the_same_pixels(tmp_path: Path) -> None:
+    path = written(tmp_path, png(), "a picture.png")
+    in_memory = [Image.fromarray(PIXELS), PIXELS, torch.from_numpy(PIXELS)]
+    for value in [*forms_of_a_file(path), *in_memory]:
+        check_image(value)
+        for _ in range(2):  # what was given in memory can be read again
+            image = read_image(value, OPTIONS)
+            assert image.mode == "RGB"
+            assert colours(image) == PIXELS.tolist()
 
 
 def test_grey_and_transparent_arrays_become_colours() -> None:
@@ -168,13 +160,6 @@ def test_a_photo_is_turned_upright(orientation: int, upright: list[list[str]]) -
     stored = Image.fromarray(np.array([[names["red"], names["green"]]], dtype=np.uint8))
     image = read_image(encoded(stored, exif=exif), OPTIONS)
     assert colours(image) == [[names[name] for name in row] for row in upright]
-
-
-def test_a_jpeg_is_turned_upright_too() -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    stored = Image.new("RGB", (16, 8), (200, 30, 30))
-    assert read_image(encoded(stored, "JPEG", exif=exif), OPTIONS).size == (8, 16)
 
 
 def test_what_is_transparent_shows_white() -> None:
@@ -223,8 +208,9 @@ def test_an_image_above_max_pixels_keeps_its_shape() -> None:
     assert read_image(image, MediaOptions(max_pixels=800)).size == (40, 20)
 
 
-@pytest.mark.parametrize("size", [(33, 7), (101, 100), (3, 999), (7, 7)])
-@pytest.mark.parametrize("most", [1, 48, 500])
+@pytest.mark.parametrize(
+    ("size", "most"), [((33, 7), 48), ((101, 100), 500), ((3, 999), 48), ((3, 999), 1), ((7, 7), 1)]
+)
 def test_max_pixels_is_never_exceeded(size: tuple[int, int], most: int) -> None:
     width, height = read_image(Image.new("RGB", size), MediaOptions(max_pixels=most)).size
     assert 1 <= width * height <= most
@@ -253,34 +239,27 @@ def test_a_missing_file_is_named() -> None:
         assert "media.root" in caught.value.remedy
 
 
-def test_a_folder_is_no_image(tmp_path: Path) -> None:
-    assert reason(lambda: read_image(tmp_path, OPTIONS)) == "missing file"
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        pytest.param("https://example.org/a.png", "remote file", id="address"),
-        pytest.param({"bytes": None, "path": "s3://bucket/a.png"}, "remote file", id="bucket"),
-        pytest.param("data:image/png;base64,####", "broken image", id="bad base64"),
-        pytest.param("data:image/png;base64,abcde", "broken image", id="cut base64"),
-        pytest.param("data:text/plain,hello", "broken image", id="no base64"),
-        pytest.param(b"", "broken image", id="no bytes"),
-        pytest.param(b"no image at all", "broken image", id="other bytes"),
-        pytest.param(np.zeros((0, 4, 3), np.uint8), "zero-size image", id="no rows"),
-        pytest.param(np.zeros((4, 0, 3), np.uint8), "zero-size image", id="no columns"),
-        pytest.param(torch.zeros(0, 0, 3, dtype=torch.uint8), "zero-size image", id="empty tensor"),
-        pytest.param(Image.new("RGB", (0, 5)), "zero-size image", id="empty image"),
-        pytest.param(np.zeros((4, 4, 3), np.float32), "wrong type", id="floats"),
-        pytest.param(np.zeros((4, 4, 3), np.int64), "wrong type", id="integers"),
-        pytest.param(np.zeros((3, 4, 5), np.uint8), "wrong type", id="channels first"),
-        pytest.param(np.zeros((1, 4, 4, 3), np.uint8), "wrong type", id="four axes"),
-        pytest.param(torch.zeros(4, 4, 3), "wrong type", id="float tensor"),
-        pytest.param(17, "wrong type", id="number"),
-        pytest.param(None, "wrong type", id="nothing"),
-        pytest.param({"bytes": None, "path": None}, "wrong type", id="empty mapping"),
-        pytest.param({}, "wrong type", id="no keys"),
-        pytest.param("x" * 300, "missing file", id="a text that is no path"),
+        ("https://example.org/a.png", "remote file"),
+        ({"bytes": None, "path": "s3://bucket/a.png"}, "remote file"),
+        ("data:image/png;base64,####", "broken image"),
+        ("data:text/plain,hello", "broken image"),
+        (b"", "broken image"),
+        (b"<html>404</html>", "broken image"),
+        (np.zeros((0, 4, 3), np.uint8), "zero-size image"),
+        (torch.zeros(0, 0, 3, dtype=torch.uint8), "zero-size image"),
+        (Image.new("RGB", (0, 5)), "zero-size image"),
+        (np.zeros((4, 4, 3), np.float32), "wrong type"),
+        (np.zeros((3, 4, 5), np.uint8), "wrong type"),
+        (np.zeros((1, 4, 4, 3), np.uint8), "wrong type"),
+        (torch.zeros(4, 4, 3), "wrong type"),
+        (17, "wrong type"),
+        ({"bytes": None, "path": None}, "wrong type"),
+        ({}, "wrong type"),
+        ("x" * 300, "missing file"),
+        (Path("/"), "missing file"),
     ],
 )
 def test_what_is_no_image_is_refused_before_its_pixels_are_read(value: Any, expected: str) -> None:
@@ -288,33 +267,16 @@ def test_what_is_no_image_is_refused_before_its_pixels_are_read(value: Any, expe
     assert reason(lambda: read_image(value, OPTIONS)) == expected
 
 
-def test_the_message_says_which_dtype_and_shape_was_wrong() -> None:
-    with pytest.raises(MediaError, match=r"uint8 array .* not float32 \[4, 4, 3\]"):
-        read_image(np.zeros((4, 4, 3), np.float32), OPTIONS)
-
-
-def test_text_with_the_name_of_an_image_is_broken(tmp_path: Path) -> None:
-    path = written(tmp_path, b"<html>404</html>", "cat.png")
-    for read in (lambda: read_image(path, OPTIONS), lambda: check_image(path)):
-        with pytest.raises(MediaError, match=r"cat\.png") as caught:
-            read()
-        assert caught.value.reason == "broken image"
-
-
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "BMP"])
 def test_a_truncated_image_is_found_when_its_pixels_are_read(tmp_path: Path, format: str) -> None:
     noise = np.random.Generator(np.random.Philox(0)).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     content = encoded(Image.fromarray(noise), format)
+    if format == "JPEG":
+        check_image(content[:-40])  # its head looks well
     path = written(tmp_path, content[: len(content) // 2], f"half.{format.lower()}")
     with pytest.raises(MediaError, match=r"half\.") as caught:
         read_image(path, OPTIONS)
     assert caught.value.reason == "broken image"
-
-
-def test_the_head_of_a_truncated_jpeg_looks_well() -> None:
-    content = encoded(Image.new("RGB", (64, 64)), "JPEG")
-    check_image(content[:-40])
-    assert reason(lambda: read_image(content[:-40], OPTIONS)) == "broken image"
 
 
 def test_a_decompression_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,20 +320,8 @@ def test_frames_of_a_film_are_the_middles_of_equal_stretches(
 
 
 def test_every_form_of_a_film_gives_the_same_frames(tmp_path: Path) -> None:
-    path = written(tmp_path, film(6), "a film.mp4")
-    content = path.read_bytes()
-    forms = [
-        path,
-        str(path),
-        f"file://{path}",
-        content,
-        bytearray(content),
-        f"data:video/mp4;base64,{base64.b64encode(content).decode()}",
-        {"bytes": content, "path": "lost.mp4"},
-        {"bytes": None, "path": str(path)},
-    ]
     options = MediaOptions(fps=5.0)  # 6 frames at 10 fps: 3 of them, middles 1, 3, 5
-    for form in forms:
+    for form in forms_of_a_file(written(tmp_path, film(6), "a film.mp4")):
         check_video(form)
         video = read_video(form, options)
         assert numbers(video) == [1, 3, 5]
@@ -389,14 +339,11 @@ def test_other_containers_are_read_too(codec: str, format: str) -> None:
 @pytest.mark.parametrize(
     "wrap",
     [
-        pytest.param(list, id="images"),
-        pytest.param(tuple, id="tuple"),
-        pytest.param(lambda frames: [encoded(frame) for frame in frames], id="files"),
-        pytest.param(lambda frames: [np.asarray(frame) for frame in frames], id="arrays"),
-        pytest.param(lambda frames: np.stack([np.asarray(f) for f in frames]), id="array"),
-        pytest.param(
-            lambda frames: torch.from_numpy(np.stack([np.asarray(f) for f in frames])), id="tensor"
-        ),
+        tuple,
+        lambda frames: [encoded(frame) for frame in frames],
+        lambda frames: [np.asarray(frame) for frame in frames],
+        lambda frames: np.stack([np.asarray(frame) for frame in frames]),
+        lambda frames: torch.from_numpy(np.stack([np.asarray(frame) for frame in frames])),
     ],
 )
 def test_frames_that_are_given_are_taken_evenly(wrap: Callable[[list[Image.Image]], Any]) -> None:
@@ -425,23 +372,11 @@ def test_an_animation_is_read_with_its_own_speed(tmp_path: Path, format: str, na
     levels = [0, 40, 80, 120, 160, 200, 220, 240]
     path = written(tmp_path, animation(*levels, duration=250, format=format, **extra), name)
     # 8 frames of 250 ms last 2 s: at 2 fps 4 frames, middles 1, 3, 5, 7
-    video = read_video(str(path), OPTIONS)
-    assert shades(video) == [40, 120, 200, 240]
-    assert video.fps == pytest.approx(2.0)
-    assert shades(read_video(path, MediaOptions(max_frames=2))) == [80, 220]  # middles 2 and 6
-
-
-@pytest.mark.parametrize(
-    ("format", "name"), [("GIF", "a.gif"), ("WEBP", "a.webp"), ("PNG", "a.png")]
-)
-def test_an_animation_as_bytes_gives_the_same_frames(format: str, name: str) -> None:
-    extra = {"lossless": True} if format == "WEBP" else {}
-    levels = [0, 40, 80, 120, 160, 200, 220, 240]
-    content = animation(*levels, duration=250, format=format, **extra)
-    for form in (content, {"bytes": content, "path": name}):
+    for form in (str(path), path.read_bytes(), {"bytes": path.read_bytes(), "path": name}):
         video = read_video(form, OPTIONS)
         assert shades(video) == [40, 120, 200, 240]
         assert video.fps == pytest.approx(2.0)
+    assert shades(read_video(path, MediaOptions(max_frames=2))) == [80, 220]  # middles 2 and 6
 
 
 def test_a_still_is_a_film_of_one_frame(tmp_path: Path) -> None:
@@ -471,13 +406,13 @@ def header_only() -> bytes:
 @pytest.mark.parametrize(
     ("content", "name", "expected"),
     [
-        pytest.param(sound, "song.mp3", "video without frames", id="sound"),
-        pytest.param(header_only, "none.avi", "video without frames", id="no frame"),
-        pytest.param(lambda: b"", "empty.mp4", "broken video", id="empty file"),
-        pytest.param(lambda: b"no film at all " * 50, "text.mp4", "broken video", id="text"),
-        pytest.param(lambda: film()[:60], "cut.mp4", "broken video", id="cut film"),
-        pytest.param(lambda: b"GIF89a", "cut.gif", "broken video", id="cut GIF"),
-        pytest.param(lambda: b"", "empty.gif", "broken video", id="empty GIF"),
+        (sound, "song.mp3", "video without frames"),
+        (header_only, "none.avi", "video without frames"),
+        (lambda: b"", "empty.mp4", "broken video"),
+        (lambda: b"no film at all " * 50, "text.mp4", "broken video"),
+        (lambda: film()[:60], "cut.mp4", "broken video"),
+        (lambda: b"GIF89a", "cut.gif", "broken video"),
+        (lambda: b"", "empty.gif", "broken video"),
     ],
 )
 def test_a_file_that_shows_nothing_is_refused_by_name(
@@ -490,45 +425,30 @@ def test_a_file_that_shows_nothing_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
+    ("value", "expected", "checked"),
     [
-        pytest.param([], "video without frames", id="empty list"),
-        pytest.param(np.zeros((0, 4, 4, 3), np.uint8), "video without frames", id="empty array"),
-        pytest.param(np.zeros((2, 4, 4, 3), np.float32), "wrong type", id="floats"),
-        pytest.param(np.zeros((4, 4, 3), np.uint8), "wrong type", id="one frame"),
-        pytest.param(np.zeros((2, 0, 4, 3), np.uint8), "zero-size image", id="no rows"),
-        pytest.param(3.5, "wrong type", id="number"),
-        pytest.param(None, "wrong type", id="nothing"),
-        pytest.param([*stills(1), Image.new("RGB", (9, 9))], "broken video", id="two sizes"),
-        pytest.param([*stills(1), "gone.png"], "missing file", id="lost frame"),
-        pytest.param("https://example.org/a.mp4", "remote file", id="address"),
-        pytest.param("data:video/mp4;base64,####", "broken image", id="bad base64"),
-        pytest.param("x" * 300, "missing file", id="a text that is no path"),
+        ([], "video without frames", True),
+        (np.zeros((0, 4, 4, 3), np.uint8), "video without frames", True),
+        (np.zeros((2, 4, 4, 3), np.float32), "wrong type", False),
+        (np.zeros((4, 4, 3), np.uint8), "wrong type", False),
+        (np.zeros((2, 0, 4, 3), np.uint8), "zero-size image", False),
+        (3.5, "wrong type", False),
+        (None, "wrong type", False),
+        ([*stills(1), Image.new("RGB", (9, 9))], "broken video", False),
+        ([*stills(1), "gone.png"], "missing file", False),
+        ("gs://bucket/a.mp4", "remote file", True),
+        ("data:video/mp4;base64,####", "broken image", True),
+        ("x" * 300, "missing file", True),
     ],
 )
-def test_what_is_no_video_is_refused(value: Any, expected: str) -> None:
+def test_what_is_no_video_is_refused(
+    tmp_path: Path, value: Any, expected: str, checked: bool
+) -> None:
     assert reason(lambda: read_video(value, OPTIONS)) == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ([], "video without frames"),
-        (b"", "video without frames"),
-        (np.zeros((0, 4, 4, 3), np.uint8), "video without frames"),
-        ("gone.mp4", "missing file"),
-        ("gs://bucket/a.mp4", "remote file"),
-        ("x" * 300, "missing file"),
-    ],
-)
-def test_the_check_of_a_video_looks_whether_it_is_there(value: Any, expected: str) -> None:
-    assert reason(lambda: check_video(value)) == expected
-
-
-def test_the_check_finds_an_empty_file(tmp_path: Path) -> None:
-    with pytest.raises(MediaError, match=r"nothing\.mp4") as caught:
-        check_video(written(tmp_path, b"", "nothing.mp4"))
-    assert caught.value.reason == "video without frames"
+    if checked:
+        assert reason(lambda: check_video(value)) == expected
+    empty = written(tmp_path, b"", "nothing.mp4")
+    assert reason(lambda: check_video(empty)) == "video without frames"
 
 
 @pytest.mark.parametrize("name", ["max_pixels", "fps", "max_frames"])
