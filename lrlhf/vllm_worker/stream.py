@@ -1,9 +1,8 @@
-"""Weights over a socket, bucket by bucket, so that no side holds a second copy of the model.
+"""Weights over a socket, one by one, so that no side holds a second copy of the model.
 
-The receiver connects and shows a token first. A bucket is a list in JSON of names, types and
-shapes, its length in 8 bytes before it, and then the tensors as they lie in memory, one after the
-other; length 0 ends the stream. Nothing of it can carry code, and nothing is copied on the way but
-by the sockets.
+The receiver connects and shows a token first. Before each tensor come its name, type and shape in
+JSON, the length of that in 8 bytes before it, and then the tensor as it lies in memory; length 0
+ends the stream. Nothing of it can carry code, and nothing is copied on the way but by the sockets.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-BUCKET_BYTES = 64 * 2**20
 _LENGTH = struct.Struct(">Q")
 _LONGEST_TOKEN = 4096
 _TOKEN_SECONDS = 5.0
@@ -28,30 +26,13 @@ class StreamError(ConnectionError):
     """The other side went away, took too long, or is not who it should be."""
 
 
-def buckets(
-    tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int = BUCKET_BYTES
-) -> Iterator[dict[str, Tensor]]:
-    """Group named tensors into buckets; one that is larger has a bucket of its own."""
-    bucket: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        if bucket and size + nbytes > max_bytes:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = tensor
-        size += nbytes
-    if bucket:
-        yield bucket
-
-
 class Sender:
     """Listens on a free port until ``receivers`` workers have come, and sends to all of them.
 
     Args:
         host: Address to listen on.
         receivers: Workers to wait for.
-        timeout: Seconds that a worker may take to come, or to take a bucket.
+        timeout: Seconds that a worker may take to come, or to take a tensor.
     """
 
     def __init__(self, host: str, *, receivers: int, timeout: float) -> None:
@@ -74,25 +55,23 @@ class Sender:
         tensors: Iterable[tuple[str, Tensor]],
         *,
         give_up: Callable[[], bool] = lambda: False,
-        max_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Send every tensor to every worker.
 
         Args:
             tensors: Named tensors; each is asked for when the ones before it are on their way.
             give_up: Tells that no worker will come, looked at while waiting for them.
-            max_bytes: Largest bucket.
 
         Raises:
             StreamError: A worker did not come, or went away.
         """
         self._accept(give_up)
         try:
-            for bucket in buckets(tensors, max_bytes=max_bytes):
-                head = json.dumps([_described(*named) for named in bucket.items()]).encode()
-                self._send(_LENGTH.pack(len(head)), head)
-                for tensor in bucket.values():
-                    self._send(_memory(tensor.detach().to("cpu").contiguous()))
+            for name, tensor in tensors:
+                kind = str(tensor.dtype).removeprefix("torch.")
+                head = json.dumps([name, kind, list(tensor.shape)]).encode()
+                data = _memory(tensor.detach().to("cpu").contiguous())
+                self._send(_LENGTH.pack(len(head)) + head, data)
             self._send(_LENGTH.pack(0))
         except OSError as error:
             raise StreamError(f"a vLLM worker stopped taking weights ({error})") from error
@@ -117,6 +96,8 @@ class Sender:
                 continue
             if self._shows_token(connection):
                 connection.settimeout(self._timeout)
+                # small tensors do not wait for the worker to confirm those before them
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._sockets.append(connection)
             else:
                 connection.close()
@@ -136,26 +117,22 @@ def receive(host: str, port: int, token: str, *, timeout: float) -> Iterator[tup
 
     Raises:
         StreamError: The sender went away before its end mark, or took longer than ``timeout``
-            seconds for a bucket.
+            seconds for a tensor.
     """
     try:
         with socket.create_connection((host, port), timeout=timeout) as connection:
             connection.sendall(_LENGTH.pack(len(token)) + token.encode())
             while size := _read_length(connection):
-                for name, kind, shape in json.loads(_receive(connection, size)):
-                    tensor = torch.empty(shape, dtype=_TYPES[kind])
-                    _fill(connection, _memory(tensor))
-                    yield name, tensor
+                name, kind, shape = json.loads(_receive(connection, size))
+                tensor = torch.empty(shape, dtype=_TYPES[kind])
+                _fill(connection, _memory(tensor))
+                yield name, tensor
     except StreamError:
         raise
     except TimeoutError as error:
         raise StreamError(f"no weights came for {timeout:g} s") from error
     except OSError as error:
         raise StreamError(f"the sender of weights is gone ({error})") from error
-
-
-def _described(name: str, tensor: Tensor) -> tuple[str, str, list[int]]:
-    return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
 def _memory(tensor: Tensor) -> memoryview:

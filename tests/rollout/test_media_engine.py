@@ -108,17 +108,6 @@ def test_log_probabilities_of_drawn_tokens_are_those_of_training_and_of_the_plai
         torch.testing.assert_close(drawn, plain, rtol=0, atol=1e-5)
 
 
-def test_greedy_answers_are_those_of_repeated_argmax(vlm: Vlm) -> None:
-    rows = prompt_rows(vlm)
-    rollout = generate(vlm, rows, Sampling(temperature=0.0, max_new_tokens=4))
-    banned = torch.tensor(never_said(vlm))
-    for prompt, response in zip(rows, responses(rollout), strict=True):
-        with torch.no_grad():
-            logits = vlm.model(**answered(prompt, response).plain).logits[0]
-        best = logits.index_fill(-1, banned, -torch.inf).argmax(-1)
-        assert best[-len(response) - 1 : -1].tolist() == response
-
-
 def test_neither_sharing_prompts_nor_the_batch_size_changes_a_token(vlm: Vlm) -> None:
     rows = prompt_rows(vlm)
     drawn = responses(generate(vlm, rows, num_generations=3))

@@ -178,28 +178,6 @@ def test_the_grace_is_what_a_server_gets_to_tidy_up(fake: Fake) -> None:
         assert marked(fake.marker) == {}
 
 
-def test_a_grace_that_is_cut_short_counts(fake: Fake) -> None:
-    server = fake.server("stubborn")
-    server.start()
-    wait_ready(server)
-
-    def impatient(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, impatient)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            server.stop(grace=60)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert fake.server_pid() in marked(fake.marker)
-    began = time.monotonic()
-    server.stop(grace=0.1)
-    assert time.monotonic() - began < 5
-    assert marked(fake.marker) == {}
-
-
 def test_secrets_are_blanked(fake: Fake) -> None:
     command = [*fake.command("crash"), "--api-key", "from-the-command", "--admin_token=in-one-word"]
     server = ServerProcess(
@@ -302,38 +280,6 @@ def test_the_exit_of_a_forked_child_does_not_end_the_server(fake: Fake) -> None:
         # the guard says so when it begins to end a server
         assert "guard:" not in fake.log.read_text()
         assert len(marked(fake.marker)) == 5
-
-
-def test_the_guard_notices_the_end_of_the_trainer_though_another_holds_the_pipe(fake: Fake) -> None:
-    parent = f"import subprocess, sys, os; subprocess.Popen({GUARD!r} + [str(os.getpid()), '0.1', "
-    parent += "'--', *sys.argv[1:]]); sys.stdin.readline()"
-    command = [*PYTHON, "-c", parent, *fake.command("stubborn")]
-    reader, writer = os.pipe()
-    with subprocess.Popen(command, stdin=reader) as started:
-        try:
-            assert eventually(lambda: bool(stubborn_children(fake.marker)), seconds=20)
-            started.kill()
-            started.wait()
-            assert eventually(lambda: marked(fake.marker) == {}, seconds=3)
-        finally:
-            os.close(reader)
-            os.close(writer)
-
-
-def test_members_are_the_session_and_all_descendants() -> None:
-    table = {
-        1: guard.Process(parent=0, session=1, zombie=False),
-        10: guard.Process(parent=1, session=10, zombie=False),  # the guard
-        11: guard.Process(parent=10, session=10, zombie=False),  # the command
-        12: guard.Process(parent=11, session=12, zombie=False),  # its child in another session
-        13: guard.Process(parent=12, session=12, zombie=True),
-        14: guard.Process(parent=1, session=10, zombie=False),  # an orphan of the session
-        15: guard.Process(parent=14, session=15, zombie=False),
-        20: guard.Process(parent=1, session=20, zombie=False),
-    }
-    assert guard.members(10, table) == {11, 12, 13, 14, 15}
-    # after the end of the guard and the command
-    assert guard.members(10, {pid: table[pid] for pid in (1, 12, 14, 15, 20)}) == {14, 15}
 
 
 @linux

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -89,22 +88,6 @@ def test_another_policy_makes_the_weights_unknown(language_model, tokenizer) -> 
     assert engine.probe().mean < 1e-4
 
 
-def test_a_closed_engine_starts_again_with_the_next_push(
-    language_model, tokenizer, prompts
-) -> None:
-    engine = attached(language_model, tokenizer)
-    engine.push(0)
-    first = generate(engine, prompts)
-    engine.close()
-    engine.close()
-    assert engine.version is None
-    assert not engine.started
-    with pytest.raises(WeightSyncError, match="no weights"):
-        generate(engine, prompts)
-    engine.push(0)
-    assert_same(first, generate(engine, prompts))
-
-
 def test_weights_arrive_in_the_type_of_the_engine(language_model, tokenizer) -> None:
     engine = attached(language_model, tokenizer, dtype=torch.bfloat16)
     engine.push(0)
@@ -112,21 +95,6 @@ def test_weights_arrive_in_the_type_of_the_engine(language_model, tokenizer) -> 
         assert torch.equal(tensor, language_model.get_parameter(name).bfloat16()), name
     # 8 bits of precision round log-probabilities, by less than the tolerance for it
     assert 1e-4 < engine.probe().mean < 0.2
-
-
-def test_a_lora_policy_draws_from_its_merged_weights(language_model, tokenizer, prompts) -> None:
-    base = copy.deepcopy(language_model)
-    policy = get_peft_model(language_model, LoraConfig(r=2, init_lora_weights=False))
-    engine = attached(policy, tokenizer)
-    engine.push(0)
-    merged = copy.deepcopy(policy).merge_and_unload()
-    for model, same in ((merged, True), (base, False)):
-        own = TransformersEngine()
-        own.attach(model, tokenizer)
-        expected = own.generate(prompts, SAMPLING, num_generations=2, seeds=SEEDS)
-        rollout = generate(engine, prompts)
-        assert torch.equal(rollout.input_ids, expected.input_ids) == same
-    assert engine.probe().mean < 1e-4
 
 
 def test_a_push_within_inference_mode_can_be_followed_by_one_outside(

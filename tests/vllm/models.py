@@ -1,9 +1,12 @@
 """Models that vLLM's CPU kernels take, and what is compared with them."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lrlhf.rollout import VLLMServerEngine
 from lrlhf.types import PromptBatch, Rollout
 from tests.conftest import build_language_model
 
@@ -56,3 +59,13 @@ def logprobs_by_whole_logits(model: nn.Module, rollout: Rollout, temperature: fl
 def largest_gap(model: nn.Module, rollout: Rollout, temperature: float = 1.0) -> float:
     own = logprobs_by_whole_logits(model, rollout, temperature)
     return float((own - rollout.sampling_logprobs).abs().max())
+
+
+def new_server(folder: Path) -> VLLMServerEngine:
+    return VLLMServerEngine(
+        max_model_len=128,
+        kv_cache_gib=0.05,
+        log_file=str(folder / "vllm.log"),
+        start_timeout=400,
+        stall_timeout=120,
+    )

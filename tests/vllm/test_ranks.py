@@ -24,6 +24,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("engine", "strategy"),
     [

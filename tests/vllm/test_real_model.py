@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", ["transformers", "vllm", "vllm_server"])
 def test_the_quickstart_runs_with_the_engine(engine: str, tmp_path: Path) -> None:
     flags = {

@@ -105,7 +105,7 @@ def test_the_last_push_is_known_by_its_token_once_it_is_whole() -> None:
             worker.lrlhf_receive, "127.0.0.1", str(sender.port), sender.token, "10.0"
         )
         weights = {name: torch.randn(50) for name in "abcdef"}
-        sender.send(weights.items(), max_bytes=300)
+        sender.send(weights.items())
         numbers = arrived.result(10)
     assert worker.lrlhf_last_push() == sender.token
     assert numbers == {name: str(fingerprint(tensor)) for name, tensor in weights.items()}

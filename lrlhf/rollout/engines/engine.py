@@ -144,7 +144,11 @@ class RolloutEngine(ABC):
         """
 
     def probe(self) -> ProbeGap:
-        """Compare log-probabilities of a few sampled tokens with those of the policy."""
+        """Compare log-probabilities of a few sampled tokens with those of the policy.
+
+        Returns:
+            Absolute differences; float32 on both sides gives about 1e-6.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no weights of its own")
 
 
@@ -160,7 +164,6 @@ class EngineWrapper(RolloutEngine):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the wrapped engine can do."""
         return self.engine.capabilities
 
     def attach(
@@ -181,40 +184,31 @@ class EngineWrapper(RolloutEngine):
         num_generations: int,
         seeds: Sequence[int],
     ) -> Rollout:
-        """Have the wrapped engine generate."""
         return self.engine.generate(prompts, sampling, num_generations=num_generations, seeds=seeds)
 
     def sleep(self) -> None:
-        """Have the wrapped engine sleep."""
         self.engine.sleep()
 
     def close(self) -> None:
-        """Close the wrapped engine."""
         self.engine.close()
 
     @property
     def version(self) -> int | None:
-        """Of the wrapped engine's weights."""
         return self.engine.version
 
     def push(self, version: int) -> SyncReport:
-        """Push into the wrapped engine."""
         return self.engine.push(version)
 
     def outdate(self) -> None:
-        """Count the wrapped engine's weights as unknown."""
         self.engine.outdate()
 
     def policy_moved(self, version: int) -> None:
-        """Tell the wrapped engine."""
         self.engine.policy_moved(version)
 
     def forget(self) -> None:
-        """Have the wrapped engine forget."""
         self.engine.forget()
 
     def probe(self) -> ProbeGap:
-        """Probe the wrapped engine: what a wrapper changes is no fault of the weights."""
         return self.engine.probe()
 
 

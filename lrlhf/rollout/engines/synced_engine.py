@@ -140,7 +140,6 @@ class SyncedEngine(RolloutEngine):
         tokenizer: PreTrainedTokenizerBase,
         processor: MediaProcessor | None = None,
     ) -> None:
-        """Get to know the policy; it starts with the first push."""
         if policy is not self._policy:
             # what runs has the architecture of the other one
             self.close()
@@ -156,27 +155,18 @@ class SyncedEngine(RolloutEngine):
 
     @property
     def version(self) -> int | None:
-        """Training iterations behind the engine's weights; None: it has none, or unknown ones."""
         return self._version
 
     def outdate(self) -> None:
-        """Count its weights as unknown."""
         self._version = None
 
     def policy_moved(self, version: int) -> None:
-        """Take note of the version that a restarted engine will have."""
         self._policy_version = version
 
     def forget(self) -> None:
-        """Drop what is kept of earlier prompts; see `RolloutEngine.forget`.
-
-        Raises:
-            EngineFailure: The engine failed more than ``max_restarts`` times in a row.
-        """
         self._with_restarts(self._reset_caches)
 
     def push(self, version: int) -> SyncReport:
-        """Give the engine the policy's weights; see `RolloutEngine.push`."""
         if self._weights is None:
             raise RuntimeError(f"{type(self).__name__}.attach has not been called")
         self._policy_version = version
@@ -236,11 +226,6 @@ class SyncedEngine(RolloutEngine):
 
     @torch.no_grad()
     def probe(self) -> ProbeGap:
-        """Compare log-probabilities of a few sampled tokens with those of the policy.
-
-        Returns:
-            Absolute differences; float32 on both sides gives about 1e-6.
-        """
         assert self._policy is not None
         assert self._tokenizer is not None
         prompts = probe_prompts(

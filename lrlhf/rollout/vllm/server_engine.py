@@ -69,7 +69,7 @@ class VLLMServerEngine(VLLMBase):
 
     Without ``url`` the server is started on the first push and ends with the run, however that
     ends. It listens on this machine only and asks for a token that no one else knows. Weights go
-    to it in buckets, through a socket on ``sync_host``.
+    to it through a socket on ``sync_host``.
 
     Args:
         url: A server that runs already; its token is the environment's ``VLLM_API_KEY``. None:
