@@ -89,10 +89,10 @@ class ValueModel(PretrainedSpec):
                 reads another layer than the last or pools over tokens, or the backbone is not
                 causal.
         """
-        reward = load_scorer(self, trainable=True, freeze=self.freeze)
+        reward = load_scorer(self, trainable=True)
         if isinstance(reward, HeadedBackbone):
             return ValueNetwork(reward.backbone, self._head_of(reward))
-        body = load_backbone(self, trainable=True, freeze=self.freeze)
+        body = load_backbone(self, trainable=True)
         path = Path(resolve_source(self.source)) / _HEAD_WEIGHTS
         if not path.is_file():
             return ValueNetwork(body, new_value_head(body, self.head))

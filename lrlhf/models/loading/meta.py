@@ -5,9 +5,9 @@ They are built on torch's "meta" device from a config alone, so a model of any s
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
+import contextlib
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -25,9 +25,8 @@ from transformers import (
 
 from lrlhf.models.backbone import assume_packing
 from lrlhf.models.heads import ValueHead
-from lrlhf.models.loading.freezing import freeze_modules
 from lrlhf.models.loading.gguf import folder_of
-from lrlhf.models.loading.model_sources import PACKAGE_PREFIX, cache_dir, load_config
+from lrlhf.models.loading.model_sources import cache_dir, load_config, locate
 from lrlhf.models.loading.pretrained import (
     CausalLM,
     PretrainedSpec,
@@ -37,7 +36,6 @@ from lrlhf.models.loading.pretrained import (
     silence_dropout,
 )
 from lrlhf.models.loading.score_model import ScoreModel
-from lrlhf.models.output_head import body_of
 from lrlhf.models.reward_network import RewardNetwork
 from lrlhf.models.scorers import HeadedBackbone, blocks_of
 from lrlhf.models.token_logprobs import sequence_values
@@ -73,7 +71,8 @@ def policy_skeleton(spec: CausalLM, *, trainable: bool = True) -> PreTrainedMode
     auto_class = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
     model = _from_config(spec, config, auto_class)
     assume_packing(model)
-    return _finished(model, body_of(model), spec, trainable=trainable, task_type="CAUSAL_LM")
+    with torch.device("meta"):
+        return finish_for_training(model, spec, trainable=trainable, task_type="CAUSAL_LM")
 
 
 def body_skeleton(spec: PretrainedSpec, *, trainable: bool) -> PreTrainedModel | PeftModel:
@@ -81,7 +80,8 @@ def body_skeleton(spec: PretrainedSpec, *, trainable: bool) -> PreTrainedModel |
     body = _from_config(spec, config_without_weights(spec), AutoModel)
     keep_no_cache(body)
     assume_packing(body)
-    return _finished(body, body, spec, trainable=trainable, task_type="FEATURE_EXTRACTION")
+    with torch.device("meta"):
+        return finish_for_training(body, spec, trainable=trainable, task_type="FEATURE_EXTRACTION")
 
 
 def value_skeleton(spec: ValueModel) -> ValueSkeleton:
@@ -120,18 +120,15 @@ def config_without_weights(spec: PretrainedSpec) -> PreTrainedConfig:
     Raises:
         ValueError: The source leads to no config.
     """
-    file = _gguf_file(spec.source)
-    if file is None:
+    found = locate(spec.source)
+    if isinstance(found, str) or found.suffix != ".gguf":
         config = load_config(
             spec.source, revision=spec.revision, trust_remote_code=spec.trust_remote_code
         )
+    elif (converted := folder_of(found, cache_dir() / "models")).is_dir():
+        config = AutoConfig.from_pretrained(converted)
     else:
-        converted = folder_of(file, cache_dir() / "models")
-        config = (
-            AutoConfig.from_pretrained(converted)
-            if converted.is_dir()
-            else AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        )
+        config = AutoConfig.from_pretrained(found.parent, gguf_file=found.name)
     if not spec.dropout:
         clear_dropout(config)
     return config
@@ -153,37 +150,3 @@ def _from_config(spec: PretrainedSpec, config: PreTrainedConfig, auto_class: Any
     if not spec.dropout:
         silence_dropout(model)
     return model
-
-
-def _finished(
-    model: PreTrainedModel,
-    body: nn.Module,
-    spec: PretrainedSpec,
-    *,
-    trainable: bool,
-    task_type: str,
-) -> PreTrainedModel | PeftModel:
-    if not trainable:
-        return model.requires_grad_(False)
-    freeze_modules(body, spec.freeze)
-    with torch.device("meta"):
-        return finish_for_training(model, spec, task_type=task_type)
-
-
-def _gguf_file(source: str) -> Path | None:
-    """Return the GGUF file that a source stands for; None: it is something else, or unclear."""
-    path = Path(source).expanduser()
-    if source.startswith(PACKAGE_PREFIX):
-        module, _, inner = source.removeprefix(PACKAGE_PREFIX).partition("/")
-        if not module or importlib.util.find_spec(module.split(".")[0]) is None:
-            return None
-        package = importlib.util.find_spec(module)
-        if package is None or not package.submodule_search_locations:
-            return None
-        path = Path(next(iter(package.submodule_search_locations))) / inner
-    if path.suffix == ".gguf":
-        return path if path.is_file() else None
-    if not path.is_dir() or (path / "config.json").is_file():
-        return None
-    files = list(path.glob("*.gguf"))
-    return files[0] if len(files) == 1 else None

@@ -18,7 +18,7 @@ from lrlhf.models.loading.gguf import converted_folder
 
 _logger = logging.getLogger(__name__)
 
-PACKAGE_PREFIX = "package:"
+_PACKAGE_PREFIX = "package:"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _ADAPTER_CONFIG = "adapter_config.json"
 
@@ -52,11 +52,26 @@ def resolve_source(source: str) -> str:
     Raises:
         SourceError: Nothing usable is there.
     """
-    if source.startswith(PACKAGE_PREFIX):
-        return _resolve_path(_path_in_package(source), source)
+    found = locate(source)
+    if isinstance(found, Path) and found.suffix == ".gguf":
+        found = converted_folder(found, cache_dir() / "models")
+    return str(found)
+
+
+def locate(source: str) -> Path | str:
+    """Find what a source stands for, without converting it.
+
+    Returns:
+        A folder, a ``.gguf`` file, or a hub id as it is.
+
+    Raises:
+        SourceError: Nothing usable is there.
+    """
+    if source.startswith(_PACKAGE_PREFIX):
+        return _model_at(_path_in_package(source), source)
     path = Path(source).expanduser()
     if path.exists():
-        return _resolve_path(path, source)
+        return _model_at(path, source)
     if not _HUB_ID.fullmatch(source) or source.startswith("."):
         raise SourceError(f"source {source!r}: no such file or folder.{_nearest_sibling(path)}")
     return source
@@ -108,7 +123,7 @@ def load_config(
 
 
 def _path_in_package(source: str) -> Path:
-    module, _, inner = source.removeprefix(PACKAGE_PREFIX).partition("/")
+    module, _, inner = source.removeprefix(_PACKAGE_PREFIX).partition("/")
     try:
         spec = importlib.util.find_spec(module) if module else None
     except ModuleNotFoundError:  # the parent of a dotted name
@@ -128,19 +143,19 @@ def _path_in_package(source: str) -> Path:
     return path
 
 
-def _resolve_path(path: Path, source: str) -> str:
+def _model_at(path: Path, source: str) -> Path:
     if path.suffix == ".gguf":
-        return str(converted_folder(path, cache_dir() / "models"))
+        return path
     if not path.is_dir():
         raise SourceError(f"source {source!r} is a file; give its folder, or a .gguf file.")
     if (path / "config.json").is_file():
-        return str(path)
+        return path
     if (path / _ADAPTER_CONFIG).is_file():
         raise SourceError(
             f"source {source!r} holds a LoRA adapter without its base model. Merge the adapter "
             "into the model first (peft: merge_and_unload), and give that folder."
         )
-    return str(converted_folder(_only_gguf(path, source), cache_dir() / "models"))
+    return _only_gguf(path, source)
 
 
 def _only_gguf(folder: Path, source: str) -> Path:

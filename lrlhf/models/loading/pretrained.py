@@ -134,10 +134,7 @@ class CausalLM(PretrainedSpec):
         model = load_pretrained(self, self._auto_class(), trainable=trainable)
         check_output_head(model)
         allow_packing(model)
-        if not trainable:
-            return model.requires_grad_(False)
-        freeze_modules(body_of(model), self.freeze)
-        return finish_for_training(model, self, task_type="CAUSAL_LM")
+        return finish_for_training(model, self, trainable=trainable, task_type="CAUSAL_LM")
 
     def _auto_class(self) -> Any:
         config = load_config(
@@ -202,9 +199,19 @@ def keep_no_cache(model: PreTrainedModel) -> None:
 
 
 def finish_for_training(
-    model: PreTrainedModel, spec: PretrainedSpec, *, task_type: str
+    model: PreTrainedModel, spec: PretrainedSpec, *, task_type: str, trainable: bool = True
 ) -> PreTrainedModel | peft.PeftModel:
-    """Add the adapters, the activation recomputing and the freezing that ``spec`` asks for."""
+    """Add the adapters, the activation recomputing and the freezing that ``spec`` asks for.
+
+    Args:
+        model: As it was loaded.
+        spec: What it was loaded from.
+        task_type: PEFT's name for what the model does.
+        trainable: False: everything is frozen, and nothing added.
+    """
+    if not trainable:
+        return model.requires_grad_(False)
+    freeze_modules(body_of(model), spec.freeze)
     finished: PreTrainedModel | peft.PeftModel = model
     if spec.freeze_vision:
         vision_encoder(model).requires_grad_(False)

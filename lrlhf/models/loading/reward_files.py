@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +28,6 @@ from transformers import (
 
 from lrlhf.models.heads import HeadConfig
 from lrlhf.models.loading.export import merged_state_dict, save_model, skeleton_of
-from lrlhf.models.loading.freezing import freeze_modules
 from lrlhf.models.loading.model_sources import explained, load_config, resolve_source
 from lrlhf.models.loading.pretrained import (
     PretrainedSpec,
@@ -61,15 +59,12 @@ def save_scorer(scorer: Scorer, folder: Path | None, tokenizer: PreTrainedTokeni
         raise TypeError(f"{type(scorer).__name__} cannot be saved.")
 
 
-def load_scorer(
-    spec: PretrainedSpec, *, trainable: bool, freeze: Sequence[str] = ()
-) -> Scorer | None:
+def load_scorer(spec: PretrainedSpec, *, trainable: bool) -> Scorer | None:
     """Load a trained scorer, or None where ``spec.source`` holds no reward model.
 
     Args:
         spec: Source and loading options.
         trainable: Add the adapters that ``spec`` asks for; False: freeze everything.
-        freeze: Patterns of backbone modules that do not learn.
 
     Raises:
         ValueError: The folder's head files do not fit together.
@@ -78,7 +73,7 @@ def load_scorer(
     with explained(spec.source):
         folder = _head_folder(location, spec.revision)
         if (folder / HEAD_CONFIG).is_file():
-            return _load_headed(spec, folder, trainable=trainable, freeze=freeze)
+            return _load_headed(spec, folder, trainable=trainable)
         config = load_config(
             spec.source, revision=spec.revision, trust_remote_code=spec.trust_remote_code
         )
@@ -87,21 +82,17 @@ def load_scorer(
         return None
     if config.num_labels != 1:
         return None
-    return _load_classifier(spec, trainable=trainable, freeze=freeze)
+    return _load_classifier(spec, trainable=trainable)
 
 
-def load_backbone(
-    spec: PretrainedSpec, *, trainable: bool, freeze: Sequence[str] = ()
-) -> PreTrainedModel | PeftModel:
+def load_backbone(spec: PretrainedSpec, *, trainable: bool) -> PreTrainedModel | PeftModel:
     """Load the body of a model, without any head.
 
     Args:
         spec: Source and loading options.
         trainable: Add the adapters that ``spec`` asks for; False: freeze everything.
-        freeze: Patterns of module names that do not learn.
     """
     body = load_pretrained(spec, AutoModel, trainable=trainable)
-    freeze_modules(body, freeze)
     return _finished(body, spec, trainable=trainable, task_type="FEATURE_EXTRACTION")
 
 
@@ -109,9 +100,7 @@ def _finished(
     model: PreTrainedModel, spec: PretrainedSpec, *, trainable: bool, task_type: str
 ) -> PreTrainedModel | PeftModel:
     keep_no_cache(model)
-    if not trainable:
-        return model.requires_grad_(False)
-    return finish_for_training(model, spec, task_type=task_type)
+    return finish_for_training(model, spec, trainable=trainable, task_type=task_type)
 
 
 def _head_folder(location: str, revision: str | None) -> Path:
@@ -121,9 +110,7 @@ def _head_folder(location: str, revision: str | None) -> Path:
     return Path(snapshot_download(location, revision=revision, allow_patterns=wanted))
 
 
-def _load_headed(
-    spec: PretrainedSpec, folder: Path, *, trainable: bool, freeze: Sequence[str]
-) -> HeadedBackbone:
+def _load_headed(spec: PretrainedSpec, folder: Path, *, trainable: bool) -> HeadedBackbone:
     stored = json.loads((folder / HEAD_CONFIG).read_text(encoding="utf-8"))
     known = {field.name for field in dataclasses.fields(HeadConfig)}
     if stored.keys() != known:
@@ -132,7 +119,7 @@ def _load_headed(
             f"{folder / HEAD_CONFIG} was written by another version of lrlhf: {different} differ."
         )
     config = HeadConfig(**{**stored, "names": tuple(stored["names"])})
-    body = load_backbone(spec, trainable=trainable, freeze=freeze)
+    body = load_backbone(spec, trainable=trainable)
     scorer = HeadedBackbone(body, config)
     weights = load_file(folder / HEAD_WEIGHTS)
     expected = scorer.heads.state_dict()
@@ -146,9 +133,8 @@ def _load_headed(
     return scorer
 
 
-def _load_classifier(spec: PretrainedSpec, *, trainable: bool, freeze: Sequence[str]) -> Scorer:
+def _load_classifier(spec: PretrainedSpec, *, trainable: bool) -> Scorer:
     model = load_pretrained(spec, AutoModelForSequenceClassification, trainable=trainable)
-    freeze_modules(model.base_model, freeze)
     score = dict(model.named_children()).get("score")
     if not isinstance(score, nn.Linear) or score.bias is not None:
         return StockClassifier(_finished(model, spec, trainable=trainable, task_type="SEQ_CLS"))

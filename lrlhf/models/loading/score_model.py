@@ -50,11 +50,11 @@ class ScoreModel(PretrainedSpec):
             ValueError: The source leads to no model, an option does not fit it, or it is a reward
                 model with other heads than these.
         """
-        trained = load_scorer(self, trainable=True, freeze=self.freeze)
+        trained = load_scorer(self, trainable=True)
         if trained is not None:
             self._check_same_heads(trained)
             return RewardNetwork(trained)
-        backbone = load_backbone(self, trainable=True, freeze=self.freeze)
+        backbone = load_backbone(self, trainable=True)
         return RewardNetwork(HeadedBackbone(backbone, self.head_config()))
 
     def _check_same_heads(self, trained: Scorer) -> None:
