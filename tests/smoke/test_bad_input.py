@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from lrlhf.cli import run
-from tests.cli.experiment import experiment
 
 pytestmark = pytest.mark.usefixtures("_own_log")
 

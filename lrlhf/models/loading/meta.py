@@ -5,9 +5,7 @@ They are built on torch's "meta" device from a config alone, so a model of any s
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
