@@ -42,6 +42,7 @@ from lrlhf.modules.pairs.pair_records import bad_place, score_records, step_reco
 from lrlhf.modules.pairs.pair_step import MicroBatch, PairMean, PairStep
 from lrlhf.modules.pairs.reward_loading import load_reward_model
 from lrlhf.run import Collectives, gradients_of, run_seed, seed_everything_for
+from lrlhf.run.lightning_internals import trainer_of
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
 _LR = 1e-5
@@ -351,7 +352,7 @@ class RewardModel(L.LightningModule):
         refuse_other_weights(self, checkpoint)
         state = checkpoint["lrlhf"]
         self.step_guard.load_state_dict(state["guard"])
-        if self._trainer is not None:  # a run that goes on, not a model that is loaded
+        if trainer_of(self) is not None:  # a run that goes on, not a model that is loaded
             self.train_metrics.resume(state["pairs"], Collectives(self.trainer))
 
 

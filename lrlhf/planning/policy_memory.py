@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lrlhf.functional.algorithms import resolve_algorithm
 from lrlhf.models import (
     CausalLM,
     PretrainedSpec,
@@ -127,7 +128,11 @@ class _PolicyMemory:
 
     def _hold_reference(self) -> None:
         reference = options_of(self._options.get("reference"))
-        if not reference.get("kl_coef", 0.05):
+        coefficient = reference.get("kl_coef")
+        if coefficient is None:
+            named = self._options.get("algorithm") or "rloo"
+            coefficient = resolve_algorithm(named).kl_coef if isinstance(named, str) else 1.0
+        if not coefficient:
             return
         if (entry := reference.get("model")) is not None:
             spec = spec_of(entry, CausalLM)

@@ -255,7 +255,7 @@ def test_the_first_two_pushes_and_every_nth_are_probed(
 def test_a_weight_that_arrives_with_older_values_stops_the_run(
     language_model, tokenizer, prompts, tmp_path
 ) -> None:
-    engine, watcher = CopyEngine(outdate=NORM), Watcher()
+    engine, watcher = CopyEngine(stale=NORM), Watcher()
     module = build(language_model, tokenizer, engine)
     with pytest.raises(WeightSyncError, match=f"other values of the weight {NORM}"):
         fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync(), watcher], limit_val_batches=0)
@@ -289,7 +289,7 @@ def test_log_probabilities_that_are_no_number_stop_the_run(
     language_model, tokenizer, prompts, tmp_path, monkeypatch
 ) -> None:
     engine, nan = CopyEngine(), float("nan")
-    monkeypatch.setattr(engine, "probe", lambda: ProbeGap(nan, nan, nan))
+    monkeypatch.setattr(engine, "probe", lambda: ProbeGap(nan, nan, nan, low_precision=False))
     module = build(language_model, tokenizer, engine)
     with pytest.raises(WeightSyncError, match="differ from the policy's by nan"):
         fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()])
@@ -304,7 +304,7 @@ class Mislabelled(CopyEngine):
 
     def push(self, version: int) -> SyncReport:
         report = super().push(version)
-        self.version = version + self._by
+        self._version = version + self._by
         return report
 
 

@@ -10,7 +10,7 @@ from lrlhf.threads import spin_not_at_all
 
 @pytest.mark.parametrize(
     ("policy", "count", "expected"),
-    [(None, None, "30000"), ("PASSIVE", None, None), (None, "7", "7")],
+    [(None, None, "10000"), ("PASSIVE", None, None), (None, "7", "7")],
 )
 def test_a_command_has_threads_spin_briefly_unless_the_user_chose(
     policy: str | None, count: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lrlhf.datamodules import PromptDataModule
-from lrlhf.functional.estimators import EstimatorInputs
+from lrlhf.functional import EstimatorInputs
 from lrlhf.models import ValueHead, ValueNetwork, new_value_head
 from lrlhf.modules import PPO, Advantage, Critic, OptimizerConfig, Reference, Update
 from lrlhf.rewards import Rewards

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lrlhf.modules.policy.policy_loading import load_policy
+from lrlhf.modules.policy.load_policy import load_policy
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 

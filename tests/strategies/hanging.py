@@ -58,7 +58,6 @@ class Hanging(L.LightningModule):
         self.automatic_optimization = False
         self.policy = torch.nn.Linear(1, 1)
         self.phase, self.how, self.folder = phase, how, folder
-        self._iteration = Iteration(self)
 
     def _hang_in(self, phase: str) -> None:
         if phase == self.phase:
@@ -77,8 +76,9 @@ class Hanging(L.LightningModule):
         second = self.global_step == 1
         if second:
             self._hang_in("train")
+        it = Iteration(self)  # type: ignore[arg-type]
         for phase in TOLD:
-            with self._iteration.phase(phase):
+            with it.phase(phase):
                 if second:
                     self._hang_in(phase)
         optimizer: Any = self.optimizers()

@@ -17,7 +17,7 @@ PASSES = """
 import resource
 import sys
 from pathlib import Path
-from lrlhf.strategies import keep_host_memory, return_host_memory
+from lrlhf.run import keep_host_memory, return_host_memory
 import torch
 count, size = map(int, sys.argv[1:])
 blocks = lambda: [torch.zeros(size) for _ in range(count)]

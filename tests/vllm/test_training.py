@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.callbacks import RLCheckpoint, VLLMWeightSync
-from lrlhf.modules import PPO, RLOO, PolicyModule
+from lrlhf.modules import PPO, RLOO
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, VLLMEngine
@@ -30,9 +30,9 @@ def module(
     policy: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     engine: VLLMEngine,
-    kind: type[PolicyModule] = RLOO,
+    kind: type[RLOO | PPO] = RLOO,
     **options: Any,
-) -> PolicyModule:
+) -> RLOO | PPO:
     return kind(
         policy,
         Rewards([letters]),
@@ -64,7 +64,7 @@ class Gaps(Watcher):
 
 @pytest.mark.parametrize("kind", [RLOO, pytest.param(PPO, marks=pytest.mark.exhaustive)])
 def test_every_iteration_learns_from_the_present_policy(
-    kind: type[PolicyModule], build: Any, prompts: Path, tmp_path: Path
+    kind: type[RLOO | PPO], build: Any, prompts: Path, tmp_path: Path
 ) -> None:
     gaps = Gaps()
     trained = build(kind)
