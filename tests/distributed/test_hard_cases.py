@@ -77,8 +77,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for rank in ranks for name, value in rank.items()}
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero3"])
-@pytest.mark.parametrize("call", ["start", "send", "respond"])
+@pytest.mark.parametrize(
+    ("call", "strategy"),
+    [
+        ("send", "fsdp2"),
+        pytest.param("start", "fsdp2", marks=pytest.mark.exhaustive),
+        pytest.param("respond", "deepspeed_zero3", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_an_engine_that_fails_on_one_rank_is_started_again_on_all(
     call: str, strategy: str, tmp_path: Path
 ) -> None:
@@ -126,7 +132,9 @@ class SavesAtOnce(L.Callback):
         trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3))]
+)
 def test_a_16_bit_run_starts_from_the_weights_as_they_were_loaded(
     stage: int, model_folder: str, tmp_path: Path
 ) -> None:

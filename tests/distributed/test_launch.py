@@ -74,7 +74,7 @@ def test_another_error_stays_as_it_is(tmp_path: Path, said: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_killed_rank_ends_the_others_and_they_name_the_phase(tmp_path: Path, rank: int) -> None:
     with running(fit(write_config(tmp_path)), ROOT) as process:
         wait_for(tmp_path, 1 - rank, 4, "update")
@@ -111,6 +111,7 @@ def test_a_rank_that_is_stuck_where_no_error_reaches_it_is_ended(tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rank_that_does_not_answer_is_given_up_after_the_timeout(tmp_path: Path) -> None:
     strategy = {
         "class_path": "lightning.pytorch.strategies.DDPStrategy",
@@ -155,6 +156,7 @@ def both(commands: list[list[str]], extras: list[dict[str, str]]) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_torchrun_on_two_machines(tmp_path: Path) -> None:
     config = three_steps(tmp_path, devices=1, num_nodes=2)
     meeting = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", "--master-port=29611"]
@@ -164,6 +166,7 @@ def test_torchrun_on_two_machines(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_lightnings_variables_on_two_machines(tmp_path: Path) -> None:
     config = three_steps(tmp_path, devices=1, num_nodes=2)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29612"}
@@ -173,6 +176,7 @@ def test_lightnings_variables_on_two_machines(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_tasks_of_slurm(tmp_path: Path) -> None:
     shared = {
         "SLURM_JOB_ID": "4713",
@@ -189,6 +193,7 @@ def test_tasks_of_slurm(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_torchrun_passes_sigterm_on_and_waits_for_the_checkpoint(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     with running(torchrun(config, "--standalone", "--nproc-per-node=2"), ROOT) as process:

@@ -214,7 +214,11 @@ FORK = "ddp_fork_find_unused_parameters_true"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "to"),
-    [(POPEN, "group"), (POPEN, "rank 1"), (FORK, "launcher")],
+    [
+        (POPEN, "group"),
+        pytest.param(POPEN, "rank 1", marks=pytest.mark.exhaustive),
+        pytest.param(FORK, "launcher", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_two_processes_save_and_end(tmp_path: Path, strategy: str, to: str) -> None:
     config = write_config(tmp_path, strategy=strategy)

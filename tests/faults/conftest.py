@@ -41,5 +41,6 @@ def _own_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def table(request: pytest.FixtureRequest) -> Table:
-    """Takes what became of the fault that the test is named after."""
-    return Table(request.node.name.removeprefix("test_"))
+    """Takes what became of the fault that the test, or its case, is named after."""
+    case = getattr(request.node, "callspec", None)
+    return Table(case.id if case else request.node.name.removeprefix("test_"))

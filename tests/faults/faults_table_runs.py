@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import lightning as L
+import pytest
 import torch
 import yaml
 from torch import Tensor
@@ -256,6 +257,12 @@ def assert_intact(run: Run, steps: int) -> None:
         seen = {record["step"] for record in run.records()}
         assert seen <= set(range(steps + 1))
         assert seen >= set(range(steps))
+
+
+def case(name: str, first: Any, *rest: str, exhaustive: bool = False) -> Any:
+    """A case of a table of faults: what is done, and what the message has to name."""
+    marks = [pytest.mark.exhaustive] if exhaustive else []
+    return pytest.param(first, rest, id=name, marks=marks)
 
 
 class Table:

@@ -53,6 +53,7 @@ def test_data_replaced_and_accepted(run: Run, table: Table) -> None:
     table.recovered("said; the run goes on with the new rows")
 
 
+@pytest.mark.exhaustive
 def test_tokenizer_replaced_before_resume(run: Run, table: Table, tmp_path: Path) -> None:
     stop_after_two(run)
     folder = tmp_path / "other"
@@ -69,6 +70,7 @@ def test_tokenizer_replaced_before_resume(run: Run, table: Table, tmp_path: Path
     table.stopped(run.fit(FLAG), "other tokens", "tokenizer")
 
 
+@pytest.mark.exhaustive
 def test_data_deleted_in_mid_run(run: Run, table: Table, undisturbed: Run) -> None:
     ended = run.fit(step_1=lambda _: (run.folder / "prompts.jsonl").unlink())
     assert ended.status == 0, ended.err
@@ -86,6 +88,7 @@ def test_data_emptied(run: Run, table: Table) -> None:
     table.stopped(run.fit(), "empty", "prompts.jsonl")
 
 
+@pytest.mark.exhaustive
 def test_some_rows_are_broken(run: Run, table: Table) -> None:
     run.write_prompts([f"say {number}" for number in range(19)])
     with (run.folder / "prompts.jsonl").open("a") as file:
@@ -156,6 +159,7 @@ def test_no_gpu(run: Run, table: Table) -> None:
     table.stopped(ended, "trainer.accelerator: gpu is asked for", status=2)
 
 
+@pytest.mark.exhaustive
 def test_tracking_service_unreachable(
     run: Run, table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:

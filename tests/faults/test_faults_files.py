@@ -23,8 +23,8 @@ from tests.faults.faults_table_runs import (
     Ended,
     Run,
     Table,
-    assert_intact,
     assert_same_end,
+    case,
 )
 
 pytestmark = [
@@ -66,49 +66,46 @@ def fills(monkeypatch: pytest.MonkeyPatch, part: str) -> Callable[[L.Trainer], N
 FULL = os.strerror(errno.ENOSPC)
 
 
-def test_disk_full_while_a_checkpoint_is_written(
-    run: Run, table: Table, monkeypatch: pytest.MonkeyPatch, undisturbed: Run
+DISKS = [
+    case(
+        "disk_full_while_a_checkpoint_is_written",
+        ("phase_update_3", "checkpoints"),
+        "step=000003.ckpt",
+    ),
+    case(
+        "disk_full_while_rollouts_are_written", ("step_2", "rollouts.jsonl"), "run/rollouts.jsonl"
+    ),
+    case(
+        "disk_full_while_an_evaluation_is_written",
+        ("step_1", "eval_scores"),
+        "run/eval_scores_2.jsonl",
+        exhaustive=True,
+    ),
+    case(
+        "disk_full_while_metrics_are_written", ("step_2", "metrics.csv"), "run/metrics/metrics.csv"
+    ),
+]
+
+
+@pytest.mark.parametrize(("filling", "culprits"), DISKS)
+def test_a_disk_is_full(
+    run: Run,
+    table: Table,
+    monkeypatch: pytest.MonkeyPatch,
+    undisturbed: Run,
+    filling: tuple[str, str],
+    culprits: tuple[str, ...],
 ) -> None:
+    moment, part = filling
     with monkeypatch.context() as patch:
-        ended = run.fit(phase_update_3=fills(patch, "checkpoints"))
-    assert_intact(run, 2)
+        plan: dict[str, Any] = {moment: fills(patch, part)}
+        ended = run.fit(**plan)
     assert run.fit(FLAG).status == 0
     assert_same_end(run, undisturbed)
-    table.stopped(ended, FULL, "run/checkpoints/step=000003.ckpt")
+    table.stopped(ended, FULL, *culprits)
 
 
-def test_disk_full_while_rollouts_are_written(
-    run: Run, table: Table, monkeypatch: pytest.MonkeyPatch, undisturbed: Run
-) -> None:
-    with monkeypatch.context() as patch:
-        ended = run.fit(step_2=fills(patch, "rollouts.jsonl"))
-    assert run.fit(FLAG).status == 0
-    assert_same_end(run, undisturbed)
-    table.stopped(ended, FULL, "run/rollouts.jsonl")
-
-
-def test_disk_full_while_an_evaluation_is_written(
-    run: Run, table: Table, monkeypatch: pytest.MonkeyPatch, undisturbed: Run
-) -> None:
-    with monkeypatch.context() as patch:
-        ended = run.fit(step_1=fills(patch, "eval_scores"))
-    assert not list(run.path("").glob("eval_scores_*"))
-    assert_intact(run, 2)
-    assert run.fit(FLAG).status == 0
-    assert_same_end(run, undisturbed)
-    table.stopped(ended, FULL, "run/eval_scores_2.jsonl")
-
-
-def test_disk_full_while_metrics_are_written(
-    run: Run, table: Table, monkeypatch: pytest.MonkeyPatch, undisturbed: Run
-) -> None:
-    with monkeypatch.context() as patch:
-        ended = run.fit(step_2=fills(patch, "metrics.csv"))
-    assert run.fit(FLAG).status == 0
-    assert_same_end(run, undisturbed)
-    table.stopped(ended, FULL, "run/metrics/metrics.csv")
-
-
+@pytest.mark.exhaustive
 def test_disk_full_while_the_model_is_exported(
     run: Run, table: Table, monkeypatch: pytest.MonkeyPatch, undisturbed: Run
 ) -> None:
@@ -140,20 +137,19 @@ def test_file_size_limit_reached_by_a_real_process(run: Run, table: Table) -> No
     table.stopped(ended, os.strerror(errno.EFBIG))
 
 
-def test_folder_of_checkpoints_cannot_be_made(run: Run, table: Table) -> None:
-    run.path("").mkdir()
-    run.path("checkpoints").write_text("in the way")
-    ended = run.fit()
-    assert run.path("checkpoints").read_text() == "in the way"
-    table.stopped(ended, "run/checkpoints")
+IN_THE_WAY = [
+    case("folder_of_checkpoints_cannot_be_made", "checkpoints"),
+    case("folder_of_the_log_cannot_be_made", "metrics"),
+]
 
 
-def test_folder_of_the_log_cannot_be_made(run: Run, table: Table) -> None:
+@pytest.mark.parametrize(("name", "_"), IN_THE_WAY)
+def test_a_folder_cannot_be_made(run: Run, table: Table, name: str, _: object) -> None:
     run.path("").mkdir()
-    run.path("metrics").write_text("in the way")
+    run.path(name).write_text("in the way")
     ended = run.fit()
-    assert run.path("metrics").read_text() == "in the way"
-    table.stopped(ended, "run/metrics")
+    assert run.path(name).read_text() == "in the way"
+    table.stopped(ended, f"run/{name}")
 
 
 # ---- checkpoints
@@ -162,14 +158,6 @@ def test_folder_of_the_log_cannot_be_made(run: Run, table: Table) -> None:
 def stop_after_two(run: Run) -> None:
     ended = run.fit("--trainer.max_steps=2")
     assert ended.status == 0, ended.err
-
-
-def damaged_explicitly(run: Run, table: Table, *culprits: str) -> None:
-    path = run.path("checkpoints/last.ckpt")
-    before = {p.name: p.read_bytes() for p in run.path("").glob("*.jsonl")}
-    ended = run.fit(f"--ckpt_path={path}")
-    assert {p.name: p.read_bytes() for p in run.path("").glob("*.jsonl")} == before
-    table.stopped(ended, "last.ckpt", *culprits)
 
 
 def spoil_bytes(path: Path, change: Callable[[bytes], bytes]) -> None:
@@ -188,28 +176,25 @@ def flipped(data: bytes) -> bytes:
     return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
 
-def test_checkpoint_cut_short(run: Run, table: Table) -> None:
+DAMAGES = [
+    case("checkpoint_cut_short", half, exhaustive=True),
+    case("checkpoint_byte_flipped", flipped),
+    case("checkpoint_empty", lambda _: b"", exhaustive=True),
+    case("checkpoint_of_another_kind", lambda _: b"weights: 1\n" * 99, exhaustive=True),
+]
+
+
+@pytest.mark.parametrize(("damage", "_"), DAMAGES)
+def test_a_checkpoint_that_is_named_is_damaged(
+    run: Run, table: Table, damage: Callable[[bytes], bytes], _: object
+) -> None:
     stop_after_two(run)
-    spoil_bytes(run.path("checkpoints/last.ckpt"), half)
-    damaged_explicitly(run, table)
-
-
-def test_checkpoint_byte_flipped(run: Run, table: Table) -> None:
-    stop_after_two(run)
-    spoil_bytes(run.path("checkpoints/last.ckpt"), flipped)
-    damaged_explicitly(run, table)
-
-
-def test_checkpoint_empty(run: Run, table: Table) -> None:
-    stop_after_two(run)
-    spoil_bytes(run.path("checkpoints/last.ckpt"), lambda _: b"")
-    damaged_explicitly(run, table)
-
-
-def test_checkpoint_of_another_kind(run: Run, table: Table) -> None:
-    stop_after_two(run)
-    spoil_bytes(run.path("checkpoints/last.ckpt"), lambda _: b"weights: 1\n" * 99)
-    damaged_explicitly(run, table)
+    path = run.path("checkpoints/last.ckpt")
+    spoil_bytes(path, damage)
+    before = {p.name: p.read_bytes() for p in run.path("").glob("*.jsonl")}
+    ended = run.fit(f"--ckpt_path={path}")
+    assert {p.name: p.read_bytes() for p in run.path("").glob("*.jsonl")} == before
+    table.stopped(ended, "last.ckpt")
 
 
 def test_newest_checkpoint_damaged(run: Run, table: Table, undisturbed: Run) -> None:
@@ -224,6 +209,7 @@ def test_newest_checkpoint_damaged(run: Run, table: Table, undisturbed: Run) -> 
     )
 
 
+@pytest.mark.exhaustive
 def test_all_checkpoints_damaged(run: Run, table: Table) -> None:
     stop_after_two(run)
     for path in {p.resolve() for p in run.path("checkpoints").glob("*.ckpt")}:
@@ -242,6 +228,7 @@ def test_last_is_a_dangling_link(run: Run, table: Table, undisturbed: Run) -> No
     table.recovered("the newest whole checkpoint was taken; the end is that of an undisturbed run")
 
 
+@pytest.mark.exhaustive
 def test_leftovers_of_a_kill(run: Run, table: Table, undisturbed: Run) -> None:
     stop_after_two(run)
     whole = run.path("checkpoints/last.ckpt").read_bytes()
@@ -253,6 +240,7 @@ def test_leftovers_of_a_kill(run: Run, table: Table, undisturbed: Run) -> None:
     table.recovered("they are passed over; the end is that of an undisturbed run")
 
 
+@pytest.mark.exhaustive
 def test_nothing_to_resume(run: Run, table: Table, undisturbed: Run) -> None:
     ended = run.fit(FLAG)
     assert ended.status == 0, ended.err
@@ -270,6 +258,7 @@ def test_checkpoint_of_another_shape(run: Run, table: Table, tmp_path: Path) -> 
     table.stopped(run.fit(FLAG), "embed_tokens.weight: [260, 32] there, [260, 64] in this model")
 
 
+@pytest.mark.exhaustive
 def test_checkpoint_of_another_class(run: Run, table: Table) -> None:
     stop_after_two(run)
     last = str(run.path("checkpoints/last.ckpt"))
@@ -316,6 +305,7 @@ def test_rollouts_line_torn(run: Run, table: Table, undisturbed: Run) -> None:
     table.recovered("the half line is removed; the end is that of an undisturbed run")
 
 
+@pytest.mark.exhaustive
 def test_rollouts_line_is_rubbish(run: Run, table: Table) -> None:
     stop_after_two(run)
     path = run.path("rollouts.jsonl")
@@ -326,6 +316,7 @@ def test_rollouts_line_is_rubbish(run: Run, table: Table) -> None:
     table.stopped(ended, "rollouts.jsonl, line 17")
 
 
+@pytest.mark.exhaustive
 def test_stored_rollout_damaged(run: Run, table: Table) -> None:
     log = run.config["trainer"]["callbacks"][1]["init_args"]
     log["save_tensors"] = True
@@ -341,6 +332,7 @@ def test_stored_rollout_damaged(run: Run, table: Table) -> None:
     table.stopped(run.fit(), first.name, "damaged")
 
 
+@pytest.mark.exhaustive
 def test_fresh_start_in_a_used_folder(run: Run, table: Table, undisturbed: Run) -> None:
     stop_after_two(run)
     written = run.path("rollouts.jsonl").read_bytes()
@@ -354,6 +346,7 @@ def test_fresh_start_in_a_used_folder(run: Run, table: Table, undisturbed: Run) 
     table.recovered("what the earlier run wrote is kept under other names")
 
 
+@pytest.mark.exhaustive
 def test_folder_of_the_run_removed_in_mid_run(run: Run, table: Table) -> None:
     ended = run.fit(step_2=lambda _: shutil.rmtree(run.path("")))
     table.stopped(ended, "No such file or directory: 'run/metrics/metrics.csv'")

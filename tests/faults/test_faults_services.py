@@ -1,13 +1,13 @@
 """Faults of a reward service that a run asks over HTTP: see faults_table.csv."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
 import pytest
 
-from tests.faults.faults_table_runs import STEPS, Ended, Run, Table, assert_intact
+from tests.faults.faults_table_runs import STEPS, Run, Table, assert_intact, case
 from tests.rewards.reward_server import Server, hangs, says, sends, serving
 
 pytestmark = [
@@ -33,15 +33,6 @@ def asks(run: Run, server: Server, **options: Any) -> None:
     run.config["model"]["init_args"]["rewards"]["init_args"] = {"functions": [function]}
 
 
-def starts(server: Server, act: Any) -> Callable[[L.Trainer], None]:
-    return lambda _: setattr(server, "always", act)
-
-
-def lost(run: Run, ended: Ended, table: Table, server: Server, *culprits: str) -> None:
-    assert_intact(run, 2)
-    table.stopped(ended, server.url, *culprits)
-
-
 def test_service_answers_500_once(run: Run, table: Table, server: Server) -> None:
     asks(run, server)
     ended = run.fit(step_2=lambda _: server.script.append(says({"detail": "oh"}, 500)))
@@ -51,52 +42,40 @@ def test_service_answers_500_once(run: Run, table: Table, server: Server) -> Non
     table.recovered("asked again: every response has its score")
 
 
-def test_service_answers_500(run: Run, table: Table, server: Server) -> None:
-    asks(run, server)
-    ended = run.fit(step_2=starts(server, says({"detail": "out of memory"}, 500)))
-    lost(run, ended, table, server, "500")
-
-
-def test_service_is_gone(run: Run, table: Table, server: Server) -> None:
-    asks(run, server)
-
-    def close(_: L.Trainer) -> None:
-        server.shutdown()
-        server.socket.close()
-        server.always = hangs_up_now
-
-    ended = run.fit(step_2=close)
-    lost(run, ended, table, server)
-
-
-def hangs_up_now(handler: Any) -> None:
+def closes(handler: Any) -> None:
     handler.close_connection = True
 
 
-def test_service_sends_rubbish(run: Run, table: Table, server: Server) -> None:
-    asks(run, server)
-    ended = run.fit(step_2=starts(server, sends(b"<html>busy</html>")))
-    lost(run, ended, table, server, "JSON")
+FEW = says({"scores": [1.0], "model": "fake", "version": "v1"})
+LOST = [
+    case("service_answers_500", says({"detail": "out of memory"}, 500), "500"),
+    case("service_sends_rubbish", sends(b"<html>busy</html>"), "JSON", exhaustive=True),
+    case("service_sends_too_few_scores", FEW, exhaustive=True),
+    case("service_hangs", hangs, exhaustive=True),
+    case("service_refuses_the_token", says({"detail": "wrong token"}, 401), "401", "wrong token"),
+    case("service_is_gone", closes),
+]
 
 
-def test_service_sends_too_few_scores(run: Run, table: Table, server: Server) -> None:
-    asks(run, server)
-    few = says({"scores": [1.0], "model": "fake", "version": "v1"})
-    ended = run.fit(step_2=starts(server, few))
-    lost(run, ended, table, server)
-
-
-def test_service_hangs(run: Run, table: Table, server: Server) -> None:
-    asks(run, server, timeout=0.2)
-    ended = run.fit(step_2=starts(server, hangs))
-    lost(run, ended, table, server)
-
-
-def test_service_refuses_the_token(
-    run: Run, table: Table, server: Server, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("answer", "culprits"), LOST)
+def test_a_service_is_lost(
+    run: Run,
+    table: Table,
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Any,
+    culprits: tuple[str, ...],
 ) -> None:
     monkeypatch.setitem(os.environ, "LRLHF_REWARD_TOKEN", "t0ken-of-the-test")
-    asks(run, server)
-    ended = run.fit(step_2=starts(server, says({"detail": "wrong token"}, 401)))
+    asks(run, server, timeout=0.2 if answer is hangs else 2.0)
+
+    def begin(_: L.Trainer) -> None:
+        server.always = answer
+        if answer is closes:
+            server.shutdown()
+            server.socket.close()
+
+    ended = run.fit(step_2=begin)
     assert "t0ken-of-the-test" not in ended.err + ended.out
-    lost(run, ended, table, server, "401", "wrong token")
+    assert_intact(run, 2)
+    table.stopped(ended, server.url, *culprits)

@@ -16,6 +16,7 @@ from tests.faults.faults_table_runs import (
     Table,
     assert_intact,
     assert_same_end,
+    case,
     sends,
 )
 
@@ -28,11 +29,25 @@ pytestmark = [
 # ---- rewards
 
 
-def test_reward_raises(run: Run, table: Table) -> None:
-    run.set_reward("raise", first=3)
+REWARDS = [
+    case("reward_raises", {"way": "raise"}, "faulty", "the reward is broken"),
+    case("reward_calls_exit", {"way": "exit"}, "faulty"),
+    case("reward_hangs", {"way": "hang", "timeout": 0.2}, "faulty", "no result after 0.2 s"),
+    case("reward_returns_too_few", {"way": "few"}, "'faulty' returned 1 values", exhaustive=True),
+    case("reward_returns_nan", {"way": "nan"}, "could score", "nan"),
+    case("reward_is_infinite", {"way": "inf"}, "could score", "inf", exhaustive=True),
+    case("reward_returns_none_for_all", {"way": "none"}, "could score 8 of 8", exhaustive=True),
+]
+
+
+@pytest.mark.parametrize(("reward", "culprits"), REWARDS)
+def test_a_reward_goes_wrong_for_good(
+    run: Run, table: Table, reward: dict[str, Any], culprits: tuple[str, ...]
+) -> None:
+    run.set_reward(first=3, **reward)
     ended = run.fit()
     assert_intact(run, 2)
-    table.stopped(ended, "faulty", "the reward is broken", traceback=True)
+    table.stopped(ended, *culprits, traceback=reward["way"] in ("raise", "exit"))
 
 
 def test_reward_raises_once(run: Run, table: Table) -> None:
@@ -45,27 +60,6 @@ def test_reward_raises_once(run: Run, table: Table) -> None:
     table.recovered("its 8 responses got no score and no weight; the run went on to its end")
 
 
-def test_reward_returns_too_few(run: Run, table: Table) -> None:
-    run.set_reward("few", first=3)
-    ended = run.fit()
-    assert_intact(run, 2)
-    table.stopped(ended, "'faulty' returned 1 values for 8 responses")
-
-
-def test_reward_returns_nan(run: Run, table: Table) -> None:
-    run.set_reward("nan", first=3)
-    ended = run.fit()
-    assert_intact(run, 2)
-    table.stopped(ended, "could score", "nan")
-
-
-def test_reward_is_infinite(run: Run, table: Table) -> None:
-    run.set_reward("inf", first=3)
-    ended = run.fit()
-    assert_intact(run, 2)
-    table.stopped(ended, "could score", "inf")
-
-
 def test_reward_returns_none_for_some(run: Run, table: Table) -> None:
     run.set_reward("some", max_unscorable_fraction=0.5)
     ended = run.fit()
@@ -74,28 +68,6 @@ def test_reward_returns_none_for_some(run: Run, table: Table) -> None:
     assert len(unscored) == STEPS
     assert all(torch.isfinite(value).all() for value in run.weights().values())
     table.recovered("those responses are left out; the run went on to its end")
-
-
-def test_reward_returns_none_for_all(run: Run, table: Table) -> None:
-    run.set_reward("none", first=3)
-    ended = run.fit()
-    assert_intact(run, 2)
-    table.stopped(ended, "could score 8 of 8 responses", "faulty")
-
-
-def test_reward_hangs(run: Run, table: Table) -> None:
-    run.set_reward("hang", first=3, timeout=0.2)
-    ended = run.fit()
-    assert_intact(run, 2)
-    table.stopped(ended, "faulty", "no result after 0.2 s")
-
-
-def test_reward_calls_exit(run: Run, table: Table) -> None:
-    run.set_reward("exit", first=3)
-    ended = run.fit()
-    assert_intact(run, 2)
-    assert "SystemExit: 3" in ended.err
-    table.stopped(ended, "faulty", traceback=True)
 
 
 # ---- the update
@@ -136,6 +108,7 @@ def test_gradient_is_nan_for_ever(run: Run, table: Table) -> None:
     table.stopped(ended, "max_skipped", "gradient")
 
 
+@pytest.mark.exhaustive
 def test_loss_is_infinite(run: Run, table: Table) -> None:
     run.config["model"]["init_args"]["guard"]["max_skipped"] = 1
 
@@ -150,6 +123,7 @@ def test_loss_is_infinite(run: Run, table: Table) -> None:
     table.stopped(ended, "max_skipped")
 
 
+@pytest.mark.exhaustive
 def test_weight_is_nan(run: Run, table: Table) -> None:
     def poison(trainer: L.Trainer) -> None:
         with torch.no_grad():
@@ -161,6 +135,7 @@ def test_weight_is_nan(run: Run, table: Table) -> None:
     table.stopped(ended, "max_skipped")
 
 
+@pytest.mark.exhaustive
 def test_memory_exhausted_in_an_update(run: Run, table: Table) -> None:
     def exhaust(_: L.Trainer) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -200,7 +175,17 @@ def test_interrupt(run: Run, table: Table, undisturbed: Run) -> None:
     table.recovered("exit 130; the resumed run ended byte for byte like an undisturbed one")
 
 
-def terminated(run: Run, table: Table, undisturbed: Run, **plan: Any) -> None:
+MOMENTS = [
+    case("termination_while_generating", "phase_generate_2", exhaustive=True),
+    case("termination_while_scoring", "phase_reward_3", exhaustive=True),
+    case("termination_while_updating", "phase_update_2"),
+    case("termination_in_validation", "validation"),
+]
+
+
+@pytest.mark.parametrize(("moment", "_"), MOMENTS)
+def test_termination(run: Run, table: Table, undisturbed: Run, moment: str, _: object) -> None:
+    plan: dict[str, Any] = {moment: sends(signal.SIGTERM)}
     ended = run.fit(**plan)
     assert (ended.status, ended.message) == (143, "terminated; --ckpt_path last continues")
     again = run.fit(FLAG)
@@ -209,22 +194,7 @@ def terminated(run: Run, table: Table, undisturbed: Run, **plan: Any) -> None:
     table.recovered("saved, exit 143; the resumed run ended byte for byte like an undisturbed one")
 
 
-def test_termination_while_generating(run: Run, table: Table, undisturbed: Run) -> None:
-    terminated(run, table, undisturbed, phase_generate_2=sends(signal.SIGTERM))
-
-
-def test_termination_while_scoring(run: Run, table: Table, undisturbed: Run) -> None:
-    terminated(run, table, undisturbed, phase_reward_3=sends(signal.SIGTERM))
-
-
-def test_termination_while_updating(run: Run, table: Table, undisturbed: Run) -> None:
-    terminated(run, table, undisturbed, phase_update_2=sends(signal.SIGTERM))
-
-
-def test_termination_in_validation(run: Run, table: Table, undisturbed: Run) -> None:
-    terminated(run, table, undisturbed, validation=sends(signal.SIGTERM))
-
-
+@pytest.mark.exhaustive
 def test_clock_jumps(
     run: Run, table: Table, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,6 +207,7 @@ BOUNDS = (
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @fuzzing(25)
 @given(data=st.data())
 @pytest.mark.filterwarnings("ignore:.*")
@@ -307,6 +308,7 @@ def test_any_bytes_for_a_config(folder: Path, text: bytes) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @fuzzing(20)
 @given(
     value=st.one_of(

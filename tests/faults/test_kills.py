@@ -1,7 +1,6 @@
 """A run that is killed and continued ends as one that nothing disturbed, to the last bit."""
 
 import json
-import random
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults.campaign import carry_out, draw, plan, report
+from tests.faults.campaign import carry_out, plan
 from tests.faults.cases import CASES, ROOT
 from tests.faults.compare import differences
 from tests.faults.kills import Harness, Outcome
@@ -32,9 +31,9 @@ def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     ("case", "kills"),
     [
         ("rloo", ["torn:.*.ckpt.tmp@2", "update@7"]),
-        ("rloo", ["validating@8", "rename:final@1"]),
+        pytest.param("rloo", ["validating@8", "rename:final@1"], marks=pytest.mark.exhaustive),
         ("ppo", ["renamed:*.ckpt@2", "torn:metrics.csv@2"]),
-        ("rloo_media", ["torn:rollouts.jsonl@6"]),
+        pytest.param("rloo_media", ["torn:rollouts.jsonl@6"], marks=pytest.mark.exhaustive),
         ("reward_model", ["trained@5", "ending@9"]),
     ],
 )
@@ -47,6 +46,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_kill_from_outside_at_any_time_changes_nothing(forking: Harness) -> None:
     forking.starter, forked = Fresh(), forking.starter
     outcome = forking.disturbed(CASES["rloo"], ["time:0.5"])
@@ -125,25 +125,6 @@ def test_files_that_are_missing_new_or_other_are_told(folders: tuple[Path, Path]
     assert other.endswith("line 2 is the first that differs")
 
 
-def test_a_plan_follows_from_its_seed_and_takes_every_case() -> None:
-    assert plan(50, 7) == plan(50, 7)
-    assert plan(50, 7) != plan(50, 8)
-    assert plan(50, 7)[:20] == plan(20, 7)
-    assert {run.case for run in plan(50, 7)} == set(CASES)
-    assert not any(CASES[run.case].vllm for run in plan(50, 7, vllm=False))
-
-
-def test_drawn_instants_lie_within_the_run() -> None:
-    numbers = random.Random(0)
-    case = CASES["reward_model"]
-    instants = {kill for _ in range(300) for kill in draw(case, numbers)}
-    assert {kill for kill in instants if kill.startswith("trained@")} == {
-        f"trained@{step}" for step in range(1, case.steps)
-    }
-    # nothing is drawn from a policy there
-    assert not any(kill.startswith(("generate", "torn:rollouts")) for kill in instants)
-
-
 def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path) -> None:
     planned = plan(2, 7, vllm=False)
     done = [Outcome(run.case, run.kills, reached=["update@1"]) for run in planned]
@@ -153,20 +134,6 @@ def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert carry_out(planned, tmp_path) == done
     with pytest.raises(SystemExit, match="is of other runs"):
         carry_out(plan(2, 8, vllm=False), tmp_path)
-
-
-def test_a_report_tells_how_to_repeat_what_failed() -> None:
-    outcomes = [
-        Outcome("rloo", ["update@3"], ["update@3"], seconds=2),
-        Outcome("ppo", ["time:0.9"], ["had ended"], ["metrics.csv is missing"], 3),
-    ]
-    grown = [{"kind": "RLOO", "iterations": 9, "growth": {"rss": 1.5}, "excesses": []}]
-    told = report(outcomes, grown, Path("work"))
-    assert "rloo  update@3   update@3   2  equal" in told
-    assert "--work work --case ppo --kills 'time:0.9'" in told
-    assert "--case rloo" not in told
-    assert "1 of 2 runs ended equal, after 1 kills" in told
-    assert "RLOO, 9 iterations: rss +1.5 each: nothing piles up" in told
 
 
 def test_a_resumed_run_has_the_rest_of_the_way_before_it() -> None:

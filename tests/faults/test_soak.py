@@ -90,6 +90,7 @@ def test_open_files_are_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_500_iterations_leave_nothing_behind() -> None:
     # in a process of its own: other tests' threads and hooks grow too
     (grown,) = soak(["RLOO"], 500)

@@ -95,14 +95,6 @@ def test_a_second_kind_that_fails_midway_leaves_the_first(first: Write, tmp_path
         assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_nobody_moved_aside_is_left_alone(tmp_path: Path) -> None:
-    recover_folder(tmp_path / "never written")
-    assert list(tmp_path.iterdir()) == []
-    write_a_folder(tmp_path / "a", "here")
-    recover_folder(tmp_path / "a")
-    assert text_of(tmp_path / "a") == "here"
-
-
 def test_the_newer_of_two_wins_when_both_are_there(tmp_path: Path) -> None:
     # killed after both renames, before the old folder was removed
     write_a_folder(tmp_path / "a", "new")

@@ -24,8 +24,6 @@ from lrlhf.run.checkpoints.sharded_checkpoint import convert_checkpoint
 from tests.conftest import build_language_model, build_tokenizer
 from tests.modules.policy_runs import letters
 
-pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")
-
 
 def test_it_reads_folders_as_it_reads_files(tmp_path: Path) -> None:
     io = AtomicCheckpointIO()
@@ -135,7 +133,7 @@ def train(
     return {**module.state_dict(), **{f"ema.{name}": v for name, v in ema.shadows.items()}}
 
 
-@pytest.mark.parametrize("build", [reward, ppo])
+@pytest.mark.parametrize("build", [reward, pytest.param(ppo, marks=pytest.mark.exhaustive)])
 def test_a_run_goes_on_from_a_folder_to_the_same_bits(
     build: Any, model_folder: str, tmp_path: Path
 ) -> None:
@@ -150,6 +148,7 @@ def test_a_run_goes_on_from_a_folder_to_the_same_bits(
         torch.testing.assert_close(resumed[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_from_a_folder_called_last_saves_over_it(
     model_folder: str, tmp_path: Path
 ) -> None:

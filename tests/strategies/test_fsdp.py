@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,11 @@ from tests.vlms import build_vlm
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(500),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
 ]
+
+OFTEN = partial(pytest.param, marks=pytest.mark.exhaustive)
+"""Another case of the same."""
 
 
 class KeepEnd(L.Callback):
@@ -137,7 +140,7 @@ class LooksBeforeTheUpdate(RolloutListener, L.Callback):
             assert (group.post_forward_mesh_info is not None) == self.frees_blocks
 
 
-@pytest.mark.parametrize("frees_blocks", [True, False])
+@pytest.mark.parametrize("frees_blocks", [True, OFTEN(False)])
 def test_after_drawing_and_looking_weights_are_split_as_before(
     frees_blocks: bool, model_folder: str, tmp_path: Path
 ) -> None:
@@ -155,7 +158,7 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], **tolerance: 
         )
 
 
-@pytest.mark.parametrize("name", ["reward", "rloo", "ppo with its own critic"])
+@pytest.mark.parametrize("name", [OFTEN("reward"), OFTEN("rloo"), "ppo with its own critic"])
 def test_on_one_process_it_changes_nothing(name: str, model_folder: str, tmp_path: Path) -> None:
     build = MODULES[name]
     (plain,) = fit(build(Path(model_folder)), tmp_path / "plain", ranks=1)
@@ -165,7 +168,7 @@ def test_on_one_process_it_changes_nothing(name: str, model_folder: str, tmp_pat
     assert_close(plain["weights"], alone["weights"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["reward", "ppo with its own critic"])
+@pytest.mark.parametrize("name", [OFTEN("reward"), "ppo with its own critic"])
 def test_bfloat16_gathers_in_bfloat16_and_keeps_heads_and_weights_in_float32(
     name: str, model_folder: str, tmp_path: Path
 ) -> None:
@@ -191,8 +194,9 @@ def test_bfloat16_gathers_in_bfloat16_and_keeps_heads_and_weights_in_float32(
     assert moved
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize(
+    ("reshard", "offload"), [(False, True), OFTEN(True, True), OFTEN(False, False)]
+)
 def test_options_change_what_it_costs_and_not_what_comes_out(
     reshard: bool, offload: bool, model_folder: str, tmp_path: Path
 ) -> None:
@@ -203,6 +207,7 @@ def test_options_change_what_it_costs_and_not_what_comes_out(
         assert_close(one["weights"], end["weights"])
 
 
+@pytest.mark.exhaustive
 def test_copies_in_groups_of_one_rank_train_as_one_process(
     model_folder: str, tmp_path: Path
 ) -> None:
@@ -235,7 +240,7 @@ def at_a_constant_rate() -> RLOO:
     )
 
 
-@pytest.mark.parametrize("kinds", [("full", "sharded"), ("sharded", "full")])
+@pytest.mark.parametrize("kinds", [("full", "sharded"), OFTEN(("sharded", "full"))])
 def test_either_kind_of_checkpoint_is_saved_over_the_other_and_resumed_from(
     kinds: tuple[Any, Any], tmp_path: Path
 ) -> None:
@@ -301,7 +306,7 @@ class WhoSees(L.Callback):
             file.write("1" if any(entry is not None for entry in media) else "0")
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2_vl", OFTEN("gemma3")])
 def test_an_encoder_learns_though_only_one_rank_sees_images(
     family: str, questions: Path, tmp_path: Path
 ) -> None:

@@ -6,7 +6,6 @@ import errno
 import os
 import resource
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lrlhf.loggers import ResumingTensorBoardLogger
 from lrlhf.run import AtomicCheckpointIO
 from lrlhf.run.atomic import atomic_folder, naming
 from lrlhf.run.checkpoints.sharded_checkpoint import convert_checkpoint, save_folder
@@ -75,25 +73,6 @@ def test_a_conversion_and_an_export_that_do_not_fit_are_named(
     ):
         save_file(CHECKPOINTS["one tensor"]["state_dict"], fresh / "model.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
-
-
-def test_events_that_do_not_fit_are_named(
-    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("tensorboard")
-    # TensorBoard writes in a thread, which ends of the error before it is told
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    log = ResumingTensorBoardLogger(tmp_path)
-    log.log_metrics({"a": 1.0}, 0)
-    request.getfixturevalue("full")
-
-    def write() -> None:
-        for step in range(10):
-            log.experiment.add_text("long", "x" * LIMIT, step)
-            log.log_metrics({"a": 1.0}, step)
-
-    with pytest.raises(OSError, match=f"File too large: '{tmp_path}/tensorboard'"):
-        write()
 
 
 def test_an_error_that_the_system_has_no_part_in_stays_what_it_is(tmp_path: Path) -> None:

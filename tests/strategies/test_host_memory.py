@@ -4,13 +4,9 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from lrlhf.run import host_memory, keep_host_memory, return_host_memory
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PASSES = """
@@ -61,6 +57,7 @@ def passes(blocks: tuple[int, int], **environment: str) -> list[int]:
     return [kept == "True", *map(int, numbers)]
 
 
+@pytest.mark.slow
 @glibc
 @pytest.mark.parametrize("blocks", BLOCKS)
 def test_memory_is_kept_and_then_given_back(blocks: tuple[int, int]) -> None:
@@ -71,6 +68,7 @@ def test_memory_is_kept_and_then_given_back(blocks: tuple[int, int]) -> None:
     assert left < BYTES / 4
 
 
+@pytest.mark.slow
 @glibc
 @pytest.mark.skipif(
     HUGE_PAGES.exists() and "[always]" in HUGE_PAGES.read_text(),
@@ -81,35 +79,3 @@ def test_a_setting_of_the_user_wins() -> None:
     kept, pages, *_ = passes(BLOCKS[1], MALLOC_PERTURB_="0")
     assert not kept
     assert pages > PAGES / 2
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="numbers of Linux")
-def test_glibc_goes_its_own_way_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    def function(name: str) -> Callable[..., int]:
-        def called(*arguments: Any) -> int:
-            calls.append((name, *(getattr(each, "value", each) for each in arguments)))
-            return 1
-
-        return called
-
-    for name in list(os.environ):
-        if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES":
-            monkeypatch.delenv(name)
-    monkeypatch.setattr(host_memory, "_of_glibc", function)
-    monkeypatch.setattr(host_memory, "_kept", False)
-    return_host_memory()
-    assert calls == []  # nothing was kept
-    assert keep_host_memory()
-    # of malloc.h: -1 M_TRIM_THRESHOLD, -3 M_MMAP_THRESHOLD, -4 M_MMAP_MAX
-    assert calls == [("mallopt", -4, 0), ("mallopt", -1, -1)]
-    calls.clear()
-    return_host_memory()
-    return_host_memory()
-    assert calls == [
-        ("mallopt", -4, 65536),
-        ("mallopt", -3, 32 * 2**20),
-        ("mallopt", -1, 64 * 2**20),
-        ("malloc_trim", 0),
-    ]

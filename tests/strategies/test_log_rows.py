@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from lrlhf.run.log_rows import LogRows, ResumableLog
 from tests.loggers.runs import KilledAfterSaving, KilledError, Killer, Toy, train
 
 
@@ -78,13 +77,6 @@ def test_a_row_that_has_been_written_is_not_in_the_checkpoint(tmp_path: Path) ->
     assert saved(tmp_path)["logs"][0][1]["rows"] in (5, 6)
 
 
-def test_a_row_that_is_not_due_is_not_made_up(tmp_path: Path) -> None:
-    rows: list[Any] = []
-    train(tmp_path, [Notebook(rows)], max_steps=3, log_every_n_steps=2, limit_val_batches=0)
-    assert [step for step, metrics in rows if "train/loss" in metrics] == [1]
-    assert saved(tmp_path)["row"] is None
-
-
 def test_a_step_that_the_module_chooses_is_kept(tmp_path: Path) -> None:
     class Chooses(Toy):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -142,9 +134,3 @@ def test_it_stands_before_the_callbacks_that_log(tmp_path: Path) -> None:
     train(tmp_path, [Notebook(rows)], Greets())
     # the second greeting is of the second process, and follows what was gone back to
     assert [step for step, metrics in rows if "hello" in metrics] == [0, 3]
-
-
-def test_what_a_logger_must_have() -> None:
-    assert isinstance(Notebook([]), ResumableLog)
-    assert not isinstance(CSVLogger("."), ResumableLog)
-    assert LogRows().state_dict() == {}

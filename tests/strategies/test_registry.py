@@ -8,7 +8,6 @@ from pathlib import Path
 
 import lightning as L
 import pytest
-from lightning.pytorch.strategies import StrategyRegistry
 
 from lrlhf.cli import run
 from lrlhf.strategies import FSDP2, DeepSpeed, register_strategies
@@ -30,29 +29,6 @@ def test_a_trainer_knows_the_name(name: str) -> None:
         assert strategy.config is None or strategy.config["zero_optimization"]["stage"] == int(
             name[-1]
         )
-
-
-def test_names_say_what_they_are() -> None:
-    for name in NAMES:
-        assert StrategyRegistry[name]["description"].endswith(".")
-
-
-def test_lightnings_own_names_are_as_they_were() -> None:
-    trainer = L.Trainer(strategy="ddp", accelerator="cpu", devices=2, logger=False)
-    assert type(trainer.strategy).__module__.startswith("lightning.")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_print_config_takes_the_name(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "toy.yaml").write_text(CONFIG)
-    # toys have to be imported, as a user's own classes have to be
-    __import__("tests.cli.toys")
-    flags = ["--trainer.strategy", name, "--print_config"]
-    assert run(["fit", "--config", "toy.yaml", *flags]) == 0
-    assert f"  strategy: {name}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

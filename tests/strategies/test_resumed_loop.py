@@ -207,9 +207,20 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+SHORT = ("inside epochs", "at the last step", "across epochs")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("manual", [True, False], ids=["manual", "automatic"])
-@pytest.mark.parametrize("validation", RUNS)
+@pytest.mark.parametrize(
+    ("validation", "manual"),
+    [
+        pytest.param(name, manual, marks=() if short else pytest.mark.exhaustive)
+        for name in RUNS
+        for manual in (True, False)
+        # each kind of run once, by either kind of optimization
+        for short in [name in SHORT and manual == (name != "inside epochs")]
+    ],
+)
 def test_a_run_goes_on_from_any_instant(validation: str, manual: bool, tmp_path: Path) -> None:
     options = RUNS[validation]
     trace, saved = run(tmp_path, manual=manual, saves=tmp_path, **options)

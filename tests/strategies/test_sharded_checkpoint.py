@@ -214,13 +214,12 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("lazy", [True, False])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_folder_is_refused_by_name(damage: str, lazy: bool, tmp_path: Path) -> None:
+def test_a_damaged_folder_is_refused_by_name(damage: str, tmp_path: Path) -> None:
     folder = save({"step": 1, "state_dict": {"w": torch.randn(1000)}}, tmp_path / "c.ckpt")
     DAMAGES[damage](folder)
     with pytest.raises(NotACheckpointError, match=r"c\.ckpt") as caught:
-        read_folder(folder, lazy=lazy)["state_dict"]["w"]
+        read_folder(folder, lazy=True)["state_dict"]["w"]
     assert "\n" not in str(caught.value)
 
 
@@ -273,51 +272,25 @@ def test_an_interrupt_while_reading_or_writing_stays_an_interrupt(
         save({"w": torch.ones(1)}, tmp_path / "d")
 
 
-def test_a_full_disk_is_an_error_of_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any, **__: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch.distributed.checkpoint.FileSystemWriter, "write_data", full)
-    with pytest.raises(OSError, match="No space left"):
-        save({"w": torch.ones(1)}, tmp_path / "c")
-    assert list(tmp_path.iterdir()) == []
-
-
 # ---------------------------------------------------------------------- any kind
 
 
-@pytest.fixture
-def bad_file(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    path = tmp_path / "bad.ckpt"
-    match request.param:
-        case "empty":
-            path.write_bytes(b"")
-        case "text":
-            path.write_text("hello " * 100)
-        case "cut":
-            torch.save({"state_dict": {"w": torch.ones(1000)}}, path)
-            cut(path)
-        case "foreign":
-            torch.save({"state_dict": {}, "a": Foreign()}, path)
-        case "other":
-            torch.save({"w": torch.ones(1)}, path)
-        case "list":
-            torch.save([1], path)
-        case "folder":
-            path.mkdir()
-    return path
+NO_CHECKPOINTS: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "text": lambda path: path.write_text("hello " * 100),
+    "foreign": lambda path: torch.save({"state_dict": {}, "a": Foreign()}, path),
+    "other": lambda path: torch.save({"w": torch.ones(1)}, path),
+    "list": lambda path: torch.save([1], path),
+    "folder": lambda path: path.mkdir(),
+    "missing": lambda _: None,
+}
 
 
-@pytest.mark.parametrize(
-    "bad_file",
-    ["empty", "text", "cut", "foreign", "other", "list", "folder", "missing"],
-    indirect=True,
-)
-def test_what_is_no_checkpoint_is_refused_by_name(bad_file: Path) -> None:
+@pytest.mark.parametrize("kind", NO_CHECKPOINTS)
+def test_what_is_no_checkpoint_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    NO_CHECKPOINTS[kind](tmp_path / "bad.ckpt")
     with pytest.raises(NotACheckpointError, match=r"bad\.ckpt") as caught:
-        read_checkpoint(bad_file)
+        read_checkpoint(tmp_path / "bad.ckpt")
     assert "\n" not in str(caught.value)
 
 

@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -23,10 +23,13 @@ from typing import Final
 
 import lightning as L
 
+from lrlhf.rollout.vllm.process_guard import members, process_table, send_signal
+
 _HOUR = 3600.0
 _INTERRUPT: Final = signal.SIGURG
 """Ignored by every process that does not ask for it, and used by no library of ours."""
 _STDERR = 2
+_CHILDREN_S = 5.0
 _KEYS = {"set-up": "setup", "saving": "save", "loading": "load", "between phases": "train"}
 
 
@@ -147,6 +150,7 @@ class DeadlineWatch:
         rank: Of this process.
         folder: Where the stacks are written, to ``stacks_rank<rank>.txt``.
         whereabouts: Says where the run is, as part of a sentence.
+        ranks: Processes that end by themselves once this one is gone.
         poll_s: Seconds between two looks.
     """
 
@@ -158,11 +162,12 @@ class DeadlineWatch:
         rank: int,
         folder: Path,
         whereabouts: Callable[[], str],
+        ranks: Collection[int],
         poll_s: float,
     ) -> None:
         self._clock, self._deadlines = clock, deadlines
         self._rank, self._folder = rank, folder
-        self._whereabouts = whereabouts
+        self._whereabouts, self._ranks = whereabouts, ranks
         self._poll_s = poll_s
         self._done = threading.Event()
         self._lock = threading.Lock()
@@ -236,7 +241,7 @@ class DeadlineWatch:
             signal.pthread_kill(threading.main_thread().ident or 0, _INTERRUPT)
             self._wait_for_the_end()
         # the main thread is stuck where nothing reaches it
-        end_process(self._said)
+        end_process(self._said, spare=self._ranks)
 
     def _raise(self, signum: int, frame: FrameType | None) -> None:
         """Handle the signal, in the main thread."""
@@ -254,10 +259,28 @@ class DeadlineWatch:
             time.sleep(self._deadlines.grace)
 
 
-def end_process(said: str) -> None:
-    """End this process from a thread, with the status and the line of an error."""
+def end_process(said: str, *, spare: Collection[int] = ()) -> None:
+    """End this process from a thread, with the status and the line of an error.
+
+    What it started, and what that has started, goes first: it would keep pipes open.
+
+    Args:
+        said: The error.
+        spare: Processes that end by themselves, such as other ranks.
+    """
+    deadline = time.monotonic() + _CHILDREN_S
+    send_signal(_descendants(spare), signal.SIGTERM)
+    while (left := _descendants(spare)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    send_signal(left, signal.SIGKILL)
     _write(f"error: {said}\n")
     os._exit(1)
+
+
+def _descendants(spare: Collection[int]) -> set[int]:
+    table = process_table()
+    kept = set(spare).union(*(members(pid, table) for pid in spare))
+    return {pid for pid in members(os.getpid(), table) - kept if not table[pid].zombie}
 
 
 def _write(text: str) -> None:

@@ -133,6 +133,7 @@ class Watch(L.Callback, RolloutListener):
             rank=trainer.global_rank,
             folder=folder,
             whereabouts=lambda: self.whereabouts,
+            ranks={child.pid for child in self._family.children},
             poll_s=self._poll_s,
         )
 
@@ -248,9 +249,7 @@ class Watch(L.Callback, RolloutListener):
             if who := self._family.find_lost():
                 # its own error, if it gets one, says more; else it is stuck where none reaches it
                 if not self._done.wait(self._grace_s):
-                    said = self._sentence("ended", who)
-                    self._family.end(0)
-                    end_process(said)
+                    end_process(self._sentence("ended", who))
                 return
 
 
