@@ -26,12 +26,6 @@ def test_each_evaluation_becomes_one_file_in_data_set_order(tmp_path: Path) -> N
     assert lines(log.paths[1]) == [{"index": index, "score": None} for index in (0, 1, 2)]
 
 
-def test_a_partial_sanity_check_is_no_evaluation(tmp_path: Path) -> None:
-    fit = trainer(tmp_path, EvalJSONL(), num_sanity_val_steps=2)
-    fit.fit(ToyPolicy(), batches(2), batches(3))
-    assert [path.name for path in tmp_path.iterdir()] == ["eval_scores_2.jsonl"]
-
-
 def test_records_of_several_validation_sets_are_told_apart(tmp_path: Path) -> None:
     log = EvalJSONL()
     trainer(tmp_path, log).fit(
@@ -53,14 +47,6 @@ def test_an_evaluation_of_a_checkpoint_is_named_after_its_step(tmp_path: Path) -
     again.test(ToyPolicy(), batches(1), ckpt_path=tmp_path / "three.ckpt", verbose=False)
     assert [path.name for path in fresh.paths] == ["eval_scores_3.jsonl", "test_scores_3.jsonl"]
     assert lines(fresh.paths[1]) == [{"index": 0, "weight": 3.0}]
-
-
-def test_a_validation_that_returns_no_records_is_named(tmp_path: Path) -> None:
-    class Silent(ToyPolicy):
-        def validation_step(self, batch: Tensor, batch_idx: int) -> None: ...
-
-    with pytest.raises(ValueError, match="validation_step of Silent to return"):
-        trainer(tmp_path, EvalJSONL()).fit(Silent(), batches(1), batches(1))
 
 
 class Halves(L.LightningModule):

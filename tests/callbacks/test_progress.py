@@ -37,13 +37,6 @@ def test_without_a_terminal_there_is_one_plain_line_per_step(
     ]
 
 
-def test_the_last_step_and_each_nth_have_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(tmp_path, PhaseProgress(refresh_rate=2), 5)
-    assert re.findall(r"step (\d)/5", capsys.readouterr().out) == ["2", "4", "5"]
-
-
 def test_an_evaluation_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, PhaseProgress(), 2, val_check_interval=2, num_sanity_val_steps=-1)
     evaluations = re.findall(r"eval at step.*", capsys.readouterr().out)

@@ -1,5 +1,4 @@
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lrlhf.callbacks import RolloutLog
-from lrlhf.callbacks.reports.rollout_table import render, spread
+from lrlhf.callbacks.reports.rollout_table import render
 from lrlhf.rollout import load_rollout
 from tests.callbacks.fakes import ToyPolicy, batches, experience, record, trainer
 
@@ -119,24 +118,6 @@ def tensors_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_folder_of_that_name_with_other_files_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "rollouts").mkdir()
-    (tmp_path / "rollouts" / "notes.txt").write_text("mine")
-    trainer(tmp_path, RolloutLog(print_every=None)).fit(ToyPolicy(), batches(1))
-    assert tensors_in(tmp_path / "rollouts") == ["notes.txt"]
-
-
-def test_samples_are_printed_every_n_iterations(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = RolloutLog(print_every=2, samples=1)
-    trainer(tmp_path, log).fit(ToyPolicy(records_per_step=5), batches(4))
-    printed = capsys.readouterr().out
-    assert re.findall(r"step (\d): 1 of 5 responses", printed) == ["0", "2"]
-    assert printed.count("answer 0") == 2
-    assert "answer 1" not in printed
-
-
 def test_texts_are_shown_as_they_are_and_never_obeyed() -> None:
     shown = render(
         [
@@ -157,13 +138,6 @@ def test_texts_are_shown_as_they_are_and_never_obeyed() -> None:
     assert "\x1b" not in shown
     assert "exact=0" in shown
     assert "format=-" in shown
-
-
-def test_samples_are_spread_over_the_prompts() -> None:
-    records = [{"row": row} for row in range(9)]
-    # floor(9 * k / 3) for k = 0, 1, 2
-    assert [line["row"] for line in spread(records, 3)] == [0, 3, 6]
-    assert spread(records, 20) == records
 
 
 def test_tensorboard_gets_a_table_without_markup(tmp_path: Path) -> None:

@@ -51,15 +51,6 @@ def test_the_report_compares_start_and_end_and_says_where_things_are(
         assert (logs / path).exists()
 
 
-def test_a_metric_that_was_never_logged_is_said_and_not_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainer(tmp_path, RunReport(metric="rollout/scores")).fit(ToyPolicy(), batches(1))
-    printed = capsys.readouterr().out
-    assert "rollout/scores: never logged (logged: rollout/score, train/loss)" in printed
-    assert not (tmp_path / "reward_curve.png").exists()
-
-
 def test_without_matplotlib_a_run_says_once_that_pictures_are_left_out(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -96,12 +87,6 @@ def test_a_resumed_run_reports_the_whole(
     assert report.metric == Curve("rollout/score", [1, 2, 3, 4], [0.0, 1.0, 2.0, 3.0])
     assert report.evaluation == Curve("eval/score", [0, 1, 2, 3, 4], [0.0, 1.0, 2.0, 3.0, 4.0])
     assert "eval/score: 0 at step 0 → 4 at step 4" in capsys.readouterr().out
-
-
-def test_a_partial_sanity_check_is_no_baseline(tmp_path: Path) -> None:
-    report = RunReport()
-    trainer(tmp_path, report, num_sanity_val_steps=1).fit(ToyPolicy(), batches(1), batches(2))
-    assert report.evaluation.steps == [1]
 
 
 def test_the_average_knows_only_the_past() -> None:

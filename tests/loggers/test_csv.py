@@ -51,7 +51,6 @@ def test_a_run_writes_every_row_once(tmp_path: Path) -> None:
         lambda folder: KilledAfterSaving(6, dirpath=folder / "checkpoints", every_n_train_steps=3),
         lambda _: Killer("on_train_batch_start", 8),  # two rows after it
         lambda _: Killer("on_validation_end", 4),
-        lambda _: Killer("on_validation_batch_start", 8),
         lambda _: Killer("on_train_epoch_end", 5),
         lambda _: Killer("on_train_end", 10),
     ],
@@ -72,10 +71,7 @@ def test_the_file_of_a_killed_run_is_that_of_a_whole_one(tmp_path: Path, killer:
     ("automatic", "save", "killer", "options"),
     [
         # saved at the end of an epoch, whose own row is written after that
-        (False, {}, lambda o: KilledAfterSaving(5, **o), {"limit_val_batches": 0}),
         (True, {}, lambda o: KilledAfterSaving(5, **o), {"limit_val_batches": 0}),
-        # saved at the end of a validation, when its rows are written
-        (True, {}, lambda _: Killer("on_train_batch_start", 6), {}),
         # a row that is not due is not made up
         (True, {"every_n_train_steps": 2}, lambda o: KilledAfterSaving(6, **o), {"every": 3}),
         # the batches of an optimizer step have one row, or none
@@ -87,8 +83,6 @@ def test_the_file_of_a_killed_run_is_that_of_a_whole_one(tmp_path: Path, killer:
         ),
         # validation was to follow, and was begun; the epoch was to end
         (False, {"every_n_train_steps": 4}, lambda o: KilledAfterSaving(4, **o), {}),
-        (False, {"every_n_train_steps": 4}, lambda _: Killer("on_validation_batch_start", 8), {}),
-        (True, {"every_n_train_steps": 5}, lambda o: KilledAfterSaving(5, **o), {}),
         # finished, and asked for once more
         (False, {"every_n_train_steps": 100}, lambda _: Killer("on_fit_end", 10), {}),
     ],
@@ -149,17 +143,6 @@ def test_rows_that_someone_removed_are_missed_aloud(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="metrics.csv has 2 rows, and the checkpoint"):
         go(tmp_path)
     assert [int(row["step"]) for row in rows_of(tmp_path / "metrics.csv")][:3] == [0, 1, 5]
-
-
-def test_a_checkpoint_from_before_these_logs_begins_one(tmp_path: Path) -> None:
-    go(tmp_path, max_steps=3)
-    path = tmp_path / "checkpoints" / "last.ckpt"
-    checkpoint = torch.load(path, weights_only=True)
-    del checkpoint["log_rows"]
-    torch.save(checkpoint, path)
-    go(tmp_path)
-    assert int(rows_of(tmp_path / "metrics.csv")[0]["step"]) == 3
-    assert len(rows_of(tmp_path / "timings.1.csv")) == 3
 
 
 def test_an_evaluation_by_itself_leaves_the_rows_of_training(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import psutil
 import pytest
-from PIL import Image
 
 from lrlhf.rewards import IsolatedReward, RewardError, RewardResult, Rewards
 from tests.rewards import isolated_functions
@@ -81,12 +80,6 @@ def test_async_functions_classes_and_objects_work() -> None:
     scaled = isolated_functions.Scaled(10.0)
     assert ask(IsolatedReward(scaled), ["abc"]).scores.tolist() == [30.0]
     assert ask(IsolatedReward(isolated_functions.lengths), ["abc"]).scores.tolist() == [3.0]
-
-
-def test_images_pass() -> None:
-    image = Image.new("RGB", (3, 2), (77, 1, 2))
-    result = ask(IsolatedReward(f"{HERE}pixels"), ["a", "b"], images=[[], [image, image]])
-    assert result.scores.tolist() == [0.0, 154.0]
 
 
 @pytest.mark.slow  # the library is imported in the process
@@ -226,22 +219,6 @@ def test_a_function_that_cannot_be_loaded_stops_the_start() -> None:
     ]:
         with pytest.raises(RewardError, match=f"cannot be loaded in its process(?s:.*){said}"):
             IsolatedReward(path).prepare()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"function": lambda completions: [0.0]}, "cannot be sent to another process"),
-        ({"function": "no_such_builtin"}, "unknown reward function"),
-        ({"function": 3}, "cannot be called"),
-        ({"timeout": 0}, "timeout is 0"),
-        ({"memory_gb": -1}, "memory_gb is -1"),
-        ({"workers": 0}, "workers is 0"),
-    ],
-)
-def test_settings_that_cannot_be_meant_are_refused(settings: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        IsolatedReward(**{"function": f"{HERE}lengths"} | settings)
 
 
 def test_a_function_of_the_script_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

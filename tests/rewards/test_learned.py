@@ -209,19 +209,6 @@ def test_the_model_is_frozen_and_in_no_module_tree(classifier_folder: str) -> No
     assert copy.deepcopy(function)._loaded is None
 
 
-def test_dtype_device_and_attention_are_heeded(classifier_folder: str) -> None:
-    function = LearnedReward(
-        classifier_folder, dtype="bfloat16", device="meta", attn_implementation="eager"
-    )
-    function.prepare()
-    assert function._loaded is not None
-    weight = next(function._loaded.network.parameters())
-    assert weight.dtype == torch.bfloat16
-    assert weight.device.type == "meta"
-    scorer: Any = function._loaded.network.scorer
-    assert scorer.backbone.config._attn_implementation == "eager"
-
-
 def test_remote_code_is_run_only_if_it_is_trusted(tmp_path: Path, classifier_folder: str) -> None:
     for file in Path(classifier_folder).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -234,15 +221,6 @@ def test_remote_code_is_run_only_if_it_is_trusted(tmp_path: Path, classifier_fol
         LearnedReward(str(tmp_path)).prepare()
     with pytest.raises(RuntimeError, match="remote code was run"):
         LearnedReward(str(tmp_path), trust_remote_code=True).prepare()
-
-
-def test_wrong_options_are_refused(model_folder: str) -> None:
-    with pytest.raises(ValueError, match="batch_size is 0"):
-        LearnedReward("x", batch_size=0)
-    with pytest.raises(ValueError, match="max_tokens is 0"):
-        LearnedReward("x", max_tokens=0)
-    with pytest.raises(ValueError, match="is no reward model"):
-        Rewards([LearnedReward(model_folder)]).prepare()
 
 
 def test_responses_to_equal_prompts_share_what_they_begin_with(two_heads_folder: str) -> None:

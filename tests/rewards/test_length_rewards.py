@@ -53,13 +53,6 @@ def test_repetition_penalty(options: dict[str, Any], text: str, expected: float)
     assert value(RepetitionPenalty(**options), text, tokens=4) == pytest.approx(expected)
 
 
-def test_repeated_tokens_cost() -> None:
-    rewards = Rewards([RepetitionPenalty(ngram=2, unit="tokens")])
-    # 12 21 12: 2 of 3 differ
-    score = rewards.score(["p"], ["x"], [[1, 2, 1, 2]], [{}]).scores[0]
-    assert float(score) == pytest.approx(-1 / 3)
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [

@@ -60,13 +60,6 @@ def test_a_value_of_another_labels_reward_does_not_make_a_response_scorable() ->
     assert result.scores[1] == 1.0
 
 
-def test_the_label_column_can_be_chosen() -> None:
-    rewards = Rewards(functions(), recipe=RECIPE, label_column="kind_of_task")
-    assert score(rewards, ["chat"], column="kind_of_task").scores.tolist() == [10.0]
-    with pytest.raises(RewardError, match="response 0 has no column 'kind_of_task'"):
-        score(rewards, ["chat"])
-
-
 def test_an_unknown_label_is_named_with_its_row_and_the_nearest_one() -> None:
     with pytest.raises(RewardError, match=r"response 1 has the label 'maths'.*mean 'math'"):
         score(Rewards(functions(), recipe=RECIPE), ["chat", "maths"])

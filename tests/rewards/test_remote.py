@@ -231,15 +231,6 @@ def test_the_pause_that_a_busy_service_asks_for_is_kept(server: Server) -> None:
     assert 2.0 <= time.monotonic() - started < 5
 
 
-def test_a_dead_service_costs_nothing_but_a_warning(
-    server: Server, dead_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    result = ask(remote(dead_url, server, batch_size=1))
-    assert result.scores.tolist() == EXPECTED
-    assert not result.failures
-    assert f"{dead_url}: ConnectError" in caplog.text
-
-
 def test_without_any_service_the_responses_have_no_value_and_all_are_blamed(
     server: Server, other: Server
 ) -> None:

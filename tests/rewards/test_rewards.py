@@ -83,11 +83,6 @@ def test_scores_are_the_weighted_sum_in_float32() -> None:
     assert result.names == ("ones", "row_numbers")
 
 
-def test_weights_may_be_given_by_name() -> None:
-    rewards = Rewards({"a": ones, "b": row_numbers}, weights={"b": 10.0, "a": 1.0})
-    assert score(rewards).scores.tolist() == [1.0, 11.0]
-
-
 def test_a_column_called_self_is_refused_by_name() -> None:
     with pytest.raises(RewardError, match=r"cannot be given the column 'self'.*rename the column"):
         score(Rewards([AsyncQuarters()]), self=[1, 2])
@@ -122,17 +117,6 @@ def test_sums_beyond_float32_are_refused() -> None:
 # ---------------------------------------------------------------------- what functions are given
 
 
-def test_functions_get_only_the_arguments_that_they_name() -> None:
-    seen: dict[str, Any] = {}
-
-    def named(completions: Sequence[str], answer: Sequence[int], absent: str = "default") -> Any:
-        seen.update(completions=completions, answer=answer, absent=absent)
-        return [0.0] * len(completions)
-
-    score(Rewards([named]), answer=[5, 6], other=[0, 0])
-    assert seen == {"completions": ["c0", "c1"], "answer": [5, 6], "absent": "default"}
-
-
 def test_a_missing_column_is_named_with_the_nearest_one() -> None:
     def needs_solution(solution: Sequence[str]) -> list[float]:
         return [0.0] * len(solution)
@@ -142,19 +126,6 @@ def test_a_missing_column_is_named_with_the_nearest_one() -> None:
 
 
 # ---------------------------------------------------------------------- logging
-
-
-def test_metrics_of_one_name_are_averaged() -> None:
-    def logs(completions: Sequence[str], log_metric: Any) -> list[float]:
-        log_metric("seen", 1)
-        log_metric("seen", torch.tensor(2.0))
-        return ones(completions)
-
-    def logs_too(completions: Sequence[str], log_metric: Any) -> list[float]:
-        log_metric("seen", 6.0)
-        return ones(completions)
-
-    assert score(Rewards([logs, logs_too])).metrics["seen"] == 3.0  # (1 + 2 + 6) / 3
 
 
 @pytest.mark.parametrize(

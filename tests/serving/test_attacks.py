@@ -209,20 +209,6 @@ def test_strangers_make_room_for_others_and_clients_with_a_token_stay(
     assert [answer_of(connection) for connection in held[:20]] == [""] * 20
 
 
-def test_more_clients_with_a_token_than_there_is_room_for_lose_idle_connections(
-    listening: Callable[..., Address], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module, "_SPARE_CONNECTIONS", 1)
-    address = listening(max_queue=2)  # 3 connections
-    request = KNOWN + b"content-length: 2\r\n\r\n{}"
-    held = []
-    for _ in range(3):
-        held.append(address.connect(request))
-        assert said(held[-1]).startswith("HTTP/1.1 422 ")
-    assert address.score() == 200
-    assert answer_of(held[0]) == ""  # the first
-
-
 def test_bodies_that_do_not_arrive_make_room_for_others(
     listening: Callable[..., Address],
 ) -> None:

@@ -81,13 +81,6 @@ def test_the_config_of_the_repository_parses_as_it_is(capsys: pytest.CaptureFixt
     assert (shown["host"], shown["port"]) == ("127.0.0.1", 8100)
 
 
-def test_a_folder_without_a_reward_model_ends_the_command(
-    model_folder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["serve-reward", "--model.source", model_folder, "--port", "0"]) == 1
-    assert "is no reward model" in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_a_port_that_is_taken_ends_the_command(
     text_reward: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

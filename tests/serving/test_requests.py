@@ -156,18 +156,6 @@ def test_what_is_no_request_is_told_so(serving: Serving, content: bytes, detail:
     assert client.post(body=body_of()).json()["scores"] == [2.0]  # and it goes on
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [("GET", "/v1/score", 405), ("POST", "/v1/score/", 404), ("GET", "/docs", 404)],
-)
-def test_other_paths_and_methods_are_told_what_there_is(
-    serving: Serving, method: str, path: str, status: int
-) -> None:
-    answer = asyncio.run(serving(lengths).send(method, path))
-    assert answer.status_code == status
-    assert "POST /v1/score" in answer.json()["detail"]
-
-
 def test_limits_are_kept_to(serving: Serving) -> None:
     limits = {"max_items": 2, "max_chars": 10, "max_request_mb": 0.001}
     client = serving(lengths, limits=limits)

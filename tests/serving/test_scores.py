@@ -48,15 +48,6 @@ def test_scores_are_those_of_the_model_to_the_last_bit(
     assert answer.json()["version"] == client.get("/version").json()["version"]
 
 
-def test_what_is_too_long_gets_null(serving: Serving, text_reward: str) -> None:
-    client = serving(LearnedReward(text_reward))  # made for 256 positions
-    answer = client.post(body={"prompts": ["a", "a"], "completions": ["b" * 300, "b"]})
-    scores = answer.json()["scores"]
-    assert scores[0] is None
-    assert isinstance(scores[1], float)
-    assert client.metrics()["lrlhf_reward_unscored_items_total"] == 1
-
-
 def test_requests_at_once_get_the_scores_of_requests_alone(
     serving: Serving, text_reward: str
 ) -> None:
@@ -159,20 +150,6 @@ def test_any_reward_function_can_be_served(serving: Serving) -> None:
     missing = client.post(body=body_of())
     assert missing.status_code == 422
     assert "'goal'" in missing.json()["detail"]
-
-
-def test_requests_with_other_columns_are_scored_apart(serving: Serving) -> None:
-    sizes: list[tuple[int, list[str]]] = []
-
-    def noted(*, completions: list[str], **columns: Any) -> list[float]:
-        sizes.append((len(completions), sorted(set(columns) & {"a", "b"})))
-        return [float(len(text)) for text in completions]
-
-    client = serving(noted, max_wait_ms=200.0)
-    bodies = [body_of(columns={"a": [1]}), body_of(columns={"b": [1]}), body_of(columns={"a": [2]})]
-    assert [answer.json()["scores"] for answer in client.together(bodies)] == [[2.0]] * 3
-    # on a busy machine the third may come too late to join the first
-    assert sorted(sizes) in ([(1, ["b"]), (2, ["a"])], [(1, ["a"]), (1, ["a"]), (1, ["b"])])
 
 
 def test_an_exception_of_a_reward_function_is_logged_without_what_was_scored(
