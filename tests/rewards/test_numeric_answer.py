@@ -1,7 +1,6 @@
 import importlib.util
 import sys
 import threading
-import time
 from fractions import Fraction
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from lrlhf.rewards import NumericAnswer, RewardResult, Rewards
 from lrlhf.rewards.functions import expressions
 from lrlhf.rewards.functions.numbers_in_text import numbers_in, only_number
+from lrlhf.rewards.functions.one_by_one import OneByOne
 from tests.rewards.test_text_rewards import value
 
 
@@ -136,11 +136,20 @@ def test_a_response_that_keeps_math_verify_busy_is_given_up_and_stops_nothing() 
     assert failure.endswith("response 1: no result after 2 s")
 
 
-def test_a_right_answer_that_keeps_math_verify_busy_gives_no_score() -> None:
+def test_a_right_answer_that_keeps_math_verify_busy_gives_no_score(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    ask = OneByOne.ask
+
+    def counted(self: OneByOne, timeout: float, **texts: str) -> float | None:
+        asked.append(texts["given"])
+        return ask(self, timeout, **texts)
+
+    monkeypatch.setattr(OneByOne, "ask", counted)
     function = NumericAnswer(which="boxed", timeout=1.0)
-    start = time.monotonic()
-    assert [value(function, r"\boxed{\pi}", answer=ENDLESS) for _ in range(4)] == [None] * 4
-    assert time.monotonic() - start < 4  # it is tried once, alone and beside the response
+    assert [value(function, r"\boxed{\pi}", answer=ENDLESS) for _ in range(3)] == [None] * 3
+    assert asked == [r"\pi", asked[1]]  # it is tried once, beside the response and alone
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ def new_client(verify: bool | str, max_connections: int) -> httpx.AsyncClient:
 def _authorities(verify: bool | str) -> ssl.SSLContext:
     """Read certificates, which takes longer than a request."""
     if isinstance(verify, bool):
-        return httpx.create_ssl_context()
+        return httpx.create_ssl_context(trust_env=False)
     try:
         return ssl.create_default_context(cafile=verify)
     except OSError as error:
