@@ -105,32 +105,3 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 def long_is_good(completions: list[str]) -> list[float]:
     """Scores that differ, so that there is something to learn."""
     return [float(len(text) + index) for index, text in enumerate(completions)]
-
-
-def experiment(module: str, options: Any, data: Any, **trainer: Any) -> dict[str, Any]:
-    """Config of a run of two steps on a CPU that writes nothing but `peaks.json`."""
-    probe = {"class_path": f"{__name__}.MemoryProbe", "init_args": {"path": "peaks.json"}}
-    kind = "PreferenceDataModule" if module == "RewardModel" else "PromptDataModule"
-    if module != "RewardModel":
-        functions = {"functions": [f"{__name__}.long_is_good"]}
-        options = {
-            "rewards": {"class_path": "Rewards", "init_args": functions},
-            "num_generations": 4,
-            "sampling": {"max_new_tokens": 16},
-            **options,
-        }
-    return {
-        "model": {"class_path": module, "init_args": options},
-        "data": {"class_path": kind, "init_args": data},
-        "trainer": {
-            "accelerator": "cpu",
-            "max_steps": 2,
-            "max_epochs": -1,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "enable_checkpointing": False,
-            "callbacks": [probe],
-            **trainer,
-        },
-    }

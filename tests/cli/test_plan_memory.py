@@ -27,7 +27,7 @@ from lrlhf.planning.strategy_shares import (
     weights_of,
 )
 from lrlhf.types import SequenceBatch
-from tests.cli.memory_probe import experiment
+from tests.cli.experiment import experiment
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 32, 64, 2, 512
 # per layer: queries and output 32x32, keys and values 32x16, three matrices 32x64, two norms of 32
@@ -54,7 +54,8 @@ def config_only(tmp_path: Path) -> str:
 
 def _config(source: str, **options: Any) -> dict[str, Any]:
     data = {"train": "none.jsonl", "batch_size": 2, "max_prompt_tokens": 48}
-    return experiment("RLOO", {"policy": {"source": source}, **options}, data)
+    given = {"policy": {"source": source}, "sampling": {"max_new_tokens": 16}, **options}
+    return experiment("RLOO", {"num_generations": 4, **given}, data, reward="exact_match")
 
 
 def _planned(

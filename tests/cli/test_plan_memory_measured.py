@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from lrlhf.cli import run
-from tests.cli.memory_probe import experiment
+from tests.cli.experiment import experiment
 
 TOLERANCE = 0.15
 """Predicted and measured peaks differ by no more than this share, as docs/memory.md promises."""
@@ -99,8 +99,10 @@ def test_phases_of_a_policy_need_what_was_predicted(
     rows = [{"prompt": f"{index:03d}".ljust(PROMPT - index % 3, "x")} for index in range(8)]
     _write("prompts.jsonl", rows)
     data = {"train": "prompts.jsonl", "batch_size": 4, "max_prompt_tokens": PROMPT}
-    config = json.dumps(experiment(module, {"policy": "FOLDER", **options}, data))
-    Path("config.yaml").write_text(config.replace("FOLDER", model_folder))
+    given = {"policy": "FOLDER", "num_generations": 4, "sampling": {"max_new_tokens": NEW}}
+    reward = "tests.cli.memory_probe.long_is_good"
+    config = experiment(module, {**given, **options}, data, reward=reward, **PROBED)
+    Path("config.yaml").write_text(json.dumps(config).replace("FOLDER", model_folder))
 
     predicted, measured = _predicted(capsys), _measured()
 
@@ -131,7 +133,7 @@ def test_a_step_of_a_reward_model_needs_what_was_predicted(
         ],
     )
     data = {"train": "pairs.jsonl", "batch_size": 8, "max_tokens": tokens}
-    config = experiment("RewardModel", {"model": {"source": model_folder}}, data)
+    config = experiment("RewardModel", {"model": {"source": model_folder}}, data, **PROBED)
     Path("config.yaml").write_text(json.dumps(config))
 
     predicted, measured = _predicted(capsys), _measured()

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from lrlhf.cli import run
+from tests.cli.experiment import experiment
 
 pytestmark = pytest.mark.usefixtures("_own_log")
 
@@ -87,34 +88,12 @@ CASES = [
 
 
 def config(kind: str, model_folder: str) -> dict[str, Any]:
-    functions = {"class_path": "Rewards", "init_args": {"functions": ["exact_match"]}}
-    policy = {
-        "policy": model_folder,
-        "num_generations": 2,
-        "sampling": {"max_new_tokens": 3},
-        "rewards": functions,
-    }
-    of_kind = {
-        "pairs": ("RewardModel", {"model": {"source": model_folder}}, "PreferenceDataModule"),
-        "prompts": ("RLOO", policy, "PromptDataModule"),
-    }
-    module, options, data = of_kind[kind]
+    data, place = {"train": "data.jsonl", "batch_size": 4}, {"default_root_dir": "run"}
+    if kind == "pairs":
+        return experiment("RewardModel", {"model": {"source": model_folder}}, data, **place)
     log = {"class_path": "RolloutLog", "init_args": {"dirpath": "run"}}
-    return {
-        "model": {"class_path": module, "init_args": options},
-        "data": {"class_path": data, "init_args": {"train": "data.jsonl", "batch_size": 4}},
-        "trainer": {
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_steps": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": "run",
-            "callbacks": [log] if kind == "prompts" else [],
-        },
-    }
+    options = {"policy": model_folder}
+    return experiment("RLOO", options, data, reward="exact_match", callbacks=[log], **place)
 
 
 @pytest.mark.parametrize(("rows", "flags", "culprits"), CASES)
