@@ -86,15 +86,12 @@ def test_a_state_taken_at_the_last_batch_resumes_with_a_whole_epoch() -> None:
 
 
 def test_passes_under_a_limit_go_on_where_the_last_one_ended() -> None:
+    for limit, length in ((1.0, 5), (0.5, 2), (99, 5), (1, 1)):
+        assert len(list(train_loader(pass_limit=limit))) == length
     limited = train_loader(pass_limit=3)
     passes = [list(limited) for _ in range(4)]
     assert [len(batches) for batches in passes] == [3, 3, 3, 3]
     assert [batch for batches in passes for batch in batches] == take(train_loader(), 3)[:12]
-
-
-@pytest.mark.parametrize(("limit", "length"), [(1.0, 5), (0.5, 2), (99, 5), (1, 1)])
-def test_a_limit_is_a_number_of_batches_or_a_share(limit: int | float, length: int) -> None:
-    assert len(list(train_loader(pass_limit=limit))) == length
 
 
 def test_a_resume_under_a_limit_gives_the_rest_of_that_pass() -> None:
@@ -188,18 +185,3 @@ def test_looking_ahead_changes_nothing() -> None:
             assert loader.state_dict() == state
             seen.append(batch)
     assert seen == take(train_loader(), 3)
-
-
-def test_the_upcoming_batch_is_extended_as_it_will_be() -> None:
-    class Numbers:
-        rows = ()
-
-        def __call__(self, batch: list[int], number: int) -> list[int]:
-            return [*batch, 1000 + number]
-
-    loader = train_loader(companion=Numbers())
-    batches = iter(loader)
-    next(batches)
-    foretold = loader.upcoming()
-    assert foretold[-1] == 1001
-    assert foretold == next(batches)

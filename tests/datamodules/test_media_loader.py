@@ -101,22 +101,6 @@ def test_bad_pictures_are_counted_before_training_with_their_names(
         )
 
 
-def test_auto_reads_only_so_many_rows_before_training(
-    write_rows: WriteRows,
-    vlm_folder: str,
-    pictures: Callable[[int], Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    path = write_rows(rows(pictures, 4))
-    cut(pictures(3))
-    with pytest.raises(BadDataError, match=r"3\.png"):
-        load(path, vlm_folder)
-    monkeypatch.setattr("lrlhf.datamodules.rows.media_rows._ALL_ROWS", 3)
-    load(path, vlm_folder)
-    with pytest.raises(BadDataError, match=r"3\.png"):
-        load(path, vlm_folder, media=MediaOptions(check="all"))
-
-
 @pytest.mark.parametrize(
     ("harm", "reason", "workers"),
     [(Path.unlink, "missing file", 0), (cut, "broken image", 0), (cut, "broken image", 2)],
@@ -143,18 +127,6 @@ def test_a_picture_that_breaks_later_is_replaced_by_the_next_one(
     assert "(2 time(s) so far)" in told[1]
     assert all(reason in line and (".png" in line) for line in told)
     assert {"2.png", "3.png"} & {word.rstrip(":").rpartition("/")[2] for word in told[0].split()}
-
-
-def test_where_every_picture_is_gone_the_run_stops_and_names_them(
-    write_rows: WriteRows, vlm_folder: str, pictures: Callable[[int], Path]
-) -> None:
-    data = load(write_rows(rows(pictures, 3)), vlm_folder)
-    for number in range(3):
-        pictures(number).unlink()
-    with pytest.raises(BadDataError, match="3 rows in a row cannot be used") as caught:
-        numbers(data)
-    message = str(caught.value)
-    assert all(f"missing file: there is no file {pictures(n)}" in message for n in range(3))
 
 
 def test_a_validation_row_is_left_out_and_no_other_comes_twice(

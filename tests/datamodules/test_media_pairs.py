@@ -539,12 +539,6 @@ def test_a_file_without_pairs_is_an_error(
         list(MediaPairs(format, str(folder / name)).rows())
 
 
-def test_an_unparsable_row_is_passed_on(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(f"{json.dumps(hpd(0))}\n{{\n", encoding="utf-8")
-    assert [row.reason for row in problems("hpdv3", path)] == ["unparsable JSON"]
-
-
 def test_formats_are_named_and_documented() -> None:
     with pytest.raises(BadDataError, match=r"'hpd_v3'.*did you mean 'hpdv3'.*rapidata_i2v"):
         MediaPairs("hpd_v3", "train.json")
@@ -557,11 +551,3 @@ def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.Monk
     for options, folder in (({"media_root": "pictures"}, "pictures/images"), ({}, "images")):
         (row,) = pairs("hpdv3", "train.json", **options)
         assert better(row)[0] == str(tmp_path / folder / "good_0.jpg")
-
-
-def test_the_files_of_a_pattern_are_read_in_order(tmp_path: Path) -> None:
-    for number in (1, 0):
-        write(tmp_path / f"part_{number}.json", [hpd(number)])
-    read = pairs("hpdv3", tmp_path / "part_*.json")
-    assert [row["prompt"] for row in read] == ["prompt 0", "prompt 1"]
-    assert pairs("hpdv3", tmp_path) == read

@@ -17,7 +17,6 @@ from PIL import Image
 from lrlhf.datamodules import BadDataError, FileSource, PreferenceDataModule
 from lrlhf.datamodules.datasets.media_pairs import MediaPairs
 from lrlhf.datamodules.loading.sources import Source
-from lrlhf.media import MediaOptions
 from lrlhf.types import Media, PreferenceBatch, SequenceBatch
 from tests.datamodules.conftest import Rows, vlm
 
@@ -237,67 +236,71 @@ def test_info_has_names_and_no_pixels(tmp_path: Path, vlm_folder: str) -> None:
     assert json.loads(json.dumps(batch.info[0])) == batch.info[0]
 
 
-def test_the_better_picture_may_be_named(only: Only) -> None:
-    row = {"prompt": "a cat", "image_chosen": "2.png", "image_rejected": "1.png", "margin": 0.25}
-    batch = only(row)
-    assert levels(batch) == ([2], [1])
+CATS = {"prompt": "a cat", "image_0": "1.png", "image_1": "2.png", "label": "A"}
+BETTER = {"prompt": "a cat", "image_chosen": "1.png", "image_rejected": "2.png"}
+TO = [{"type": "image"}, {"type": "text", "text": " to "}, {"type": "image"}]
+
+
+def said(text: str) -> str:
+    return turn("assistant", text)
+
+
+def whole(text: str) -> list[dict[str, Any]]:
+    return [*asks("a cat"), {"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "expected"),
+    [
+        (BETTER, {}, [turn("user", f"{images(n)}a cat") for n in (1, 2)]),
+        (
+            {**BETTER, "chosen": whole("here"), "rejected": whole("there")},
+            {},
+            [
+                turn("user", f"{images(n)}a cat") + said(text)
+                for n, text in ((1, "here"), (2, "there"))
+            ],
+        ),
+        (
+            {**CATS, "candidate0": "here:", "candidate1": "there:"},
+            {},
+            [
+                turn("user", f"{images(n)}a cat") + said(text)
+                for n, text in ((1, "here:"), (2, "there:"))
+            ],
+        ),
+        (
+            {"prompt": "q", "image_0": "2.png", "candidate1": "no picture", "label": "A"},
+            {},
+            [turn("user", f"{images(2)}q"), turn("user", "q") + said("no picture")],
+        ),
+        ({**CATS, "prompt": None}, {}, [turn("user", images(n)) for n in (1, 2)]),
+        # what both started from comes first
+        ({**CATS, "image": "3.png"}, {}, [turn("user", f"{images(3, n)}a cat") for n in (1, 2)]),
+        (
+            {**CATS, "image": "3.png", "prompt": "<image> to <image>"},
+            {},
+            [turn("user", f"{images(3)} to {images(n)}") for n in (1, 2)],
+        ),
+        (
+            {**CATS, "image": "3.png", "prompt": [{"role": "user", "content": TO}]},
+            {},
+            [turn("user", f"{images(3)} to {images(n)}") for n in (1, 2)],
+        ),
+        (
+            {**CATS, "prompt": "a <b> cat", "style": "oil"},
+            {"instruction": "Rate {{ prompt }} in {{ style }}."},
+            [turn("system", "Rate a <b> cat in oil.") + turn("user", images(n)) for n in (1, 2)],
+        ),
+    ],
+)
+def test_candidates_are_shown_in_the_turn_of_a_user(
+    only: Only, row: dict[str, Any], options: dict[str, Any], expected: list[str]
+) -> None:
+    batch = only(row, **options)
+    assert list(texts(batch)) == expected
     assert batch.labels.tolist() == [[1.0]]
-    assert batch.margin is not None
-    assert batch.margin.tolist() == [0.25]
-
-
-def test_candidates_may_be_a_text_and_a_picture(only: Only) -> None:
-    row = {
-        "prompt": "draw a cat",
-        "candidate0": "here:",
-        "candidate1": "there:",
-        "image_0": "1.png",
-        "image_1": "2.png",
-        "label": "A",
-    }
-    batch = only(row)
-    assert texts(batch) == (
-        turn("user", f"{images(1)}draw a cat") + turn("assistant", "here:"),
-        turn("user", f"{images(2)}draw a cat") + turn("assistant", "there:"),
-    )
     assert not {"candidate0", "candidate1", "image_0", "image_1"} & batch.info[0].keys()
-
-
-def test_a_prompt_that_the_texts_beside_pictures_repeat_counts_once(only: Only) -> None:
-    row = {"prompt": "draw a cat", "image_chosen": "1.png", "image_rejected": "2.png"} | {
-        name: [*asks("draw a cat"), {"role": "assistant", "content": "here"}]
-        for name in ("chosen", "rejected")
-    }
-    assert texts(only(row)) == tuple(
-        turn("user", f"{images(number)}draw a cat") + turn("assistant", "here") for number in (1, 2)
-    )
-
-
-def test_marks_and_parts_of_the_prompt_say_where_candidates_are_shown(only: Only) -> None:
-    shown = {"image": "3.png", "image_0": "1.png", "image_1": "2.png", "label": "A"}
-    parts = [{"type": "image"}, {"type": "text", "text": " to "}, {"type": "image"}]
-    for prompt in ("<image> to <image>", [{"role": "user", "content": parts}]):
-        batch = only({**shown, "prompt": prompt})
-        assert texts(batch)[0] == turn("user", f"{images(3)} to {images(1)}")
-        assert texts(batch)[1] == turn("user", f"{images(3)} to {images(2)}")
-
-
-def test_an_instruction_makes_the_turn_of_the_system(only: Only) -> None:
-    row = {
-        "prompt": "a <b> cat",
-        "style": "oil",
-        "image_0": "1.png",
-        "image_1": "2.png",
-        "label": "A",
-    }
-    batch = only(row, instruction="Rate {{ prompt }} in {{ style }}.")
-    system = turn("system", "Rate a <b> cat in oil.")
-    assert texts(batch) == (
-        system + turn("user", images(1)),
-        system + turn("user", images(2)),
-    )
-    with pytest.raises(BadDataError, match="no column 'colour'"):
-        only(row, instruction="{{ colour }}")
 
 
 def gif(path: Path, *numbers: int) -> None:
@@ -352,27 +355,12 @@ def test_pairs_that_lack_something_are_told(only: Only, row: dict[str, Any], rea
         only({"prompt": "a cat", **row})
 
 
-def test_a_placeholder_in_the_text_of_a_pair_without_media_is_a_bad_row(only: Only) -> None:
-    rows = [{"prompt": "what does it mean?", "chosen": "<|image_pad|>!", "rejected": "nothing"}]
-    with pytest.raises(BadDataError, match="placeholder count"):
-        only(*rows)
-
-
 def test_the_limit_counts_the_tokens_of_pictures(only: Only) -> None:
     row = {"prompt": "a cat", "image_0": "1.png", "image_1": "5.png", "label": "A"}
     # a mark, "user", a line end, marks of the picture, "a cat", a mark and a line end: 15, and 5
     assert only(row, max_tokens=20).candidate1.input_ids.shape == (1, 20)
     with pytest.raises(BadDataError, match=r"5\.png: 20 tokens with the text, max_tokens=19"):
         only(row, max_tokens=19)
-
-
-def test_max_pixels_makes_candidates_shorter(tmp_path: Path, only: Only) -> None:
-    Image.new("L", (56, 56)).save(tmp_path / "large.png")
-    row = {"image_0": "1.png", "image_1": "large.png", "label": "A"}
-    whole = only(row)
-    assert dict(media_of(whole.candidate1).tokens) == {"image": 4}
-    small = only(row, media=MediaOptions(max_pixels=784))
-    assert dict(media_of(small.candidate1).tokens) == {"image": 1}
 
 
 def test_pairs_that_share_a_picture_are_in_one_split(tmp_path: Path, vlm_folder: str) -> None:
@@ -441,11 +429,3 @@ def test_columns_of_other_rows_are_empty_in_a_pair_of_texts(only: Only, empty: A
     batch = only(row)
     assert batch.candidate0.media is None
     assert batch.candidate1.media is None
-
-
-def test_a_picture_is_compared_with_a_text(only: Only) -> None:
-    row = {"prompt": "q", "image_0": "2.png", "candidate1": "no picture", "reward": "A"}
-    batch = only(row)
-    assert batch.candidate0.media is not None
-    assert batch.candidate1.media is None
-    assert "no picture" in texts(batch)[1]

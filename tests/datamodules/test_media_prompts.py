@@ -1,6 +1,5 @@
 """Every picture is of one grey level, which tells whose it is."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from lrlhf.modules import RLOO, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
 from lrlhf.types import Media, PromptBatch, SequenceBatch
-from tests.batches import micro_batches
 from tests.datamodules.conftest import Rows, vlm
 from tests.modules.policy_runs import fit
 from tests.vlms import build_vlm, never_said
@@ -128,36 +126,6 @@ def test_every_row_has_its_own_picture_after_shuffling(
     assert [check_rows(batch) for batch in batches(data)] != seen  # the second epoch
 
 
-def test_select_and_micro_batches_keep_pictures_with_their_rows(
-    tmp_path: Path, load: Loads
-) -> None:
-    (batch,) = batches(load(*mixed_rows(tmp_path, 8), batch_size=8))
-    numbers = check_rows(batch)
-    chosen = batch.select(torch.tensor([6, 1, 6]))
-    assert check_rows(chosen) == [numbers[6], numbers[1], numbers[6]]
-    sequences = SequenceBatch(
-        input_ids=batch.input_ids.flip(1),
-        attention_mask=batch.attention_mask.flip(1),
-        response_mask=torch.zeros_like(batch.attention_mask),
-        media=batch.media,
-    )
-    placeholder = vlm().processor.placeholders["image"]
-    widest = int(sequences.lengths.max())
-    parts = micro_batches(sequences, max_tokens=3 * widest)
-    assert len(parts) >= 3
-    levels = []
-    for part in parts:
-        assert part.media is not None
-        for row, media in enumerate(part.media):
-            tokens = int((part.input_ids[row] == placeholder).sum())
-            assert tokens == (0 if media is None else media.tokens["image"])
-            text = read(part, row)[::-1]
-            if media is not None:
-                assert f"what {level(media)}?" in text
-                levels.append(level(media))
-    assert sorted(levels) == [number for number in range(8) if number % 4 != 3]
-
-
 def test_rows_that_share_a_picture_share_it_after_a_move(tmp_path: Path, load: Loads) -> None:
     (batch,) = batches(load(*mixed_rows(tmp_path, 3), batch_size=3))
     twice = batch.select(torch.tensor([0, 0, 2, 0]))
@@ -175,63 +143,6 @@ def test_rows_that_share_a_picture_share_it_after_a_move(tmp_path: Path, load: L
     assert torch.equal(after, 2 * before)
     # the tokens alone: pictures have no columns to cut
     assert twice.map(lambda tensor: tensor[:, :1]).media is twice.media
-
-
-def test_relative_paths_start_from_the_data_file_wherever_it_is(
-    tmp_path: Path, vlm_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    grey(tmp_path / "data", 1)
-    for row in (
-        {"prompt": asks("hi", {"type": "image", "path": "1.png"})},
-        {"prompt": asks("hi"), "image": "1.png"},
-    ):
-        Path("data/rows.jsonl").write_text(json.dumps(row))
-        data = PromptDataModule("data/rows.jsonl", tokenizer=vlm_folder, batch_size=1)
-        data.setup("fit")
-        (batch,) = batches(data)
-        assert batch.media is not None
-        assert level(batch.media[0]) == 1
-
-
-def test_plain_text_shows_media_at_the_marker_of_the_model(tmp_path: Path, load: Loads) -> None:
-    rows = [{"prompt": f"{SHOWN}hi", "image": grey(tmp_path, 2)}]
-    (batch,) = batches(load(*rows))
-    assert read(batch, 0) == SHOWN.replace("<|image_pad|>", "<|image_pad|>" * 2) + "hi"
-    assert batch.prompts == (f"{SHOWN}hi",)
-
-
-def test_as_chat_puts_the_picture_into_the_turn(tmp_path: Path, load: Loads) -> None:
-    rows = [
-        {"prompt": "hi", "image": grey(tmp_path, 2)},
-        {"prompt": "see <image> there", "image": grey(tmp_path, 2)},
-    ]
-    data = load(*rows, as_chat=True, batch_size=2, system_prompt="s")
-    (batch,) = batches(data)
-    pads = SHOWN.replace("<|image_pad|>", "<|image_pad|>" * 2)
-    head, tail = (
-        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n",
-        ("<|im_end|>\n<|im_start|>assistant\n"),
-    )
-    assert {read(batch, row) for row in (0, 1)} == {
-        f"{head}{pads}hi{tail}",
-        f"{head}see {pads} there{tail}",
-    }
-
-
-def test_a_video_becomes_frames(tmp_path: Path, load: Loads) -> None:
-    first, *others = [Image.new("L", (56, 28), 10 * number) for number in range(4)]
-    first.save(tmp_path / "a.gif", save_all=True, append_images=others, duration=500)
-    rows = [{"prompt": asks("what?", {"type": "video"}), "video": "a.gif"}]
-    (batch,) = batches(load(*rows))
-    assert batch.media is not None
-    (media,) = batch.media
-    assert media is not None
-    # 4 frames at 2 fps, two by two: 2 x 2 squares of 28 pixels
-    assert media.tokens == {"video": 4}
-    assert media.videos[0].frames.shape == (4, 28, 56, 3)
-    assert read(batch, 0).count("<|video_pad|>") == 4
 
 
 def test_the_limit_counts_the_tokens_of_pictures(tmp_path: Path, load: Loads) -> None:
@@ -264,24 +175,6 @@ def test_the_same_question_about_another_picture_is_no_duplicate(
     assert sorted(batch.columns[0]["number"] for batch in batches(data)) == [1, 2, 9]
 
 
-def test_the_same_question_about_another_picture_may_be_held_out(
-    tmp_path: Path, load: Loads
-) -> None:
-    # two questions about each of 6 pictures: a picture never stands on both sides with the same
-    # question, while pictures do
-    rows = [
-        {"prompt": asks("what?"), "image": grey(tmp_path, number), "number": number}
-        for number in (0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5)
-    ]
-    data = load(*rows, val_size=4)
-    train = [batch.columns[0]["number"] for batch in batches(data)]
-    held = [batch.columns[0]["number"] for batch in data.val_dataloader()]
-    assert len(train) == 8
-    assert len(held) == 4
-    assert not set(train) & set(held)
-    assert sorted(train + held) == sorted([*range(6), *range(6)])
-
-
 # as a placeholder with nothing behind it, which stops the forward pass
 @pytest.mark.parametrize("as_messages", [True, False])
 def test_a_placeholder_in_the_text_of_a_row_without_media_is_a_bad_row(
@@ -291,21 +184,6 @@ def test_a_placeholder_in_the_text_of_a_row_without_media_is_a_bad_row(
     rows = [{"prompt": asks(text) if as_messages else text}, {"prompt": "fine"}]
     with pytest.raises(BadDataError, match="placeholder count"):
         load(*rows)
-
-
-def test_a_placeholder_in_a_pretraining_text_without_media_is_a_bad_row(
-    tmp_path: Path, load: Loads
-) -> None:
-    texts = Rows([{"text": "what does <|image_pad|> mean?"}], folder=tmp_path)
-    rows = [{"prompt": "fine"}]
-    with pytest.raises(BadDataError, match="placeholder count"):
-        load(*rows, pretraining=texts)
-
-
-def test_a_text_model_counts_rows_that_show_something(load: Loads, model_folder: str) -> None:
-    rows = [{"prompt": asks("hi", {"type": "image", "path": "1.png"})}, {"prompt": "fine"}]
-    with pytest.raises(BadDataError, match="media for a text model"):
-        load(*rows, tokenizer=model_folder)
 
 
 def text_rows(folder: Path) -> list[dict[str, Any]]:

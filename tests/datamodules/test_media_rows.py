@@ -12,7 +12,6 @@ from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.media_rows import (
     MediaReader,
     Unread,
-    media_columns,
 )
 from lrlhf.datamodules.rows.tokenizing import Text
 from lrlhf.media import MediaOptions, MediaRefs
@@ -200,12 +199,6 @@ def test_sound_is_not_supported_yet(places: MediaReader, kind: str) -> None:
     assert problem(MediaReader(), turns, NOTHING).reason == "audio"
 
 
-def test_a_text_model_is_shown_nothing() -> None:
-    found = problem(MediaReader(), [user({"type": "image", "path": "/a.png"})], NOTHING)
-    assert found.reason == "media for a text model"
-    assert "vision-language" in found.remedy
-
-
 def test_to_a_text_model_media_columns_are_columns_like_any() -> None:
     places = MediaReader()
     assert places.of_columns({"image": "/1.png", "video": "/1.mp4"}, FOLDER) == NOTHING
@@ -237,37 +230,6 @@ def test_the_root_comes_before_the_folder_of_the_data_file(tmp_path: Path) -> No
     places = MediaReader(vlm().processor, MediaOptions(root=str(tmp_path)))
     row = {"images": ["a.png", f"{tmp_path}/b.png"]}
     assert places.of_columns(row, FOLDER).images == (f"{tmp_path}/a.png", f"{tmp_path}/b.png")
-
-
-def test_what_was_anchored_once_stays_where_it_is() -> None:
-    # columns are anchored, and again with the parts that they fill
-    places = MediaReader(vlm().processor)
-    columns = places.of_columns({"image": "a.png"}, Path("relative/folder"))
-    _, refs = places.of_messages([user(IMAGE)], columns, Path("relative/folder"))
-    assert Path(refs.images[0]).absolute() == Path("relative/folder/a.png").absolute()
-
-
-def test_the_home_folder_is_found(places: MediaReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
-    found = places.of_columns({"image": "~/a.png"}, FOLDER)
-    assert found.images == ("/home/someone/a.png",)
-
-
-def test_columns_of_one_candidate_have_its_suffix(places: MediaReader) -> None:
-    assert media_columns("_0") == ("image_0", "images_0", "video_0", "videos_0")
-    row = {"image": "/c.png", "image_0": "/0.png", "images_1": ["/1.png", "/2.png"]}
-    assert places.of_columns(row, FOLDER, "_0") == MediaRefs(("/0.png",))
-    assert places.of_columns(row, FOLDER, "_1") == MediaRefs(("/1.png", "/2.png"))
-
-
-def test_names_are_what_a_reader_can_look_up() -> None:
-    refs = MediaRefs(
-        ("/a.png", b"1234", {"bytes": b"12", "path": "b.png"}, Image.new("RGB", (1, 1))),
-        (["1.png", "2.png", "3.png"],),
-    )
-    assert refs.names == ("/a.png", "4 bytes", "b.png", "Image", "3 frames")
-    address = f"data:image/png;base64,{'A' * 400}"
-    assert MediaRefs((address,)).names == (f"{address[:60]}…",)
 
 
 class Shows:
@@ -311,24 +273,3 @@ def test_the_check_of_files_finds_what_the_heads_tell(tmp_path: Path) -> None:
         assert told == [reasons[0], second, *reasons[2:]]
         # what can be used is handed on as it is
         assert all(new is old for new, old in zip(found, rows, strict=True) if new in rows)
-
-
-def test_rows_of_a_text_model_are_not_looked_at() -> None:
-    rows = [Shows("/gone.png")]
-    quiet = MediaReader()
-    assert quiet.check(rows) == rows
-    assert quiet(rows[0]) is rows[0]
-    assert rows[0].read == 0
-
-
-def test_tokens_are_counted_with_the_image(tmp_path: Path) -> None:
-    path = tmp_path / "a.png"
-    Image.new("RGB", (56, 56)).save(path)
-    # 4 tokens of 28 x 28 pixels each, and two letters
-    row = Shows(str(path), text="<|image_pad|>ab")
-    assert reading("all", 6).check([row]) == [row]
-    (found,) = reading("all", 5).check([row])
-    assert isinstance(found, BadRow)
-    assert found.reason == "too long"
-    assert found.detail == f"{path}: 6 tokens with the text, max_tokens=5"
-    assert "raise max_tokens, or lower media.max_pixels" in found.remedy

@@ -29,46 +29,27 @@ def test_the_better_rated_text_of_a_pair_is_chosen_and_the_gap_is_kept() -> None
     assert all(row["prompt"] == "" and "margin" not in row for row in rows)
 
 
+def test_pairs_can_be_bounded_scaled_and_are_sampled_by_the_seed() -> None:
+    rows = pairs_from_ratings(TEXTS, min_gap=1.0, seed=0, max_pairs=5, margin_scale=0.25)
+    assert rows == pairs_from_ratings(TEXTS, min_gap=1.0, seed=0, max_pairs=5, margin_scale=0.25)
+    assert rows != pairs_from_ratings(TEXTS, min_gap=1.0, seed=1, max_pairs=5, margin_scale=0.25)
+    assert len(rows) == 5
+    for row in rows:
+        assert row["margin"] == 0.25 * (row["chosen_rating"] - row["rejected_rating"])
+    # of equal texts the first counts
+    texts = [RatedText(2.0, "same"), RatedText(-2.0, "same"), RatedText(0.0, "other")]
+    (row,) = pairs_from_ratings(texts, min_gap=1.0, seed=0, uses_per_text=2)
+    assert (row["chosen"], row["rejected"]) == ("same", "other")
+    with pytest.raises(ValueError, match="min_gap=0"):
+        pairs_from_ratings(TEXTS, min_gap=0.0, seed=0)
+
+
 @pytest.mark.parametrize("uses", [1, 3])
 def test_a_text_is_part_of_a_bounded_number_of_pairs(uses: int) -> None:
     rows = pairs_from_ratings(TEXTS, min_gap=0.5, seed=0, uses_per_text=uses)
     counts = texts_of(rows)
     assert max(counts.values()) == uses
     assert len({(row["chosen"], row["rejected"]) for row in rows}) == len(rows)
-
-
-def test_two_clearly_parted_kinds_give_as_many_pairs_as_the_smaller_has_texts() -> None:
-    texts = [RatedText(2.0, f"good {n}") for n in range(7)]
-    texts += [RatedText(-2.0, f"bad {n}") for n in range(4)]
-    rows = pairs_from_ratings(texts, min_gap=3.0, seed=0)
-    assert len(rows) == 4
-    assert all(row["chosen"].startswith("good") for row in rows)
-    assert {row["rejected"] for row in rows} == {f"bad {n}" for n in range(4)}
-
-
-def test_margins_are_the_scaled_gap() -> None:
-    (row,) = pairs_from_ratings(
-        [RatedText(1.5, "good"), RatedText(-0.5, "bad")], min_gap=1.0, seed=0, margin_scale=0.25
-    )
-    assert row["margin"] == 0.5  # 0.25 * (1.5 + 0.5)
-
-
-def test_the_number_of_pairs_can_be_bounded_and_the_seed_draws_them() -> None:
-    rows = pairs_from_ratings(TEXTS, min_gap=1.0, seed=0, max_pairs=5)
-    assert len(rows) == 5
-    assert rows == pairs_from_ratings(TEXTS, min_gap=1.0, seed=0, max_pairs=5)
-    assert rows != pairs_from_ratings(TEXTS, min_gap=1.0, seed=1, max_pairs=5)
-
-
-def test_equal_texts_count_once_with_their_first_rating() -> None:
-    texts = [RatedText(2.0, "same"), RatedText(-2.0, "same"), RatedText(0.0, "other")]
-    (row,) = pairs_from_ratings(texts, min_gap=1.0, seed=0, uses_per_text=2)
-    assert (row["chosen"], row["rejected"]) == ("same", "other")
-
-
-def test_a_gap_of_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="min_gap=0"):
-        pairs_from_ratings(TEXTS, min_gap=0.0, seed=0)
 
 
 def rated_file(write_rows: WriteRows, **options: Any) -> RatedFile:
@@ -86,24 +67,6 @@ def test_train_and_validation_parts_share_no_text(write_rows: WriteRows) -> None
     assert sides[0].keys().isdisjoint(sides[1].keys())
     assert len(sides[0]) > 50
     assert 10 < len(sides[1]) <= 30
-
-
-def test_held_out_pairs_share_no_text_with_the_train_pairs(
-    write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    data = PreferenceDataModule(
-        rated_file(write_rows), tokenizer=tokenizer, batch_size=1, val_fraction=0.2
-    )
-    data.setup("fit")
-    sides = []
-    for loader in (data.train_dataloader(), data.val_dataloader()):
-        ratings = [batch.info[0] for batch in loader]
-        sides.append({row[f"{side}_rating"] for row in ratings for side in ("chosen", "rejected")})
-    assert sides[0].isdisjoint(sides[1])  # each rating belongs to one text only
-    assert len(sides[1]) > 5
-
-
-def test_ratings_that_make_no_pair_are_named(write_rows: WriteRows) -> None:
     with pytest.raises(BadDataError, match=r"rated.jsonl: no two of its 100 texts make a pair"):
         list(rated_file(write_rows, min_gap=50.0).rows())
 

@@ -1,8 +1,7 @@
 import pytest
 import reasoning_gym
-from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules import PromptDataModule, ReasoningGym
+from lrlhf.datamodules import ReasoningGym
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -26,20 +25,6 @@ def test_another_seed_gives_other_rows() -> None:
 
     assert questions(1) == questions(1)
     assert questions(1) != questions(2)
-
-
-def test_a_task_feeds_a_few_shot_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    data = PromptDataModule(
-        ReasoningGym("chain_sum", size=30, options=SUMS),
-        tokenizer=tokenizer,
-        prompt_template="5 + 3 = 8\n{{ metadata.expression }} =",
-        val_fraction=0.2,
-        batch_size=1,
-    )
-    data.setup("fit")
-    for batch in data.train_dataloader():
-        expression = batch.columns[0]["metadata"]["expression"]
-        assert batch.prompts == (f"5 + 3 = 8\n{expression} =",)
 
 
 def test_an_unknown_task_names_the_nearest_one() -> None:

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import PreTrainedConfig
 from transformers.video_utils import VideoMetadata
 
 from lrlhf.media import Encoded, MediaError, MediaOptions, MediaProcessor, MediaRefs, Video
-from tests.conftest import build_language_model, build_tokenizer
 from tests.vlms import build_vlm
 
 OPTIONS = MediaOptions()
@@ -86,14 +84,6 @@ def test_a_video_is_encoded_as_the_processor_does_it(qwen: MediaProcessor) -> No
     # 4 frames, two by two, of 2 x 1 squares
     assert encoded.media.tokens == {"video": 2 * 2}
     assert encoded.media.videos == (video,)
-
-
-def test_images_and_videos_can_stand_side_by_side(qwen: MediaProcessor) -> None:
-    text = f"{VIDEO}{IMAGE}"
-    encoded = qwen.encode(text, [noise(28, 28)], [frames(2)])
-    assert encoded.media.tokens == {"image": 1, "video": 2}
-    ids = [qwen.placeholders["video"]] * 2 + [qwen.placeholders["image"]]
-    assert encoded.input_ids == ids
 
 
 @pytest.mark.parametrize(
@@ -178,17 +168,6 @@ def test_what_is_longer_than_the_context_is_refused(qwen: MediaProcessor) -> Non
     assert "media.max_pixels" in error.remedy
 
 
-def test_an_extreme_shape_is_refused_by_name(qwen: MediaProcessor, tmp_path: Path) -> None:
-    # Qwen's processor takes no image that is over 200 times as long as wide
-    path = tmp_path / "rope.png"
-    noise(2, 500).save(path)
-    refs = MediaRefs((str(path),))
-    qwen.check(IMAGE, refs)
-    error = refused(lambda: qwen.read(IMAGE, refs, OPTIONS))
-    assert error.reason == "refused by the processor"
-    assert "rope.png: ValueError" in error.detail
-
-
 @pytest.mark.parametrize("family", ["llava", "gemma3", "idefics3"])
 def test_a_video_for_a_family_that_reads_none_is_refused(family: str) -> None:
     processor = processor_of(family)
@@ -232,28 +211,6 @@ def test_max_pixels_makes_fewer_tokens(qwen: MediaProcessor) -> None:
     small = qwen.read(IMAGE, refs, MediaOptions(max_pixels=784))
     assert small.media.tokens == {"image": 1}
     assert small.media.images[0].size == (28, 28)
-
-
-def test_a_text_model_needs_no_processor_and_may_have_none(qwen: MediaProcessor) -> None:
-    vlm, text_model = build_vlm("qwen2_vl"), build_language_model(build_tokenizer())
-    assert MediaProcessor.for_model(None, vlm.model.config) is None
-    assert MediaProcessor.for_model(None, text_model.config) is None
-    with pytest.raises(ValueError, match=r"for a text model \(llama\)"):
-        MediaProcessor.for_model(qwen.processor, text_model.config)
-    paired = MediaProcessor.for_model(qwen.processor, vlm.model.config)
-    assert paired is not None
-    assert paired.merge_size == 2
-    assert paired.context == 512
-    assert paired.family == "qwen2_vl"
-
-
-def test_what_is_taken_from_the_config_fits_the_tokenizer() -> None:
-    vlm = build_vlm("qwen2_vl")
-    config: PreTrainedConfig = vlm.model.config
-    found = MediaProcessor.of(vlm.processor.processor, config)
-    assert found.markers == {"image": IMAGE, "video": VIDEO}
-    tokens = vlm.tokenizer.convert_tokens_to_ids([IMAGE, VIDEO])
-    assert [found.placeholders["image"], found.placeholders["video"]] == tokens
 
 
 def test_the_specimen_is_the_same_every_time_and_shows_one_image(qwen: MediaProcessor) -> None:
