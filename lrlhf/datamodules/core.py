@@ -108,7 +108,7 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
         bad_rows = BadRows(what)
         drafts: list[Located[DraftT]] = []
         for index, component in enumerate(components):
-            # where there are several sources, results can be told apart by the column
+            # where there are several sources, the column keeps results apart
             added = {"source": component.name} if len(components) > 1 else {}
             for source in component.sources:
                 for number, row in enumerate(source.rows(), start=1):

@@ -76,7 +76,7 @@ class PreferenceDataModule(RowDataModule[PairRow, PreferenceBatch]):
         instruction: A jinja2 template over the columns, for the system turn of pairs of images or
             videos, which are then shown alone: ``"Rate this picture of: {{ prompt }}"``.
         media: How images and videos are read.
-        max_tokens: Pairs with a longer side are left out and counted, never cut.
+        max_tokens: Pairs with a longer candidate are left out and counted, never cut.
         val_fraction: Share of the rows to hold out for validation when ``val`` is not given. Rows
             with equal prompts (or, without a prompt, equal texts) never stand in both splits.
         val_size: Number of rows to hold out instead.

@@ -69,7 +69,7 @@ class MediaOptions:
         check: What is looked at before training. "files": that files are there and are images;
             "all": every image and video is read, and its tokens are counted; "auto": all where
             there are at most 2,000 rows. What turns out broken later is replaced by the next row,
-            and told.
+            and logged.
     """
 
     root: str | None = None

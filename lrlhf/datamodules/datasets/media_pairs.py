@@ -29,7 +29,7 @@ class MediaPairs(Source):
     tells. ``image`` is what both candidates started from, such as the first frame of a video.
 
     Where a set tells the better from the worse one, or names its candidates by model, which
-    is candidate 0 is drawn from ``seed`` and the row's number: the same in every process and
+    is candidate 0 follows from ``seed`` and the row's number: the same in every process and
     epoch, and either about half of the time.
 
     Args:
@@ -38,7 +38,7 @@ class MediaPairs(Source):
             ``videodpo``, ``videogen_rewardbench``, or ``generic`` for rows that are pairs already.
         path: The set's file of rows, a folder or a pattern. For ``imagerewarddb`` a folder with
             its shards anywhere below it.
-        seed: Another seed draws other orders.
+        seed: Another seed gives other orders.
         media_root: Folder that paths in the rows start from. By default the folder ``videos`` or
             ``Videos`` (rapidata) or ``media_data`` (omnireward) beside the file or one level up,
             the folder that holds ``images`` (imagerewarddb), else the folder of the file. Relative
@@ -72,7 +72,7 @@ class MediaPairs(Source):
                 folder = self._media_root or known.folder(file)
                 for index, pair in enumerate(known.pairs(row, folder)):
                     self._keep_in_root(pair)
-                    turned = known.draws_order and is_exchanged(self._seed, number, index)
+                    turned = known.random_order and is_exchanged(self._seed, number, index)
                     empty = False
                     yield exchanged(pair) if turned else pair
             except BadRow as problem:
@@ -95,7 +95,7 @@ class MediaPairs(Source):
 
 
 def is_exchanged(seed: int, number: int, index: int = 0) -> bool:
-    """Draw whether the candidates of a pair change places, by nothing but these numbers.
+    """Decide whether the candidates of a pair change places, by nothing but these numbers.
 
     Args:
         seed: Of the source.
@@ -107,7 +107,7 @@ def is_exchanged(seed: int, number: int, index: int = 0) -> bool:
 
 
 def exchanged(pair: Mapping[str, Any]) -> Pair:
-    """Let the candidates of a pair change places, with all that is told about them."""
+    """Let the candidates of a pair change places, with all that the row says of them."""
     other = {f"{name}_0": f"{name}_1" for name in ("image", "video", "model")}
     other |= {second: first for first, second in other.items()}
     turned = {other.get(column, column): value for column, value in pair.items()}
@@ -241,25 +241,25 @@ class MediaFormat(NamedTuple):
     """From the file of a row to the folder that its paths start from."""
     rows: Callable[[Path], Iterable[_FileAndRow]] = _rows_of_files
     """From what the user gave to raw rows, each with its file."""
-    draws_order: bool = False
-    """Whether the set says nothing about which is candidate 0, so that it has to be drawn."""
+    random_order: bool = False
+    """Whether the set says nothing about which is candidate 0, so that the seed decides."""
 
 
 _VIDEOS, _MEDIA_DATA = _beside_or_above("videos", "Videos"), _beside_or_above("media_data")
 FORMATS: Mapping[str, MediaFormat] = {
-    "hpdv3": MediaFormat(media_formats.hpdv3, draws_order=True),
+    "hpdv3": MediaFormat(media_formats.hpdv3, random_order=True),
     "imagerewarddb": MediaFormat(
-        media_formats.imagerewarddb, _image_reward_folder, _image_reward_prompts, draws_order=True
+        media_formats.imagerewarddb, _image_reward_folder, _image_reward_prompts, random_order=True
     ),
     "rapidata_t2v": MediaFormat(media_formats.rapidata_t2v, _VIDEOS),
     "rapidata_i2v": MediaFormat(media_formats.rapidata_i2v, _VIDEOS),
     "omnireward_t2i": MediaFormat(media_formats.omnireward_t2i, _MEDIA_DATA),
     "omnireward_t2v": MediaFormat(media_formats.omnireward_t2v, _MEDIA_DATA),
-    "genai_bench": MediaFormat(media_formats.genai_bench, draws_order=True),
+    "genai_bench": MediaFormat(media_formats.genai_bench, random_order=True),
     "genai_bench_video": MediaFormat(
-        media_formats.genai_bench_video, rows=_genai_video_rows, draws_order=True
+        media_formats.genai_bench_video, rows=_genai_video_rows, random_order=True
     ),
-    "videodpo": MediaFormat(media_formats.videodpo, draws_order=True),
+    "videodpo": MediaFormat(media_formats.videodpo, random_order=True),
     "videogen_rewardbench": MediaFormat(media_formats.videogen_rewardbench),
     "generic": MediaFormat(media_formats.generic),
 }

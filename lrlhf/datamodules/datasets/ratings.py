@@ -35,7 +35,7 @@ def pairs_from_ratings(
     margin_scale: float | None = None,
     uses_per_text: int = 1,
 ) -> list[dict[str, Any]]:
-    """Pair texts whose ratings differ clearly; which one meets which is drawn.
+    """Pair texts whose ratings differ clearly; which one meets which is random.
 
     Args:
         texts: Rated texts; of equal texts the first counts.
@@ -76,8 +76,8 @@ def _match(
         if not partners:
             insort(waiting, text)
             continue
-        drawn = int(rng.integers(partners))
-        other = waiting.pop(drawn if drawn < below else above + drawn - below)
+        chosen = int(rng.integers(partners))
+        other = waiting.pop(chosen if chosen < below else above + chosen - below)
         yield (text, other) if text.rating > other.rating else (other, text)
 
 

@@ -19,7 +19,7 @@ class Order(Protocol):
 
     @property
     def seed(self) -> int:
-        """What the order was drawn from; a resumed run must have the same."""
+        """What the order is a function of; a resumed run must have the same."""
         ...
 
     def __len__(self) -> int: ...
@@ -64,13 +64,15 @@ class EpochOrder:
 
     def epoch(self, epoch: int) -> Rows:
         """Return the row indices of an epoch in their order."""
-        drawn = [
-            self._draw(source, epoch * count, count) for source, count in enumerate(self.counts)
-        ]
-        rows = np.concatenate(drawn)
+        rows = np.concatenate(
+            [
+                self._stretch(source, epoch * count, count)
+                for source, count in enumerate(self.counts)
+            ]
+        )
         return rows[np.random.default_rng([self.seed, 0, epoch]).permutation(len(rows))]
 
-    def _draw(self, source: int, start: int, count: int) -> Rows:
+    def _stretch(self, source: int, start: int, count: int) -> Rows:
         """Take the stretch of a source's endless sequence of permutations."""
         members = np.asarray(self.members[source], dtype=np.int64)
         size = len(members)

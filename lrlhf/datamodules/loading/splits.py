@@ -1,4 +1,4 @@
-"""The train and the validation split of a data set, neither of which tells what the other holds."""
+"""The train and the validation split of a data set, without leaks from one to the other."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def hold_out(
         largest = max(map(len, groups), default=0)
         raise BadDataError(
             f"cannot hold out {wanted} of {len(keys)} rows for validation: they form {len(groups)} "
-            f"groups that share a prompt or a text, the largest of {largest} rows, and one side "
+            f"groups that share a prompt or a text, the largest of {largest} rows, and one split "
             "would be empty. Give `val` data of its own, or another val_size or val_fraction"
         )
     kept = set(held)

@@ -57,8 +57,8 @@ def repeat_prompt(prompt: str, first: str, second: str, *, in_chat: bool) -> boo
     They are if both begin with the whole prompt. In a chat, where two answers may well say a
     greeting back, the prompt has to have five words or more.
     """
-    told = len(prompt.split()) >= (_CLEARLY_REPEATED if in_chat else 1)
-    return told and first.startswith(prompt) and second.startswith(prompt)
+    long_enough = len(prompt.split()) >= (_CLEARLY_REPEATED if in_chat else 1)
+    return long_enough and first.startswith(prompt) and second.startswith(prompt)
 
 
 def split_messages(

@@ -28,25 +28,25 @@ def tokenize_pairs(
     Args:
         tokenizer: Of the model that will score the pairs.
         drafts: What was read from the rows.
-        max_tokens: Pairs with a longer side are bad rows.
+        max_tokens: Pairs with a longer candidate are bad rows.
     """
     texts = [draft.pair for draft in drafts if isinstance(draft.pair, TextPair)]
     prompts = iter(tokenize(tokenizer, [pair.prompt for pair in texts]))
-    sides = [
-        iter(_with_end(tokenizer, [pair.candidates[side] for pair in texts])) for side in (0, 1)
-    ]
+    first, second = (
+        iter(_with_end(tokenizer, [pair.candidates[index] for pair in texts])) for index in (0, 1)
+    )
     rows: list[PairRow | BadRow] = []
     for draft in drafts:
         if isinstance(draft.pair, TextPair):
             prompt = next(prompts)
-            ids = (next(sides[0]), next(sides[1]))
-            starts = tuple(common_prefix(prompt, side) for side in ids)
+            ids = (next(first), next(second))
+            starts = tuple(common_prefix(prompt, candidate) for candidate in ids)
         else:
-            first, second = draft.pair.candidates
-            ids = (np.asarray(first, np.int32), np.asarray(second, np.int32))
+            one, other = draft.pair.candidates
+            ids = (np.asarray(one, np.int32), np.asarray(other, np.int32))
             shared = common_prefix(*ids)
-            # where one side is the beginning of the other, its last token stands for its answer
-            starts = tuple(min(shared, len(side) - 1) for side in ids)
+            # where one is the beginning of the other, its last token stands for its answer
+            starts = tuple(min(shared, len(candidate) - 1) for candidate in ids)
         rows.append(_row(draft, ids, starts, max_tokens, str(tokenizer.eos_token or "")))
     return rows
 
@@ -58,13 +58,13 @@ def _row(
     max_tokens: int | None,
     end: str,
 ) -> PairRow | BadRow:
-    for name, side, start in zip(("first", "second"), ids, starts, strict=True):
-        if start >= len(side):
+    for name, candidate, start in zip(("first", "second"), ids, starts, strict=True):
+        if start >= len(candidate):
             return BadRow("empty text", f"the {name} candidate's answer has no token")
-        if max_tokens is not None and len(side) > max_tokens:
+        if max_tokens is not None and len(candidate) > max_tokens:
             return BadRow(
                 "too long",
-                f"the {name} candidate has {len(side)} tokens with its prompt, "
+                f"the {name} candidate has {len(candidate)} tokens with its prompt, "
                 f"max_tokens={max_tokens}",
                 remedy="raise max_tokens",
             )
@@ -78,16 +78,16 @@ def _row(
     )
 
 
-def _unread(pair: TextPair | TokenPair, side: int, end: str) -> Unread | None:
+def _unread(pair: TextPair | TokenPair, index: int, end: str) -> Unread | None:
     """Keep what a candidate shows, and its text as `_with_end` ends it."""
-    if not isinstance(pair, TextPair) or not pair.refs[side]:
+    if not isinstance(pair, TextPair) or not pair.refs[index]:
         return None
-    text = pair.candidates[side]
+    text = pair.candidates[index]
     if not text.complete:
         text = text._replace(text=text.text.removesuffix(end) + end)
-    alone = not pair.prompt.text or len(pair.refs[side]) == len(pair.prompt_refs)
+    alone = not pair.prompt.text or len(pair.refs[index]) == len(pair.prompt_refs)
     prompt = None if alone else Unread(pair.prompt, pair.prompt_refs)
-    return Unread(text, pair.refs[side], prompt)
+    return Unread(text, pair.refs[index], prompt)
 
 
 def _with_end(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> list[Tokens]:

@@ -62,7 +62,7 @@ class PairDraft:
 
     pair: TextPair | TokenPair
     keys: tuple[str, ...]
-    """Pairs that share one of these must not be parted into train and validation data."""
+    """Pairs that share one of these belong in the same split."""
     labels: tuple[float, ...]
     margin: float | None
     info: Mapping[str, Any]
@@ -133,11 +133,11 @@ class PreferenceParser:
                         "missing media",
                         f"columns *{suffix} name no image and no video, and there is no {name!r}",
                     )
-            sides = [
-                self._shown_side(row, name, shared + refs, folder)
+            both = [
+                self._shown_candidate(row, name, shared + refs, folder)
                 for name, refs in zip(names, own, strict=True)
             ]
-            (first, first_refs), (second, second_refs) = sides
+            (first, first_refs), (second, second_refs) = both
             pair = TextPair(
                 Text("", complete=True), (first, second), refs=(first_refs, second_refs)
             )
@@ -148,7 +148,7 @@ class PreferenceParser:
             return self._draft(row, pair, keys, used)
         return None
 
-    def _shown_side(
+    def _shown_candidate(
         self, row: Row, answer_column: str, refs: MediaRefs, folder: Path | None
     ) -> tuple[Text, MediaRefs]:
         prompt = row.get(self.prompt_column)
@@ -201,7 +201,7 @@ class PreferenceParser:
     def _texts(
         self, row: Row, folder: Path | None, first: str, second: str
     ) -> tuple[TextPair, str]:
-        """Return the pair, and the prompt as text that tells prompts apart."""
+        """Return the pair, and the prompt as text, by which prompts are compared."""
         prompt = row.get(self.prompt_column)
         if isinstance(prompt, list | tuple) or any(
             isinstance(row[name], list | tuple) for name in (first, second)
