@@ -97,8 +97,8 @@ class _Forked:
         return line.decode()
 
     def poll(self) -> int | None:
-        if self.returncode is None and (line := self._line(0)) is not None:
-            self.returncode = int(line)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -107,6 +107,7 @@ class _Forked:
             if line is None:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             self.returncode = int(line)
+            self._server.close()
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
@@ -142,7 +143,6 @@ class _Forked:
             if stream is not None:
                 stream.close()
         self.wait()
-        self._server.close()
 
 
 def _stream(given: Any, number: int, mode: str) -> tuple[int, Any]:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import yaml
 
+from tests.forked import Popen
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -71,7 +73,7 @@ def running(
     command: Sequence[str], folder: Path, extra: Mapping[str, str] = {}
 ) -> Iterator[subprocess.Popen[str]]:
     """A command in a session of its own, none of whose processes survives the block."""
-    process = subprocess.Popen(
+    process = Popen(
         command,
         cwd=folder,
         env=environment(extra),
