@@ -13,6 +13,7 @@ from lrlhf.modules import PPO, Advantage, Critic, OptimizerConfig, Reference, Up
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
 from tests.conftest import build_language_model
+from tests.matrices import few_of
 from tests.modules.conftest import prompts  # noqa: F401  a fixture
 from tests.modules.policy_runs import Watcher, fit
 
@@ -57,6 +58,7 @@ def test_a_rewarded_token_is_found(tokenizer, prompts, tmp_path) -> None:  # noq
     assert sum(scores[-3:]) / 3 > 0.9
 
 
+@pytest.mark.exhaustive
 def test_without_advantages_nothing_is_found(tokenizer, prompts, tmp_path) -> None:  # noqa: F811
     module = ppo(
         says_vowels, tokenizer, critic=None, advantage=Advantage(estimator=f"{__name__}.nothing")
@@ -65,7 +67,8 @@ def test_without_advantages_nothing_is_found(tokenizer, prompts, tmp_path) -> No
     assert sum(scores[-3:]) / 3 < 0.1
 
 
-@pytest.mark.parametrize("kind", ["head", "own"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", few_of(["head", "own"], ["own"]))
 def test_a_critic_of_default_settings_learns_within_tens_of_iterations(
     tokenizer,
     prompts,  # noqa: F811
@@ -87,6 +90,7 @@ def test_a_critic_of_default_settings_learns_within_tens_of_iterations(
     assert float(trainer.logged_metrics["value/explained_variance"]) > 0.5
 
 
+@pytest.mark.slow
 def test_a_critic_foresees_what_the_prompt_decides(
     tokenizer,
     prompts,  # noqa: F811

@@ -86,8 +86,3 @@ def test_every_adapter_on_all_linear_layers_learns(family: str) -> None:
     adapters = {name: weight for name, weight in model.named_parameters() if "lora_" in name}
     assert len(adapters) >= 4
     assert [name for name, weight in adapters.items() if weight.grad is None] == []
-
-
-def test_dropout_in_front_of_expert_adapters_is_refused_with_its_key() -> None:
-    with pytest.raises(ValueError, match=r"lora .*MixtralForCausalLM.*lora_dropout"):
-        adapted("mixtral", dropout=0.1)

@@ -43,13 +43,6 @@ def trainable_names(model: nn.Module) -> set[str]:
     return {name for name, weight in model.named_parameters() if weight.requires_grad}
 
 
-def test_it_comes_in_eval_mode_with_every_weight_trainable_in_float32(model_folder: str) -> None:
-    model = CausalLM(source=model_folder).load()
-    assert not model.training
-    assert trainable_names(model) == {name for name, _ in model.named_parameters()}
-    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
-
-
 def test_dropout_is_off_by_default_also_in_training_mode(dropping_folder: str) -> None:
     model = CausalLM(source=dropping_folder).load().train()
     batch = right_padded([9, 6])

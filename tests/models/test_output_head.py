@@ -3,7 +3,6 @@
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lrlhf.functional import LinearHead, token_logprobs
-from lrlhf.models import CausalLM, sequence_logprobs
 from lrlhf.models.output_head import OutputHead, check_output_head, output_head, plain_model
 from lrlhf.models.sharding import within
 from tests.conftest import build_language_model, build_tokenizer
-from tests.models.families import right_padded
 from tests.models.text_families import tiny_model
 
 
@@ -119,20 +116,6 @@ def full(gradient: Tensor | None) -> Tensor:
     if isinstance(gradient, torch.distributed.tensor.DTensor):
         return gradient.full_tensor()
     return gradient
-
-
-# bodies that the model does not call, or that go by another name, and further scales
-@pytest.mark.parametrize("family", ["opt", "llama4_text", "minicpm3", "inkling_text"])
-def test_logprobs_are_those_of_whole_logits(family: str, tmp_path: Path) -> None:
-    tiny_model(family).save_pretrained(tmp_path)
-    model = plain_model(CausalLM(source=str(tmp_path)).load())
-    batch = right_padded([9, 6])
-    actual = sequence_logprobs(model, batch)
-    for row, length in enumerate([9, 6]):
-        ids = batch.input_ids[row : row + 1, :length]
-        expected = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
-        expected = expected.gather(1, ids[0, 1:, None])[1:, 0]
-        torch.testing.assert_close(actual[row, 2:length], expected, rtol=0, atol=1e-4)
 
 
 def test_a_model_that_reads_the_padding_behind_a_row_is_refused() -> None:

@@ -32,13 +32,11 @@ from lrlhf.models import (
     HeadConfig,
     HeadedBackbone,
     RewardNetwork,
-    ValueHead,
     allow_packing,
     hidden_states,
     packs,
     placeholder_ids,
     sequence_logprobs,
-    sequence_outputs,
 )
 from lrlhf.models.backbone import HiddenStates
 from lrlhf.models.packed import packed_attention as attention
@@ -252,20 +250,6 @@ def test_adapters_and_recomputed_activations_are_part_of_it() -> None:
     base.enable_input_require_grads()
     base.train()
     assert_equal_paths(base, lambda: sequence_logprobs(model, BATCH))
-
-
-def test_values_and_entropies_come_from_the_same_pass() -> None:
-    model = seeded(llama)
-    head = ValueHead(16, "linear")
-    torch.nn.init.normal_(head.output.weight)
-
-    def outputs() -> Tensor:
-        out = sequence_outputs(model, BATCH, entropy=True, value_head=head)
-        assert out.entropy is not None
-        assert out.values is not None
-        return torch.stack([out.logprobs, out.entropy, out.values])
-
-    assert_equal_paths(model, outputs)
 
 
 @pytest.mark.parametrize(("pooling", "layer"), [("last", 2), ("mean", -1), ("attention", 2)])

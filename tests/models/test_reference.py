@@ -7,7 +7,6 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from lrlhf.models import CausalLM, LoRA, frozen_reference, sequence_logprobs
-from lrlhf.models.reference import adapters_disabled
 from tests.models.families import right_padded
 
 
@@ -144,15 +143,6 @@ def test_a_pending_gradient_of_the_policy_survives_the_reference(adapted: peft.P
     frozen_reference(adapted).logprobs(batch)
     loss.backward()
     assert all(w.grad is not None for w in adapted.parameters() if w.requires_grad)
-
-
-def test_adapters_that_were_off_stay_off(adapted: peft.PeftModel) -> None:
-    batch = right_padded([9, 6])
-    with adapters_disabled(adapted):
-        off = sequence_logprobs(adapted, batch)
-        with adapters_disabled(adapted):
-            pass
-        assert torch.equal(sequence_logprobs(adapted, batch), off)
 
 
 def test_modules_trained_in_full_are_switched_off_too(model_folder: str) -> None:

@@ -66,17 +66,6 @@ def test_a_loaded_network_gives_exactly_the_scores_of_the_saved_one(
     assert not list(tmp_path.glob("*.bin"))
 
 
-def test_adapters_are_merged_in_the_saved_folder(
-    model_folder: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    net = perturbed(ScoreModel(source=model_folder, lora=LoRA(r=2)).load())
-    batch = right_padded([9, 6])
-    net.save_pretrained(tmp_path, tokenizer)
-    restored = RewardNetwork.from_pretrained(tmp_path)
-    assert not [name for name, _ in restored.named_parameters() if "lora" in name]
-    assert_close(restored(batch), net(batch), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("lora", [None, LoRA(r=2)])
 def test_one_linear_head_on_the_last_token_is_a_plain_sequence_classifier(
     lora: LoRA | None, model_folder: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase

@@ -18,7 +18,7 @@ ROWS = stored_rows()
 # prompts that are not shared; a routine of generation of its own
 SHORT = (
     *("llama", "gpt2", "opt", "mpt", "gemma2", "cohere2", "minicpm3", "qwen3_moe", "deepseek_v3"),
-    *("jamba", "mamba", "falcon_h1", "recurrent_gemma", "cpmant", "xlstm"),
+    *("jamba", "mamba", "falcon_h1", "recurrent_gemma", "llama4_text", "inkling_text", "cpmant"),
 )
 
 

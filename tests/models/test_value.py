@@ -16,7 +16,7 @@ from lrlhf.models import (
     sequence_outputs,
     sequence_values,
 )
-from tests.models.families import bert, gpt2, left_padded, llama, right_padded, seeded
+from tests.models.families import bert, gpt2, llama, right_padded, seeded
 
 
 def head(size: int = 16, kind: str = "linear") -> ValueHead:
@@ -37,18 +37,6 @@ def test_a_value_reads_what_stands_before_its_token(build, kind: str) -> None:
             before = model.base_model(batch.input_ids[row : row + 1, :column]).last_hidden_state
             assert_close(values[row, column], made(before[:, -1])[0], rtol=1e-4, atol=1e-5)
     assert (values[~batch.response_mask] == 0).all()
-
-
-def test_the_side_of_the_padding_does_not_matter() -> None:
-    network = ValueNetwork(seeded(llama).base_model, head())
-    right = right_padded([9, 6])
-    left = left_padded(right, extra=2)
-    assert_close(
-        network(left)[left.response_mask],
-        network(right)[right.response_mask],
-        rtol=1e-5,
-        atol=1e-5,
-    )
 
 
 def test_one_pass_gives_the_same_values_and_log_probabilities() -> None:

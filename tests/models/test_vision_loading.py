@@ -197,17 +197,6 @@ def test_a_saved_reward_model_gives_the_same_scores(
     assert type(load_processor(str(tmp_path))) is type(vlm.processor.processor)
 
 
-def test_one_head_on_the_last_token_is_saved_with_all_that_looks_at_images(
-    family: str, folder_of: Folder, tmp_path: Path
-) -> None:
-    vlm = build_vlm(family)
-    network = ScoreModel(source=folder_of(family)).load()
-    batch = batch_of(rows_of(vlm), left=True)
-    network.save_pretrained(tmp_path, vlm.tokenizer)
-    again = RewardNetwork.from_pretrained(tmp_path)
-    assert_close(again(batch), network(batch).detach(), rtol=0, atol=0)
-
-
 @torch.no_grad()
 def test_values_are_those_of_the_states_of_the_plain_forward_pass(
     family: str, folder_of: Folder
