@@ -8,6 +8,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
+# asked whether there is a GPU, CUDA is not set up: a process that is forked after that could not
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 from collections.abc import Iterator
 from typing import Any
