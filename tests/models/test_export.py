@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from lrlhf.modules.policy.load_policy import load_policy
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lrlhf.models import CausalLM, LoRA, merged_state_dict, plain_model, save_model
 from lrlhf.models.loading.pretrained import finish_for_training
+from lrlhf.modules.policy.load_policy import load_policy
 from tests.conftest import build_tokenizer
 from tests.matrices import few_of
 from tests.models.text_families import tiny_model
