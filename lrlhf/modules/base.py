@@ -120,7 +120,8 @@ class TrainingModule(L.LightningModule):
         if stage == "fit":
             for model in self.trainable_models().values():
                 refuse_pure_low_precision(self.trainer, model)
-            count_iterations_as_steps(self.trainer)
+            if not self.automatic_optimization:
+                count_iterations_as_steps(self.trainer)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["lrlhf"] = {name: part.state_dict() for name, part in self.stateful.items()}

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -20,15 +19,9 @@ from lrlhf.guard.anomalies import Anomaly
 from lrlhf.guard.bundle import StepBundle
 from lrlhf.guard.guard_settings import Guard, as_guard, refuse_policy_limits
 from lrlhf.guard.replay import Retaken
-from lrlhf.guard.step_guard import StepGuard
 from lrlhf.models import RewardNetwork, ScoreModel
-from lrlhf.modules.checks import (
-    prepare_trainer,
-    refuse_idle_encoder,
-    refuse_other_weights,
-    refuse_pure_low_precision,
-    uses_loss_scaler,
-)
+from lrlhf.modules.base import TrainingModule
+from lrlhf.modules.checks import refuse_idle_encoder, uses_loss_scaler
 from lrlhf.modules.metrics.reward_metrics import (
     RewardMetrics,
     RewardSummary,
@@ -41,7 +34,7 @@ from lrlhf.modules.pairs.pair_losses import PairObjective, resolve_losses
 from lrlhf.modules.pairs.pair_records import bad_place, score_records, step_records
 from lrlhf.modules.pairs.pair_step import MicroBatch, PairMean, PairStep
 from lrlhf.modules.pairs.reward_loading import load_reward_model
-from lrlhf.run import Collectives, gradients_of, run_seed, seed_everything_for
+from lrlhf.run import Collectives, gradients_of, seed_everything_for
 from lrlhf.run.lightning_internals import trainer_of
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
@@ -52,7 +45,7 @@ _STAGE = "reward"
 _EVAL_ONLY = ("accuracy_low", "accuracy_high", "pairs")
 
 
-class RewardModel(L.LightningModule):
+class RewardModel(TrainingModule):
     """Trains scalar scores on pairs of answers, with one head per named aspect.
 
     The loss of an optimizer step is the mean over all of its pairs, of all micro-batches and
@@ -101,7 +94,8 @@ class RewardModel(L.LightningModule):
         guard: Guard = Guard(),  # noqa: B008  frozen
         seed: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(guard=as_guard(guard), seed=seed)
+        self.automatic_optimization = True  # one loss, one optimizer: Lightning accumulates
         self._save_options(model, optimizer, guard)
         self.objective = PairObjective(
             losses=resolve_losses(loss),
@@ -117,8 +111,6 @@ class RewardModel(L.LightningModule):
         if max_grad_norm <= 0:
             raise ValueError(f"max_grad_norm is {max_grad_norm}; it must be above 0")
         self.max_grad_norm = max_grad_norm
-        self.seed = run_seed(seed)
-        self.step_guard = StepGuard(as_guard(guard))
         refuse_policy_limits(self.step_guard.settings)
         self.network, self.tokenizer, self.processor = load_reward_model(
             model, tokenizer, processor
@@ -131,6 +123,7 @@ class RewardModel(L.LightningModule):
         self.register_buffer("tie_thresholds", torch.full((len(weights),), torch.nan))
         self.train_metrics = RewardMetrics(self.head_names, weights)
         self.eval_metrics = RewardMetrics(self.head_names, weights)
+        self.stateful["pairs"] = _UnloggedPairs(self, self.train_metrics)
         self._step = PairStep()
 
     def _save_options(self, model: object, optimizer: object, guard: object) -> None:
@@ -172,11 +165,7 @@ class RewardModel(L.LightningModule):
         config = self.optimizer_config.filled(lr=_LR, warmup_steps=warmup)
         return config.build(self.network.named_parameters(), steps)
 
-    def setup(self, stage: str) -> None:
-        prepare_trainer(self.trainer, stage)
-
     def on_fit_start(self) -> None:
-        refuse_pure_low_precision(self.trainer, self.network)
         refuse_idle_encoder(self.trainer, self.network.scorer.plain, self.processor)
         self.network.train()  # from_pretrained leaves eval mode, and Lightning keeps it
 
@@ -341,19 +330,21 @@ class RewardModel(L.LightningModule):
         metrics.reset()
         return summary
 
-    # ---- checkpoints
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # those of the last rows that a logger has not seen yet
-        pairs = Collectives(self.trainer).gather(self.train_metrics.seen())
-        checkpoint["lrlhf"] = {"guard": self.step_guard.state_dict(), "pairs": pairs}
+class _UnloggedPairs:
+    """The pairs, of all ranks, that the next logged row is about."""
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        refuse_other_weights(self, checkpoint)
-        state = checkpoint["lrlhf"]
-        self.step_guard.load_state_dict(state["guard"])
-        if trainer_of(self) is not None:  # a run that goes on, not a model that is loaded
-            self.train_metrics.resume(state["pairs"], Collectives(self.trainer))
+    def __init__(self, module: TrainingModule, metrics: RewardMetrics) -> None:
+        self._module = module
+        self._metrics = metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ranks": Collectives(self._module.trainer).gather(self._metrics.seen())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        trainer = trainer_of(self._module)
+        if trainer is not None:  # a run that goes on, not a model that is loaded
+            self._metrics.resume(state["ranks"], Collectives(trainer))
 
 
 def _weights(head_names: Sequence[str], given: Mapping[str, float] | None) -> list[float]:

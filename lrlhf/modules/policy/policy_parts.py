@@ -97,6 +97,7 @@ class PolicyParts:
             ValueError: The batch does not fit the settings.
         """
         assert isinstance(module, KLPenalized)
+        module.seed_step()  # whatever a reward draws is the same after a resume
         it = Iteration(module)
         plan = plan_iteration(batch, self.settings, it)
         if plan.table() != self._shown_plan:
