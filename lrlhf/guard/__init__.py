@@ -1,1 +1,23 @@
 """Steps that must not be taken: what is looked at, what is kept of them, taking them again."""
+
+from lrlhf.guard.anomalies import Anomaly
+from lrlhf.guard.bundle import NotADumpError, StepBundle
+from lrlhf.guard.guard_settings import Guard, TrainingDivergedError
+from lrlhf.guard.replay import DumpReplay, Replayable, Retaken, replay_dump
+from lrlhf.guard.step_guard import StepGuard
+from lrlhf.guard.step_watch import StepVerdict, StepWatch
+
+__all__ = [
+    "Anomaly",
+    "DumpReplay",
+    "Guard",
+    "NotADumpError",
+    "Replayable",
+    "Retaken",
+    "StepBundle",
+    "StepGuard",
+    "StepVerdict",
+    "StepWatch",
+    "TrainingDivergedError",
+    "replay_dump",
+]

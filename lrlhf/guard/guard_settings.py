@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 _RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     ("max_skipped", "0 or more", lambda value: value >= 0),
@@ -77,11 +76,6 @@ class Guard:
     def max_log_ratio(self) -> float:
         """`max_ratio` in nats; inf: no limit."""
         return math.inf if self.max_ratio is None else math.log(self.max_ratio)
-
-
-def as_guard(settings: Guard | Mapping[str, Any]) -> Guard:
-    """Return settings as such, also those that a checkpoint holds as plain values."""
-    return settings if isinstance(settings, Guard) else Guard(**settings)
 
 
 def refuse_policy_limits(guard: Guard) -> None:

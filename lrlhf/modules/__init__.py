@@ -1,9 +1,7 @@
 """The algorithms as LightningModules: wiring, logging, optimizers."""
 
 import lrlhf.strategies  # noqa: F401  registers its names with Lightning
-from lrlhf.guard.bundle import NotADumpError
-from lrlhf.guard.guard_settings import Guard, TrainingDivergedError
-from lrlhf.guard.replay import DumpReplay, replay_dump
+from lrlhf.guard import DumpReplay, Guard, NotADumpError, TrainingDivergedError, replay_dump
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.contracts import Exportable, KLPenalized, SamplesResponses
 from lrlhf.modules.optimizers import OptimizerConfig

@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from lrlhf.guard.anomalies import Anomaly
-from lrlhf.guard.bundle import StepBundle
-from lrlhf.guard.guard_settings import Guard, as_guard, refuse_policy_limits
-from lrlhf.guard.replay import Retaken
+from lrlhf.guard import Anomaly, Guard, Retaken, StepBundle
+from lrlhf.guard.guard_settings import refuse_policy_limits
 from lrlhf.models import RewardNetwork, ScoreModel
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.checks import refuse_idle_encoder, uses_loss_scaler
@@ -94,7 +92,7 @@ class RewardModel(TrainingModule):
         guard: Guard = Guard(),  # noqa: B008  frozen
         seed: int | None = None,
     ) -> None:
-        super().__init__(guard=as_guard(guard), seed=seed)
+        super().__init__(guard=Guard(**guard) if isinstance(guard, Mapping) else guard, seed=seed)
         self.automatic_optimization = True  # one loss, one optimizer: Lightning accumulates
         self._save_options(model, optimizer, guard)
         self.objective = PairObjective(
@@ -168,6 +166,7 @@ class RewardModel(TrainingModule):
     def on_fit_start(self) -> None:
         refuse_idle_encoder(self.trainer, self.network.scorer.plain, self.processor)
         self.network.train()  # from_pretrained leaves eval mode, and Lightning keeps it
+        self._step = PairStep()  # an interrupted fit may have left half of one
 
     def forward(self, batch: SequenceBatch) -> Tensor:
         """Score every row; returns [B, H] in the order of ``head_names``."""
@@ -221,11 +220,10 @@ class RewardModel(TrainingModule):
 
     def _anomalies(self, mean: PairMean, ranks: Collectives) -> list[Anomaly]:
         """Return what this rank knows of a step that is left out."""
-        place = bad_place(self._step.micro_batches, self.head_names, self.tokenizer)
         if mean.finite:
-            found = Anomaly("gradient", "the gradient is not finite")
-        else:
-            found = Anomaly("loss", f"the loss is not finite{f' ({place})' if place else ''}")
+            return [Anomaly("gradient", "the gradient is not finite")] if ranks.rank == 0 else []
+        place = bad_place(self._step.micro_batches, self.head_names, self.tokenizer)
+        found = Anomaly("loss", f"the loss is not finite{f' ({place})' if place else ''}")
         return [found] if place or ranks.rank == 0 else []
 
     def _bundle(self) -> StepBundle:

@@ -11,6 +11,7 @@ from tests.cli.conftest import CONFIG
 # name, what to replace in CONFIG, by what, and the whole message with its line there
 MISTAKES = r"""
 misspelt option of the module | lr: 0.1 | lrr: 0.1 | toy.yaml:6: model.init_args.lrr: ToyModule has no option 'lrr'; did you mean 'lr'?
+option that another one took over | lr: 0.1 | max_skipped_steps: 3 | toy.yaml:6: model.init_args.max_skipped_steps: ToyModule has no option 'max_skipped_steps'; did you mean 'guard.max_skipped', which took its place?
 misspelt option of an optional group | lr: 0.1 | reference:\n      source: tiny\n      dtpe: float32 | toy.yaml:8: model.init_args.reference.dtpe: ToyPolicy has no option 'dtpe'; did you mean 'dtype'?
 an option like no other lists those there are | train: prompts.jsonl | train: prompts.jsonl\n    zzz: 1 | toy.yaml:11: data.init_args.zzz: ToyData has no option 'zzz'; accepted: batch_size, train
 misspelt class | ToyModule | ToyModul | toy.yaml:2: model.class_path: no class 'ToyModul'; did you mean 'ToyModule'?
