@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy
 
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.guard.dump import read_dump
@@ -19,6 +19,7 @@ from lrlhf.strategies import FSDP2, DeepSpeed
 from tests.conftest import build_language_model, build_tokenizer
 from tests.distributed.strategy_runs import _whole
 from tests.modules.policy_runs import letters
+from tests.modules.reward_runs import trainer
 from tests.modules.test_guard import Meddler
 
 pytestmark = [
@@ -73,23 +74,17 @@ STRATEGIES: dict[str, Any] = {
 def test_what_one_process_finds_both_leave_out(name: str, tmp_path: Path) -> None:
     rows = [{"prompt": f"say {word}"} for word in "abcdefgh"]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    strategy: Strategy = STRATEGIES[name]()
-    trainer = L.Trainer(
-        accelerator="cpu",
+    run = trainer(
+        tmp_path,
         devices=2,
-        strategy=strategy,
+        strategy=STRATEGIES[name](),
         max_steps=2,
         max_epochs=-1,
-        default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         callbacks=[Meddler(spoil, step=1), KeepWeights(tmp_path)],
     )
     start = {key: value.clone() for key, value in build().policy.state_dict().items()}
-    trainer.fit(build(), datamodule=PromptDataModule(train=f"{tmp_path}/rows.jsonl", batch_size=4))
+    run.fit(build(), datamodule=PromptDataModule(train=f"{tmp_path}/rows.jsonl", batch_size=4))
     for rank in (0, 1):
         before, nothing = torch.load(tmp_path / f"1.rank{rank}.pt")
         after, counts = torch.load(tmp_path / f"2.rank{rank}.pt")

@@ -19,7 +19,7 @@ from lrlhf.modules import (
     TrainingDivergedError,
     replay_dump,
 )
-from lrlhf.types import Experience, PreferenceBatch
+from lrlhf.types import PreferenceBatch
 from tests.modules.policy_runs import fit
 from tests.modules.reward_runs import INF, NAN, ONE_HEAD, fit_pairs, flat_weights
 from tests.modules.test_vision_training import policy, questions  # noqa: F401  a fixture
@@ -142,20 +142,13 @@ def test_a_healthy_step_copies_nothing_to_the_host(reward_model, collate, tmp_pa
     assert max(seen.entries) <= 2
 
 
-def test_images_are_in_the_dump(questions: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_what_was_shown_is_shown_again(questions: Path, tmp_path: Path) -> None:  # noqa: F811
     vlm = build_vlm("qwen2_vl")
     module = policy(vlm)
     weight = next(p for name, p in vlm.model.named_parameters() if "visual" in name)
-    weight.register_hook(lambda gradient: gradient * float("nan"))
+    weight.register_hook(lambda gradient: gradient * NAN)
     fit(module, questions, tmp_path, steps=1)
     (dump,) = (tmp_path / "dumps").iterdir()
-    part = read_dump(dump).bundles[0].batches["part"]
-    assert isinstance(part, Experience)
-    assert part.media is not None
-    shown = [entry for entry in part.media if entry is not None]
-    assert shown
-    assert all(entry.tensors["pixel_values"].numel() > 0 for entry in shown)
-    assert shown[0] is shown[1]  # responses to one prompt share what they saw
     again = replay_dump(module, dump)
     assert again.reproduced
     assert len(again.ranks[0].gradients) == 1

@@ -292,6 +292,7 @@ def test_a_checkpoint_builds_the_module_again(
     assert {"guard", "pairs"} == torch.load(tmp_path / "a.ckpt")["lrlhf"].keys()
     again = RewardModel.load_from_checkpoint(tmp_path / "a.ckpt")
     assert again.head_names == ("a", "b")
+    assert build().seed == 3  # without one of its own that of `seed_everything`
     assert again.optimizer_config == SGD
     assert again.head_weights.tolist() == [1.0, 2.0]
     assert (again.objective.margin, again.seed) == (0.25, 5)
@@ -308,11 +309,6 @@ def test_a_checkpoint_builds_the_module_again(
     )
     assert again.objective.margin == 0.25
     assert torch.equal(flat_weights(again), flat_weights(built))
-
-
-def test_without_a_seed_of_its_own_it_takes_that_of_the_run(build) -> None:
-    assert build().seed == 3  # the fixture's seed_everything
-    assert build(seed=8).seed == 8
 
 
 # ---- two processes
