@@ -96,7 +96,7 @@ def test_a_disk_that_is_full_says_so(tmp_path: Path) -> None:
     try:
         with pytest.raises(OSError, match="Errno 28") as caught:
             as_file(CHECKPOINTS["one tensor"], disk / "a.ckpt")
-        assert caught.value.filename == str(disk / "a.ckpt")
+        assert str(caught.value.filename).startswith(str(disk))
         assert list(disk.iterdir()) == []
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
