@@ -28,7 +28,8 @@ TERMINATED = "error: terminated; --ckpt_path last continues\n"
 
 @pytest.fixture(autouse=True)
 def _own_handlers() -> Iterator[None]:
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    # whatever runs the tests may have handlers of its own
+    kept = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGTERM, signal.SIGUSR1)}
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)
