@@ -42,6 +42,7 @@ def test_data_replaced_before_resume(run: Run, table: Table) -> None:
     table.stopped(ended, "train data has changed", "--data.accept_changed_data true")
 
 
+@pytest.mark.exhaustive
 def test_data_replaced_and_accepted(run: Run, table: Table) -> None:
     stop_after_two(run)
     replace_data(run)
@@ -83,6 +84,7 @@ def test_data_missing(run: Run, table: Table) -> None:
     table.stopped(run.fit(), "prompts.jsonl", "did you mean 'promts.jsonl'?")
 
 
+@pytest.mark.exhaustive
 def test_data_emptied(run: Run, table: Table) -> None:
     (run.folder / "prompts.jsonl").write_text("")
     table.stopped(run.fit(), "empty", "prompts.jsonl")

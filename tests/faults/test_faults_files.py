@@ -116,6 +116,7 @@ def test_disk_full_while_the_model_is_exported(
     table.stopped(ended, FULL, "run/export/final")
 
 
+@pytest.mark.exhaustive
 def test_file_size_limit_reached_by_a_real_process(run: Run, table: Table) -> None:
     (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config))
     process = subprocess.run(
@@ -217,6 +218,7 @@ def test_all_checkpoints_damaged(run: Run, table: Table) -> None:
     table.stopped(run.fit(FLAG), "checkpoints")
 
 
+@pytest.mark.exhaustive
 def test_last_is_a_dangling_link(run: Run, table: Table, undisturbed: Run) -> None:
     stop_after_two(run)
     last = run.path("checkpoints/last.ckpt")
@@ -284,6 +286,7 @@ def test_checkpoint_of_another_class(run: Run, table: Table) -> None:
     table.stopped(run.fit(f"--ckpt_path={last}"), "names differ")
 
 
+@pytest.mark.exhaustive
 def test_checkpoint_of_weights_only(run: Run, table: Table) -> None:
     saving = run.config["trainer"]["callbacks"][3]["init_args"]
     saving["save_weights_only"] = True

@@ -48,7 +48,7 @@ def closes(handler: Any) -> None:
 
 FEW = says({"scores": [1.0], "model": "fake", "version": "v1"})
 LOST = [
-    case("service_answers_500", says({"detail": "out of memory"}, 500), "500"),
+    case("service_answers_500", says({"detail": "out of memory"}, 500), "500", exhaustive=True),
     case("service_sends_rubbish", sends(b"<html>busy</html>"), "JSON", exhaustive=True),
     case("service_sends_too_few_scores", FEW, exhaustive=True),
     case("service_hangs", hangs, exhaustive=True),

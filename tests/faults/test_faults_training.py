@@ -34,7 +34,7 @@ REWARDS = [
     case("reward_calls_exit", {"way": "exit"}, "faulty"),
     case("reward_hangs", {"way": "hang", "timeout": 0.2}, "faulty", "no result after 0.2 s"),
     case("reward_returns_too_few", {"way": "few"}, "'faulty' returned 1 values", exhaustive=True),
-    case("reward_returns_nan", {"way": "nan"}, "could score", "nan"),
+    case("reward_returns_nan", {"way": "nan"}, "could score", "nan", exhaustive=True),
     case("reward_is_infinite", {"way": "inf"}, "could score", "inf", exhaustive=True),
     case("reward_returns_none_for_all", {"way": "none"}, "could score 8 of 8", exhaustive=True),
 ]
@@ -60,6 +60,7 @@ def test_reward_raises_once(run: Run, table: Table) -> None:
     table.recovered("its 8 responses got no score and no weight; the run went on to its end")
 
 
+@pytest.mark.exhaustive
 def test_reward_returns_none_for_some(run: Run, table: Table) -> None:
     run.set_reward("some", max_unscorable_fraction=0.5)
     ended = run.fit()
@@ -179,7 +180,7 @@ MOMENTS = [
     case("termination_while_generating", "phase_generate_2", exhaustive=True),
     case("termination_while_scoring", "phase_reward_3", exhaustive=True),
     case("termination_while_updating", "phase_update_2"),
-    case("termination_in_validation", "validation"),
+    case("termination_in_validation", "validation", exhaustive=True),
 ]
 
 
