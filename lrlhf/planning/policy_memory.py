@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lrlhf.functional.algorithms import resolve_algorithm
+from lrlhf.functional.algorithm import Algorithm
+from lrlhf.functional.algorithms import ALGORITHMS, ALIASES, resolve_algorithm
 from lrlhf.models import (
     CausalLM,
     PretrainedSpec,
@@ -126,13 +127,22 @@ class _PolicyMemory:
         optimizer = options_of(critic.get("optimizer"))
         return policy, phases.hold(weights, optimizer, accumulates=accumulates)
 
+    def _has_penalty(self) -> bool:
+        """Whether there is a KL penalty; without one no reference is loaded."""
+        given = options_of(self._options.get("reference")).get("kl_coef")
+        if given is not None:
+            return bool(given)
+        algorithm = self._options.get("algorithm")
+        estimator = options_of(self._options.get("advantage")).get("estimator")
+        if algorithm is None and estimator in {*ALGORITHMS, *ALIASES}:
+            algorithm = estimator
+        if isinstance(algorithm, Mapping):
+            return bool(options_of(algorithm).get("kl_coef", Algorithm.kl_coef))
+        return bool(resolve_algorithm(algorithm or "rloo").kl_coef)
+
     def _hold_reference(self) -> None:
         reference = options_of(self._options.get("reference"))
-        coefficient = reference.get("kl_coef")
-        if coefficient is None:
-            named = self._options.get("algorithm") or "rloo"
-            coefficient = resolve_algorithm(named).kl_coef if isinstance(named, str) else 1.0
-        if not coefficient:
+        if not self._has_penalty():
             return
         if (entry := reference.get("model")) is not None:
             spec = spec_of(entry, CausalLM)
