@@ -355,8 +355,8 @@ def test_pairs_are_split_by_prompt() -> None:
 
 
 def test_pairs_without_a_prompt_are_split_by_text() -> None:
-    # three rows share a text in a chain (0-1, 1-2), the others stand alone
-    texts = [("a", "b"), ("b", "c"), ("c", "d"), *((f"x{n}", f"y{n}") for n in range(9))]
+    # the third row shares a text with each of the first two, the others stand alone
+    texts = [("a", "b"), ("c", "d"), ("b", "c"), *((f"x{n}", f"y{n}") for n in range(9))]
     rows = [{"prompt": "", "chosen": c, "rejected": r, "texts": [c, r]} for c, r in texts]
     for seed in range(5):
         data = load(Rows(rows), val_size=5, seed=seed)

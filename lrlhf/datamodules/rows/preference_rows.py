@@ -152,18 +152,14 @@ class PreferenceParser:
         self, row: Row, answer_column: str, refs: MediaRefs, folder: Path | None
     ) -> tuple[Text, MediaRefs]:
         prompt = row.get(self.prompt_column)
+        shown: Message = {"role": "user", "content": bare_parts(refs)}
+        turns: tuple[Message, ...]
         if self.instruction is not None:
-            system = {"role": "system", "content": self.instruction.render(row)}
-            turns: tuple[Message, ...] = (
-                system,
-                {"role": "user", "content": bare_parts(refs)},
-            )
+            turns = ({"role": "system", "content": self.instruction.render(row)}, shown)
         elif isinstance(prompt, list | tuple):
             turns = read_messages(prompt, self.prompt_column)
-        elif isinstance(prompt, str) and prompt.strip():
-            turns = (_turn("user", prompt),)
         else:
-            turns = ({"role": "user", "content": bare_parts(refs)},)
+            turns = (_user(prompt) if isinstance(prompt, str) else ()) or (shown,)
         if row.get(answer_column) is not None:
             answer = self._turns(row, answer_column)
             turns = sum(without_prompt(turns, answer, answer_column), ())
@@ -233,8 +229,9 @@ class PreferenceParser:
     ) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]]:
         """Return the turns of the prompt, and those of either answer alone."""
         candidates = self._turns(row, first), self._turns(row, second)
-        given = _user(prompt) if isinstance(prompt, str) else ()
-        if not isinstance(prompt, str) and prompt is not None:
+        if isinstance(prompt, str | None):
+            given = _user(prompt or "")
+        else:
             given = read_messages(prompt, self.prompt_column)
         if not given:
             return split_messages(*candidates)
