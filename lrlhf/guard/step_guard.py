@@ -45,7 +45,7 @@ class StepGuard:
     def report(
         self,
         own: Sequence[Anomaly],
-        bundle: Callable[[], StepBundle],
+        bundle: Callable[[], StepBundle] | None,
         module: L.LightningModule,
     ) -> None:
         """Count a step that all ranks leave out, keep what it was taken with, and say so.
@@ -54,7 +54,8 @@ class StepGuard:
 
         Args:
             own: What this rank found; others may have found more.
-            bundle: Makes what this rank's step was taken with; called only if it is dumped.
+            bundle: Makes what this rank's step was taken with; called only if it is dumped. None:
+                it is only counted.
             module: Whose step it is.
 
         Raises:
@@ -70,7 +71,7 @@ class StepGuard:
         self.kinds.update({anomaly.kind for anomaly in found})
         recent = self._count_recent(step)
         dumps = len(self._dumped) < self.settings.dump and step not in self._dumped
-        kept = self._dump(bundle(), found, module) if dumps else ""
+        kept = self._dump(bundle(), found, module) if dumps and bundle else ""
         if ranks.rank == 0:
             what = _listed(found, several=ranks.world_size > 1)
             quota = f"({recent} {self._span}, guard.max_skipped is {self.settings.max_skipped})"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from functools import partial
 from typing import Any, Protocol
 
 import lightning as L
@@ -10,14 +12,23 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
+from lrlhf.guard.anomalies import Anomaly
 from lrlhf.guard.guard_settings import Guard
 from lrlhf.guard.step_guard import StepGuard
+from lrlhf.models import ReferencePolicy
 from lrlhf.modules.checks import (
     prepare_trainer,
     refuse_other_weights,
     refuse_pure_low_precision,
+    uses_loss_scaler,
 )
-from lrlhf.run import Updater, count_iterations_as_steps, run_seed, seed_everything_for
+from lrlhf.run import (
+    SplitsModels,
+    Updater,
+    count_iterations_as_steps,
+    run_seed,
+    seed_everything_for,
+)
 
 
 class Stateful(Protocol):
@@ -97,10 +108,17 @@ class TrainingModule(L.LightningModule):
 
         Returns:
             The gradient's norm before clipping; not finite: all ranks left the step out.
+
+        Raises:
+            TrainingDivergedError: More steps were left out than the guard's quota.
         """
         self.gradients.backward(loss, last=True)
         norm = self.gradients.step(self.optimizer_of(index), max_grad_norm=max_grad_norm)
         self.advance_schedule(index)
+        # a loss scaler finds its scale by overflowing
+        if not (math.isfinite(norm) or uses_loss_scaler(self.trainer)):
+            found = Anomaly("gradient", "the gradient is not finite")
+            self.step_guard.report([found] if self.global_rank == 0 else [], None, self)
         return norm
 
     def advance_schedule(self, index: int) -> None:
@@ -112,6 +130,17 @@ class TrainingModule(L.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.gradients.before_step(optimizer)
+
+    def shard_frozen(self, reference: ReferencePolicy, *, offload: bool = False) -> None:
+        """Have a reference split over the ranks as trained models are; from ``on_fit_start``.
+
+        Args:
+            reference: Stays whole where the strategy splits nothing.
+            offload: It waits in main memory between its passes, and stays whole for that.
+        """
+        strategy = self.trainer.strategy
+        if isinstance(strategy, SplitsModels):
+            reference.split(partial(strategy.shard_frozen, whole=offload))
 
     # ---- Lightning's hooks
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ from lrlhf.modules.policy.updates import (
 )
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Collected, RolloutEngine, TransformersEngine
-from lrlhf.run import SplitsModels
 from lrlhf.types import Experience, PromptBatch, StoredRollout
 
 
@@ -214,10 +212,8 @@ class PolicyParts:
 
     def shard_reference(self, module: TrainingModule) -> None:
         """Have the reference split over the ranks as trained models are."""
-        strategy = module.trainer.strategy
-        if self.reference is not None and isinstance(strategy, SplitsModels):
-            whole = self.settings.reference.offload
-            self.reference.split(partial(strategy.shard_frozen, whole=whole))
+        if self.reference is not None:
+            module.shard_frozen(self.reference, offload=self.settings.reference.offload)
 
     def export(self, folder: Path | None) -> None:
         """Write the policy, adapters merged, and what reads for it, as ``transformers`` loads."""
