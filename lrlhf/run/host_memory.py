@@ -18,7 +18,7 @@ _kept = False
 
 
 def keep_host_memory() -> bool:
-    """Let this process keep the memory that passes free, where its C library is glibc.
+    """Let this process keep the memory that a micro-batch frees, where its C library is glibc.
 
     By default glibc returns the end of its heap to the system as soon as 64 MB of it are free, and
     at once every block of 32 MB or more. Both is so after each pass, and the next one waits for the

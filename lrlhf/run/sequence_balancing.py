@@ -57,7 +57,7 @@ def balance_over_ranks(
         collectives: The ranks.
         equal_rows: Exchange only where every rank gets as many rows as any other, which complete
             groups of one size allow. Strategies that split weights need ranks to take equally many
-            forward passes, and a rank with fewer rows than passes could not.
+            micro-batches, and a rank with fewer rows than micro-batches could not.
     """
     if collectives.world_size == 1:
         return Balanced(rows, 1.0, 1.0)

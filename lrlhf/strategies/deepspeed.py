@@ -56,11 +56,11 @@ from lrlhf.strategies.deepspeed_states import (
 
 
 class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
-    """Splits optimizer states, gradients and weights over the ranks with DeepSpeed's ZeRO.
+    """Shards optimizer states, gradients and weights over the ranks with DeepSpeed's ZeRO.
 
     Every model that ``trainable_models()`` of the module names has an engine of its own: actor and
     critic keep an optimizer, learning rate, schedule and clip each. Models are loaded whole, one
-    copy per process, and split then. It runs on CPUs as well. In YAML: ``trainer.strategy:
+    copy per process, and sharded then. It runs on CPUs as well. In YAML: ``trainer.strategy:
     deepspeed_zero1``, ``deepspeed_zero2`` or ``deepspeed_zero3``, or this class with its options.
 
     With ``trainer.precision: bf16-mixed`` weights and activations are bfloat16 altogether, while
@@ -68,10 +68,10 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
     in float32; stage 1 adds up those of a step's micro-batches in bfloat16.
 
     Args:
-        stage: What is split: 1 the optimizer's states, 2 gradients too, 3 weights too.
+        stage: What is sharded: 1 the optimizer's states, 2 gradients too, 3 weights too.
         offload_optimizer: Keep the optimizer's copy of the weights and its states in main memory,
             and take the steps there.
-        offload_parameters: Keep the split weights in main memory too; only with stage 3.
+        offload_parameters: Keep the sharded weights in main memory too; only with stage 3.
         config: Further options of DeepSpeed, as in its JSON file.
         checkpoint: ``sharded``: a folder that all ranks write to at once; ``full``: one file,
             which rank zero puts together. Either can be resumed on any number of processes and
@@ -214,7 +214,7 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
         return self.precision_plugin.precision in ("bf16-mixed", "bf16-true")
 
     def shard_frozen(self, model: nn.Module, *, whole: bool = False) -> None:
-        """Split a model that gets no gradient; with stages 1 and 2 it stays whole.
+        """Shard a model that gets no gradient; with stages 1 and 2 it stays whole.
 
         Args:
             model: Whole; it stays callable as the same object. Done twice it is done once.

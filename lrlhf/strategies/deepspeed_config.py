@@ -34,7 +34,7 @@ def engine_config(
     Args:
         stage: 1, 2 or 3.
         offload_optimizer: Keep master weights and optimizer states in main memory.
-        offload_parameters: Keep the pieces of weights there too.
+        offload_parameters: Keep the shards of the weights there too.
         bf16: Compute in bfloat16.
         on_gpu: There are streams to overlap, and memory to pin.
     """

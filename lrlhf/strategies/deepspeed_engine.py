@@ -192,7 +192,7 @@ class TrainedEngine:
         return list(self.zero.single_partition_of_fp32_groups)
 
     def _place_of_piece(self, weight: Any) -> Place:
-        """ZeRO-3 cuts every parameter into pieces of one length."""
+        """ZeRO-3 cuts every parameter into shards of one length."""
         index, offset, length = self.zero.grad_position[self.zero.get_param_id(weight)]
         start = zero.start_of_partition(weight)
         length = max(0, min(length, weight.ds_numel - start))
@@ -215,7 +215,7 @@ class TrainedEngine:
 
 
 def split_frozen(model: nn.Module, config: dict[str, Any]) -> Any:
-    """Split the weights of a model that gets no gradient over the ranks; returns its engine."""
+    """Shard the weights of a model that gets no gradient over the ranks; returns its engine."""
     engine, *_ = zero.load_deepspeed().initialize(
         model=model, config=config, dist_init_required=False
     )

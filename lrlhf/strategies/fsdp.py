@@ -37,11 +37,11 @@ DEFAULT_TIMEOUT = 1800.0
 
 
 class FSDP2(FolderCheckpoints, DDPStrategy):
-    """Splits weights, gradients and optimizer states of every trained model over the ranks.
+    """Shards weights, gradients and optimizer states of every trained model over the ranks.
 
     Each block of a model is gathered for its forward and backward pass and freed again, as is
     what lies around the blocks. Every model that ``trainable_models()`` of the module names is
-    split by itself, so actor and critic keep an optimizer each; frozen references are split too.
+    sharded by itself, so actor and critic keep an optimizer each, and so are frozen references.
     It runs on CPUs as well. In YAML: ``trainer.strategy: fsdp2``, or this class with its options.
 
     With ``trainer.precision: bf16-mixed`` weights are gathered and multiplied in bfloat16, while
@@ -126,7 +126,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
             move_optimizers(self.optimizers, self.root_device)
 
     def teardown(self) -> None:
-        """Give the rest back; what is split stays on its devices, until the process ends."""
+        """Give the rest back; what is sharded stays on its devices, until the process ends."""
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         if self.start_method != "popen" and sys.exc_info()[0] is None:
@@ -144,7 +144,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
                 "bf16-mixed"
             )
 
-    # ------------------------------------------------------------------ splitting
+    # ------------------------------------------------------------------ sharding
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -164,7 +164,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         return self._mesh
 
     def shard(self, model: nn.Module) -> None:
-        """Split a model over the ranks, in place; done twice it is done once."""
+        """Shard a model over the ranks, in place; done twice it is done once."""
         if isinstance(model, FSDPModule):
             return
         refuse_quantised(model, "fsdp2", "train with ddp")
@@ -187,7 +187,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         root.set_reduce_scatter_unused_params(True)
 
     def shard_frozen(self, model: nn.Module, *, whole: bool = False) -> None:
-        """Split a model that gets no gradient, unless ``whole``; autocast is for both."""
+        """Shard a model that gets no gradient, unless ``whole``; autocast is for both."""
         if not whole:
             self.shard(model)
 
@@ -206,7 +206,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
 
     @torch.no_grad()
     def _share_from_rank_zero(self, model: nn.Module) -> None:
-        """Make what was drawn at random, such as new heads, the same on all ranks."""
+        """Make what was initialised at random, such as new heads, the same on all ranks."""
         if self.world_size == 1:
             return
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -218,7 +218,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Leave gradients unreduced inside, to be reduced with those of the pass that follows."""
+        """Leave gradients unreduced inside, to be reduced with those of the next backward pass."""
         roots = list(trained_models(self.lightning_module).values())
         for root in roots:
             root.set_requires_gradient_sync(False)  # type: ignore[operator]
