@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,47 +17,30 @@ def shadow(ema: EMA) -> float:
     return float(ema.shadows["policy.trained"])
 
 
-def test_the_average_follows_its_recursion(tmp_path: Path) -> None:
-    # weight 1, 2, 3 with decay 0.5 from 0: 0.5, then 0.25 + 1 = 1.25, then 0.625 + 1.5 = 2.125
-    ema = EMA(decay=0.5, warmup=False)
-    module = ToyPolicy()
-    trainer(tmp_path, ema).fit(module, batches(3))
-    assert shadow(ema) == 2.125
-    assert module.weight == 3.0
-
-
-def test_the_average_is_taken_every_n_steps(tmp_path: Path) -> None:
-    # of the weights 1 to 5 it sees 2 and 4: 0.5 * 0 + 0.5 * 2 = 1, then 0.5 * 1 + 0.5 * 4 = 2.5
-    ema = EMA(decay=0.5, warmup=False, every_n_steps=2)
-    trainer(tmp_path, ema).fit(ToyPolicy(), batches(5))
-    assert shadow(ema) == 2.5
-
-
-def test_a_young_average_forgets_its_beginning(tmp_path: Path) -> None:
-    # weights 1, 2, 3 from 0, kept shares 2/11, 3/12 and 4/13 instead of 0.999 each
-    ema = EMA(decay=0.999)
-    trainer(tmp_path, ema).fit(ToyPolicy(), batches(3))
-    first = 9 / 11 * 1
-    second = 3 / 12 * first + 9 / 12 * 2
-    assert shadow(ema) == pytest.approx(4 / 13 * second + 9 / 13 * 3)
-    # 2/11 is below a decay of 0.2, 3/12 above it
-    ema = EMA(decay=0.2)
-    trainer(tmp_path, ema).fit(ToyPolicy(), batches(2))
-    assert shadow(ema) == pytest.approx(0.2 * first + 0.8 * 2)
-
-
-def test_the_warmup_counts_updates(tmp_path: Path) -> None:
-    # every second step after the second: the only update is the first one, of the weight 4
-    ema = EMA(decay=0.999, every_n_steps=2, update_after=2)
-    trainer(tmp_path, ema).fit(ToyPolicy(), batches(5))
-    assert shadow(ema) == pytest.approx(2 / 11 * 2 + 9 / 11 * 4)
-
-
-def test_until_update_after_the_average_equals_the_weights(tmp_path: Path) -> None:
-    # 1, 2 exactly, then 0.5 * 2 + 0.5 * 3 = 2.5
-    ema = EMA(decay=0.5, warmup=False, update_after=2)
-    trainer(tmp_path, ema).fit(ToyPolicy(), batches(3))
-    assert shadow(ema) == 2.5
+@pytest.mark.parametrize(
+    ("options", "steps", "average"),
+    [
+        # weights 1, 2, 3 with decay 0.5 from 0: 0.5, then 0.25 + 1 = 1.25, then 0.625 + 1.5
+        ({"decay": 0.5, "warmup": False}, 3, 2.125),
+        # of the weights 1 to 5 it sees 2 and 4: 0.5 · 0 + 0.5 · 2 = 1, then 0.5 · 1 + 0.5 · 4
+        ({"decay": 0.5, "warmup": False, "every_n_steps": 2}, 5, 2.5),
+        # 1, 2 exactly, then 0.5 · 2 + 0.5 · 3
+        ({"decay": 0.5, "warmup": False, "update_after": 2}, 3, 2.5),
+        # a young one keeps 2/11, 3/12 and 4/13 instead of 0.999 each
+        ({"decay": 0.999}, 3, 4 / 13 * (3 / 12 * (9 / 11) + 9 / 12 * 2) + 9 / 13 * 3),
+        # 2/11 is below a decay of 0.2, 3/12 above it
+        ({"decay": 0.2}, 2, 0.2 * (9 / 11) + 0.8 * 2),
+        # every second step after the second: the only update is the first one, of the weight 4
+        ({"decay": 0.999, "every_n_steps": 2, "update_after": 2}, 5, 2 / 11 * 2 + 9 / 11 * 4),
+    ],
+)
+def test_the_average_follows_its_recursion(
+    options: dict[str, Any], steps: int, average: float, tmp_path: Path
+) -> None:
+    ema, module = EMA(**options), ToyPolicy()
+    trainer(tmp_path, ema).fit(module, batches(steps))
+    assert shadow(ema) == pytest.approx(average)
+    assert module.weight == steps
 
 
 def test_the_average_of_low_precision_weights_is_kept_in_float32(tmp_path: Path) -> None:
