@@ -543,11 +543,3 @@ def test_formats_are_named_and_documented() -> None:
     with pytest.raises(BadDataError, match=r"'hpd_v3'.*did you mean 'hpdv3'.*rapidata_i2v"):
         MediaPairs("hpd_v3", "train.json")
     assert not [name for name in FORMATS if f"``{name}``" not in (MediaPairs.__doc__ or "")]
-
-
-def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "train.json", [hpd(0)])
-    monkeypatch.chdir(tmp_path)
-    for options, folder in (({"media_root": "pictures"}, "pictures/images"), ({}, "images")):
-        (row,) = pairs("hpdv3", "train.json", **options)
-        assert better(row)[0] == str(tmp_path / folder / "good_0.jpg")

@@ -126,25 +126,6 @@ def test_every_row_has_its_own_picture_after_shuffling(
     assert [check_rows(batch) for batch in batches(data)] != seen  # the second epoch
 
 
-def test_rows_that_share_a_picture_share_it_after_a_move(tmp_path: Path, load: Loads) -> None:
-    (batch,) = batches(load(*mixed_rows(tmp_path, 3), batch_size=3))
-    twice = batch.select(torch.tensor([0, 0, 2, 0]))
-    assert twice.media is not None
-    assert twice.media[0] is twice.media[1] is twice.media[3]
-    moved = twice.to("cpu")
-    assert moved.media is not None
-    assert moved.media[0] is moved.media[1] is moved.media[3]
-    assert moved.media[2] is not moved.media[0]
-    assert moved.media[0].images == twice.media[0].images
-    doubled = twice.map(lambda tensor: tensor * 2, media=True)
-    assert doubled.media is not None
-    assert doubled.media[0] is doubled.media[3]
-    before, after = (entry.media[0].tensors["pixel_values"] for entry in (twice, doubled))
-    assert torch.equal(after, 2 * before)
-    # the tokens alone: pictures have no columns to cut
-    assert twice.map(lambda tensor: tensor[:, :1]).media is twice.media
-
-
 def test_the_limit_counts_the_tokens_of_pictures(tmp_path: Path, load: Loads) -> None:
     rows = [
         {"prompt": asks("hi"), "image": grey(tmp_path, 1, tokens=1), "number": 1},

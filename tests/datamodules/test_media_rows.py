@@ -122,31 +122,6 @@ def test_one_value_stands_for_a_list_of_one(places: MediaReader) -> None:
     assert frames == MediaRefs((), (["/data/1.png", "/data/2.png"],))
 
 
-def test_columns_without_parts_go_in_front_of_the_first_turn_of_the_user(
-    places: MediaReader,
-) -> None:
-    columns = MediaRefs(("/1.png", "/2.png"), ("/1.mp4",))
-    turns = [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": "first"},
-        {"role": "assistant", "content": "yes"},
-        {"role": "user", "content": "second"},
-    ]
-    bare, refs = places.of_messages(turns, columns, FOLDER)
-    assert bare == (turns[0], user(IMAGE, IMAGE, VIDEO, words("first")), *turns[2:])
-    assert refs == columns
-    in_parts, _ = places.of_messages([user(words("first"))], columns, FOLDER)
-    assert in_parts == (user(IMAGE, IMAGE, VIDEO, words("first")),)
-
-
-def test_marks_in_the_text_say_where_the_columns_go(places: MediaReader) -> None:
-    columns = MediaRefs(("/1.png", "/2.png"), ("/1.mp4",))
-    turns = [{"role": "user", "content": "<image>is<video>like <image>?"}]
-    bare, refs = places.of_messages(turns, columns, FOLDER)
-    assert bare == (user(IMAGE, words("is"), VIDEO, words("like "), IMAGE, words("?")),)
-    assert refs == columns
-
-
 def problem(places: MediaReader, turns: list[dict[str, Any]], columns: MediaRefs) -> BadRow:
     with pytest.raises(BadRow) as caught:
         places.of_messages(turns, columns, FOLDER)

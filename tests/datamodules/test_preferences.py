@@ -345,15 +345,6 @@ def test_long_pairs_are_left_out_and_counted_never_cut(caplog: pytest.LogCapture
     assert "the second candidate has 6 tokens with its prompt, max_tokens=5" in caplog.text
 
 
-def test_pairs_are_split_by_prompt() -> None:
-    rows = [{**PAIR, "prompt": f"p{n % 6}", "id": n, "p": n % 6} for n in range(24)]
-    data = load(Rows(rows), val_size=8)
-    train = {batch.info[0]["p"] for batch in data.train_dataloader()}
-    val = [batch.info[0]["p"] for batch in data.val_dataloader()]
-    assert len(val) == 8
-    assert train.isdisjoint(val)
-
-
 def test_pairs_without_a_prompt_are_split_by_text() -> None:
     # the third row shares a text with each of the first two, the others stand alone
     texts = [("a", "b"), ("c", "d"), ("b", "c"), *((f"x{n}", f"y{n}") for n in range(9))]

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from lrlhf.datamodules import BadDataError, PromptDataModule, Weighted
+from lrlhf.datamodules import BadDataError, PromptDataModule
 from lrlhf.datamodules.datasets.pretraining import PretrainingStream, PretrainingTexts
 from lrlhf.datamodules.loading.attached import Reader
 from lrlhf.datamodules.loading.loader import Ranks
@@ -159,14 +159,6 @@ def test_prompts_and_texts_of_equal_number_do_not_go_in_step() -> None:
     pairs = [(batch.prompts[0], texts_of(batch)[0]) for batch in data.train_dataloader()]
     # two independent permutations of 40 agree in one place on average
     assert sum(prompt == text for prompt, text in pairs) < 8
-
-
-def test_weighted_sources_share_an_epoch() -> None:
-    one, two = (Rows({"text": f"{name} {n}"} for n in range(3)) for name in ("one", "two"))
-    data = load([Weighted(one, 2.0), Weighted(two, 1.0)])
-    seen = [texts_of(batch)[0] for batch in data.train_dataloader()]
-    # an epoch is 6 texts long, two thirds of them are of the first source
-    assert sum(text.startswith("one") for text in seen) == 4
 
 
 class RemembersTexts(Remembers):
