@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lrlhf.callbacks import VLLMWeightSync
 from lrlhf.functional.advantages import generalized_advantages
 from lrlhf.functional.kl import shape_rewards
 from lrlhf.functional.policy import high_entropy_mask
@@ -25,6 +26,7 @@ from lrlhf.rollout import (
     Collector,
     EngineWrapper,
     Response,
+    RolloutEngine,
     Sampling,
     Segment,
     TransformersEngine,
@@ -284,8 +286,12 @@ def test_letters_cut_in_two_by_a_segment_lose_no_text(tokenizer: PreTrainedToken
 # ------------------------------------------------------------------ wrapped engines
 
 
+@pytest.mark.parametrize("wrapped", [TransformersEngine, CopyEngine])
 def test_a_users_wrapper_trains_with_rloo(
-    language_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    language_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    wrapped: type[RolloutEngine],
 ) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(f'{{"prompt": "say {word}"}}' for word in "abcdefgh"))
@@ -294,7 +300,7 @@ def test_a_users_wrapper_trains_with_rloo(
         language_model,
         Rewards([letters]),
         tokenizer=tokenizer,
-        engine=AsksAgain(TransformersEngine()),
+        engine=AsksAgain(wrapped()),
         num_generations=2,
         sampling=Sampling(max_new_tokens=5),
         reference=Reference(kl_coef=0.1),
@@ -303,7 +309,8 @@ def test_a_users_wrapper_trains_with_rloo(
         seed=1,
     )
     before = weights(module.policy)
-    trainer = fit(module, path, tmp_path, steps=2, callbacks=[watcher])
+    sync = [VLLMWeightSync(probe_every=1)] if wrapped is CopyEngine else []
+    trainer = fit(module, path, tmp_path, steps=2, callbacks=[watcher, *sync])
     assert float(trainer.logged_metrics["mismatch/max"]) < 1e-4
     for records, experience in zip(watcher.records, watcher.experiences, strict=True):
         for row, record in enumerate(records):
