@@ -83,6 +83,10 @@ class _Unit:
     pid: int = 0
     heard: float = 0.0
 
+    @property
+    def starts_vllm(self) -> bool:
+        return any(item.get_closest_marker("vllm") for item in self.items)
+
 
 class _Lanes:
     """The queue of units, and those that run."""
@@ -119,9 +123,17 @@ class _Lanes:
 
     def _go_through_the_queue(self) -> None:
         while self._waiting or self._running:
-            while self._waiting and len(self._running) < self._config.option.lanes:
-                self._start(self._waiting.pop())
+            while len(self._running) < self._config.option.lanes and (unit := self._next()):
+                self._start(unit)
             self._listen()
+
+    def _next(self) -> _Unit | None:
+        """Take the longest unit that may run now: servers of vLLM would fight for the cores."""
+        busy = any(unit.starts_vllm for unit in self._running.values())
+        for index in reversed(range(len(self._waiting))):
+            if not (busy and self._waiting[index].starts_vllm):
+                return self._waiting.pop(index)
+        return None
 
     def _in_order(self, items: Iterable[pytest.Item]) -> list[_Unit]:
         """Make units, the longest last."""

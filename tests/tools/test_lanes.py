@@ -1,0 +1,43 @@
+"""Tests in forked processes are reported like tests in one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FIRST = """
+import os, signal, sys, pytest
+def test_it_passes(tmp_path): assert tmp_path.is_dir()
+def test_it_fails(): print("printed"); assert 1 == 2
+def test_it_is_left_out(): pytest.skip("no reason")
+def test_its_process_ends(): os.kill(os.getpid(), signal.SIGKILL)
+def test_the_next_one_runs_all_the_same(): sys.left = 1
+"""
+SECOND = """
+import os, sys, pytest
+@pytest.fixture(scope="module")
+def shared(): return os.getpid()
+def test_nothing_is_left_of_other_files(): assert not hasattr(sys, "left")
+def test_one(shared): assert shared == os.getpid()
+def test_another(shared): assert shared == os.getpid()
+"""
+
+
+def test_reports_of_all_processes_come_together(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_first.py").write_text(FIRST)
+    (tmp_path / "test_second.py").write_text(SECOND)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.lanes", "--lanes", "2", "-q", "-rA"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "2 failed, 5 passed, 1 skipped" in done.stdout
+    assert "ended with status -9 while the test ran" in done.stdout
+    assert "printed" in done.stdout
