@@ -341,6 +341,15 @@ def bert_as_made() -> PreTrainedModel:
     return model
 
 
+def counting() -> PreTrainedModel:
+    """Numbers the columns that go through its first layer, whatever their position ids are."""
+    model = llama()
+    model.model.layers[0].register_forward_hook(
+        lambda _layer, _inputs, states: states + torch.arange(states.shape[1])[:, None]
+    )
+    return model
+
+
 def test_a_window_that_a_family_has_and_does_not_use_is_no_obstacle() -> None:
     kinds = ["full_attention"] * 3
     model = seeded(lambda: qwen2_moe(use_sliding_window=False, layer_types=kinds))
@@ -380,6 +389,7 @@ def test_a_long_row_does_not_widen_the_short_ones() -> None:
         (qwen2_moe, "its layers do not say how far they see"),
         (jamba, "it has layers of the kind 'linear_attention'"),
         (falcon, "padded rows"),
+        (counting, "its hidden states would differ"),
         (bert_as_made, "its tokens see what follows them"),
         (mamba, "its attention is 'eager'"),
         (bert, "its tokens see what follows them"),
