@@ -9,6 +9,7 @@ from jsonargparse import ArgumentParser
 
 from lrlhf.functional import ALGORITHMS
 from lrlhf.modules import PPO, RLOO, Advantage, Reference, Update
+from lrlhf.modules.policy.policy_settings import assemble_algorithm
 from lrlhf.rewards import Rewards
 from tests.modules.policy_runs import letters
 
@@ -160,3 +161,15 @@ def test_combinations_that_lose_a_term_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=culprit):
         RLOO(language_model, Rewards([letters]), tokenizer=tokenizer, **options)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "estimator", "beside"),
+    [("rloo", "remax", {"greedy": {"temperature": 0.0}}), ("remax", "grpo", {})],
+)
+def test_what_is_sampled_beside_follows_the_advantages(
+    algorithm: str, estimator: str, beside: dict[str, Any]
+) -> None:
+    given = Advantage(estimator=estimator)
+    chosen = assemble_algorithm(algorithm, default="rloo", advantage=given, update=Update())
+    assert chosen.beside == beside

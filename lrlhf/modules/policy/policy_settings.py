@@ -11,6 +11,7 @@ from lrlhf.functional.algorithm import Algorithm, Estimator, PolicyLoss
 from lrlhf.functional.algorithms import (
     ALGORITHMS,
     ALIASES,
+    ESTIMATORS,
     resolve_algorithm,
     resolve_estimator,
     resolve_policy_loss,
@@ -172,7 +173,9 @@ def assemble_algorithm(
     loss = base.loss if own or update.loss is None else resolve_policy_loss(update.loss)
     loss = _with_loss_options(loss, update)
     kl_in = base.kl_in if estimator.uses_kl else "loss"
-    return replace(base, estimator=estimator, loss=loss, kl_in=kl_in)
+    # what is sampled beside the responses is sampled for the advantages
+    beside = resolve_algorithm(named).beside if named in ESTIMATORS else base.beside
+    return replace(base, estimator=estimator, loss=loss, kl_in=kl_in, beside=beside)
 
 
 def _with_estimator_options(estimator: Estimator, name: str, advantage: Advantage) -> Estimator:
