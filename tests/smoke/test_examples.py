@@ -1,7 +1,8 @@
-"""The module of one's own, ``examples/dpo.py``: its loss by hand, in training, from both sides."""
+"""What is written as a user writes it: the module ``examples/dpo.py``, CONTRIBUTING's algorithm."""
 
 import json
 import math
+import re
 from pathlib import Path
 
 import lightning as L
@@ -11,8 +12,11 @@ from dpo import DPO, dpo_loss
 
 from lrlhf.cli import run
 from lrlhf.datamodules import PreferenceDataModule
-from lrlhf.modules import Guard, OptimizerConfig, TrainingDivergedError
+from lrlhf.functional import EstimatorInputs
+from lrlhf.modules import RLOO, Guard, OptimizerConfig, TrainingDivergedError
+from lrlhf.rewards import Rewards
 
+CONTRIBUTING = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 ROW = {"prompt": "say ", "chosen": "yes", "rejected": "no way"}
 
 
@@ -83,6 +87,35 @@ def test_the_command_line_trains_it_and_resumes(
     command += ["--trainer.accelerator=cpu", "--trainer.logger=false"]
 
     assert run([*command, "--trainer.max_steps=1"]) == 0
-    (saved,) = Path().glob("checkpoints/*.ckpt")
+    saved = next(Path().glob("checkpoints/*.ckpt")).rename("first.ckpt")
     assert run([*command, "--trainer.max_steps=2", f"--ckpt_path={saved}"]) == 0
     assert "`max_steps=2` reached" in caplog.text
+
+
+def test_the_algorithm_of_the_contributing_page_needs_nothing_but_its_file(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = next(re.finditer(r"```python\n(# my_package.*?)```", CONTRIBUTING, re.DOTALL))[1]
+    (tmp_path / "my_package.py").write_text(page)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    module = RLOO(model_folder, Rewards(["repetition_penalty"]), algorithm="my_package.ALGORITHM")
+
+    algorithm = module.settings.algorithm
+    assert algorithm.beside == {"greedy": {"temperature": 0.0}}
+    assert module.settings.kl_in_reward
+    mask = torch.tensor([[False, True, True], [False, True, False], [False, True, True]])
+    advantages = algorithm.estimator(
+        EstimatorInputs(
+            scores=torch.tensor([3.0, 1.0, math.nan]),
+            kl=torch.tensor([[0.0, 1.0, 3.0], [0.0, 2.0, 0.0], [0.0, 1.0, 1.0]]),
+            response_mask=mask,
+            num_generations=3,
+            kl_coef=0.5,
+            baseline_mask=torch.tensor([True, True, True]),
+            rows={"greedy": torch.tensor([2.0, 2.0, 2.0])},
+        )
+    )
+    # the first row: 3 - 0.5 * (1 + 3) - 2, the second: 1 - 0.5 * 2 - 2, the third is unscorable
+    expected = torch.tensor([[0.0, -1.0, -1.0], [0.0, -2.0, 0.0], [0.0, 0.0, 0.0]])
+    torch.testing.assert_close(advantages, expected)
