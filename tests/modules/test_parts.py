@@ -1,0 +1,144 @@
+"""The parts of an iteration by themselves: built, given their inputs, asked for their results."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lrlhf.models import frozen_reference
+from lrlhf.modules import Advantage, Reference, Update
+from lrlhf.modules.policy.iteration import Iteration
+from lrlhf.modules.policy.load_policy import LoadedPolicy
+from lrlhf.modules.policy.policy_settings import PolicySettings, complete_settings
+from lrlhf.modules.policy.sampler import Sampler
+from lrlhf.modules.policy.scorer import Scorer
+from lrlhf.rewards import Rewards
+from lrlhf.rollout import Capabilities, Response, RolloutEngine, Sampling, assemble_rollout
+from lrlhf.types import PromptBatch, Rollout
+
+
+def settings_of(**options: Any) -> PolicySettings:
+    defaults: dict[str, Any] = {
+        "algorithm": None,
+        "num_generations": 2,
+        "sampling": Sampling(max_new_tokens=4),
+        "eval_sampling": None,
+        "reference": Reference(),
+        "advantage": Advantage(),
+        "update": Update(),
+        "importance_sampling": None,
+        "dynamic_sampling": None,
+        "rollout_ahead": 0,
+        "allow_truncated_sampling": False,
+    }
+    return complete_settings(default_algorithm="rloo", **(defaults | options))
+
+
+@pytest.fixture
+def it() -> Iteration:
+    """The third iteration of a run of one process without callbacks."""
+    trainer = SimpleNamespace(world_size=1, global_rank=0, callbacks=[], train_dataloader=None)
+    device = torch.device("cpu")
+    return Iteration(SimpleNamespace(trainer=trainer, device=device, global_step=2))  # type: ignore[arg-type]
+
+
+def prompts_of(tokenizer: PreTrainedTokenizerBase, *texts: str) -> PromptBatch:
+    encoded = tokenizer(list(texts), return_tensors="pt", padding=True, padding_side="left")
+    return PromptBatch(
+        input_ids=encoded["input_ids"],
+        attention_mask=encoded["attention_mask"].bool(),
+        prompts=texts,
+        columns=tuple({"prompt": text} for text in texts),
+    )
+
+
+class Says(RolloutEngine):
+    """Answers the k-th time it is asked with k, written as often as the row's number says."""
+
+    capabilities = Capabilities(exact=True)
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, list[int]]] = []
+
+    def attach(self, policy: Any, tokenizer: Any, processor: Any = None) -> None:
+        self.tokenizer = tokenizer
+
+    def generate(
+        self, prompts: PromptBatch, sampling: Sampling, *, num_generations: int, seeds: Any
+    ) -> Rollout:
+        self.asked.append((len(prompts), list(seeds)))
+        responses = []
+        for row in range(len(prompts) * num_generations):
+            ids = self.tokenizer(str(len(self.asked)) * (row + 1), return_tensors="pt")["input_ids"]
+            responses.append(
+                Response.sampled(ids[0], torch.full((ids.shape[1],), -0.5), truncated=False)
+            )
+        return assemble_rollout(
+            prompts, responses, num_generations=num_generations, pad_id=self.tokenizer.pad_token_id
+        )
+
+    def close(self) -> None:
+        pass
+
+
+def length(completions: list[str]) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def test_a_sampler_returns_responses_scores_and_columns(
+    language_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, it: Iteration
+) -> None:
+    engine = Says()
+    loaded = LoadedPolicy(language_model, tokenizer, None)
+    sampler = Sampler(loaded, engine, Rewards([length]), settings_of(algorithm="remax"), seed=5)
+    sample = sampler.sample(prompts_of(tokenizer, "one", "and two"), it)
+    assert [record["completion"] for record in sample.records] == ["1", "11", "111", "1111"]
+    assert sample.scores.tolist() == sample.columns["reward/length"].tolist() == [1, 2, 3, 4]
+    # beside them one greedy response to each prompt: "2" and "22"
+    assert sample.columns["greedy"].tolist() == [1, 1, 2, 2]
+    assert [asked[0] for asked in engine.asked] == [2, 2]
+    assert [len(set(asked[1])) for asked in engine.asked] == [4, 2]
+    assert not sample.stored
+    assert not sample.filler.any()
+    again = Says()
+    Sampler(loaded, again, Rewards([length]), settings_of(), seed=5).sample(
+        prompts_of(tokenizer, "one", "and two"), it
+    )
+    assert again.asked[0] == engine.asked[0]  # seeds of (run, iteration, prompt), no state
+
+
+@torch.no_grad()
+def test_a_scorer_gives_log_probabilities_of_policy_and_reference(
+    language_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, it: Iteration
+) -> None:
+    settings = settings_of(update=Update(num_minibatches=2), sampling=Sampling(temperature=2.0))
+    engine = Says()
+    engine.attach(language_model, tokenizer)
+    rollout = engine.generate(
+        prompts_of(tokenizer, "one", "and two"), settings.sampling, num_generations=2, seeds=[0] * 4
+    )
+    reference = frozen_reference(language_model)
+    for parameter in language_model.parameters():
+        parameter.mul_(1.1)
+    engine.capabilities = Capabilities(exact=False)
+    scorer = Scorer(language_model, reference, engine, settings, models={"policy": language_model})
+    scored = scorer(rollout, it, stored=False, kl_coef=0.05)
+    assert scored.old_logprobs is not None
+    assert scored.ref_logprobs is not None
+    assert not scored.from_engine
+    for model, found in (
+        (language_model, scored.old_logprobs),
+        (reference.model, scored.ref_logprobs),
+    ):
+        for row in range(4):
+            ids = rollout.input_ids[row][rollout.attention_mask[row]]
+            spread = (model(ids[None]).logits[0] / 2.0).log_softmax(dim=-1)
+            expected = spread[:-1].gather(1, ids[1:, None])[:, 0]
+            said = rollout.response_mask[row][: len(ids)][1:]
+            torch.testing.assert_close(
+                found[row, 1 : len(ids)][said], expected[said], rtol=1e-4, atol=1e-5
+            )
+    without = scorer(rollout, it, stored=False, kl_coef=0.0)
+    assert without.ref_logprobs is None
