@@ -34,10 +34,12 @@ def test_labels_say_which_candidate_should_lead() -> None:
     assert loss.flatten().tolist() == pytest.approx([softplus(-1), softplus(1), 1.5, 0.0])
 
 
-def test_a_missing_label_sends_no_gradient_even_from_an_infinite_score() -> None:
-    scores0 = torch.tensor([[1.0, float("inf")]], requires_grad=True)
+def test_a_missing_label_costs_nothing_whatever_the_score() -> None:
+    scores0 = torch.tensor([[1.0, float("-inf")]], requires_grad=True)
     scores1 = torch.tensor([[0.0, 0.0]], requires_grad=True)
-    objective()(scores0, scores1, torch.tensor([[1.0, NAN]])).sum().backward()
+    loss = objective()(scores0, scores1, torch.tensor([[1.0, NAN]]))
+    assert loss[0, 1] == 0  # what the pair would have cost is infinite
+    loss.sum().backward()
     assert scores0.grad is not None
     assert scores0.grad[0, 1] == 0
     assert scores0.grad[0, 0] == pytest.approx(-1 / (1 + math.e))
