@@ -37,7 +37,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or "://" in os.fspath(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        check_room(Path(path).parent, checkpoint)
+        check_room(Path(path), checkpoint)
         with atomic_write(Path(path)) as handle:
             torch.save(checkpoint, handle)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 
-def check_room(folder: Path, content: Any, what: str = "a checkpoint") -> None:
+def check_room(path: Path, content: Any, what: str = "a checkpoint") -> None:
     """Refuse to write what the disk has no room for.
 
     Args:
-        folder: Where it goes; need not exist.
+        path: Of the checkpoint, or of the folder that it goes to; need not exist.
         content: Of the checkpoint; its tensors count, whole ones as split ones, each once.
         what: What the content is of.
 
@@ -24,14 +25,14 @@ def check_room(folder: Path, content: Any, what: str = "a checkpoint") -> None:
     """
     unique = {id(tensor): tensor for tensor in _tensors(content)}
     needed = sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
-    folder = folder.absolute()
-    free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+    whole = path.absolute()
+    free = shutil.disk_usage(next(p for p in (whole, *whole.parents) if p.exists())).free
     if free < needed:
         raise OSError(
             errno.ENOSPC,
-            f"{what} takes at least {_in_gb(needed)}, and {_in_gb(free)} are free: make room, set "
-            "another dirpath, or save_weights_only: true",
-            str(folder),
+            f"{os.strerror(errno.ENOSPC)}: {what} takes at least {_in_gb(needed)}, and "
+            f"{_in_gb(free)} are free: make room, set another dirpath, or save_weights_only: true",
+            str(path),
         )
 
 

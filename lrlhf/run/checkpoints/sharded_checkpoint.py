@@ -189,7 +189,7 @@ class FolderCheckpoints(Strategy):
             recover_folder(path)
             remove_unclaimed(path.parent, path.name, PARTS)
             try:
-                check_room(path.parent, checkpoint)
+                check_room(path, checkpoint)
             except OSError as error:  # the others wait to be told
                 refusal = error
         refusal = self.broadcast(refusal)
