@@ -410,7 +410,7 @@ def test_a_broken_service_is_spared_until_it_is_back(
     server.always = says({"detail": "boom"}, 500)
     assert ask(reward).scores.tolist() == EXPECTED
     asked = len(server.requests)
-    assert asked == 2
+    assert 2 <= asked < 5  # of about half of 11; on a busy machine a trial may come in between
     assert f"{server.url} failed 2 times in a row and is left alone for 0.5 s" in caplog.text
     server.always = None
     time.sleep(0.5)
