@@ -70,6 +70,6 @@ def trained_models(module: L.LightningModule | None) -> dict[str, nn.Module]:
     if not isinstance(module, Trains):
         raise TypeError(
             f"{type(module).__name__} has no trainable_models(), which this strategy needs to "
-            "know what to split; RewardModel, PPO and RLOO have it"
+            "know what to split; subclasses of lrlhf.modules.TrainingModule have it"
         )
     return module.trainable_models()

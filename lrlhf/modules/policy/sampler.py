@@ -166,11 +166,7 @@ class Sampler:
             ]
             scores = self._generate(prompts, sampling, seeds, it).rewards.scores
             beside[name] = scores.repeat_interleave(settings.num_generations)
-        if not beside:
-            return collected
-        for row, record in enumerate(collected.records):
-            record["beside"] = {name: float(scores[row]) for name, scores in beside.items()}
-        return collected._replace(beside=beside)
+        return collected.with_beside(beside) if beside else collected
 
     def _sample_until_different(
         self, batch: PromptBatch, it: Iteration

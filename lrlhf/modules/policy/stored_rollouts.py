@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lrlhf.rewards import RewardResult
-from lrlhf.rollout import Collected
+from lrlhf.rollout import Collected, beside_of
 from lrlhf.types import StoredRollout
 
 
@@ -91,8 +91,4 @@ def as_collected(stored: StoredRollout, *, step: int) -> tuple[Collected, Tensor
         [bool(record.get("filler", False)) for record in records],
         device=stored.rollout.truncated.device,
     )
-    beside = {
-        name: torch.tensor([float(record["beside"][name]) for record in records])
-        for name in records[0].get("beside", {})
-    }
-    return Collected(stored.rollout, result, records, beside), filler
+    return Collected(stored.rollout, result, records, beside_of(records)), filler
