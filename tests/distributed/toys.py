@@ -33,7 +33,6 @@ class CountingPolicy(L.LightningModule):
         self.folder = Path(folder)
         self.seconds = seconds
         self.stuck_at = stuck_at
-        self._iteration = Iteration(self)
 
     def setup(self, stage: str) -> None:
         if stage == "fit":
@@ -45,14 +44,14 @@ class CountingPolicy(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        self._iteration.begin()
-        with self._iteration.phase("generate"):
+        it = Iteration(self)  # type: ignore[arg-type]
+        with it.phase("generate"):
             self._work("generate")
             if self.global_rank == 0 and self.global_step + 1 == self.stuck_at:
                 self._work("stuck")
                 time.sleep(10_000)
             Collectives(self.trainer).sum(torch.zeros(1))
-        with self._iteration.phase("update"):
+        with it.phase("update"):
             self._work("update")
             optimizer = self.optimizers()
             self.manual_backward(-self.policy(torch.ones(1)).sum())

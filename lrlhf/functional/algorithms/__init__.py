@@ -75,8 +75,9 @@ def resolve_algorithm(algorithm: str | Algorithm) -> Algorithm:
     if not isinstance(found, Algorithm):
         raise ValueError(
             f"algorithm {name!r} is a {type(found).__name__}, not a "
-            "lrlhf.functional.Algorithm; a function of advantages alone is advantage.estimator, "
-            "one of losses update.loss"
+            "lrlhf.functional.Algorithm; give the path of the value itself, such as "
+            "my_package.ALGORITHM (a function of advantages alone is advantage.estimator, one of "
+            "losses update.loss)"
         )
     return found
 

@@ -119,6 +119,12 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
             tokens=_token_columns(experience),
         )
     )
+    if advantages.shape != mask.shape:
+        raise ValueError(
+            f"the estimator of algorithm {algorithm.name!r} returned a tensor of shape "
+            f"{tuple(advantages.shape)}, expected one advantage per token, {tuple(mask.shape)}: "
+            "lrlhf.functional.spread_over_tokens makes it from one per response"
+        )
     returns = None
     if experience.values is not None:
         returns = torch.where(mask, advantages + experience.values, 0.0)

@@ -237,6 +237,14 @@ def _check_sampling(settings: PolicySettings) -> None:
             "not come from the policy that is trained; set them to 1.0, 0, 0.0 and 0, or accept "
             "the bias with allow_truncated_sampling: true"
         )
+    for name, options in settings.algorithm.beside.items():
+        try:
+            replace(settings.sampling, **options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"algorithm {settings.algorithm.name!r} samples {name!r} beside the responses, with "
+                f"options {dict(options)} that Sampling does not take: {error}"
+            ) from error
     if settings.rollout_ahead and settings.algorithm.beside:
         raise ValueError(
             f"rollout_ahead samples one iteration ahead, and algorithm {settings.algorithm.name!r} "
