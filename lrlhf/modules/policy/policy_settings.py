@@ -242,8 +242,8 @@ def _check_sampling(settings: PolicySettings) -> None:
             replace(settings.sampling, **options)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"algorithm {settings.algorithm.name!r} samples {name!r} beside the responses, with "
-                f"options {dict(options)} that Sampling does not take: {error}"
+                f"algorithm {settings.algorithm.name!r} samples {name!r} beside the responses "
+                f"with options {dict(options)} that Sampling does not take: {error}"
             ) from error
     if settings.rollout_ahead and settings.algorithm.beside:
         raise ValueError(
