@@ -153,6 +153,16 @@ class PreferenceBatch(TensorBatch):
     info: tuple[Mapping[str, Any], ...]
     """What else the row held; written to the evaluation file as it is."""
 
+    host: PreferenceBatch | None = None
+    """The batch in main memory that this one is a copy of on a device; None: this is it."""
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """Move every tensor to ``device``, and keep hold of the batch in main memory."""
+        alone = replace(self, host=None)
+        moved = TensorBatch.to(alone, device, non_blocking=non_blocking)
+        leaves = self.labels.device.type == "cpu" and moved.labels.device.type != "cpu"
+        return replace(moved, host=alone if leaves else self.host)
+
     def __len__(self) -> int:
         return self.labels.shape[0]
 

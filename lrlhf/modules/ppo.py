@@ -157,6 +157,7 @@ class PPO(TrainingModule):
         it.show_rollout(experience, sample.records)
         if parts.passes_guard(experience, sample, moments, context, seeds, it):
             with it.phase("update"):
+                experience = experience.to("cpu") if self.settings.update.offload else experience
                 models = list(self.trainable_models().values())
                 for part, text in minibatches_of(
                     experience, batch.pretraining, self.settings, models, it

@@ -188,7 +188,9 @@ class RewardModel(TrainingModule):
         scores = self.score_pairs(batch)
         losses = self._measured(scores, batch, self.train_metrics)
         total = (losses * self.head_weights).sum()
-        taken = MicroBatch(batch, PairScores(*(part.detach() for part in scores)), seed)
+        taken = MicroBatch(
+            batch.host or batch, PairScores(*(part.detach() for part in scores)), seed
+        )
         return self._step.add(total, taken, Collectives(self.trainer))
 
     def _measured(

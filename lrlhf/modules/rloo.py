@@ -141,6 +141,7 @@ class RLOO(TrainingModule):
         it.show_rollout(experience, sample.records)
         if parts.passes_guard(experience, sample, moments, context, seeds, it):
             with it.phase("update"):
+                experience = experience.to("cpu") if self.settings.update.offload else experience
                 for part, text in minibatches_of(
                     experience, batch.pretraining, self.settings, [self.policy], it
                 ):

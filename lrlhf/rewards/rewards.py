@@ -146,6 +146,8 @@ class Rewards:
         completions: Sequence[Completion],
         completion_ids: Sequence[Sequence[int]],
         columns: Sequence[Mapping[str, Any]],
+        *,
+        limited: bool = True,
     ) -> RewardResult:
         """Score responses.
 
@@ -155,6 +157,7 @@ class Rewards:
             completion_ids: Token ids of each response as the engine returned them.
             columns: The other data columns of each response's row; where a column has the name of
                 an argument of :class:`RewardFunction`, the argument wins.
+            limited: Whether ``max_unscorable_fraction`` holds for these responses by themselves.
 
         Raises:
             RewardError: Too many responses without a score, a function that fails again and
@@ -177,13 +180,15 @@ class Rewards:
         ]
         calls = [_call(entry, responses, spared=self._spares_some) for entry in asked]
         outcomes = self._dispatcher.run(calls)
-        return self._combine(asked, outcomes, weights)
+        return self._combine(asked, outcomes, weights, limited=limited)
 
     def _combine(
         self,
         asked: Sequence[_Asked],
         outcomes: Sequence[Outcome],
         weights: Float[Tensor, "B K"],
+        *,
+        limited: bool,
     ) -> RewardResult:
         journals = [(entry, entry.journal.close()) for entry in asked]
         per_function = torch.full(weights.shape, math.nan, dtype=torch.float32)
@@ -197,7 +202,8 @@ class Rewards:
         self._log(failures)
         scores = weighted_sum(per_function, weights, optional=self._optional)
         self._failures.check(failures)
-        self._check_quota(scores, per_function, weights, failures)
+        if limited:
+            self._check_quota(scores, per_function, weights, failures)
         return RewardResult(
             scores=scores,
             per_function=per_function,

@@ -90,6 +90,7 @@ class Collector:
         seeds: Sequence[int],
         step: int,
         phase: Callable[[str], AbstractContextManager[None]],
+        limited: bool = True,
     ) -> Collected:
         """Generate and score ``len(seeds) / len(prompts)`` responses to each prompt.
 
@@ -99,13 +100,14 @@ class Collector:
             seeds: One per response, those of one prompt consecutive.
             step: Written into the records.
             phase: Entered with "generate" and "reward" around the two halves.
+            limited: Whether ``max_unscorable_fraction`` holds for these responses by themselves.
         """
         num_generations = len(seeds) // len(prompts)
         with phase("generate"):
             rollout = self._engine.generate(
                 prompts, sampling, num_generations=num_generations, seeds=seeds
             )
-        return self.score(prompts, rollout, sampling, step=step, phase=phase)
+        return self.score(prompts, rollout, sampling, step=step, phase=phase, limited=limited)
 
     def score(
         self,
@@ -115,6 +117,7 @@ class Collector:
         *,
         step: int,
         phase: Callable[[str], AbstractContextManager[None]],
+        limited: bool = True,
     ) -> Collected:
         """Score responses that were generated; see `collect`."""
         num_generations = len(rollout) // len(prompts)
@@ -130,6 +133,7 @@ class Collector:
                 ),
                 completion_ids=ids,
                 columns=[columns[row // num_generations] for row in rows],
+                limited=limited,
             )
         records = rollout_records(
             prompts, rollout, texts, rewards, tokenizer=self._tokenizer, step=step

@@ -17,7 +17,7 @@ class MicroBatch(NamedTuple):
     """One forward pass of an optimizer step, for the guard."""
 
     batch: PreferenceBatch
-    """The pairs, on the device."""
+    """The pairs, as the loader delivered them: images are not kept on the device."""
     scores: PairScores
     """Where they were computed, without gradient."""
     seed: tuple[int, ...]

@@ -185,7 +185,7 @@ class CriticStep:
 
     def __call__(
         self, part: Experience, text: SequenceBatch | None, it: Iteration, context: UpdateContext
-    ) -> Tensor | None:
+    ) -> StepWatch | None:
         totals = self._gradient.denominators(part, it)
         if self.waits(it) or float(totals.valued) == 0:
             return None
@@ -231,7 +231,7 @@ class JointStep:
 
     def __call__(
         self, part: Experience, text: SequenceBatch | None, it: Iteration, context: UpdateContext
-    ) -> Tensor | None:
+    ) -> StepWatch | None:
         totals = self._gradient.denominators(part, it)
         if float(totals.tokens) == 0 and text is None:
             return None

@@ -57,6 +57,9 @@ def make_experience(
             step=it.step,
         )
     mode = settings.advantage.scale_rewards
+    beside = {
+        name: moments.scaled(sample.columns[name], mode) for name in settings.algorithm.beside
+    }
     if mode != "none":
         it.metrics.add("rollout/running_std", moments.deviation, 1.0)
     experience = compute_advantages(
@@ -68,7 +71,7 @@ def make_experience(
         num_generations=settings.num_generations,
         whiten=it.ranks.whiten,
         scaled_scores=moments.scaled(experience.scores, mode),
-        columns=sample.columns,
+        columns=sample.columns | beside,
         metrics=it.metrics,
     )
     fraction = settings.update.high_entropy_fraction

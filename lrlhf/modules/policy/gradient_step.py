@@ -33,7 +33,7 @@ class OptimizerStep(Protocol):
 
     def __call__(
         self, part: Experience, text: SequenceBatch | None, it: Iteration, context: UpdateContext
-    ) -> Tensor | None:
+    ) -> StepWatch | None:
         """Take the step.
 
         Args:
@@ -43,8 +43,7 @@ class OptimizerStep(Protocol):
             context: Of the iteration's update.
 
         Returns:
-            `[B]`, how far each row's probabilities had moved, in nats, NaN where that is not known;
-            None: there was nothing to learn from.
+            What was seen of it; None: there was nothing to learn from.
         """
         ...
 
@@ -101,7 +100,7 @@ class GradientStep:
         loss_of: Callable[[Experience, float, StepWatch], Tensor],
         optimizers: Sequence[Stepped],
         text_loss: Callable[[], Tensor] | None = None,
-    ) -> Tensor:
+    ) -> StepWatch:
         """Take the step, unless the guard objects.
 
         Args:
@@ -116,7 +115,7 @@ class GradientStep:
             text_loss: A further share that no response belongs to.
 
         Returns:
-            `[B]`, how far each row's probabilities had moved, in nats; NaN: not known.
+            What was seen of it.
         """
         seeds = it.seed_optimizer_step()
         guard = it.module.step_guard
@@ -124,7 +123,6 @@ class GradientStep:
         self._accumulate(part, it, watch, loss_of, text_loss)
         found = self._step(it, watch, optimizers)
         if found is not None:
-            moves = watch.log_ratios
 
             def bundle() -> StepBundle:
                 batches = {"part": part, "text": text}
@@ -133,11 +131,11 @@ class GradientStep:
                     batches={name: one for name, one in batches.items() if one is not None},
                     seeds=[seeds],
                     context=context._asdict(),
-                    records=describe_rows(part, self._tokenizer, moves),
+                    records=describe_rows(part, self._tokenizer, watch.log_ratios),
                 )
 
             guard.report(found, bundle, it.module)
-        return watch.log_ratios
+        return watch
 
     def _accumulate(
         self,

@@ -16,8 +16,9 @@ from lrlhf.rollout import RolloutListener
 from lrlhf.run import Collectives, seed_everything_for
 from lrlhf.types import Experience
 
-_BEFORE_UPDATE = 0
-"""Place of the pass without gradients among the seeds of an iteration; optimizer steps follow."""
+_BEFORE_UPDATE = 1
+"""Place of the pass without gradients among the seeds of an iteration; optimizer steps follow. Not
+0, which NumPy's seeds do not tell from nothing."""
 
 
 class UpdateContext(NamedTuple):
@@ -50,7 +51,7 @@ class Iteration:
         self.ranks = Collectives(module.trainer)
         self.metrics = MetricSums()
         self._seeds = seeds
-        self.optimizer_steps = 0 if seeds is None else max(0, seeds[-1] - 1)
+        self.optimizer_steps = 0 if seeds is None else max(0, seeds[-1] - _BEFORE_UPDATE - 1)
         """How many were begun so far, of whichever optimizer."""
         self._seconds: dict[str, float] = {}
 
@@ -72,7 +73,7 @@ class Iteration:
     def seed_optimizer_step(self) -> tuple[int, ...]:
         """Count and seed an optimizer step; returns what it was seeded with."""
         self.optimizer_steps += 1
-        return self._seed(self.optimizer_steps)
+        return self._seed(_BEFORE_UPDATE + self.optimizer_steps)
 
     def _seed(self, place: int) -> tuple[int, ...]:
         if self._seeds is None:

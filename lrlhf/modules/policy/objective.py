@@ -82,7 +82,8 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
         num_generations: Responses per prompt.
         whiten: Whitens over all ranks.
         scaled_scores: ``[B]``, used in place of the experience's scores.
-        columns: ``[B]`` each, further ones for the estimator.
+        columns: ``[B]`` each, further ones for the estimator; those of ``algorithm.beside`` scaled
+            as ``scaled_scores`` are.
         metrics: Told the share of scores and advantages that were clipped.
 
     Returns:
@@ -93,12 +94,18 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
     excluded = ~experience.counted
     if settings.truncated == "exclude":
         excluded = excluded | truncated
+    # what is sampled beside the responses is measured like their scores, and missed like them
+    columns, missing = dict(columns or {}), experience.scores.isnan()
+    for name in algorithm.beside:
+        columns[name] = _clipped_scores(columns[name], settings.reward_clip_range, None)
+        missing = missing | columns[name].isnan()
     if settings.unscorable == "exclude":
-        excluded = excluded | experience.scores.isnan()
+        excluded = excluded | missing
     left_out = excluded | truncated if settings.truncated == "trl" else excluded
     loss_mask = mask & ~left_out[:, None]
     scores = experience.scores if scaled_scores is None else scaled_scores
     scores = _clipped_scores(scores, settings.reward_clip_range, metrics)
+    scores = scores.masked_fill(missing, torch.nan)
     kl = torch.zeros_like(experience.sampling_logprobs)
     if reward_kl is not None and experience.ref_logprobs is not None:
         policy = experience.policy_logprobs
@@ -115,7 +122,7 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
             kl_coef=kl_coef,
             baseline_mask=~excluded,
             values=experience.values,
-            rows=columns or {},
+            rows=columns,
             tokens=_token_columns(experience),
         )
     )

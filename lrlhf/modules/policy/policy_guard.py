@@ -28,7 +28,7 @@ from lrlhf.types import Experience
 
 ITERATION = "iteration"
 """Stage of what is found before the update."""
-_COLUMN = "column/"
+_COLUMN = "column_"
 
 
 def passes_guard(
@@ -68,12 +68,19 @@ def passes_guard(
         told.append(bad._replace(text=f"{bad.text} ({place})"))
 
     def bundle() -> StepBundle:
-        columns = {f"{_COLUMN}{name}": column for name, column in sample.columns.items()}
+        names = list(sample.columns)  # which may hold what a file's names may not
+        columns = {f"{_COLUMN}{index}": sample.columns[name] for index, name in enumerate(names)}
         return StepBundle(
             stage=ITERATION,
             batches={"experience": experience},
             seeds=[seeds],
-            context={**context._asdict(), **moments._asdict(), **columns, "filler": sample.filler},
+            context={
+                **context._asdict(),
+                **moments._asdict(),
+                **columns,
+                "columns": names,
+                "filler": sample.filler,
+            },
             records=describe_rows(experience, tokenizer, None),
         )
 
@@ -83,11 +90,8 @@ def passes_guard(
 
 def columns_of(bundle: StepBundle) -> dict[str, Tensor]:
     """Return the named columns that an iteration's bundle holds."""
-    return {
-        name.removeprefix(_COLUMN): value
-        for name, value in bundle.context.items()
-        if name.startswith(_COLUMN)
-    }
+    names = bundle.context["columns"]
+    return {name: bundle.context[f"{_COLUMN}{index}"] for index, name in enumerate(names)}
 
 
 def show_probabilities(

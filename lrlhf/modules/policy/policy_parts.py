@@ -98,7 +98,7 @@ class PolicyParts:
         module.seed_step()  # whatever a reward draws is the same after a resume
         it = Iteration(module)
         plan = plan_iteration(batch, self.settings, it)
-        if plan.table() != self._shown_plan:
+        if not self._shown_plan:
             self._shown_plan = plan.table()
             module.print(self._shown_plan)
         check_texts(batch.pretraining, self.settings)

@@ -157,7 +157,7 @@ class PolicyStep:
 
     def __call__(
         self, part: Experience, text: SequenceBatch | None, it: Iteration, context: UpdateContext
-    ) -> Tensor | None:
+    ) -> StepWatch | None:
         totals = self._gradient.denominators(part, it)
         # a step without a gradient would still move the weights by the optimizer's momentum
         if self.waits(it) or (float(totals.tokens) == 0 and text is None):

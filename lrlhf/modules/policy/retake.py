@@ -8,6 +8,7 @@ from dataclasses import fields
 from lrlhf.guard.anomalies import measure
 from lrlhf.guard.bundle import StepBundle
 from lrlhf.guard.replay import Retaken
+from lrlhf.models import looking_once
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.policy.gradient_step import OptimizerStep
 from lrlhf.modules.policy.iteration import Iteration, UpdateContext
@@ -43,7 +44,9 @@ def retake(
     for model in module.trainable_models().values():
         model.train()
     take = {step.stage: step for step in steps}[bundle.stage]
-    moves = take(part, text, it, context)
+    with looking_once():
+        watch = take(part, text, it, context)
+    moves = None if watch is None else watch.log_ratios
     return Retaken(records=describe_rows(part, parts.policy.tokenizer, moves), sums=None)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -40,7 +40,7 @@ class Sample(NamedTuple):
     rollout: Rollout
     scores: Tensor
     """`[B]` float32 on the device of the rollout; NaN: no reward could score the response."""
-    columns: Mapping[str, Tensor]
+    columns: dict[str, Tensor]
     """`[B]` by name: what each reward function gave (``reward/<name>``), and the score of what the
     algorithm samples beside the responses."""
     filler: Tensor
@@ -164,7 +164,8 @@ class Sampler:
                 sample_seeds(self._seed, it.step, stream, first + row, count=1)[0]
                 for row in range(len(prompts))
             ]
-            scores = self._generate(prompts, sampling, seeds, it).rewards.scores
+            # so few rows say nothing of how many cannot be scored
+            scores = self._generate(prompts, sampling, seeds, it, limited=False).rewards.scores
             beside[name] = scores.repeat_interleave(settings.num_generations)
         return collected.with_beside(beside) if beside else collected
 
@@ -242,10 +243,18 @@ class Sampler:
     # ---- the engine
 
     def _generate(
-        self, prompts: PromptBatch, sampling: Sampling, seeds: Sequence[int], it: Iteration
+        self,
+        prompts: PromptBatch,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        it: Iteration,
+        *,
+        limited: bool = True,
     ) -> Collected:
         self._prepare(it)
-        return self._collector.collect(prompts, sampling, seeds=seeds, step=it.step, phase=it.phase)
+        return self._collector.collect(
+            prompts, sampling, seeds=seeds, step=it.step, phase=it.phase, limited=limited
+        )
 
     def _prepare(self, it: Iteration) -> None:
         if not self._ready:

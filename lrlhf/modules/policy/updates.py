@@ -60,8 +60,6 @@ def minibatches_of(
     """
     for model in models:
         model.train()
-    if settings.update.offload:
-        experience = experience.to("cpu")
     size = settings.minibatch_rows(len(experience), it.ranks)
     dealt = _dealt_texts(texts, len(experience) // size, settings)
     for _ in range(settings.update.num_iterations):
