@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from lrlhf.cli.messages.secrets import hide
 
-_NOISE = ("💡 Tip", "TPU available", "HPU available", "Seed set to")
+_NOISE = ("💡 Tip", "TPU available", "HPU available", "Seed set to", "Setting accelerator to CPU")
 
 
 class _DropNoise(logging.Filter):
@@ -59,6 +59,8 @@ def _quieten_others() -> None:
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(_DropNoise())
+    # it writes to standard output, where a printed config is to be nothing else
+    logging.getLogger("DeepSpeed").addFilter(_DropNoise())
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     enable_progress_bars()  # the line above also hides downloads, which a person waits for
     warnings.filterwarnings("ignore", category=FutureWarning)
