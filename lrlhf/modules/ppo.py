@@ -23,6 +23,7 @@ from lrlhf.modules.policy.critic import CriticStep, JointStep, ValueFunction, lo
 from lrlhf.modules.policy.gradient_step import OptimizerStep
 from lrlhf.modules.policy.importance_sampling import ImportanceSampling
 from lrlhf.modules.policy.load_policy import load_policy
+from lrlhf.modules.policy.policy_guard import passes_guard
 from lrlhf.modules.policy.policy_parts import PolicyParts
 from lrlhf.modules.policy.policy_settings import complete_settings
 from lrlhf.modules.policy.policy_step import PolicyStep
@@ -155,7 +156,7 @@ class PPO(TrainingModule):
         with it.phase("logprob"):  # log π_old(y), log π_ref(y), V(x, y), then the advantages
             experience, context = parts.experience(sample, moments, self.kl_coef, it)
         it.show_rollout(experience, sample.records)
-        if parts.passes_guard(experience, sample, moments, context, seeds, it):
+        if passes_guard(experience, sample, moments, context, seeds, self.tokenizer, it):
             with it.phase("update"):
                 experience = experience.to("cpu") if self.settings.update.offload else experience
                 models = list(self.trainable_models().values())

@@ -19,6 +19,7 @@ from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy.importance_sampling import ImportanceSampling
 from lrlhf.modules.policy.load_policy import load_policy
+from lrlhf.modules.policy.policy_guard import passes_guard
 from lrlhf.modules.policy.policy_parts import PolicyParts
 from lrlhf.modules.policy.policy_settings import complete_settings
 from lrlhf.modules.policy.policy_step import PolicyStep
@@ -139,7 +140,7 @@ class RLOO(TrainingModule):
         with it.phase("logprob"):  # log π_old(y), log π_ref(y), then the advantages
             experience, context = parts.experience(sample, moments, self.kl_coef, it)
         it.show_rollout(experience, sample.records)
-        if parts.passes_guard(experience, sample, moments, context, seeds, it):
+        if passes_guard(experience, sample, moments, context, seeds, self.tokenizer, it):
             with it.phase("update"):
                 experience = experience.to("cpu") if self.settings.update.offload else experience
                 for part, text in minibatches_of(

@@ -175,7 +175,7 @@ class CriticStep:
     ) -> None:
         self.objective = _ValueObjective(critic, policy)
         self.stepped = Stepped(1, "value", critic.settings.max_grad_norm)
-        self.models = [policy] if critic.network is None else [policy, critic.network.backbone]
+        self.models = [policy if critic.network is None else critic.network.backbone]
         self._gradient = GradientStep(self.stage, self.models, tokenizer, settings)
         self._freeze_steps = critic.settings.freeze_steps
 

@@ -37,7 +37,6 @@ def passes_guard(
     moments: ScoreMoments,
     context: UpdateContext,
     seeds: tuple[int, ...],
-    *,
     tokenizer: PreTrainedTokenizerBase,
     it: Iteration,
 ) -> bool:

@@ -25,7 +25,6 @@ from lrlhf.modules.policy.evaluation import ResponseMeans
 from lrlhf.modules.policy.experience import make_experience
 from lrlhf.modules.policy.iteration import Iteration, UpdateContext
 from lrlhf.modules.policy.load_policy import LoadedPolicy
-from lrlhf.modules.policy.policy_guard import passes_guard
 from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.modules.policy.running_moments import RunningMoments, ScoreMoments
 from lrlhf.modules.policy.sampler import Sample, Sampler
@@ -66,7 +65,6 @@ class PolicyParts:
         self.settings = settings
         self.policy = policy
         self.critic = critic
-        self.rewards = rewards
         self.engine: RolloutEngine = engine or TransformersEngine()
         if settings.update.router_loss_coef > 0:
             check_has_experts(policy.model)
@@ -143,26 +141,6 @@ class PolicyParts:
             from_engine=scored.from_engine,
             exact=exact,
             value_unit=entering.deviation,
-        )
-
-    def passes_guard(
-        self,
-        experience: Experience,
-        sample: Sample,
-        moments: ScoreMoments,
-        context: UpdateContext,
-        seeds: tuple[int, ...],
-        it: Iteration,
-    ) -> bool:
-        """Whether the iteration may update anything, see `lrlhf.modules.policy.policy_guard`."""
-        return passes_guard(
-            experience,
-            sample,
-            moments,
-            context,
-            seeds,
-            tokenizer=self.policy.tokenizer,
-            it=it,
         )
 
     def finish(

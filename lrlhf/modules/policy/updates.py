@@ -61,7 +61,7 @@ def minibatches_of(
     for model in models:
         model.train()
     size = settings.minibatch_rows(len(experience), it.ranks)
-    dealt = _dealt_texts(texts, len(experience) // size, settings)
+    dealt = _dealt_texts(texts, len(experience) // size)
     for _ in range(settings.update.num_iterations):
         for part, text in zip(minibatches(experience, size=size), dealt, strict=True):
             balanced = balance_over_ranks(part, it.ranks)
@@ -72,11 +72,8 @@ def minibatches_of(
                 yield balanced.rows, text
 
 
-def _dealt_texts(
-    texts: SequenceBatch | None, steps: int, settings: PolicySettings
-) -> list[SequenceBatch | None]:
+def _dealt_texts(texts: SequenceBatch | None, steps: int) -> list[SequenceBatch | None]:
     """Deal the pretraining texts to the optimizer steps of one pass."""
-    check_texts(texts, settings)
     if texts is None:
         return [None] * steps
     if len(texts) < steps:
