@@ -259,3 +259,9 @@ class Experience(Rollout):
     values: Float[Tensor, "B T"] | None = None
     """None: no critic."""
     returns: Float[Tensor, "B T"] | None = None
+
+    @property
+    def value_mask(self) -> Bool[Tensor, "B T"]:
+        """The tokens of trained responses with a return: what a critic learns from."""
+        known = self.counted & ~self.scores.isnan() & self.loss_mask.any(dim=1)
+        return self.response_mask & known[:, None]

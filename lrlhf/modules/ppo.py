@@ -20,15 +20,14 @@ from lrlhf.modules.checks import uses_loss_scaler
 from lrlhf.modules.metrics.rollout_metrics import measure_critic
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy.critic import CriticStep, JointStep, ValueFunction, load_value_function
-from lrlhf.modules.policy.gradient_step import OptimizerStep
+from lrlhf.modules.policy.gradient_step import OptimizerStep, PolicyStep
 from lrlhf.modules.policy.importance_sampling import ImportanceSampling
 from lrlhf.modules.policy.load_policy import load_policy
 from lrlhf.modules.policy.policy_guard import passes_guard
 from lrlhf.modules.policy.policy_parts import PolicyParts
 from lrlhf.modules.policy.policy_settings import complete_settings
-from lrlhf.modules.policy.policy_step import PolicyStep
 from lrlhf.modules.policy.retake import retake
-from lrlhf.modules.policy.updates import minibatches_of
+from lrlhf.modules.policy.update_batches import minibatches_of
 from lrlhf.modules.settings import Advantage, Critic, DynamicSampling, Reference, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import RolloutEngine, Sampling

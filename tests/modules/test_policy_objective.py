@@ -12,14 +12,8 @@ import torch
 from torch import Tensor
 
 from lrlhf.functional import POLICY_LOSSES, Algorithm, PolicyLoss
-from lrlhf.modules.policy.objective import (
-    Denominators,
-    as_experience,
-    compute_advantages,
-    denominators,
-    policy_loss,
-    summed_tokens,
-)
+from lrlhf.modules.policy.experience import as_experience, compute_advantages
+from lrlhf.modules.policy.objective import Denominators, denominators, policy_loss, summed_tokens
 from lrlhf.modules.policy.policy_settings import assemble_algorithm
 from lrlhf.modules.settings import Advantage, Reference, Update
 from lrlhf.rewards import Rewards

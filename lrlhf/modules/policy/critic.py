@@ -21,11 +21,10 @@ from lrlhf.models import (
 )
 from lrlhf.modules.metrics.rollout_metrics import measure_values
 from lrlhf.modules.optimizers import OptimizerAndScheduler
-from lrlhf.modules.policy.gradient_step import GradientStep, Stepped
+from lrlhf.modules.policy.gradient_step import GradientStep, PolicyStep, Stepped
 from lrlhf.modules.policy.iteration import Iteration, UpdateContext
 from lrlhf.modules.policy.objective import Denominators, value_loss
 from lrlhf.modules.policy.policy_settings import PolicySettings
-from lrlhf.modules.policy.policy_step import PolicyStep
 from lrlhf.modules.policy.running_moments import ScoreMoments
 from lrlhf.modules.settings import Critic
 from lrlhf.types import Experience, SequenceBatch

@@ -1,20 +1,63 @@
-"""From scored responses and the models' outputs to what an update trains on."""
+"""From scored responses and the models' outputs to what an update trains on.
+
+The formulas are in `lrlhf.functional`; here they are put into order.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from lrlhf.functional.advantages import has_baseline
+from lrlhf.functional.algorithm import Algorithm, EstimatorInputs
+from lrlhf.functional.kl import kl_estimate
+from lrlhf.functional.masking import masked_mean
 from lrlhf.functional.policy import high_entropy_mask
+from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.policy.importance_sampling import with_importance_weights
 from lrlhf.modules.policy.iteration import Iteration
-from lrlhf.modules.policy.objective import as_experience, compute_advantages
 from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.modules.policy.running_moments import ScoreMoments
-from lrlhf.modules.policy.sampler import Sample
-from lrlhf.modules.policy.scorer import Scored
-from lrlhf.types import Experience
+from lrlhf.modules.settings import Advantage
+from lrlhf.rollout import Collected
+from lrlhf.types import Experience, Rollout
+
+Whiten = Callable[..., Tensor]
+"""Whitens the masked values of all ranks: ``whiten(values, mask, eps=…)``."""
+
+
+class Sample(NamedTuple):
+    """Responses and their scores, as an iteration starts from them."""
+
+    rollout: Rollout
+    scores: Tensor
+    """`[B]` float32 on the device of the rollout; NaN: no reward could score the response."""
+    columns: dict[str, Tensor]
+    """`[B]` by name: what each reward function gave (``reward/<name>``), and the score of what the
+    algorithm samples beside the responses."""
+    filler: Tensor
+    """`[B]`, rows that only fill the batch."""
+    records: list[dict[str, Any]]
+    stored: bool
+    """Whether an earlier run's policy generated the responses."""
+
+
+class Scored(NamedTuple):
+    """Outputs of the models for a rollout, `[B, T]` each; None: not needed."""
+
+    old_logprobs: Tensor | None
+    """Of the policy that generated the responses: the update starts from it."""
+    policy_logprobs: Tensor | None
+    """Of the policy as it is, where an earlier one generated the responses."""
+    ref_logprobs: Tensor | None
+    entropy: Tensor | None
+    values: Tensor | None
+    from_engine: bool
+    """Whether ``old_logprobs`` are the engine's, taken as they are."""
 
 
 @torch.no_grad()
@@ -80,3 +123,175 @@ def make_experience(
     assert scored.entropy is not None
     chosen = high_entropy_mask(scored.entropy, experience.loss_mask, fraction=fraction)
     return replace(experience, selected=chosen)
+
+
+def as_experience(
+    rollout: Rollout,
+    *,
+    scores: Tensor,
+    old_logprobs: Tensor | None,
+    ref_logprobs: Tensor | None,
+    policy_logprobs: Tensor | None = None,
+    values: Tensor | None = None,
+    filler: Tensor | None = None,
+) -> Experience:
+    """Start an experience from a rollout: no advantage yet, nothing masked but ``filler`` rows."""
+    everything = torch.ones_like(rollout.truncated)
+    return Experience(
+        **{field.name: getattr(rollout, field.name) for field in fields(rollout)},
+        scores=scores.float(),
+        old_logprobs=old_logprobs,
+        policy_logprobs=policy_logprobs,
+        ref_logprobs=ref_logprobs,
+        values=values,
+        advantages=torch.zeros_like(rollout.sampling_logprobs),
+        loss_mask=rollout.response_mask,
+        counted=everything if filler is None else everything & ~filler,
+    )
+
+
+def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
+    experience: Experience,
+    *,
+    algorithm: Algorithm,
+    settings: Advantage,
+    reward_kl: str | None,
+    kl_coef: float,
+    num_generations: int,
+    whiten: Whiten,
+    scaled_scores: Tensor | None = None,
+    columns: Mapping[str, Tensor] | None = None,
+    metrics: MetricSums | None = None,
+) -> Experience:
+    """Turn the scores of a rollout into advantages per token.
+
+    The order is TRL's: clip the raw scores, subtract the KL penalty, take the baseline, whiten;
+    then bound what came of it.
+
+    Args:
+        experience: Rows of complete groups, ``old_logprobs`` set where the KL is in the reward,
+            ``values`` where there is a critic; rows that are not ``counted`` stay out.
+            ``advantages`` and ``loss_mask`` are not read.
+        algorithm: Its estimator, and what that wants whitened.
+        settings: Clipping, and what becomes of truncated responses.
+        reward_kl: Estimator (k1, k2, k3) of the KL penalty in the reward; None: there is none.
+        kl_coef: Strength of the penalty.
+        num_generations: Responses per prompt.
+        whiten: Whitens over all ranks.
+        scaled_scores: ``[B]``, used in place of the experience's scores.
+        columns: ``[B]`` each, further ones for the estimator; those of ``algorithm.beside`` scaled
+            as ``scaled_scores`` are.
+        metrics: Told the share of scores and advantages that were clipped.
+
+    Returns:
+        The experience with ``advantages`` (0 outside the response), ``loss_mask``, ``counted``,
+        and with a critic ``returns``: advantages plus values, before any whitening.
+    """
+    mask, truncated = experience.response_mask, experience.truncated
+    excluded = ~experience.counted
+    if settings.truncated == "exclude":
+        excluded = excluded | truncated
+    # what is sampled beside the responses is measured like their scores, and missed like them
+    columns, missing = dict(columns or {}), experience.scores.isnan()
+    for name in algorithm.beside:
+        columns[name] = _clipped_scores(columns[name], settings.reward_clip_range, None)
+        missing = missing | columns[name].isnan()
+    if settings.unscorable == "exclude":
+        excluded = excluded | missing
+    left_out = excluded | truncated if settings.truncated == "trl" else excluded
+    loss_mask = mask & ~left_out[:, None]
+    scores = experience.scores if scaled_scores is None else scaled_scores
+    scores = _clipped_scores(scores, settings.reward_clip_range, metrics)
+    scores = scores.masked_fill(missing, torch.nan)
+    kl = torch.zeros_like(experience.sampling_logprobs)
+    if reward_kl is not None and experience.ref_logprobs is not None:
+        policy = experience.policy_logprobs
+        policy = experience.old_logprobs if policy is None else policy
+        assert policy is not None
+        kl = kl_estimate(policy, experience.ref_logprobs, estimator=reward_kl)
+    estimator = algorithm.estimator
+    advantages = estimator(
+        EstimatorInputs(
+            scores=scores,
+            kl=kl * loss_mask,
+            response_mask=mask,
+            num_generations=num_generations,
+            kl_coef=kl_coef,
+            baseline_mask=~excluded,
+            values=experience.values,
+            rows=columns,
+            tokens=_token_columns(experience),
+        )
+    )
+    if advantages.shape != mask.shape:
+        raise ValueError(
+            f"the estimator of algorithm {algorithm.name!r} returned a tensor of shape "
+            f"{tuple(advantages.shape)}, expected one advantage per token, {tuple(mask.shape)}: "
+            "lrlhf.functional.spread_over_tokens makes it from one per response"
+        )
+    returns = None
+    if experience.values is not None:
+        returns = torch.where(mask, advantages + experience.values, 0.0)
+    scorable = ~scores.isnan() & ~excluded
+    if estimator.groups:
+        # a row without a sibling has nothing to be compared with: it is no observation either
+        comparable = scores.masked_fill(excluded, torch.nan)
+        scorable = has_baseline(comparable, num_generations=num_generations)
+    observed = mask & scorable[:, None]
+    advantages = _normalized(advantages, observed, estimator.normalize, whiten)
+    return replace(
+        experience,
+        advantages=_clipped_advantages(advantages, observed, settings.clip, metrics),
+        returns=returns,
+        loss_mask=loss_mask,
+        counted=~excluded,
+    )
+
+
+def trained_scores(collected: Collected, settings: Advantage) -> Tensor:
+    """`[B]`: the scores whose differences teach something; NaN where a response is left out."""
+    scores = _clipped_scores(collected.rewards.scores, settings.reward_clip_range, None)
+    if settings.truncated == "exclude":
+        scores = scores.masked_fill(collected.rollout.truncated.to(scores.device), torch.nan)
+    return scores
+
+
+def _clipped_scores(
+    scores: Tensor, bounds: tuple[float, float] | None, metrics: MetricSums | None
+) -> Tensor:
+    if bounds is None:
+        return scores
+    if metrics is not None:
+        outside = (scores < bounds[0]) | (scores > bounds[1])
+        metrics.add("rollout/reward_clip_fraction", outside.sum(), scores.isfinite().sum())
+    return scores.clamp(*bounds)
+
+
+def _clipped_advantages(
+    advantages: Tensor, observed: Tensor, bound: float | None, metrics: MetricSums | None
+) -> Tensor:
+    if bound is None:
+        return advantages
+    if metrics is not None:
+        outside = (advantages.abs() > bound) & observed
+        metrics.add("rollout/advantage_clip_fraction", outside.sum(), observed.sum())
+    return advantages.clamp(-bound, bound)
+
+
+def _token_columns(experience: Experience) -> dict[str, Tensor]:
+    columns = {
+        "sampling_logprobs": experience.sampling_logprobs,
+        "old_logprobs": experience.old_logprobs,
+        "ref_logprobs": experience.ref_logprobs,
+    }
+    return {name: column for name, column in columns.items() if column is not None}
+
+
+def _normalized(advantages: Tensor, mask: Tensor, level: str, whiten: Whiten) -> Tensor:
+    if level == "token":
+        return whiten(advantages, mask, eps=1e-8) * mask
+    if level == "sequence":
+        per_row = masked_mean(advantages, mask, dim=1)
+        rows = mask.any(dim=1)
+        return advantages + (whiten(per_row, rows, eps=1e-4) - per_row)[:, None] * mask
+    return advantages

@@ -17,10 +17,10 @@ from lrlhf.guard.bundle import StepBundle
 from lrlhf.guard.step_watch import StepWatch
 from lrlhf.modules.checks import uses_loss_scaler
 from lrlhf.modules.policy.iteration import Iteration, UpdateContext
-from lrlhf.modules.policy.micro_batching import plan_micro_batches
-from lrlhf.modules.policy.objective import Denominators, denominators
+from lrlhf.modules.policy.objective import Denominators, PolicyObjective, denominators
 from lrlhf.modules.policy.policy_guard import describe_rows, place_in
 from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.modules.policy.update_batches import plan_micro_batches
 from lrlhf.rollout import trim
 from lrlhf.types import Experience, SequenceBatch
 
@@ -189,3 +189,53 @@ class GradientStep:
                 if it.ranks.rank == 0:  # the norm is the same on all
                     found.append(Anomaly("gradient", f"the {role} gradient is not finite"))
         return found if left_out else None
+
+
+class PolicyStep:
+    """Takes the policy's optimizer step on a minibatch.
+
+    Args:
+        policy: The model; its optimizer is the module's first.
+        tokenizer: Writes the rows of a dump.
+        settings: Of the run.
+    """
+
+    stage = "policy"
+
+    def __init__(
+        self,
+        policy: PreTrainedModel | PeftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: PolicySettings,
+    ) -> None:
+        self.objective = PolicyObjective(policy, settings)
+        self.stepped = Stepped(0, "policy", settings.update.max_grad_norm)
+        self._gradient = GradientStep(self.stage, [policy], tokenizer, settings)
+        self._freeze_steps = settings.update.freeze_steps
+
+    def waits(self, it: Iteration) -> bool:
+        """Whether the policy stays as it is in this iteration."""
+        return it.step < self._freeze_steps
+
+    def __call__(
+        self, part: Experience, text: SequenceBatch | None, it: Iteration, context: UpdateContext
+    ) -> StepWatch | None:
+        totals = self._gradient.denominators(part, it)
+        # a step without a gradient would still move the weights by the optimizer's momentum
+        if self.waits(it) or (float(totals.tokens) == 0 and text is None):
+            return None
+
+        def loss_of(micro: Experience, share: float, watch: StepWatch) -> Tensor:
+            return self.objective.loss(micro, share, watch, totals=totals, it=it, context=context)[
+                0
+            ]
+
+        return self._gradient.take(
+            part,
+            text,
+            it,
+            context,
+            loss_of=loss_of,
+            optimizers=[self.stepped],
+            text_loss=self.objective.text_loss(text, it),
+        )

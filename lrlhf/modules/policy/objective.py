@@ -1,209 +1,34 @@
-"""From scores to advantages and from log-probabilities to a loss, for any estimator and loss.
+"""The loss of one micro-batch: the algorithm's, the terms beside it, and the critic's.
 
-The formulas are in `lrlhf.functional`; here they are put into order, and their denominators are
-taken over the whole optimizer step, so that no split into micro-batches or ranks changes them.
+The formulas are in `lrlhf.functional`; here their denominators are taken over the whole optimizer
+step, so that no split into micro-batches or ranks changes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from peft import PeftModel
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from lrlhf.functional.advantages import has_baseline
-from lrlhf.functional.algorithm import Algorithm, EstimatorInputs, PolicyLoss
+from lrlhf.functional.algorithm import PolicyLoss
 from lrlhf.functional.kl import kl_estimate
 from lrlhf.functional.masking import masked_mean
 from lrlhf.functional.policy import aggregate
 from lrlhf.functional.value_loss import clipped_value_loss
-from lrlhf.modules.metrics.metric_sums import MetricSums
-from lrlhf.modules.settings import Advantage, Critic
-from lrlhf.rollout import Collected
-from lrlhf.types import Experience, Rollout
-
-Whiten = Callable[..., Tensor]
-"""Whitens the masked values of all ranks: ``whiten(values, mask, eps=…)``."""
-
-
-def as_experience(
-    rollout: Rollout,
-    *,
-    scores: Tensor,
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-    policy_logprobs: Tensor | None = None,
-    values: Tensor | None = None,
-    filler: Tensor | None = None,
-) -> Experience:
-    """Start an experience from a rollout: no advantage yet, nothing masked but ``filler`` rows."""
-    everything = torch.ones_like(rollout.truncated)
-    return Experience(
-        **{field.name: getattr(rollout, field.name) for field in fields(rollout)},
-        scores=scores.float(),
-        old_logprobs=old_logprobs,
-        policy_logprobs=policy_logprobs,
-        ref_logprobs=ref_logprobs,
-        values=values,
-        advantages=torch.zeros_like(rollout.sampling_logprobs),
-        loss_mask=rollout.response_mask,
-        counted=everything if filler is None else everything & ~filler,
-    )
-
-
-def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
-    experience: Experience,
-    *,
-    algorithm: Algorithm,
-    settings: Advantage,
-    reward_kl: str | None,
-    kl_coef: float,
-    num_generations: int,
-    whiten: Whiten,
-    scaled_scores: Tensor | None = None,
-    columns: Mapping[str, Tensor] | None = None,
-    metrics: MetricSums | None = None,
-) -> Experience:
-    """Turn the scores of a rollout into advantages per token.
-
-    The order is TRL's: clip the raw scores, subtract the KL penalty, take the baseline, whiten;
-    then bound what came of it.
-
-    Args:
-        experience: Rows of complete groups, ``old_logprobs`` set where the KL is in the reward,
-            ``values`` where there is a critic; rows that are not ``counted`` stay out.
-            ``advantages`` and ``loss_mask`` are not read.
-        algorithm: Its estimator, and what that wants whitened.
-        settings: Clipping, and what becomes of truncated responses.
-        reward_kl: Estimator (k1, k2, k3) of the KL penalty in the reward; None: there is none.
-        kl_coef: Strength of the penalty.
-        num_generations: Responses per prompt.
-        whiten: Whitens over all ranks.
-        scaled_scores: ``[B]``, used in place of the experience's scores.
-        columns: ``[B]`` each, further ones for the estimator; those of ``algorithm.beside`` scaled
-            as ``scaled_scores`` are.
-        metrics: Told the share of scores and advantages that were clipped.
-
-    Returns:
-        The experience with ``advantages`` (0 outside the response), ``loss_mask``, ``counted``,
-        and with a critic ``returns``: advantages plus values, before any whitening.
-    """
-    mask, truncated = experience.response_mask, experience.truncated
-    excluded = ~experience.counted
-    if settings.truncated == "exclude":
-        excluded = excluded | truncated
-    # what is sampled beside the responses is measured like their scores, and missed like them
-    columns, missing = dict(columns or {}), experience.scores.isnan()
-    for name in algorithm.beside:
-        columns[name] = _clipped_scores(columns[name], settings.reward_clip_range, None)
-        missing = missing | columns[name].isnan()
-    if settings.unscorable == "exclude":
-        excluded = excluded | missing
-    left_out = excluded | truncated if settings.truncated == "trl" else excluded
-    loss_mask = mask & ~left_out[:, None]
-    scores = experience.scores if scaled_scores is None else scaled_scores
-    scores = _clipped_scores(scores, settings.reward_clip_range, metrics)
-    scores = scores.masked_fill(missing, torch.nan)
-    kl = torch.zeros_like(experience.sampling_logprobs)
-    if reward_kl is not None and experience.ref_logprobs is not None:
-        policy = experience.policy_logprobs
-        policy = experience.old_logprobs if policy is None else policy
-        assert policy is not None
-        kl = kl_estimate(policy, experience.ref_logprobs, estimator=reward_kl)
-    estimator = algorithm.estimator
-    advantages = estimator(
-        EstimatorInputs(
-            scores=scores,
-            kl=kl * loss_mask,
-            response_mask=mask,
-            num_generations=num_generations,
-            kl_coef=kl_coef,
-            baseline_mask=~excluded,
-            values=experience.values,
-            rows=columns,
-            tokens=_token_columns(experience),
-        )
-    )
-    if advantages.shape != mask.shape:
-        raise ValueError(
-            f"the estimator of algorithm {algorithm.name!r} returned a tensor of shape "
-            f"{tuple(advantages.shape)}, expected one advantage per token, {tuple(mask.shape)}: "
-            "lrlhf.functional.spread_over_tokens makes it from one per response"
-        )
-    returns = None
-    if experience.values is not None:
-        returns = torch.where(mask, advantages + experience.values, 0.0)
-    scorable = ~scores.isnan() & ~excluded
-    if estimator.groups:
-        # a row without a sibling has nothing to be compared with: it is no observation either
-        comparable = scores.masked_fill(excluded, torch.nan)
-        scorable = has_baseline(comparable, num_generations=num_generations)
-    observed = mask & scorable[:, None]
-    advantages = _normalized(advantages, observed, estimator.normalize, whiten)
-    return replace(
-        experience,
-        advantages=_clipped_advantages(advantages, observed, settings.clip, metrics),
-        returns=returns,
-        loss_mask=loss_mask,
-        counted=~excluded,
-    )
-
-
-def trained_scores(collected: Collected, settings: Advantage) -> Tensor:
-    """`[B]`: the scores whose differences teach something; NaN where a response is left out."""
-    scores = _clipped_scores(collected.rewards.scores, settings.reward_clip_range, None)
-    if settings.truncated == "exclude":
-        scores = scores.masked_fill(collected.rollout.truncated.to(scores.device), torch.nan)
-    return scores
-
-
-def _clipped_scores(
-    scores: Tensor, bounds: tuple[float, float] | None, metrics: MetricSums | None
-) -> Tensor:
-    if bounds is None:
-        return scores
-    if metrics is not None:
-        outside = (scores < bounds[0]) | (scores > bounds[1])
-        metrics.add("rollout/reward_clip_fraction", outside.sum(), scores.isfinite().sum())
-    return scores.clamp(*bounds)
-
-
-def _clipped_advantages(
-    advantages: Tensor, observed: Tensor, bound: float | None, metrics: MetricSums | None
-) -> Tensor:
-    if bound is None:
-        return advantages
-    if metrics is not None:
-        outside = (advantages.abs() > bound) & observed
-        metrics.add("rollout/advantage_clip_fraction", outside.sum(), observed.sum())
-    return advantages.clamp(-bound, bound)
-
-
-def value_mask(experience: Experience) -> Tensor:
-    """`[B, T]`: the tokens of trained responses with a return: what a critic learns from."""
-    known = experience.counted & ~experience.scores.isnan() & experience.loss_mask.any(dim=1)
-    return experience.response_mask & known[:, None]
-
-
-def _token_columns(experience: Experience) -> dict[str, Tensor]:
-    columns = {
-        "sampling_logprobs": experience.sampling_logprobs,
-        "old_logprobs": experience.old_logprobs,
-        "ref_logprobs": experience.ref_logprobs,
-    }
-    return {name: column for name, column in columns.items() if column is not None}
-
-
-def _normalized(advantages: Tensor, mask: Tensor, level: str, whiten: Whiten) -> Tensor:
-    if level == "token":
-        return whiten(advantages, mask, eps=1e-8) * mask
-    if level == "sequence":
-        per_row = masked_mean(advantages, mask, dim=1)
-        rows = mask.any(dim=1)
-        return advantages + (whiten(per_row, rows, eps=1e-4) - per_row)[:, None] * mask
-    return advantages
+from lrlhf.guard.step_watch import StepWatch
+from lrlhf.models import SequenceOutputs, ruled_out_ids, sequence_logprobs, sequence_outputs
+from lrlhf.modules.metrics.rollout_metrics import measure_mismatch, measure_update
+from lrlhf.modules.policy.importance_sampling import measure_importance, with_importance_weights
+from lrlhf.modules.policy.iteration import Iteration, UpdateContext
+from lrlhf.modules.policy.policy_guard import show_probabilities
+from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.modules.settings import Critic
+from lrlhf.types import Experience, SequenceBatch
 
 
 class LossTerms(NamedTuple):
@@ -230,7 +55,7 @@ class Denominators(NamedTuple):
 def denominators(experience: Experience) -> Tensor:
     """`[4]`: the `Denominators` of this rank, to be added up over the ranks."""
     selected = experience.loss_mask if experience.selected is None else experience.selected
-    masks = (experience.counted, experience.loss_mask, selected, value_mask(experience))
+    masks = (experience.counted, experience.loss_mask, selected, experience.value_mask)
     return torch.stack([mask.sum() for mask in masks]).float()
 
 
@@ -333,7 +158,7 @@ def value_loss(
     """
     assert experience.values is not None
     assert experience.returns is not None
-    mask = value_mask(experience)
+    mask = experience.value_mask
     errors = clipped_value_loss(
         values,
         experience.values,
@@ -342,3 +167,110 @@ def value_loss(
         value_clip_range=critic.value_clip_range,
     )
     return aggregate(errors, mask, mode="token_mean", denominator=totals.valued)
+
+
+class PolicyObjective:
+    """The loss of a policy on the micro-batches of one optimizer step.
+
+    Args:
+        policy: The model.
+        settings: Algorithm, update and sampling of the run.
+    """
+
+    def __init__(self, policy: PreTrainedModel | PeftModel, settings: PolicySettings) -> None:
+        self._policy = policy
+        self._settings = settings
+
+    def loss(
+        self,
+        micro: Experience,
+        share: float,
+        watch: StepWatch,
+        *,
+        totals: Denominators,
+        it: Iteration,
+        context: UpdateContext,
+        value_head: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, SequenceOutputs]:
+        """Compute a micro-batch's share of the step's loss, and what the model gave.
+
+        Args:
+            micro: The rows, on the device.
+            share: Weight in metrics that are means over micro-batches.
+            watch: Shown the probabilities.
+            totals: Of the whole step over all ranks.
+            it: The iteration, told the metrics.
+            context: Of the iteration's update.
+            value_head: Reads the last hidden states; None: there is none.
+        """
+        settings, update, loss = (
+            self._settings,
+            self._settings.update,
+            self._settings.algorithm.loss,
+        )
+        out = sequence_outputs(
+            self._policy,
+            micro,
+            temperature=settings.sampling.temperature,
+            chunk_size=update.logprob_chunk,
+            entropy=update.entropy_coef > 0,
+            value_head=value_head,
+            router_loss=update.router_loss_coef > 0,
+        )
+        now = out.logprobs.detach()
+        # before anything has moved, the engine's probabilities compare with the policy's
+        fresh = context.from_engine and it.optimizer_steps == 1
+        unseen = fresh or micro.old_logprobs is None
+        show_probabilities(watch, now, micro, loss, unseen=unseen)
+        if fresh:
+            measure_mismatch(now, micro, it.metrics)
+        if micro.old_logprobs is None:
+            micro = with_importance_weights(
+                micro, now, settings.importance_sampling, exact=context.exact, step=it.step
+            )
+        terms = policy_loss(
+            out.logprobs,
+            micro,
+            loss=loss,
+            entropy_coef=update.entropy_coef,
+            kl_estimator=settings.reference.kl_estimator or "k3",
+            kl_coef=0.0 if settings.kl_in_reward else context.kl_coef,
+            totals=totals,
+            max_new_tokens=settings.sampling.max_new_tokens,
+            entropy=out.entropy,
+        )
+        total = terms.loss
+        if out.router_loss is not None:
+            weight = micro.loss_mask.sum() / totals.tokens.clamp(min=1)
+            summed = summed_tokens(loss, tokens=totals.tokens, rows=totals.rows)
+            total = total + update.router_loss_coef * summed * weight * out.router_loss
+            it.metrics.add("policy/router_loss", weight * out.router_loss.detach(), share)
+        it.metrics.add("train/loss", total, share)
+        it.metrics.add("policy/loss", terms.policy, share)
+        if context.kl_coef > 0 and not settings.kl_in_reward:
+            it.metrics.add("kl/loss", terms.kl, share)
+        measure_update(now, out.entropy, micro, it.metrics, loss=loss)
+        measure_importance(micro, it.metrics, settings.importance)
+        return total, out
+
+    def text_loss(self, text: SequenceBatch | None, it: Iteration) -> Callable[[], Tensor] | None:
+        """Return the loss of the pretraining texts of a minibatch, to be computed in its turn."""
+        if text is None:
+            return None
+        texts = text.to(it.device)
+        # what stands for an image is given, not said
+        ruled_out = torch.tensor(ruled_out_ids(self._policy.config), device=it.device)
+        said = texts.response_mask & ~torch.isin(texts.input_ids, ruled_out)
+        texts = replace(texts, response_mask=said)
+        update = self._settings.update
+
+        def compute() -> Tensor:
+            own = torch.stack([said.sum(), said.any(dim=1).sum()])
+            tokens, rows = it.ranks.sum(own.float()).unbind()
+            logprobs = sequence_logprobs(self._policy, texts, chunk_size=update.logprob_chunk)
+            loss = -logprobs.sum() / tokens.clamp(min=1)
+            it.metrics.add("policy/pretraining_loss", loss, 1 / it.ranks.world_size)
+            summed = summed_tokens(self._settings.algorithm.loss, tokens=tokens, rows=rows)
+            return update.pretraining_coef * summed * loss
+
+        return compute

@@ -21,9 +21,9 @@ from lrlhf.guard.anomalies import (
 )
 from lrlhf.guard.bundle import StepBundle
 from lrlhf.guard.step_watch import StepWatch
+from lrlhf.modules.policy.experience import Sample
 from lrlhf.modules.policy.iteration import Iteration, UpdateContext
 from lrlhf.modules.policy.running_moments import ScoreMoments
-from lrlhf.modules.policy.sampler import Sample
 from lrlhf.types import Experience
 
 ITERATION = "iteration"

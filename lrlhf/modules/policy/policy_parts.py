@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from lrlhf.models import (
     ReferencePolicy,
@@ -19,26 +19,27 @@ from lrlhf.models import (
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.checks import refuse_idle_encoder
 from lrlhf.modules.contracts import KLPenalized
-from lrlhf.modules.metrics.rollout_metrics import measure_kl, measure_mismatch
+from lrlhf.modules.metrics.rollout_metrics import (
+    ResponseMeans,
+    explained_variance,
+    measure_kl,
+    measure_mismatch,
+)
+from lrlhf.modules.policy.batch_plan import BatchPlan, plan_batches
 from lrlhf.modules.policy.critic import ValueFunction
-from lrlhf.modules.policy.evaluation import ResponseMeans
-from lrlhf.modules.policy.experience import make_experience
+from lrlhf.modules.policy.experience import Sample, make_experience
 from lrlhf.modules.policy.iteration import Iteration, UpdateContext
 from lrlhf.modules.policy.load_policy import LoadedPolicy
 from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.modules.policy.running_moments import RunningMoments, ScoreMoments
-from lrlhf.modules.policy.sampler import Sample, Sampler
+from lrlhf.modules.policy.sampler import Sampler
 from lrlhf.modules.policy.scorer import Scorer
-from lrlhf.modules.policy.updates import (
-    advance_schedules,
-    check_texts,
-    log_iteration,
-    mix_reference,
-    plan_iteration,
-)
+from lrlhf.modules.settings import Reference
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Collected, RolloutEngine, TransformersEngine
-from lrlhf.types import Experience, PromptBatch, StoredRollout
+from lrlhf.types import Experience, PromptBatch, SequenceBatch, StoredRollout
+
+_SHOWN = ("rollout/score", "kl/reference")
 
 
 class PolicyParts:
@@ -198,6 +199,78 @@ class PolicyParts:
         save_model(self.policy.model, folder, self.policy.tokenizer)
         if self.policy.processor is not None and folder is not None:
             self.policy.processor.save(folder)
+
+
+def plan_iteration(
+    batch: PromptBatch | StoredRollout, settings: PolicySettings, it: Iteration
+) -> BatchPlan:
+    """Work out the sizes of an iteration.
+
+    Raises:
+        ValueError: They do not fit; says which would.
+    """
+    stored, sampling = isinstance(batch, StoredRollout), settings.dynamic_sampling
+    return plan_batches(
+        prompts_per_rank=len(batch) // settings.num_generations if stored else len(batch),
+        num_generations=settings.num_generations,
+        world_size=it.ranks.world_size,
+        minibatch_size=settings.update.minibatch_size,
+        num_iterations=settings.update.num_iterations,
+        num_minibatches=settings.update.num_minibatches,
+        default_minibatches=settings.default_minibatches,
+        kept_prompts=sampling.prompts if sampling and not stored else None,
+    )
+
+
+def check_texts(texts: SequenceBatch | None, settings: PolicySettings) -> None:
+    """Refuse texts without a weight, and a weight without texts.
+
+    Raises:
+        ValueError: One of the two is missing.
+    """
+    coefficient = settings.update.pretraining_coef
+    if (texts is None) != (coefficient == 0):
+        raise ValueError(
+            f"update.pretraining_coef is {coefficient}, and the data has "
+            f"{'no ' if texts is None else ''}pretraining texts (an option of "
+            "PromptDataModule): set both, or neither"
+        )
+
+
+def advance_schedules(module: TrainingModule, freeze_steps: Sequence[int]) -> None:
+    """Let every learning rate go on by one iteration, whether or not it took a step.
+
+    Args:
+        module: Its optimizers in their order.
+        freeze_steps: Iterations at the start in which each waits: a schedule begins when its model
+            begins to learn.
+    """
+    for index, frozen in enumerate(freeze_steps):
+        if module.global_step >= frozen:
+            module.advance_schedule(index)
+
+
+def mix_reference(
+    frozen: ReferencePolicy | None, policy: nn.Module, settings: Reference, it: Iteration
+) -> None:
+    """Mix the policy into its reference when its time has come."""
+    every = settings.sync_every
+    if frozen is not None and every is not None and (it.step + 1) % every == 0:
+        frozen.mix(policy, settings.mixup)
+
+
+def log_iteration(module: TrainingModule, experience: Experience, it: Iteration) -> None:
+    """Log the metrics of an iteration, all ranks together."""
+    it.measure_times(float(experience.attention_mask.sum()))
+    for name, count in module.step_guard.metrics().items():
+        it.metrics.add(name, count, 1.0)
+    reduced = it.metrics.reduce(it.ranks, it.device)
+    if "value/return_std" in reduced:
+        reduced["value/explained_variance"] = explained_variance(
+            reduced["value/error_std"], reduced["value/return_std"]
+        )
+    for name, value in reduced.items():
+        module.log(name, value, prog_bar=name in _SHOWN, batch_size=len(experience))
 
 
 def load_reference(policy: Any, settings: PolicySettings) -> ReferencePolicy | None:

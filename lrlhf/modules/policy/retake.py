@@ -10,12 +10,12 @@ from lrlhf.guard.bundle import StepBundle
 from lrlhf.guard.replay import Retaken
 from lrlhf.models import looking_once
 from lrlhf.modules.base import TrainingModule
+from lrlhf.modules.policy.experience import Sample
 from lrlhf.modules.policy.gradient_step import OptimizerStep
 from lrlhf.modules.policy.iteration import Iteration, UpdateContext
 from lrlhf.modules.policy.policy_guard import ITERATION, columns_of, describe_rows
 from lrlhf.modules.policy.policy_parts import PolicyParts
 from lrlhf.modules.policy.running_moments import ScoreMoments
-from lrlhf.modules.policy.sampler import Sample
 from lrlhf.types import Experience, Rollout, SequenceBatch
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from lrlhf.modules.metrics.rollout_metrics import measure_rollout
+from lrlhf.modules.policy.experience import Sample, trained_scores
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.load_policy import LoadedPolicy
-from lrlhf.modules.policy.objective import trained_scores
 from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.modules.policy.stored_rollouts import as_collected, check_stored
 from lrlhf.rewards import Rewards
@@ -26,28 +26,12 @@ from lrlhf.rollout import (
     collect_different,
 )
 from lrlhf.run import sample_seeds
-from lrlhf.types import PromptBatch, Rollout, StoredRollout
+from lrlhf.types import PromptBatch, StoredRollout
 
 _EVAL_STREAM = 1_000_003
 """Keeps the random numbers of validation apart from those of any training step."""
 _BESIDE_STREAM = 1_000_033
 """The same for what is sampled beside the responses."""
-
-
-class Sample(NamedTuple):
-    """Responses and their scores, as an iteration starts from them."""
-
-    rollout: Rollout
-    scores: Tensor
-    """`[B]` float32 on the device of the rollout; NaN: no reward could score the response."""
-    columns: dict[str, Tensor]
-    """`[B]` by name: what each reward function gave (``reward/<name>``), and the score of what the
-    algorithm samples beside the responses."""
-    filler: Tensor
-    """`[B]`, rows that only fill the batch."""
-    records: list[dict[str, Any]]
-    stored: bool
-    """Whether an earlier run's policy generated the responses."""
 
 
 @runtime_checkable

@@ -14,25 +14,12 @@ from transformers import PreTrainedModel
 from lrlhf.models import ReferencePolicy, ValueHead, looking_once, sequence_outputs
 from lrlhf.models.sharding import settle
 from lrlhf.modules.policy.critic import ValueFunction
+from lrlhf.modules.policy.experience import Scored
 from lrlhf.modules.policy.iteration import Iteration
-from lrlhf.modules.policy.micro_batching import plan_micro_batches
 from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.modules.policy.update_batches import plan_micro_batches
 from lrlhf.rollout import RolloutEngine, trim
 from lrlhf.types import Rollout
-
-
-class Scored(NamedTuple):
-    """Outputs of the models for a rollout, `[B, T]` each; None: not needed."""
-
-    old_logprobs: Tensor | None
-    """Of the policy that generated the responses: the update starts from it."""
-    policy_logprobs: Tensor | None
-    """Of the policy as it is, where an earlier one generated the responses."""
-    ref_logprobs: Tensor | None
-    entropy: Tensor | None
-    values: Tensor | None
-    from_engine: bool
-    """Whether ``old_logprobs`` are the engine's, taken as they are."""
 
 
 class _Outputs(NamedTuple):
