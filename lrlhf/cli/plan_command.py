@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jsonargparse import Namespace
 
+from lrlhf.functional.algorithms import ALGORITHMS, ALIASES, resolve_algorithm
 from lrlhf.modules import RewardModel, TrainingModule
 from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, plan_batches, table_of
 from lrlhf.planning.config_entries import class_of, is_a, options_of
@@ -66,7 +67,16 @@ def _batch_plan(batch_size: int, model: Mapping[str, Any], ranks: Quantity) -> B
         num_minibatches=update.get("num_minibatches"),
         default_minibatches=default,
         kept_prompts=dynamic.get("prompts"),
+        beside=_sampled_beside(options),
     )
+
+
+def _sampled_beside(options: Mapping[str, Any]) -> Iterable[str]:
+    algorithm = options.get("algorithm")
+    estimator = options_of(options.get("advantage")).get("estimator")
+    if algorithm is None and estimator in {*ALGORITHMS, *ALIASES}:
+        algorithm = estimator
+    return resolve_algorithm(algorithm).beside if isinstance(algorithm, str) else ()
 
 
 def _iteration_tables(plan: BatchPlan, trainer: Mapping[str, Any], ranks: Quantity) -> str:

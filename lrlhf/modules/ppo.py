@@ -81,7 +81,7 @@ class PPO(TrainingModule):
     """
 
     default_minibatches: ClassVar[int] = 4
-    """Optimizer steps per pass over a rollout where ``update`` names no number."""
+    """Optimizer steps per epoch over a rollout where ``update`` names no number."""
 
     def __init__(  # noqa: PLR0913  the constructor is the config schema
         self,

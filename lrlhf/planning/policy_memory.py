@@ -229,7 +229,7 @@ class _PolicyMemory:
         return weights, max(0, round(share * size) - weights)
 
     def _add_scoring(self, name: str, model: nn.Module, options: Mapping[str, Any]) -> None:
-        rows = min(int(options.get("batch_size", 8)), self._plan.responses_drawn)
+        rows = min(int(options.get("batch_size", 8)), self._plan.responses_sampled)
         usage = self._phases.dry_run.forward(
             model,
             lambda batch: model(

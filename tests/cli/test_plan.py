@@ -75,9 +75,8 @@ def test_flags_and_overlays_change_the_plan_as_they_change_fit(
 
     # 2 x 2 processes of 4 prompts with 4 responses: 64, in 4 steps, 3 times, in 100 iterations
     assert plan["the run/processes"] == ["4", "trainer.devices 2 × trainer.num_nodes (2)"]
-    assert plan["one iteration/responses drawn, at most"][0] == "64"
+    assert plan["one iteration/responses sampled, at most"][0] == "64"
     assert plan["one iteration/responses per optimizer step"][0] == "16"
-    assert plan["one iteration/responses per optimizer step and process"][0] == "4"
     assert plan["one iteration/optimizer steps"][0] == "12"
     assert plan["one iteration/off-policy optimizer steps"][0] == "11"
     assert plan["the run/optimizer steps"][0] == "1200"
@@ -102,7 +101,7 @@ def test_a_module_that_draws_groups_is_planned_whatever_its_class(
     flags = ["--model.dynamic_sampling.prompts=3", "--data.batch_size=5"]
     plan = _planned(capsys, "--config", config.name, *flags)
 
-    assert plan["one iteration/responses drawn, at most"][0] == "10"  # 5 prompts x 2
+    assert plan["one iteration/responses sampled, at most"][0] == "10"  # 5 prompts x 2
     assert plan["one iteration/responses trained on"][0] == "6"  # 3 prompts x 2
 
 

@@ -25,20 +25,18 @@ def test_the_numbers_of_an_iteration_on_two_processes() -> None:
     plan = _plan()
 
     assert plan.prompts == 16  # 8 x 2
-    assert plan.responses_drawn == 64  # 16 x 4
+    assert plan.responses_sampled == 64  # 16 x 4
     assert plan.responses_trained == 64
     assert plan.responses_per_rank == 32  # 8 x 4
     assert plan.minibatch_size == 16
     assert plan.minibatch_rows == 8  # 16 / 2
-    assert plan.steps_per_pass == 4  # 64 / 16
     assert plan.steps_per_iteration == 12  # 3 x 4
-    assert plan.off_policy_steps == 11
 
 
 def test_dynamic_sampling_trains_on_fewer_responses_than_it_draws() -> None:
     plan = _plan(kept_prompts=6)
 
-    assert plan.responses_drawn == 64
+    assert plan.responses_sampled == 64
     assert plan.responses_per_rank == 24  # 6 x 4
     assert plan.responses_trained == 48
     assert plan.steps_per_iteration == 9  # 3 x 48 / 16
@@ -49,7 +47,6 @@ def test_without_a_minibatch_size_a_pass_is_one_step() -> None:
 
     assert plan.minibatch_size == 24  # 3 x 4 x 2
     assert plan.steps_per_iteration == 1
-    assert plan.off_policy_steps == 0
 
 
 @pytest.mark.parametrize(
@@ -58,7 +55,7 @@ def test_without_a_minibatch_size_a_pass_is_one_step() -> None:
 )
 def test_a_module_may_cut_a_rollout_into_steps_by_itself(prompts: int, steps: int) -> None:
     plan = _plan(prompts_per_rank=prompts, minibatch_size=None, default_minibatches=4)
-    assert plan.steps_per_pass == steps
+    assert plan.steps_per_iteration // plan.num_iterations == steps
     assert plan.minibatch_size * steps == prompts * 4 * 2
 
 
@@ -67,12 +64,12 @@ def test_a_rollout_that_does_not_divide_into_four_has_fewer_steps(rows: int, ste
     plan = _plan(
         prompts_per_rank=rows, num_generations=1, minibatch_size=None, default_minibatches=4
     )
-    assert plan.steps_per_pass == steps
+    assert plan.steps_per_iteration // plan.num_iterations == steps
 
 
 def test_minibatches_may_be_counted_instead_of_measured() -> None:
     plan = _plan(minibatch_size=None, num_minibatches=8, default_minibatches=4)
-    assert plan.steps_per_pass == 8
+    assert plan.steps_per_iteration // plan.num_iterations == 8
     assert plan.minibatch_size == 8  # 64 / 8
 
 
@@ -162,7 +159,7 @@ def test_every_response_is_used_once_per_pass_or_the_sizes_are_refused(
     plan = plan_batches(**sizes, minibatch_size=rows * ranks)
     assert plan.steps_per_iteration * plan.minibatch_size == kept * generations * ranks * passes
     assert plan.minibatch_rows * ranks == plan.minibatch_size
-    assert plan.responses_trained <= plan.responses_drawn
+    assert plan.responses_trained <= plan.responses_sampled
 
 
 @given(rows=st.integers(1, 60), ranks=st.integers(1, 6), size=st.integers(1, 400))
@@ -195,22 +192,24 @@ def test_the_table_has_one_line_per_number_with_its_unit_and_origin() -> None:
     cells = _cells(_plan(kept_prompts=6).table())
 
     assert cells["prompts"] == ["16", "data.batch_size × 2 processes"]
-    assert cells["responses drawn, at most"] == ["64", "prompts × num_generations"]
+    assert cells["responses sampled, at most"] == ["64", "prompts × num_generations"]
     trained = "dynamic_sampling.prompts × num_generations × 2 processes"
     assert cells["responses trained on"] == ["48", trained]
-    assert cells["responses per optimizer step"] == ["16", "update.minibatch_size, all processes"]
-    assert cells["responses per optimizer step and process"][0] == "8"
-    assert cells["optimizer steps per pass"][0] == "3"
-    assert cells["passes"] == ["3", "update.num_iterations"]
+    assert cells["responses per optimizer step"] == [
+        "16",
+        "update.minibatch_size, 8 on each process",
+    ]
     assert cells["optimizer steps"][0] == "9"
     assert cells["off-policy optimizer steps"][0] == "8"
 
 
-def test_the_table_says_when_a_step_takes_the_whole_rollout() -> None:
-    cells = _cells(_plan(minibatch_size=None).table())
+def test_what_is_sampled_beside_the_responses_is_counted() -> None:
+    cells = _cells(_plan(beside=["greedy"]).table())
 
-    whole = ["64", "update.minibatch_size, the whole rollout"]
-    assert cells["responses per optimizer step"] == whole
+    # 16 prompts x (4 + 1)
+    expected = ["80", "prompts × (num_generations + 1 greedy)"]
+    assert cells["responses sampled, at most"] == expected
+    assert cells["responses trained on"][0] == "64"
 
 
 def test_a_number_that_is_not_known_says_so_and_long_lines_do_not_wrap() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,12 +32,13 @@ class BatchPlan:
     """The sizes of one iteration, as `plan_batches` has checked them.
 
     Args:
-        prompts_per_rank: Prompts that each process draws responses to.
+        prompts_per_rank: Prompts that each process samples responses to.
         num_generations: Responses per prompt.
         world_size: Number of processes.
         minibatch_size: Responses of all processes per optimizer step.
-        num_iterations: Passes over the responses.
+        num_iterations: Epochs over the responses.
         kept_prompts: Prompts of each process whose responses are trained on.
+        beside: What the algorithm samples for each prompt beside the responses.
     """
 
     prompts_per_rank: int
@@ -46,6 +47,7 @@ class BatchPlan:
     minibatch_size: int
     num_iterations: int
     kept_prompts: int
+    beside: tuple[str, ...] = ()
 
     @property
     def prompts(self) -> int:
@@ -53,9 +55,9 @@ class BatchPlan:
         return self.prompts_per_rank * self.world_size
 
     @property
-    def responses_drawn(self) -> int:
-        """Responses of all processes that are drawn at most."""
-        return self.prompts * self.num_generations
+    def responses_sampled(self) -> int:
+        """Responses of all processes that are sampled at most, those beside included."""
+        return self.prompts * (self.num_generations + len(self.beside))
 
     @property
     def responses_per_rank(self) -> int:
@@ -73,71 +75,43 @@ class BatchPlan:
         return self.minibatch_size // self.world_size
 
     @property
-    def steps_per_pass(self) -> int:
-        """Optimizer steps of one pass over the responses."""
-        return self.responses_trained // self.minibatch_size
-
-    @property
     def steps_per_iteration(self) -> int:
-        """Optimizer steps of all passes."""
-        return self.num_iterations * self.steps_per_pass
-
-    @property
-    def off_policy_steps(self) -> int:
-        """Optimizer steps taken with other weights than those that drew the responses."""
-        return self.steps_per_iteration - 1
+        """Optimizer steps of all epochs over the responses."""
+        return self.num_iterations * (self.responses_trained // self.minibatch_size)
 
     def table(self) -> str:
         """Write one line per number, with its unit and where it comes from."""
-        return table_of("one iteration", self._quantities())
-
-    def _quantities(self) -> list[Quantity]:
         drops = self.kept_prompts < self.prompts_per_rank
         kept = "dynamic_sampling.prompts" if drops else "data.batch_size"
-        whole = self.minibatch_size == self.responses_trained
-        size = "the whole rollout" if whole else "all processes"
         processes = f"{self.world_size} process{'' if self.world_size == 1 else 'es'}"
-        return [
-            Quantity("prompts per process", self.prompts_per_rank, "data.batch_size"),
+        beside = "".join(f" + 1 {name}" for name in self.beside)
+        each = f"(num_generations{beside})" if beside else "num_generations"
+        trained = f"{kept} × num_generations × {processes}"
+        quantities = [
             Quantity("prompts", self.prompts, f"data.batch_size × {processes}"),
             Quantity("responses per prompt", self.num_generations, "num_generations"),
-            Quantity("responses drawn, at most", self.responses_drawn, "prompts × num_generations"),
-            Quantity(
-                "responses trained on",
-                self.responses_trained,
-                f"{kept} × num_generations × {processes}",
-            ),
-            Quantity(
-                "responses trained on per process",
-                self.responses_per_rank,
-                f"{kept} × num_generations",
-            ),
+            Quantity("responses sampled, at most", self.responses_sampled, f"prompts × {each}"),
+            Quantity("responses trained on", self.responses_trained, trained),
             Quantity(
                 "responses per optimizer step",
                 self.minibatch_size,
-                f"update.minibatch_size, {size}",
+                f"update.minibatch_size, {self.minibatch_rows} on each process",
             ),
             Quantity(
-                "responses per optimizer step and process",
-                self.minibatch_rows,
-                f"update.minibatch_size / {processes}",
+                "optimizer steps",
+                self.steps_per_iteration,
+                "update.num_iterations × responses trained on / responses per optimizer step",
             ),
-            Quantity(
-                "optimizer steps per pass",
-                self.steps_per_pass,
-                "responses trained on / update.minibatch_size",
-            ),
-            Quantity("passes", self.num_iterations, "update.num_iterations"),
-            Quantity("optimizer steps", self.steps_per_iteration, "passes × steps per pass"),
             Quantity(
                 "off-policy optimizer steps",
-                self.off_policy_steps,
-                "all but the first: taken with other weights than those that drew the responses",
+                self.steps_per_iteration - 1,
+                "all but the first: the weights have moved since the responses were sampled",
             ),
         ]
+        return table_of("one iteration", quantities)
 
 
-def plan_batches(
+def plan_batches(  # noqa: PLR0913  the numbers of an iteration
     *,
     prompts_per_rank: int,
     num_generations: int,
@@ -147,21 +121,23 @@ def plan_batches(
     num_minibatches: int | None = None,
     default_minibatches: int = 1,
     kept_prompts: int | None = None,
+    beside: Iterable[str] = (),
 ) -> BatchPlan:
     """Work out the sizes of one iteration.
 
     Args:
-        prompts_per_rank: Prompts that each process draws responses to, ``data.batch_size``.
+        prompts_per_rank: Prompts that each process samples responses to, ``data.batch_size``.
         num_generations: Responses per prompt.
         world_size: Number of processes.
         minibatch_size: Responses of all processes per optimizer step; None: as ``num_minibatches``
             has it.
-        num_iterations: Passes over the responses.
-        num_minibatches: Optimizer steps per pass; None: ``default_minibatches``, or as many below
+        num_iterations: Epochs over the responses.
+        num_minibatches: Optimizer steps per epoch; None: ``default_minibatches``, or as many below
             that as divide a process's responses.
         default_minibatches: What the module takes unless told.
         kept_prompts: Prompts of each process whose responses are trained on, where dynamic
             sampling drops the others; None: all.
+        beside: What the algorithm samples for each prompt beside the responses.
 
     Raises:
         ValueError: The sizes do not fit; names the option and the nearest sizes that would.
@@ -190,6 +166,7 @@ def plan_batches(
         minibatch_size=minibatch_size,
         num_iterations=num_iterations,
         kept_prompts=kept,
+        beside=tuple(beside),
     )
 
 

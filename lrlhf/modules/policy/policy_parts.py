@@ -219,6 +219,7 @@ def plan_iteration(
         num_minibatches=settings.update.num_minibatches,
         default_minibatches=settings.default_minibatches,
         kept_prompts=sampling.prompts if sampling and not stored else None,
+        beside=() if stored else settings.algorithm.beside,
     )
 
 

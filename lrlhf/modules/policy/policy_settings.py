@@ -40,7 +40,7 @@ class PolicySettings:
     advantage: Advantage
     update: Update
     default_minibatches: int
-    """Optimizer steps per pass where ``update`` names no number."""
+    """Optimizer steps per epoch over a rollout where ``update`` names no number."""
     importance_sampling: ImportanceSampling | None
     dynamic_sampling: DynamicSampling | None
     rollout_ahead: Literal[0, 1]
