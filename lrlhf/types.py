@@ -205,7 +205,7 @@ class Rollout(SequenceBatch):
     kept_mass: Float[Tensor, "B T"] | None = None
     """Probability that top_p, top_k and min_p left at each token; None: nothing was cut off."""
     weight_version: Int[Tensor, " B"] | None = None
-    """Training iterations behind the weights that drew each response; None: the policy's own."""
+    """Training iterations behind the weights that sampled each response; None: the policy's own."""
 
     @property
     def engine_logprobs(self) -> Float[Tensor, "B T"]:
@@ -242,9 +242,9 @@ class Experience(Rollout):
     scores: Float[Tensor, " B"]
     """Outcome reward of each sequence before any KL; NaN: no reward could score it."""
     old_logprobs: Float[Tensor, "B T"] | None = None
-    """Of the policy that drew the rollout; None: the first update is exactly on-policy."""
+    """Of the policy that sampled the rollout; None: the first update is exactly on-policy."""
     policy_logprobs: Float[Tensor, "B T"] | None = None
-    """The policy's own before the update, where another one drew the rollout (replay)."""
+    """The policy's own before the update, where another one sampled the rollout (replay)."""
     advantages: Float[Tensor, "B T"]
     loss_mask: Bool[Tensor, "B T"]
     """The response tokens that are trained on; a response left out as a whole has none."""

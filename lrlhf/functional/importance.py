@@ -1,4 +1,4 @@
-"""Weights for tokens that were drawn with other probabilities than the trainer computes."""
+"""Weights for tokens that were sampled with other probabilities than the trainer computes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def importance_weights(
     low: float,
     high: float,
 ) -> Float[Tensor, "B T"]:
-    """Weigh tokens by how much likelier the trainer finds them than what drew them.
+    """Weigh tokens by how much likelier the trainer finds them than what sampled them.
 
         ρ_t = exp(logprobs - sampling_logprobs)           ρ = Π_t ρ_t over the response
 
@@ -92,7 +92,7 @@ def importance_weights(
 
     Args:
         logprobs: The trainer's, of the policy that the update starts from.
-        sampling_logprobs: Of the distribution that drew the tokens, over the same vocabulary.
+        sampling_logprobs: Of the distribution that sampled the tokens, over the same vocabulary.
         response_mask: Tokens of the response; outside it the weight is 1.
         mode: One of the above.
         low: Smallest ratio that still counts, at most 1; 0 where the mode truncates.

@@ -25,7 +25,7 @@ def kl_estimate(
         k1 = d        k2 = d² / 2        k3 = e^(-d) - 1 + d        with d = logprobs - ref
 
     Args:
-        logprobs: Log-probabilities under the policy that drew the tokens, in nats.
+        logprobs: Log-probabilities under the policy that sampled the tokens, in nats.
         ref_logprobs: Under the reference; no gradient flows into them.
         estimator: k1 is unbiased and may be negative; k2 is biased, with a useful gradient; k3 is
             unbiased and never negative.

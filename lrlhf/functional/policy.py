@@ -127,7 +127,7 @@ def importance_weighted_policy_loss(
 
     Args:
         logprobs: Under the policy being trained.
-        old_logprobs: Under the policy that drew the tokens; no gradient.
+        old_logprobs: Under the policy that sampled the tokens; no gradient.
         advantages: No gradient.
         response_mask: Outside it the loss is 0.
 
@@ -214,7 +214,7 @@ def aggregate(
 
 
 class PolicyMetrics(NamedTuple):
-    """How far the policy has moved from the one that drew the tokens; 0 without tokens."""
+    """How far the policy has moved from the one that sampled the tokens; 0 without tokens."""
 
     approx_kl: Float[Tensor, ""]
     """KL(old || new) in nats, the k3 estimate averaged over tokens."""
@@ -236,7 +236,7 @@ def policy_metrics(
 
     Args:
         logprobs: Under the policy being trained.
-        old_logprobs: Under the policy that drew the tokens.
+        old_logprobs: Under the policy that sampled the tokens.
         response_mask: Tokens that count.
         clip_low: How far below 1 a ratio is still inside.
         clip_high: How far above 1 a ratio is still inside.

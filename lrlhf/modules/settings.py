@@ -183,7 +183,7 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSampling:
-    """Train on groups whose responses differ in score only, and draw until there are enough.
+    """Train on groups whose responses differ in score only, and sample until there are enough.
 
     The prompts of a batch are candidates. They are answered in rounds until ``prompts`` of them
     have responses of different scores, or the batch is used up: its size is the budget. Groups

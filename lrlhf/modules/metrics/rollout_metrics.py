@@ -83,7 +83,7 @@ def measure_update(
     *,
     loss: PolicyLoss,
 ) -> None:
-    """How far one micro-batch has moved from the policy that drew it.
+    """How far one micro-batch has moved from the policy that sampled it.
 
     The clip fraction and the largest ratio are of what the loss clips: tokens, or whole responses.
     """

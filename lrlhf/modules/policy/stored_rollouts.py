@@ -43,11 +43,11 @@ def check_stored(
             f"num_generations is {num_generations}, but the stored rollout has groups of "
             f"{' and '.join(map(str, sizes))} responses; set it as in the run that stored them"
         )
-    drawn_at = stored.records[0].get("temperature", temperature)
-    if drawn_at != temperature:
+    sampled_at = stored.records[0].get("temperature", temperature)
+    if sampled_at != temperature:
         raise ValueError(
-            f"sampling.temperature is {temperature}, but the stored rollout was drawn at "
-            f"{drawn_at}: the log-probabilities do not compare; set it to {drawn_at}"
+            f"sampling.temperature is {temperature}, but the stored rollout was sampled at "
+            f"{sampled_at}: the log-probabilities do not compare; set it to {sampled_at}"
         )
     for name in beside:
         if name not in stored.records[0].get("beside", {}):
@@ -57,13 +57,13 @@ def check_stored(
             )
     if stored.rollout.kept_mass is not None and not allow_truncated_sampling:
         raise ValueError(
-            "the stored rollout was drawn with top_p, top_k or min_p, whose distribution is not "
+            "the stored rollout was sampled with top_p, top_k or min_p, whose distribution is not "
             "the policy's; accept the bias with allow_truncated_sampling: true"
         )
 
 
 def as_collected(stored: StoredRollout, *, step: int) -> tuple[Collected, Tensor]:
-    """Put a stored rollout into the form of one that was just drawn.
+    """Put a stored rollout into the form of one that was just sampled.
 
     Args:
         stored: From an earlier iteration, whose number becomes ``stored_step`` in the records.

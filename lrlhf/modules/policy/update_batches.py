@@ -27,21 +27,21 @@ def minibatches_of(
     models: Sequence[nn.Module],
     it: Iteration,
 ) -> Iterator[tuple[Experience, SequenceBatch | None]]:
-    """Yield the minibatches of all passes over an experience, rows balanced over the ranks.
+    """Yield the minibatches of all epochs over an experience, rows balanced over the ranks.
 
     Args:
         experience: Of this rank.
-        texts: Pretraining texts, dealt to the minibatches of a pass; None: there are none.
-        settings: How many passes and minibatches.
+        texts: Pretraining texts, split over the minibatches of an epoch; None: there are none.
+        settings: How many epochs and minibatches.
         models: What is trained; put into training mode.
         it: The iteration.
     """
     for model in models:
         model.train()
     size = settings.minibatch_rows(len(experience), it.ranks)
-    dealt = _dealt_texts(texts, len(experience) // size)
+    split = _split_texts(texts, len(experience) // size)
     for _ in range(settings.update.num_iterations):
-        for part, text in zip(minibatches(experience, size=size), dealt, strict=True):
+        for part, text in zip(minibatches(experience, size=size), split, strict=True):
             balanced = balance_over_ranks(part, it.ranks)
             it.metrics.add("perf/token_imbalance", balanced.after, 1.0)
             # features that nothing is trained for are computed once per step, the others once per
@@ -50,8 +50,8 @@ def minibatches_of(
                 yield balanced.rows, text
 
 
-def _dealt_texts(texts: SequenceBatch | None, steps: int) -> list[SequenceBatch | None]:
-    """Deal the pretraining texts to the optimizer steps of one pass."""
+def _split_texts(texts: SequenceBatch | None, steps: int) -> list[SequenceBatch | None]:
+    """Split the pretraining texts over the optimizer steps of one epoch."""
     if texts is None:
         return [None] * steps
     if len(texts) < steps:
