@@ -121,7 +121,7 @@ def place_in(micro: Experience, watch: StepWatch, tokenizer: PreTrainedTokenizer
 
 
 def log_ratios(logprobs: Tensor, experience: Experience, loss: PolicyLoss) -> Tensor:
-    """`[B]`: how far each response has moved from the policy that sampled it, in nats, without sign.
+    """`[B]`: how far the policy has moved on each response since it was sampled, in absolute nats.
 
     Of a loss per token the token that moved most; of one per response the mean over its tokens.
     """
