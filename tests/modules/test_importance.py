@@ -5,121 +5,78 @@ Expected updates are computed token by token in plain Python from what the engin
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from lrlhf.callbacks import RolloutLog
-from lrlhf.datamodules import ReplayDataModule
 from lrlhf.functional import IMPORTANCE_MODES, POLICY_LOSSES, importance_weights
-from lrlhf.models import CausalLM
-from lrlhf.modules import PPO, RLOO, Critic, ImportanceSampling, OptimizerConfig, Reference, Update
+from lrlhf.models import ValueNetwork
+from lrlhf.modules import PPO, RLOO, Critic, ImportanceSampling, Reference, Update
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.policy.importance_sampling import (
     measure_importance,
     off_policy_rows,
     with_importance_weights,
 )
-from lrlhf.modules.policy.objective import Denominators, denominators, policy_loss
-from lrlhf.rewards import Rewards
-from lrlhf.rollout import Capabilities, Sampling, TransformersEngine, plan_micro_batches
-from lrlhf.types import Experience, PromptBatch, Rollout
-from tests.conftest import build_language_model
-from tests.modules.policy_runs import Watcher, fit, letters
-from tests.modules.test_metric_sums import CPU, one_process
-from tests.modules.test_policy_objective import assembled, random_experience
-from tests.modules.test_ppo import own_critic, reference_step
+from lrlhf.modules.policy.objective import Denominators, denominators
+from lrlhf.rollout import Sampling, TransformersEngine, plan_micro_batches
+from lrlhf.types import Experience
+from tests.modules.policy_runs import SkewedEngine, assert_same, moved, one_process, sgd
+from tests.modules.test_parts import settings_of
+from tests.modules.test_policy_objective import loss_of, random_experience
 
 LR = 0.1
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+NONE = ImportanceSampling(mode="none")
 
 
-class SkewedEngine(TransformersEngine):
-    """Reports other log-probabilities than the policy's, or weights of another iteration."""
-
-    def __init__(self, *, spread: float = 0.5, version: int | None = None, exact: bool = False):
-        super().__init__()
-        self.exact = exact
-        self.spread = spread
-        self.claimed = version
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(exact=self.exact)
-
-    def generate(
-        self,
-        prompts: PromptBatch,
-        sampling: Sampling,
-        *,
-        num_generations: int,
-        seeds: Sequence[int],
-    ) -> Rollout:
-        rollout = super().generate(prompts, sampling, num_generations=num_generations, seeds=seeds)
-        noise = torch.randn(
-            rollout.input_ids.shape, generator=torch.Generator().manual_seed(seeds[0])
-        )
-        version = None
-        if self.claimed is not None:
-            version = torch.full_like(rollout.group_ids, self.claimed)
-        return replace(
-            rollout,
-            sampling_logprobs=rollout.sampling_logprobs
-            + self.spread * noise * rollout.response_mask,
-            weight_version=version,
-        )
-
-
-def build(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    kind: type[RLOO] = RLOO,
-    **options: Any,
-) -> RLOO:
+@pytest.fixture
+def skewed(build: Any) -> Callable[..., RLOO]:
+    """Builds a module that takes one step of plain gradient descent after a skewed engine."""
     defaults: dict[str, Any] = {
-        "num_generations": 4,
-        "sampling": Sampling(max_new_tokens=6),
-        "optimizer": OptimizerConfig(lr=LR, optimizer_class="torch.optim.SGD"),
+        "optimizer": sgd(LR),
         "update": Update(max_grad_norm=math.inf),
         "reference": Reference(kl_coef=0.0),
         "engine": SkewedEngine(),
     }
-    return kind(model, Rewards([letters]), tokenizer=tokenizer, **(defaults | options))
+    return lambda **options: build(**(defaults | options))
 
 
 def plain(loss: str = "sequence_clip", **options: Any) -> Update:
     return Update(loss=loss, max_grad_norm=math.inf, **options)
 
 
+# ---- one step by hand
+
+
+@dataclass
 class OneToken:
     """What plain Python makes of one response token."""
 
-    def __init__(self, logprob: Tensor, sampling: float, advantage: float) -> None:
-        self.logprob = logprob
-        self.ratio = math.exp(float(logprob.detach()) - sampling)
-        self.advantage = advantage
+    logprob: Tensor
+    ratio: float
+    """To the engine's probability."""
+    column: int
+    advantage: float
 
 
 def responses_of(policy: PreTrainedModel, experience: Experience) -> list[list[OneToken]]:
     mask = experience.attention_mask.long()
-    logits = policy(experience.input_ids, attention_mask=mask).logits
-    rows = []
+    spread = policy(experience.input_ids, attention_mask=mask).logits.log_softmax(-1)
+    rows: list[list[OneToken]] = []
     for row in range(len(experience)):
-        columns = experience.response_mask[row].nonzero().flatten().tolist()
-        rows.append(
-            [
-                OneToken(
-                    torch.log_softmax(logits[row, c - 1], -1)[experience.input_ids[row, c]],
-                    float(experience.sampling_logprobs[row, c]),
-                    float(experience.advantages[row, c]),
-                )
-                for c in columns
-            ]
-        )
+        rows.append([])
+        for column in experience.response_mask[row].nonzero().flatten().tolist():
+            logprob = spread[row, column - 1, experience.input_ids[row, column]]
+            sampling = float(experience.sampling_logprobs[row, column])
+            ratio = math.exp(float(logprob.detach()) - sampling)
+            advantage = float(experience.advantages[row, column])
+            rows[-1].append(OneToken(logprob, ratio, column, advantage))
     return rows
 
 
@@ -127,9 +84,9 @@ def product(row: list[OneToken]) -> float:
     return math.prod(token.ratio for token in row)
 
 
-def step_of(policy: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+def step_of(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """Weights after one step of plain gradient descent."""
-    parameters = dict(policy.named_parameters())
+    parameters = dict(model.named_parameters())
     gradients = torch.autograd.grad(loss, list(parameters.values()))
     return {
         name: (weight - LR * gradient).detach()
@@ -137,280 +94,202 @@ def step_of(policy: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
     }
 
 
-def assert_weights(model: PreTrainedModel, expected: dict[str, Tensor]) -> None:
-    for name, weight in model.named_parameters():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+def truncated(token: OneToken, _: list[OneToken]) -> float:
+    return min(token.ratio, 2.0)
 
 
-def same(first: PreTrainedModel, second: PreTrainedModel) -> bool:
-    other = dict(second.named_parameters())
-    return all(torch.equal(weight, other[name]) for name, weight in first.named_parameters())
-
-
-SEQUENCE_CASES: list[tuple[Any, Callable[[OneToken, list[OneToken]], float]]] = [
-    (None, lambda token, _: min(token.ratio, 2.0)),
-    (
-        ImportanceSampling(mode="token_mask", high=1.5),
-        lambda token, _: token.ratio if 0.5 <= token.ratio <= 1.5 else 0.0,
-    ),
-    (ImportanceSampling(mode="none"), lambda *_: 1.0),
-    (ImportanceSampling(mode="sequence_truncate"), lambda _, row: min(product(row), 2.0)),
-    (ImportanceSampling(mode="sequence_truncate", high=1.3), lambda _, row: min(product(row), 1.3)),
-    (
-        ImportanceSampling(mode="sequence_mask"),
-        lambda _, row: product(row) if product(row) <= 3 else 0.0,
-    ),
-    (
-        ImportanceSampling(mode="sequence_mask", low=0.5, high=1.5),
-        lambda _, row: product(row) if 0.5 <= product(row) <= 1.5 else 0.0,
-    ),
-    (
-        ImportanceSampling(mode="sequence_mean_mask"),
-        lambda _, row: float(0.95 <= product(row) ** (1 / len(row)) <= 1.05),
-    ),
-    (
-        ImportanceSampling(mode="sequence_mean_mask", low=0.8, high=1.3),
-        lambda _, row: float(0.8 <= product(row) ** (1 / len(row)) <= 1.3),
-    ),
-]
-
-
-@pytest.mark.parametrize("kl_coef", [0.0, 0.05], ids=["current", "old"])
-@pytest.mark.parametrize(("settings", "weight_of"), SEQUENCE_CASES)
-def test_an_rloo_step_is_that_of_an_independent_computation(
-    language_model, tokenizer, prompts, tmp_path, settings: Any, weight_of: Any, kl_coef: float
-) -> None:
-    module = build(
-        language_model,
-        tokenizer,
-        importance_sampling=settings,
-        reference=Reference(kl_coef=kl_coef),
-    )
-    policy = copy.deepcopy(module.policy)
-    watcher = Watcher()
-    trainer = fit(module, prompts, tmp_path, steps=1, callbacks=[watcher])
-    (experience,) = watcher.experiences
-    assert (experience.old_logprobs is None) == (kl_coef == 0)
-    rows = responses_of(policy, experience)
-    # on-policy the ratio to the old policy is 1, so the surrogate's gradient is that of -A log p
-    loss = -sum(
-        weight_of(token, row) * token.advantage * token.logprob for row in rows for token in row
-    ) / len(rows)
-    assert_weights(module.policy, step_of(policy, loss))
-    per_token = settings is None or settings.mode.startswith("token")
-    used = [weight_of(token, row) for row in rows for token in (row if per_token else row[:1])]
-    if settings is None or settings.mode != "none":
-        logged = trainer.logged_metrics
-        assert float(logged["importance/weight_mean"]) == pytest.approx(
-            sum(used) / len(used), rel=1e-3
-        )
-        assert 0 < float(logged["importance/cut_fraction"]) < 1
-    else:
-        assert "importance/weight_mean" not in trainer.logged_metrics
-
-
-TOKEN_CASES: list[tuple[str, Any, Callable[[OneToken, list[OneToken]], float]]] = [
-    ("dapo", None, lambda token, _: min(token.ratio, 2.0)),
-    ("cispo", None, lambda token, _: min(token.ratio, 2.0)),
-    ("cpgd", ImportanceSampling(mode="token_truncate", high=1.2), lambda t, _: min(t.ratio, 1.2)),
-    (
-        "dapo",
-        ImportanceSampling(mode="token_mask", high=1.5),
-        lambda token, _: token.ratio if 0.5 <= token.ratio <= 1.5 else 0.0,
-    ),
-    (
-        "reinforce",
-        ImportanceSampling(mode="token_mask", low=0.9),
-        lambda token, _: token.ratio if 0.9 <= token.ratio <= 5 else 0.0,
-    ),
-    (
-        "dapo",
-        ImportanceSampling(mode="sequence_mask"),
-        lambda _, row: product(row) if product(row) <= 3 else 0.0,
-    ),
-]
-
-
-@pytest.mark.parametrize(("loss", "settings", "weight_of"), TOKEN_CASES)
-def test_a_step_with_a_loss_per_token_is_that_of_an_independent_computation(
-    language_model, tokenizer, prompts, tmp_path, loss: str, settings: Any, weight_of: Any
-) -> None:
-    module = build(
-        language_model,
-        tokenizer,
-        importance_sampling=settings,
-        update=plain(loss, aggregate="token_mean"),
-    )
-    policy = copy.deepcopy(module.policy)
-    watcher = Watcher()
-    fit(module, prompts, tmp_path, steps=1, callbacks=[watcher])
-    rows = responses_of(policy, watcher.experiences[0])
-    tokens = [(token, row) for row in rows for token in row]
-    used = [weight_of(token, row) for token, row in tokens]
-    assert len({round(weight, 6) for weight in used}) > 5
-    surrogate = -sum(
-        weight * token.advantage * token.logprob
-        for weight, (token, _) in zip(used, tokens, strict=True)
-    ) / len(tokens)
-    assert_weights(module.policy, step_of(policy, surrogate))
+def within(low: float, high: float) -> Callable[[float], float]:
+    return lambda ratio: ratio if low <= ratio <= high else 0.0
 
 
 @pytest.mark.parametrize(
-    ("settings", "weight"),
+    ("loss", "settings", "weight_of", "kl_coef"),
     [
-        (None, lambda ratio: min(ratio, 2.0)),
+        ("sequence_clip", None, truncated, 0.0),
+        ("sequence_clip", None, truncated, 0.05),
+        ("sequence_clip", NONE, lambda *_: 1.0, 0.05),
         (
-            ImportanceSampling(mode="token_mask", low=0.8, high=1.4),
-            lambda ratio: ratio if 0.8 <= ratio <= 1.4 else 0.0,
+            "sequence_clip",
+            ImportanceSampling(mode="sequence_truncate", high=1.3),
+            lambda _, row: min(product(row), 1.3),
+            0.0,
+        ),
+        (
+            "sequence_clip",
+            ImportanceSampling(mode="sequence_mean_mask", low=0.8, high=1.3),
+            lambda _, row: float(0.8 <= product(row) ** (1 / len(row)) <= 1.3),
+            0.05,
+        ),
+        (
+            "dapo",
+            ImportanceSampling(mode="sequence_mask"),
+            lambda _, row: within(0, 3)(product(row)),
+            0.0,
+        ),
+        (
+            "reinforce",
+            ImportanceSampling(mode="token_mask", low=0.9),
+            lambda token, _: within(0.9, 5)(token.ratio),
+            0.0,
+        ),
+        (
+            "cpgd",
+            ImportanceSampling(mode="token_truncate", high=1.2),
+            lambda token, _: min(token.ratio, 1.2),
+            0.0,
         ),
     ],
 )
-def test_a_ppo_step_weighs_the_actor_and_leaves_critic_and_penalty_alone(
-    language_model, tokenizer, prompts, tmp_path, settings: Any, weight: Any
+def test_an_rloo_step_is_that_of_an_independent_computation(
+    skewed, train, loss: str, settings: Any, weight_of: Any, kl_coef: float
 ) -> None:
-    other = tmp_path / "reference"
-    build_language_model(tokenizer, seed=9).save_pretrained(other)
-    tokenizer.save_pretrained(other)
-    sgd = OptimizerConfig(lr=LR, optimizer_class="torch.optim.SGD")
-    module = PPO(
-        language_model,
-        Rewards([letters]),
-        tokenizer=tokenizer,
-        num_generations=2,
-        sampling=Sampling(max_new_tokens=6),
-        engine=SkewedEngine(),
+    per_response = loss == "sequence_clip"
+    update = plain(loss, aggregate=None if per_response else "token_mean")
+    reference = Reference(kl_coef=kl_coef)
+    module = skewed(importance_sampling=settings, update=update, reference=reference)
+    policy = copy.deepcopy(module.policy)
+    run = train(module)
+    # with a penalty the weights are computed before the update, else within it
+    assert (run.experience.old_logprobs is None) == (kl_coef == 0)
+    rows = responses_of(policy, run.experience)
+    tokens = [(token, row) for row in rows for token in row]
+    # on-policy the ratio to the old policy is 1, so the surrogate's gradient is that of -A log p
+    summed = sum(weight_of(*both) * both[0].advantage * both[0].logprob for both in tokens)
+    expected = step_of(policy, -summed / len(rows if per_response else tokens))
+    assert_same(expected, dict(module.policy.named_parameters()), **CLOSE)
+    if settings is NONE:
+        assert "importance/weight_mean" not in run.logged
+        return
+    per_token = settings is None or settings.mode.startswith("token")
+    used = [weight_of(*both) for both in tokens] if per_token else [
+        weight_of(row[0], row) for row in rows
+    ]
+    assert run.logged["importance/weight_mean"] == pytest.approx(sum(used) / len(used), rel=1e-3)
+    assert 0 < run.logged["importance/cut_fraction"] < 1
+
+
+def ppo_step(
+    policy: PreTrainedModel,
+    critic: ValueNetwork,
+    experience: Experience,
+    weight_of_ratio: Callable[[float], float],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights of actor and critic after one on-policy step.
+
+    Rewards are -0.1 · (log p - log ref) per token, the score on the last one; GAE with γ = 1,
+    λ = 0.95; advantages whitened over all tokens; the loss of every token counts with a weight
+    made of its probability over that which the engine reported.
+    """
+    assert experience.ref_logprobs is not None
+    mask = experience.attention_mask.long()
+    hidden = critic.backbone(experience.input_ids, attention_mask=mask).last_hidden_state
+    tokens, values, advantages, targets = [], [], [], []
+    for row, responses in enumerate(responses_of(policy, experience)):
+        row_values = [
+            hidden[row, token.column - 1] @ critic.head.output.weight[0] + critic.head.bias
+            for token in responses
+        ]
+        row_advantages: list[float] = []
+        next_value = following = 0.0
+        reward = float(experience.scores[row])
+        for token, value in reversed(list(zip(responses, row_values, strict=True))):
+            given = float(experience.ref_logprobs[row, token.column])
+            reward -= 0.1 * (float(token.logprob.detach()) - given)
+            following = reward + next_value - float(value.detach()) + 0.95 * following
+            row_advantages.insert(0, following)
+            next_value, reward = float(value.detach()), 0.0
+        tokens += responses
+        values += row_values
+        advantages += row_advantages
+        targets += [a + float(v.detach()) for a, v in zip(row_advantages, row_values, strict=True)]
+    mean = sum(advantages) / len(advantages)
+    spread = math.sqrt(sum((a - mean) ** 2 for a in advantages) / (len(advantages) - 1))
+    weighted = [weight_of_ratio(token.ratio) * token.logprob for token in tokens]
+    surrogate = -sum(w * (a - mean) / spread for w, a in zip(weighted, advantages, strict=True))
+    errors = sum((v - t) ** 2 for v, t in zip(values, targets, strict=True)) / (2 * len(targets))
+    return step_of(policy, surrogate / len(tokens)), step_of(critic, errors)
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings", "weight"),
+    [
+        (None, None, lambda _: 1.0),
+        (SkewedEngine(), None, lambda ratio: min(ratio, 2.0)),
+        (SkewedEngine(), ImportanceSampling(mode="token_mask", high=1.4), within(0.5, 1.4)),
+    ],
+)
+def test_a_ppo_step_is_that_of_an_independent_computation(
+    ppo, train, critic_of, other_model, engine: Any, settings: Any, weight: Any
+) -> None:
+    """Weights reach the actor, neither the critic nor the penalty."""
+    module = ppo(
+        engine=engine,
         importance_sampling=settings,
-        critic=own_critic(tokenizer, optimizer=sgd, max_grad_norm=math.inf),
-        optimizer=sgd,
+        critic=critic_of("own", optimizer=sgd(LR), max_grad_norm=math.inf),
+        optimizer=sgd(LR),
         update=plain("token_clip", aggregate="token_mean", num_minibatches=1),
-        reference=Reference(kl_coef=0.1, model=CausalLM(source=str(other))),
+        reference=Reference(kl_coef=0.1, model=other_model),
     )
     policy, critic = copy.deepcopy(module.policy), copy.deepcopy(module.critic)
-    watcher = Watcher()
-    fit(module, prompts, tmp_path, steps=1, callbacks=[watcher])
-    gradients = reference_step(
-        policy, critic, watcher.experiences[0], kl_coef=0.1, weight_of_ratio=weight
-    )
-    for role, start, after in (
-        ("policy", policy, module.policy),
-        ("critic", critic, module.critic),
-    ):
-        assert_weights(
-            after,
-            {
-                name: (value - LR * gradients[f"{role}.{name}"]).detach()
-                for name, value in start.named_parameters()
-            },
-        )
+    experience = train(module).experience
+    expected = ppo_step(policy, critic, experience, weight)
+    for after, wanted in zip((module.policy, module.critic), expected, strict=True):
+        assert_same(wanted, dict(after.named_parameters()), **CLOSE)
 
 
-def test_a_critic_on_the_policys_backbone_does_not_keep_the_weights_off(
-    tokenizer, prompts, tmp_path
-) -> None:
-    modules = []
-    for mode in ("none", "token_truncate"):
-        module = PPO(
-            build_language_model(tokenizer),
-            Rewards([letters]),
-            tokenizer=tokenizer,
-            sampling=Sampling(max_new_tokens=6),
-            engine=SkewedEngine(),
-            importance_sampling=ImportanceSampling(mode=mode),
-            optimizer=OptimizerConfig(lr=LR, optimizer_class="torch.optim.SGD"),
-            critic=Critic(optimizer=OptimizerConfig(lr=0.01, optimizer_class="torch.optim.SGD")),
-            update=Update(loss="token_clip", aggregate="token_mean", num_minibatches=1),
-        )
-        fit(module, prompts, tmp_path, steps=1)
-        modules.append(module)
-    assert not same(modules[0].policy, modules[1].policy)
-    assert same(modules[0].value_head, modules[1].value_head)
-
-
-def test_over_several_steps_the_weights_stay_those_of_the_start(
-    language_model, tokenizer, prompts, tmp_path
-) -> None:
-    module = build(
-        language_model, tokenizer, update=plain("reinforce", num_iterations=2), num_generations=2
-    )
+def test_over_several_steps_the_weights_stay_those_of_the_start(skewed, train) -> None:
+    module = skewed(update=plain("reinforce", num_iterations=2), num_generations=2)
     policy = copy.deepcopy(module.policy)
-    watcher = Watcher()
-    fit(module, prompts, tmp_path, steps=1, callbacks=[watcher])
-    first = responses_of(policy, watcher.experiences[0])
-    tokens = [token for row in first for token in row]
+    experience = train(module).experience
+    tokens = sum(responses_of(policy, experience), [])
     for _ in range(2):
-        present = responses_of(policy, watcher.experiences[0])
+        present = sum(responses_of(policy, experience), [])
         loss = -sum(
             min(start.ratio, 2.0)
             * torch.exp(now.logprob - start.logprob.detach())
             * start.advantage
-            for start, now in zip(tokens, [t for row in present for t in row], strict=True)
-        ) / len(tokens)
-        policy.load_state_dict(step_of(policy, loss), strict=False)
-    assert_weights(module.policy, dict(policy.named_parameters()))
+            for start, now in zip(tokens, present, strict=True)
+        )
+        policy.load_state_dict(step_of(policy, loss / len(tokens)), strict=False)
+    assert_same(dict(policy.named_parameters()), dict(module.policy.named_parameters()), **CLOSE)
 
 
-class AlwaysAhead(RLOO):
-    """Computes old log-probabilities although one step does not need them."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.parts.scorer._needs_old = lambda *_, **__: True  # type: ignore[method-assign]
+# ---- what must not matter
 
 
-@pytest.mark.parametrize("loss", ["sequence_clip", "dapo"])
-def test_log_probabilities_of_before_and_of_the_update_weigh_alike(
-    tokenizer, prompts, tmp_path, loss: str
-) -> None:
-    results = []
-    for kind in (RLOO, AlwaysAhead):
-        watcher = Watcher()
-        module = build(build_language_model(tokenizer), tokenizer, kind, update=plain(loss))
-        trainer = fit(module, prompts, tmp_path, steps=1, callbacks=[watcher])
-        assert (watcher.experiences[0].old_logprobs is None) == (kind is RLOO)
-        assert (watcher.experiences[0].importance_weights is None) == (kind is RLOO)
-        results.append((module.policy, trainer.logged_metrics))
-    assert_weights(results[1][0], dict(results[0][0].named_parameters()))
-    assert_same_metrics(results[0][1], results[1][1])
-
-
-def assert_same_metrics(first: Any, second: Any) -> None:
+def assert_same_metrics(first: dict[str, float], second: dict[str, float]) -> None:
     names = [n for n in first if n.startswith(("mismatch/", "importance/"))]
     assert len(names) == 8
     for name in names:
-        assert float(second[name]) == pytest.approx(float(first[name]), rel=2e-3, abs=1e-6), name
+        assert second[name] == pytest.approx(first[name], rel=2e-3, abs=1e-6), name
 
 
 @pytest.mark.parametrize("loss", ["sequence_clip", "dapo"])
-@pytest.mark.parametrize("several", [False, True])
-def test_one_two_and_eight_micro_batches_give_one_update(
-    tokenizer, prompts, tmp_path, loss: str, several: bool
+def test_neither_micro_batches_nor_old_probabilities_of_before_change_an_update(
+    skewed, train, loss: str
 ) -> None:
-    results = []
-    for budget, parts in ((None, 1), (44, 2), (1, 8)):
-        watcher = Watcher()
-        kind = AlwaysAhead if several else RLOO
-        module = build(
-            build_language_model(tokenizer),
-            tokenizer,
-            kind,
-            num_generations=2,
-            update=plain(loss, micro_batch_tokens=budget),
-        )
-        trainer = fit(module, prompts, tmp_path, steps=1, callbacks=[watcher])
-        plan = plan_micro_batches(watcher.experiences[0], max_tokens=budget, packed=True)
-        assert len(plan) == parts
-        results.append((module.policy, trainer.logged_metrics))
-    for policy, logged in results[1:]:
-        assert_weights(policy, dict(results[0][0].named_parameters()))
-        assert_same_metrics(results[0][1], logged)
+    runs = []
+    for budget, parts, ahead in ((None, 1, False), (44, 2, False), (1, 8, False), (44, 2, True)):
+        module = skewed(num_generations=2, update=plain(loss, micro_batch_tokens=budget))
+        if ahead:  # one step does not need them: the update has them too
+            module.parts.scorer._needs_old = lambda *_, **__: True
+        run = train(module)
+        assert len(plan_micro_batches(run.experience, max_tokens=budget, packed=True)) == parts
+        assert (run.experience.importance_weights is not None) == ahead
+        runs.append(run)
+    for other in runs[1:]:
+        assert_same(runs[0].after, other.after, **CLOSE)
+        assert_same_metrics(runs[0].logged, other.logged)
+
+
+# ---- where weights are used
 
 
 @pytest.mark.parametrize(
     ("engine", "settings", "updated", "steps"),
     [
         (SkewedEngine(exact=True), None, False, 1),
-        (SkewedEngine(exact=False), None, True, 1),
-        (SkewedEngine(exact=False), ImportanceSampling(mode="none"), False, 1),
+        (SkewedEngine(), None, True, 1),
         (SkewedEngine(exact=True), ImportanceSampling(mode="sequence_truncate"), True, 1),
         # version 0 is the present one in the first iteration, and one behind in the second
         (SkewedEngine(exact=True, version=0), None, False, 1),
@@ -419,31 +298,38 @@ def test_one_two_and_eight_micro_batches_give_one_update(
     ],
 )
 def test_weights_are_used_where_the_engine_is_not_exact_or_its_weights_were_older(
-    tokenizer, prompts, tmp_path, engine: Any, settings: Any, updated: bool, steps: int
+    skewed, train, engine: Any, settings: Any, updated: bool, steps: int
 ) -> None:
-    trained = []
-    for options in (
-        {"engine": engine, "importance_sampling": settings},
-        {"engine": engine, "importance_sampling": ImportanceSampling(mode="none")},
-    ):
-        module = build(build_language_model(tokenizer), tokenizer, **options)
-        trainer = fit(module, prompts, tmp_path, steps=steps)
-        trained.append((module.policy, trainer.logged_metrics))
-    assert ("importance/weight_mean" in trained[0][1]) == updated
-    assert same(trained[0][0], trained[1][0]) != updated
-    assert "importance/weight_mean" not in trained[1][1]
+    run, without = (
+        train(skewed(engine=engine, importance_sampling=chosen), steps=steps)
+        for chosen in (settings, NONE)
+    )
+    assert ("importance/weight_mean" in run.logged) == updated
+    assert moved(run.after, without.after) == updated
+    assert "importance/weight_mean" not in without.logged
+
+
+def test_a_critic_on_the_policys_backbone_does_not_keep_the_weights_off(ppo, train) -> None:
+    ends = []
+    for mode in ("none", "token_truncate"):
+        module = ppo(
+            engine=SkewedEngine(),
+            importance_sampling=ImportanceSampling(mode=mode),
+            optimizer=sgd(LR),
+            critic=Critic(optimizer=sgd(0.01)),
+        )
+        assert isinstance(train(module).module, PPO)
+        ends.append(module)
+    assert moved(ends[0].policy.state_dict(), ends[1].policy.state_dict())
+    assert_same(ends[0].value_head.state_dict(), ends[1].value_head.state_dict())
 
 
 def test_only_the_responses_of_older_weights_are_weighed() -> None:
     experience = random_experience(rows=3)
+    sampling = -math.log(1.5) * experience.response_mask
     versions = torch.tensor([4, 5, 6])
-    aged = replace(
-        experience,
-        weight_version=versions,
-        sampling_logprobs=-math.log(1.5) * experience.response_mask,
-    )
-    rows = off_policy_rows(aged, exact=True, step=5)
-    assert rows.tolist() == [True, False, False]
+    aged = replace(experience, weight_version=versions, sampling_logprobs=sampling)
+    assert off_policy_rows(aged, exact=True, step=5).tolist() == [True, False, False]
     assert off_policy_rows(aged, exact=False, step=5).all()
     weighted = with_importance_weights(aged, torch.zeros(3, 8), None, exact=True, step=5)
     found = weighted.importance_weights
@@ -456,216 +342,116 @@ def test_what_the_engine_cut_off_is_not_weighed() -> None:
     experience = random_experience(rows=3)
     trainer = -torch.rand(3, 8) * experience.response_mask
     # the engine kept a quarter of the probability, and found each token 0.8 times as likely
-    drawn = replace(
-        experience,
-        sampling_logprobs=trainer + math.log(0.8) - math.log(0.25),
-        kept_mass=torch.full((3, 8), 0.25),
-    )
+    sampling = trainer + math.log(0.8) - math.log(0.25)
+    cut = replace(experience, sampling_logprobs=sampling, kept_mass=torch.full((3, 8), 0.25))
     settings = ImportanceSampling(mode="token_truncate")
-    weighted = with_importance_weights(drawn, trainer, settings, exact=True, step=0)
-    found = weighted.importance_weights
-    torch.testing.assert_close(found, torch.where(drawn.response_mask, 1 / 0.8, 1.0))
+    found = with_importance_weights(cut, trainer, settings, exact=True, step=0).importance_weights
+    torch.testing.assert_close(found, torch.where(cut.response_mask, 1 / 0.8, 1.0))
 
 
-def test_the_mean_weight_is_over_tokens_or_over_responses() -> None:
-    experience = random_experience(rows=2, width=4)
+@pytest.mark.parametrize(
+    ("mode", "mean", "cut"),
+    # tokens: (2 + 3 · 0.5) / 4; responses: (2 + 0.5) / 2; what is at the bound of 2 was cut
+    [("token_truncate", 0.875, 0.25), ("sequence_truncate", 1.25, 0.5)],
+)
+def test_the_mean_weight_is_over_tokens_or_over_responses(
+    mode: Any, mean: float, cut: float
+) -> None:
     mask = torch.tensor([[False, True, False, False, False], [False, True, True, True, False]])
     given = torch.where(mask, torch.tensor([[2.0], [0.5]]), 1.0)
+    experience = random_experience(rows=2, width=4)
     micro = replace(experience, loss_mask=mask, response_mask=mask, importance_weights=given)
-    values = {}
-    for mode in ("token_truncate", "sequence_truncate"):
-        metrics = MetricSums()
-        measure_importance(micro, metrics, ImportanceSampling(mode=mode))
-        values[mode] = metrics.reduce(one_process(), CPU)
-    # tokens: (2 + 3 · 0.5) / 4; responses: (2 + 0.5) / 2; what is at the bound of 2 was cut
-    assert values["token_truncate"] == {
-        "importance/weight_mean": 0.875,
-        "importance/cut_fraction": 0.25,
-    }
-    assert values["sequence_truncate"] == {
-        "importance/weight_mean": 1.25,
-        "importance/cut_fraction": 0.5,
-    }
-
-
-def loss_of(logprobs: Tensor, experience: Experience, update: Update, totals: Denominators) -> Any:
-    return policy_loss(
-        logprobs,
-        experience,
-        loss=assembled(update=update).loss,
-        entropy_coef=update.entropy_coef,
-        kl_estimator="k2",
-        kl_coef=0.1,
-        totals=totals,
-        max_new_tokens=9,
-        entropy=logprobs.exp(),
-    )
+    metrics = MetricSums()
+    measure_importance(micro, metrics, ImportanceSampling(mode=mode))
+    expected = {"importance/weight_mean": mean, "importance/cut_fraction": cut}
+    assert metrics.reduce(one_process(), torch.device("cpu")) == expected
 
 
 def test_the_weights_reach_the_policy_term_and_no_other() -> None:
     experience = random_experience()
     given = torch.where(experience.response_mask, torch.rand(8, 8) * 2, 1.0)
-    experience = replace(experience, importance_weights=given)
-    totals = Denominators(*denominators(experience))
+    weighted = replace(experience, importance_weights=given)
     assert experience.old_logprobs is not None
     assert experience.ref_logprobs is not None
     new = (experience.old_logprobs + 0.3 * torch.randn(8, 8)).requires_grad_()
-    terms = loss_of(new, experience, Update(loss="reinforce", entropy_coef=0.2), totals)
+    loss, options = POLICY_LOSSES["reinforce"], {"kl_estimator": "k2", "entropy_coef": 0.2}
+    terms = loss_of(new, weighted, loss, **options)
     (gradient,) = torch.autograd.grad(terms.loss, new)
     now = new.detach()
-    tokens = experience.response_mask.sum()
     # -w ρ A / N of the policy, 0.1 (new - ref) / N of k2, and -0.2 e^new / N of the "entropy" e^new
     expected = (
         -given * (now - experience.old_logprobs).exp() * experience.advantages
         + 0.1 * (now - experience.ref_logprobs)
         - 0.2 * now.exp()
-    ) / tokens
-    torch.testing.assert_close(
-        gradient, torch.where(experience.response_mask, expected, 0.0), rtol=1e-4, atol=1e-6
-    )
-    bare = loss_of(
-        new, replace(experience, importance_weights=None), Update(loss="reinforce"), totals
-    )
+    ) / experience.response_mask.sum()
+    expected = torch.where(experience.response_mask, expected, 0.0)
+    torch.testing.assert_close(gradient, expected, **CLOSE)
+    bare = loss_of(new, experience, loss, **options)
     assert torch.equal(bare.kl, terms.kl)
     assert not torch.equal(bare.policy, terms.policy)
-
-
-@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
-def test_no_split_changes_a_weighted_gradient(name: str) -> None:
-    experience = random_experience()
-    mask = experience.response_mask
-    given = torch.rand(8, 1 if POLICY_LOSSES[name].level == "sequence" else 8).expand(8, 8) * 2
-    experience = replace(experience, importance_weights=torch.where(mask, given, 1.0))
-    totals = Denominators(*denominators(experience))
-    new = (experience.old_logprobs + 0.3 * torch.randn(8, 8)).requires_grad_()
-    whole = loss_of(new, experience, Update(loss=name), totals).loss
-    (expected,) = torch.autograd.grad(whole, new)
-    for parts in (2, 8):
-        cuts = torch.randperm(8).tensor_split(parts)
-        shares = [
-            loss_of(new[rows], experience.select(rows), Update(loss=name), totals).loss
-            for rows in cuts
-        ]
-        (split,) = torch.autograd.grad(sum(shares), new)
-        torch.testing.assert_close(split, expected)
-        torch.testing.assert_close(sum(shares), whole)
-
-
-def test_an_engine_that_agrees_is_measured_too_and_needs_no_weights(
-    language_model, tokenizer, prompts, tmp_path
-) -> None:
-    module = build(language_model, tokenizer, engine=TransformersEngine())
-    logged = fit(module, prompts, tmp_path, steps=2).logged_metrics
-    assert float(logged["mismatch/max"]) < 1e-4
-    for name in ("p01", "p50", "p99"):
-        assert float(logged[f"mismatch/ratio_{name}"]) == pytest.approx(1.0, abs=1.1e-3)
-    assert not any(name.startswith("importance/") for name in logged)
-
-
-def test_the_mismatch_is_measured_while_the_policy_waits(
-    language_model, tokenizer, prompts, tmp_path
-) -> None:
-    module = build(language_model, tokenizer, update=Update(freeze_steps=1))
-    logged = fit(module, prompts, tmp_path, steps=1).logged_metrics
-    # the absolute values of normal numbers of spread 0.5 have the mean 0.5 √(2/π) = 0.40
-    assert 0.25 < float(logged["mismatch/mean"]) < 0.55
-
-
-@pytest.mark.parametrize("settings", [None, ImportanceSampling(mode="token_truncate")])
-def test_stored_rollouts_are_not_weighed_and_show_no_mismatch(
-    tokenizer, prompts, tmp_path, settings: ImportanceSampling | None
-) -> None:
-    log = RolloutLog(dirpath=tmp_path / "log", save_tensors=True, print_every=None)
-    options: dict[str, Any] = {
-        "engine": SkewedEngine(version=0),
-        "update": plain("dapo"),
-        "sampling": Sampling(max_new_tokens=6, top_k=50),
-        "allow_truncated_sampling": True,
-    }
-    first = build(build_language_model(tokenizer), tokenizer, **options)
-    drawn = fit(first, prompts, tmp_path, steps=1, callbacks=[log])
-    assert "importance/weight_mean" in drawn.logged_metrics
-    trained = []
-    for chosen in (settings, ImportanceSampling(mode="none")):
-        again = build(
-            build_language_model(tokenizer), tokenizer, importance_sampling=chosen, **options
-        )
-        data = ReplayDataModule(folder=tmp_path / "log" / "rollouts")
-        logged = fit(again, prompts, tmp_path, steps=2, data=data).logged_metrics
-        assert not any(name.startswith(("importance/", "mismatch/")) for name in logged)
-        trained.append(again.policy)
-    assert same(*trained)
-
-
-def test_the_modes_of_the_option_are_those_of_the_function() -> None:
-    names = get_args(get_type_hints(ImportanceSampling)["mode"])
-    assert names == ("none", *IMPORTANCE_MODES)
-
-
-@pytest.mark.parametrize(
-    ("mode", "bounds"),
-    [
-        ("token_truncate", (0.0, 2.0)),
-        ("token_mask", (0.5, 5.0)),
-        ("sequence_truncate", (0.0, 2.0)),
-        ("sequence_mask", (0.0, 3.0)),
-        ("sequence_mean_mask", (0.95, 1.05)),
-    ],
-)
-def test_each_mode_has_bounds_of_its_own(mode: Any, bounds: tuple[float, float]) -> None:
-    assert ImportanceSampling(mode=mode).bounds == bounds
-    assert ImportanceSampling(mode=mode, high=1.5).bounds == (bounds[0], 1.5)
-
-
-@pytest.mark.parametrize(
-    ("options", "culprit"),
-    [
-        ({"mode": "token_trunc"}, "did you mean 'token_truncate'"),
-        ({"mode": "none", "high": 2.0}, r"importance_sampling\.high is 2.0, but mode 'none'"),
-        ({"mode": "token_truncate", "low": 0.5}, r"importance_sampling\.low is 0.5"),
-        ({"mode": "token_mask", "low": 1.5}, r"importance_sampling\.low is 1.5"),
-        ({"mode": "token_mask", "low": -0.5}, r"importance_sampling\.low is -0.5"),
-        ({"mode": "token_mask", "high": 0.5}, r"importance_sampling\.high is 0.5"),
-        ({"mode": "token_mask", "high": math.nan}, r"importance_sampling\.high is nan"),
-    ],
-)
-def test_bounds_that_make_no_sense_are_refused(options: dict[str, Any], culprit: str) -> None:
-    with pytest.raises(ValueError, match=culprit):
-        ImportanceSampling(**options)
 
 
 @pytest.mark.parametrize("loss", ["sequence_clip", "gspo"])
 def test_weights_per_token_weigh_the_tokens_of_a_loss_per_response(loss: str) -> None:
     experience = random_experience()
-    mask, old = experience.response_mask, experience.old_logprobs
-    assert old is not None
+    mask = experience.response_mask
     given = torch.where(mask, torch.rand(8, 8) * 2, 1.0)
-    experience = replace(experience, importance_weights=given, ref_logprobs=None)
-    new = old.clone().requires_grad_()
-    totals = Denominators(*denominators(experience))
-    (gradient,) = torch.autograd.grad(loss_of(new, experience, Update(loss=loss), totals).loss, new)
+    weighted = replace(experience, importance_weights=given, ref_logprobs=None)
+    assert weighted.old_logprobs is not None
+    new = weighted.old_logprobs.clone().requires_grad_()
+    totals = Denominators(*denominators(weighted))
+    terms = loss_of(new, weighted, POLICY_LOSSES[loss], totals, entropy_coef=0.0)
+    (gradient,) = torch.autograd.grad(terms.loss, new)
     # at the ratio 1: -w A of each token, over 8 responses, and for gspo over their tokens
     lengths = mask.sum(dim=1, keepdim=True) if loss == "gspo" else 1
-    expected = torch.where(mask, -given * experience.advantages / lengths / 8, 0.0)
+    expected = torch.where(mask, -given * weighted.advantages / lengths / 8, 0.0)
     torch.testing.assert_close(gradient, expected)
 
 
+# ---- what is measured
+
+
+def test_an_engine_that_agrees_is_measured_too_and_needs_no_weights(skewed, train) -> None:
+    logged = train(skewed(engine=TransformersEngine()), steps=2).logged
+    assert logged["mismatch/max"] < 1e-4
+    for name in ("p01", "p50", "p99"):
+        assert logged[f"mismatch/ratio_{name}"] == pytest.approx(1.0, abs=1.1e-3)
+    assert not any(name.startswith("importance/") for name in logged)
+
+
+def test_the_mismatch_is_measured_while_the_policy_waits(skewed, train) -> None:
+    logged = train(skewed(update=Update(freeze_steps=1))).logged
+    # the absolute values of normal numbers of spread 0.5 have the mean 0.5 √(2/π) = 0.40
+    assert 0.25 < logged["mismatch/mean"] < 0.55
+
+
+# ---- settings
+
+
+def test_the_modes_of_the_option_are_those_of_the_function_and_have_bounds_of_their_own() -> None:
+    names = get_args(get_type_hints(ImportanceSampling)["mode"])
+    assert names == ("none", *IMPORTANCE_MODES)
+    bounds = {mode: ImportanceSampling(mode=mode).bounds for mode in IMPORTANCE_MODES}
+    assert bounds == {
+        "token_truncate": (0.0, 2.0),
+        "token_mask": (0.5, 5.0),
+        "sequence_truncate": (0.0, 2.0),
+        "sequence_mask": (0.0, 3.0),
+        "sequence_mean_mask": (0.95, 1.05),
+    }
+    assert ImportanceSampling(mode="token_mask", high=1.5).bounds == (0.5, 1.5)
+
+
 @pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
-def test_what_is_chosen_automatically_keeps_the_batch_at_4096_tokens(
-    language_model, tokenizer, loss: str
-) -> None:
-    module = build(language_model, tokenizer, update=Update(loss=loss))
-    chosen = module.settings.importance
+def test_what_is_chosen_automatically_keeps_the_batch_at_4096_tokens(loss: str) -> None:
+    chosen = settings_of(update=Update(loss=loss), sampling=Sampling()).importance
     # normal differences of 0.03 nats in the mean, so that a ratio is 1 in the mean
     spread = 0.03 * math.sqrt(math.pi / 2)
     difference = spread * torch.randn(200, 4096) - spread**2 / 2
+    nothing, everything = torch.zeros_like(difference), torch.ones_like(difference).bool()
+    low, high = chosen.bounds
     weights = importance_weights(
-        difference,
-        torch.zeros_like(difference),
-        torch.ones_like(difference, dtype=torch.bool),
-        mode=chosen.mode,
-        low=chosen.bounds[0],
-        high=chosen.bounds[1],
+        difference, nothing, everything, mode=chosen.mode, low=low, high=high
     )
     per_row = weights.mean(dim=1)
     effective = per_row.sum().square() / per_row.square().sum() / len(per_row)

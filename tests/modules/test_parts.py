@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lrlhf.models import frozen_reference
 from lrlhf.modules import Advantage, Reference, Update
@@ -36,10 +36,11 @@ def settings_of(**options: Any) -> PolicySettings:
     return complete_settings(default_algorithm="rloo", **(defaults | options))
 
 
-@pytest.fixture
-def it() -> Iteration:
-    """The third iteration of a run of one process without callbacks."""
-    trainer = SimpleNamespace(world_size=1, global_rank=0, callbacks=[], train_dataloader=None)
+def iteration(rank: int = 0, world_size: int = 1) -> Iteration:
+    """The third iteration of a run without callbacks."""
+    trainer = SimpleNamespace(
+        world_size=world_size, global_rank=rank, callbacks=[], train_dataloader=None
+    )
     device = torch.device("cpu")
     return Iteration(SimpleNamespace(trainer=trainer, device=device, global_step=2))  # type: ignore[arg-type]
 
@@ -60,7 +61,7 @@ class Says(RolloutEngine):
     capabilities = Capabilities(exact=True)
 
     def __init__(self) -> None:
-        self.asked: list[tuple[int, list[int]]] = []
+        self.asked: list[list[int]] = []
 
     def attach(self, policy: Any, tokenizer: Any, processor: Any = None) -> None:
         self.tokenizer = tokenizer
@@ -68,50 +69,61 @@ class Says(RolloutEngine):
     def generate(
         self, prompts: PromptBatch, sampling: Sampling, *, num_generations: int, seeds: Any
     ) -> Rollout:
-        self.asked.append((len(prompts), list(seeds)))
+        self.asked.append(list(seeds))
         responses = []
         for row in range(len(prompts) * num_generations):
             ids = self.tokenizer(str(len(self.asked)) * (row + 1), return_tensors="pt")["input_ids"]
-            responses.append(
-                Response.sampled(ids[0], torch.full((ids.shape[1],), -0.5), truncated=False)
-            )
-        return assemble_rollout(
-            prompts, responses, num_generations=num_generations, pad_id=self.tokenizer.pad_token_id
-        )
+            logprobs = torch.full((ids.shape[1],), -0.5)
+            responses.append(Response.sampled(ids[0], logprobs, truncated=False))
+        pad_id = self.tokenizer.pad_token_id
+        return assemble_rollout(prompts, responses, num_generations=num_generations, pad_id=pad_id)
 
     def close(self) -> None:
         pass
 
 
-def length(completions: list[str]) -> list[float]:
-    return [float(len(text)) for text in completions]
+@pytest.fixture
+def sample(language_model, tokenizer):
+    """Samples responses to prompts, and returns them and the seeds that the engine was given."""
+
+    def sample(it: Iteration, *texts: str, **options: Any) -> tuple[Any, list[list[int]]]:
+        rewards = Rewards([lambda completions: list(map(len, completions))], names=["length"])
+        loaded, engine = LoadedPolicy(language_model, tokenizer, None), Says()
+        sampler = Sampler(loaded, engine, rewards, settings_of(**options), seed=5)
+        return sampler.sample(prompts_of(tokenizer, *texts), it), engine.asked
+
+    return sample
 
 
-def test_a_sampler_returns_responses_scores_and_columns(
-    language_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, it: Iteration
-) -> None:
-    engine = Says()
-    loaded = LoadedPolicy(language_model, tokenizer, None)
-    sampler = Sampler(loaded, engine, Rewards([length]), settings_of(algorithm="remax"), seed=5)
-    sample = sampler.sample(prompts_of(tokenizer, "one", "and two"), it)
-    assert [record["completion"] for record in sample.records] == ["1", "11", "111", "1111"]
-    assert sample.scores.tolist() == sample.columns["reward/length"].tolist() == [1, 2, 3, 4]
+def test_a_sampler_returns_responses_scores_and_columns(sample) -> None:
+    found, seeds = sample(iteration(), "one", "and two", algorithm="remax")
+    assert [record["completion"] for record in found.records] == ["1", "11", "111", "1111"]
+    assert found.scores.tolist() == found.columns["reward/length"].tolist() == [1, 2, 3, 4]
     # beside them one greedy response to each prompt: "2" and "22"
-    assert sample.columns["greedy"].tolist() == [1, 1, 2, 2]
-    assert [asked[0] for asked in engine.asked] == [2, 2]
-    assert [len(set(asked[1])) for asked in engine.asked] == [4, 2]
-    assert not sample.stored
-    assert not sample.filler.any()
-    again = Says()
-    Sampler(loaded, again, Rewards([length]), settings_of(), seed=5).sample(
-        prompts_of(tokenizer, "one", "and two"), it
-    )
-    assert again.asked[0] == engine.asked[0]  # seeds of (run, iteration, prompt), no state
+    assert found.columns["greedy"].tolist() == [1, 1, 2, 2]
+    assert [len(set(asked)) for asked in seeds] == [4, 2]
+    assert not found.stored
+    assert not found.filler.any()
+    # seeds of (run, iteration, prompt), no state
+    assert sample(iteration(), "one", "and two")[1] == seeds[:1]
+
+
+def test_responses_do_not_depend_on_how_many_ranks_there_are(sample) -> None:
+    texts = ("a", "b", "c", "d")
+    _, alone = sample(iteration(), *texts, algorithm="remax")
+    ranks = [
+        sample(iteration(rank, 2), *texts[2 * rank : 2 * rank + 2], algorithm="remax")[1]
+        for rank in (0, 1)
+    ]
+    # the responses, then what is sampled beside them
+    for together, first, second in zip(alone, *ranks, strict=True):
+        assert together == first + second
+        assert len({*together}) == len(together)
 
 
 @torch.no_grad()
 def test_a_scorer_gives_log_probabilities_of_policy_and_reference(
-    language_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, it: Iteration
+    language_model, tokenizer
 ) -> None:
     settings = settings_of(update=Update(num_minibatches=2), sampling=Sampling(temperature=2.0))
     engine = Says()
@@ -124,14 +136,13 @@ def test_a_scorer_gives_log_probabilities_of_policy_and_reference(
         parameter.mul_(1.1)
     engine.capabilities = Capabilities(exact=False)
     scorer = Scorer(language_model, reference, engine, settings, models={"policy": language_model})
-    scored = scorer(rollout, it, stored=False, kl_coef=0.05)
-    assert scored.old_logprobs is not None
-    assert scored.ref_logprobs is not None
+    scored = scorer(rollout, iteration(), stored=False, kl_coef=0.05)
     assert not scored.from_engine
     for model, found in (
         (language_model, scored.old_logprobs),
         (reference.model, scored.ref_logprobs),
     ):
+        assert found is not None
         for row in range(4):
             ids = rollout.input_ids[row][rollout.attention_mask[row]]
             spread = (model(ids[None]).logits[0] / 2.0).log_softmax(dim=-1)
@@ -140,5 +151,4 @@ def test_a_scorer_gives_log_probabilities_of_policy_and_reference(
             torch.testing.assert_close(
                 found[row, 1 : len(ids)][said], expected[said], rtol=1e-4, atol=1e-5
             )
-    without = scorer(rollout, it, stored=False, kl_coef=0.0)
-    assert without.ref_logprobs is None
+    assert scorer(rollout, iteration(), stored=False, kl_coef=0.0).ref_logprobs is None

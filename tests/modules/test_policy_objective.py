@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,24 +11,29 @@ import torch
 from torch import Tensor
 
 from lrlhf.functional import POLICY_LOSSES, Algorithm, PolicyLoss
-from lrlhf.modules.policy.experience import as_experience, compute_advantages
-from lrlhf.modules.policy.objective import Denominators, denominators, policy_loss, summed_tokens
+from lrlhf.modules.policy.objective import (
+    Denominators,
+    LossTerms,
+    as_experience,
+    compute_advantages,
+    denominators,
+    policy_loss,
+    summed_tokens,
+    value_mask,
+)
 from lrlhf.modules.policy.policy_settings import assemble_algorithm
-from lrlhf.modules.settings import Advantage, Reference, Update
+from lrlhf.modules.settings import Advantage, Update
 from lrlhf.rewards import Rewards
-from lrlhf.run import Collectives
 from lrlhf.types import Experience, Rollout
+from tests.modules.policy_runs import one_process
 
 GOLDEN = Path(__file__).parents[1] / "functional" / "golden" / "trl.json"
 CASES = json.loads(GOLDEN.read_text())["rloo"]
+NAN = float("nan")
 
 
 def assembled(advantage: Advantage = Advantage(), update: Update = Update()) -> Algorithm:  # noqa: B008
     return assemble_algorithm(None, default="rloo", advantage=advantage, update=update)
-
-
-def one_process() -> Collectives:
-    return Collectives(SimpleNamespace(world_size=1, global_rank=0))  # type: ignore[arg-type]
 
 
 def rollout_of(mask: Tensor, truncated: Tensor, num_generations: int) -> Rollout:
@@ -47,6 +51,53 @@ def rollout_of(mask: Tensor, truncated: Tensor, num_generations: int) -> Rollout
     )
 
 
+def with_advantages(
+    experience: Experience, settings: Advantage, num_generations: int, kl_coef: float = 0.0
+) -> Experience:
+    return compute_advantages(
+        experience,
+        algorithm=assembled(settings),
+        settings=settings,
+        reward_kl="k1",
+        kl_coef=kl_coef,
+        num_generations=num_generations,
+        whiten=one_process().whiten,
+    )
+
+
+def judged(scores: list[float], settings: Advantage, *truncated: int) -> Experience:
+    """One group of responses of two tokens, of which some are truncated."""
+    rows = len(scores)
+    cut = torch.tensor([row in truncated for row in range(rows)])
+    rollout = rollout_of(torch.ones(rows, 2, dtype=torch.bool), cut, rows)
+    experience = as_experience(
+        rollout, scores=torch.tensor(scores), old_logprobs=None, ref_logprobs=None
+    )
+    return with_advantages(experience, settings, rows)
+
+
+def loss_of(
+    logprobs: Tensor,
+    experience: Experience,
+    loss: PolicyLoss,
+    totals: Denominators | None = None,
+    **options: Any,
+) -> LossTerms:
+    defaults = {"entropy_coef": 0.01, "kl_estimator": "k3", "kl_coef": 0.1, "max_new_tokens": 9}
+    totals = totals or Denominators(*denominators(experience))
+    return policy_loss(
+        logprobs,
+        experience,
+        loss=loss,
+        totals=totals,
+        entropy=logprobs.exp(),
+        **(defaults | options),
+    )
+
+
+# ---- against TRL
+
+
 def shifted(values: Any) -> Tensor:
     tensor = torch.tensor(values)
     return torch.cat([torch.zeros(len(tensor), 1), tensor], dim=1)
@@ -55,22 +106,15 @@ def shifted(values: Any) -> Tensor:
 def scored(case: dict[str, Any]) -> Tensor:
     """Scores as the runner of the rewards makes them, None included."""
     table = case["rewards_per_function"]
-
-    def column(index: int) -> Any:
-        return lambda completions: [row[index] for row in table]
-
     rewards = Rewards(
-        [column(0), column(1)],
+        [lambda completions, index=index: [row[index] for row in table] for index in (0, 1)],
         weights=case["reward_weights"],
         names=["first", "second"],
         max_unscorable_fraction=1.0,
     )
-    rows = len(table)
+    texts, ids, columns = ([one] * len(table) for one in ("", [0], {}))
     return rewards.score(
-        prompts=[""] * rows,
-        completions=[""] * rows,
-        completion_ids=[[0]] * rows,
-        columns=[{}] * rows,
+        prompts=texts, completions=texts, completion_ids=ids, columns=columns
     ).scores
 
 
@@ -95,32 +139,19 @@ def test_advantages_and_loss_equal_trl_on_the_same_rollout(case: dict[str, Any])
         normalize=case["normalize_advantages"],
         truncated="trl" if case["mask_truncated"] else "train",
     )
-    experience = compute_advantages(
-        experience,
-        algorithm=assembled(settings),
-        settings=settings,
-        reward_kl="k1",
-        kl_coef=case["beta"],
-        num_generations=case["num_generations"],
-        whiten=one_process().whiten,
-    )
-    expected = case["expected"]
+    experience = with_advantages(experience, settings, case["num_generations"], case["beta"])
     per_row = experience.advantages.sum(dim=1) / experience.response_mask.sum(dim=1)
-    torch.testing.assert_close(per_row, torch.tensor(expected["advantages"]), rtol=1e-5, atol=1e-6)
-    totals = Denominators(*denominators(experience))
-    terms = policy_loss(
-        shifted(case["new_logprobs"]),
-        experience,
-        loss=POLICY_LOSSES["sequence_clip"]._replace(
-            options={"clip_low": case["epsilon_low"], "clip_high": case["epsilon_high"]}
-        ),
-        entropy_coef=0.0,
-        kl_estimator="k3",
-        kl_coef=0.0,
-        totals=totals,
-        max_new_tokens=mask.shape[1],
-    )
-    torch.testing.assert_close(terms.loss, torch.tensor(expected["loss"]), rtol=1e-5, atol=1e-6)
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    expected = case["expected"]
+    torch.testing.assert_close(per_row, torch.tensor(expected["advantages"]), **close)
+    clip = {"clip_low": case["epsilon_low"], "clip_high": case["epsilon_high"]}
+    loss = POLICY_LOSSES["sequence_clip"]._replace(options=clip)
+    new = shifted(case["new_logprobs"])
+    terms = loss_of(new, experience, loss, entropy_coef=0.0, kl_coef=0.0)
+    torch.testing.assert_close(terms.loss, torch.tensor(expected["loss"]), **close)
+
+
+# ---- the loss
 
 
 def random_experience(rows: int = 8, width: int = 7) -> Experience:
@@ -134,35 +165,28 @@ def random_experience(rows: int = 8, width: int = 7) -> Experience:
     return replace(experience, advantages=torch.randn(rows, 1) * rollout.response_mask)
 
 
-def loss_of(
-    logprobs: Tensor, experience: Experience, loss: PolicyLoss, totals: Denominators
-) -> Tensor:
-    return policy_loss(
-        logprobs,
-        experience,
-        loss=loss,
-        entropy_coef=0.01,
-        kl_estimator="k3",
-        kl_coef=0.1,
-        totals=totals,
-        max_new_tokens=9,
-        entropy=logprobs.exp(),
-    ).loss
-
-
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
-def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(name: str) -> None:
-    experience = random_experience()
-    term = POLICY_LOSSES[name]
+def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(
+    name: str, weighted: bool
+) -> None:
+    experience, loss = random_experience(), POLICY_LOSSES[name]
+    if weighted:
+        given = torch.rand(8, 1 if loss.level == "sequence" else 8).expand(8, 8) * 2
+        given = torch.where(experience.response_mask, given, 1.0)
+        experience = replace(experience, importance_weights=given)
     totals = Denominators(*denominators(experience))
     new = (experience.old_logprobs + 0.3 * torch.randn(8, 8)).requires_grad_()
-    loss = loss_of(new, experience, term, totals)
-    (whole,) = torch.autograd.grad(loss, new)
-    parts = [torch.tensor([0, 5]), torch.tensor([1, 2, 3]), torch.tensor([4, 6, 7])]
-    shares = [loss_of(new[rows], experience.select(rows), term, totals) for rows in parts]
-    (split,) = torch.autograd.grad(sum(shares), new)
-    torch.testing.assert_close(split, whole)
-    torch.testing.assert_close(sum(shares), loss)
+    whole = loss_of(new, experience, loss, totals).loss
+    (expected,) = torch.autograd.grad(whole, new)
+    for rows in ([[0, 5], [1, 2, 3], [4, 6, 7]], [[row] for row in range(8)]):
+        shares = sum(
+            loss_of(new[part], experience.select(torch.tensor(part)), loss, totals).loss
+            for part in rows
+        )
+        (split,) = torch.autograd.grad(shares, new)
+        torch.testing.assert_close(split, expected)
+        torch.testing.assert_close(shares, whole)
 
 
 @pytest.mark.parametrize("length", [16, 512])
@@ -173,8 +197,7 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(name: str)
 def test_kl_and_entropy_keep_their_proportion_to_the_policy_term(
     name: str, options: dict[str, Any], length: int
 ) -> None:
-    mask = torch.ones(2, length, dtype=torch.bool)
-    rollout = rollout_of(mask, torch.zeros(2, dtype=torch.bool), 2)
+    rollout = rollout_of(torch.ones(2, length, dtype=torch.bool), torch.zeros(2).bool(), 2)
     old = torch.full(rollout.response_mask.shape, -0.7)
     experience = as_experience(
         rollout, scores=torch.zeros(2), old_logprobs=old, ref_logprobs=old - 0.5
@@ -182,19 +205,11 @@ def test_kl_and_entropy_keep_their_proportion_to_the_policy_term(
     experience = replace(experience, advantages=torch.ones_like(old) * rollout.response_mask)
     new = old.clone().requires_grad_()
     loss = POLICY_LOSSES[name]
+    loss = loss._replace(options={**loss.options, **options})
 
     def gradient(kl_coef: float, entropy_coef: float) -> Tensor:
-        terms = policy_loss(
-            new,
-            experience,
-            loss=loss._replace(options={**loss.options, **options}),
-            entropy_coef=entropy_coef,
-            kl_estimator="k3",
-            kl_coef=kl_coef,
-            totals=Denominators(*denominators(experience)),
-            max_new_tokens=512,
-            entropy=new.exp(),
-        )
+        weights = {"kl_coef": kl_coef, "entropy_coef": entropy_coef}
+        terms = loss_of(new, experience, loss, max_new_tokens=512, **weights)
         return torch.autograd.grad(terms.loss, new)[0]
 
     policy = gradient(0.0, 0.0)
@@ -209,46 +224,21 @@ def test_kl_and_entropy_keep_their_proportion_to_the_policy_term(
 
 def test_means_per_token_are_summed_where_the_policy_term_is() -> None:
     tokens, rows = torch.tensor([600.0, 4.0])
-    summed = {
-        name: float(summed_tokens(loss, tokens=tokens, rows=rows))
-        for name, loss in POLICY_LOSSES.items()
-    }
-    assert summed == {
-        name: 150.0 if name in ("sequence_clip", "remax") else 1.0 for name in POLICY_LOSSES
-    }
+    for name, loss in POLICY_LOSSES.items():
+        expected = 150.0 if name in ("sequence_clip", "remax") else 1.0
+        assert float(summed_tokens(loss, tokens=tokens, rows=rows)) == expected, name
+
+
+# ---- rows that are left out
 
 
 def test_an_excluded_truncated_response_changes_nothing_for_its_siblings() -> None:
     # scores 1, 0, 5 of which the third is truncated: without it, 1 - 0 and 0 - 1
-    mask = torch.ones(3, 2, dtype=torch.bool)
-    truncated = torch.tensor([False, False, True])
-    experience = as_experience(
-        rollout_of(mask, truncated, 3),
-        scores=torch.tensor([1.0, 0.0, 5.0]),
-        old_logprobs=None,
-        ref_logprobs=None,
-    )
-    computed = compute_advantages(
-        experience,
-        algorithm=assembled(Advantage()),
-        settings=Advantage(truncated="exclude"),
-        reward_kl="k1",
-        kl_coef=0.0,
-        num_generations=3,
-        whiten=one_process().whiten,
-    )
+    computed = judged([1.0, 0.0, 5.0], Advantage(truncated="exclude"), 2)
     assert computed.advantages[:, 1].tolist() == [1.0, -1.0, 0.0]
     assert computed.counted.tolist() == [True, True, False]
     assert not computed.loss_mask[2].any()
-    kept = compute_advantages(
-        experience,
-        algorithm=assembled(Advantage()),
-        settings=Advantage(truncated="trl"),
-        reward_kl="k1",
-        kl_coef=0.0,
-        num_generations=3,
-        whiten=one_process().whiten,
-    )
+    kept = judged([1.0, 0.0, 5.0], Advantage(truncated="trl"), 2)
     # siblings' means with it: 1 - (0 + 5) / 2, 0 - (1 + 5) / 2, 5 - (1 + 0) / 2
     assert kept.advantages[:, 1].tolist() == [-1.5, -3.0, 4.5]
     assert kept.counted.all()
@@ -256,66 +246,26 @@ def test_an_excluded_truncated_response_changes_nothing_for_its_siblings() -> No
 
 
 def test_unscorable_responses_get_no_advantage_even_when_whitened() -> None:
-    mask = torch.ones(4, 2, dtype=torch.bool)
-    experience = as_experience(
-        rollout_of(mask, torch.zeros(4, dtype=torch.bool), 4),
-        scores=torch.tensor([1.0, float("nan"), 0.0, 2.0]),
-        old_logprobs=None,
-        ref_logprobs=None,
-    )
-    computed = compute_advantages(
-        experience,
-        algorithm=assembled(Advantage(normalize=True)),
-        settings=Advantage(normalize=True),
-        reward_kl="k1",
-        kl_coef=0.0,
-        num_generations=4,
-        whiten=one_process().whiten,
-    )
+    computed = judged([1.0, NAN, 0.0, 2.0], Advantage(normalize=True))
     # leave one out of 1, 0, 2: 0, -1.5, 1.5; their deviation is 1.5
     expected = torch.tensor([0.0, 0.0, -1.5 / 1.5001, 1.5 / 1.5001])
     torch.testing.assert_close(computed.advantages[:, 1], expected)
+    assert computed.counted.tolist() == [True, False, True, True]
+    assert torch.equal(computed.loss_mask, computed.response_mask & computed.counted[:, None])
 
 
-@pytest.mark.parametrize(
-    ("build", "culprit"),
-    [
-        (lambda: Reference(kl_coef=-0.1), "reference.kl_coef"),
-        (lambda: Reference(sync_every=0), "reference.sync_every"),
-        (lambda: Reference(kl_coef=0.0, sync_every=2), "reference.sync_every"),
-        (lambda: Reference(mixup=0.0), "reference.mixup"),
-        (lambda: assembled(Advantage(estimator="rlo")), "rloo"),
-        (lambda: assembled(Advantage(estimator="no.such.function")), "no.such.function"),
-        (lambda: Advantage(reward_clip_range=(1.0, -1.0)), "reward_clip_range"),
-        (lambda: assembled(update=Update(loss="sequence_clp")), "sequence_clip"),
-        (
-            lambda: assembled(update=Update(loss="dapo", options={"clip_hgih": 0.3})),
-            "clip_high",
-        ),
-        (
-            lambda: assembled(update=Update(loss="cpgd", options={"clip_low": 0.3})),
-            "update.options",
-        ),
-        (
-            lambda: assembled(Advantage(estimator="rloo", options={"gamma": 0.9})),
-            "advantage.options",
-        ),
-        (lambda: Update(num_iterations=0), "update.num_iterations"),
-        (lambda: Update(micro_batch_tokens=0), "update.micro_batch_tokens"),
-        (lambda: Update(max_grad_norm=0.0), "update.max_grad_norm"),
-    ],
-)
-def test_impossible_settings_are_refused_by_name(build: Any, culprit: str) -> None:
-    with pytest.raises(ValueError, match=culprit):
-        build()
+def test_a_critic_learns_from_no_response_that_nothing_has_scored() -> None:
+    # as TRL has it, the second one counts in the policy's means all the same
+    computed = judged([1.0, NAN, 0.0, 2.0], Advantage(unscorable="trl", truncated="exclude"), 3)
+    assert computed.counted.tolist() == [True, True, True, False]
+    assert value_mask(computed)[:, 1:].tolist() == [[row in (0, 2)] * 2 for row in range(4)]
+    assert float(Denominators(*denominators(computed)).valued) == 4
 
 
-@pytest.mark.parametrize("value", [0.7, 0.9, 5.3, 1.0])
-@pytest.mark.parametrize("eps", [1e-8, 1e-4])
+@pytest.mark.parametrize(("value", "eps"), [(0.7, 1e-8), (0.9, 1e-4), (5.3, 1e-8), (1.0, 1e-4)])
 def test_whitening_equal_values_gives_zeros(value: float, eps: float) -> None:
     # 37 · 0.7 is rounded: a plain mean would leave 6e-8, and the deviation is as small
     values = torch.full((37,), value)
     mask = torch.ones(37, dtype=torch.bool)
     assert one_process().whiten(values, mask, eps=eps).tolist() == [0.0] * 37
-    nothing = one_process().whiten(values, ~mask, eps=eps)
-    assert torch.equal(nothing, values)
+    assert torch.equal(one_process().whiten(values, ~mask, eps=eps), values)

@@ -1,8 +1,8 @@
-"""The next responses, drawn while the present ones are trained on."""
+"""The next responses, generated while the present ones are trained on."""
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,52 +10,52 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from lrlhf.callbacks import EMA, VLLMWeightSync
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.modules import RLOO, DynamicSampling, OptimizerConfig, Reference
-from lrlhf.rewards import Rewards
-from lrlhf.rollout import (
-    EngineFailure,
-    Response,
-    RolloutEngine,
-    Sampling,
-    TransformersEngine,
-)
+from lrlhf.rollout import EngineFailure, Response, Sampling, TransformersEngine
 from lrlhf.rollout.engines.synced_engine import Request
 from lrlhf.run import sample_seeds
 from lrlhf.types import PromptBatch
 from tests.conftest import build_language_model
-from tests.modules.policy_runs import Watcher, fit, letters, weights
+from tests.modules.policy_runs import Run, Watcher, assert_same, weights
 from tests.rollout.copy_engine import CopyEngine
 
 SAMPLING = Sampling(max_new_tokens=4)
 SEED = 5
+VALIDATED = {"limit_val_batches": 2, "val_check_interval": 1}
 
 
-def build(
-    tokenizer: PreTrainedTokenizerBase, engine: RolloutEngine, *, ahead: int = 1, **options: Any
-) -> RLOO:
-    defaults: dict[str, Any] = {
-        "num_generations": 2,
-        "sampling": SAMPLING,
-        "optimizer": OptimizerConfig(lr=1e-2),
-        "reference": Reference(kl_coef=0.0),
-        "seed": SEED,
-    }
-    return RLOO(
-        build_language_model(tokenizer),
-        Rewards([letters]),
-        tokenizer=tokenizer,
-        engine=engine,
-        rollout_ahead=ahead,
-        **(defaults | options),
-    )
+@pytest.fixture
+def ahead(build: Any) -> Callable[..., RLOO]:
+    """Builds a module that looks ahead, with an engine elsewhere."""
+
+    def ahead(engine: Any = None, *, ahead: int = 1, **options: Any) -> RLOO:
+        defaults: dict[str, Any] = {
+            "num_generations": 2,
+            "sampling": SAMPLING,
+            "optimizer": OptimizerConfig(lr=1e-2),
+            "reference": Reference(kl_coef=0.0),
+            "seed": SEED,
+        }
+        engine = engine or CopyEngine(concurrent=True)
+        module: RLOO = build(engine=engine, rollout_ahead=ahead, **(defaults | options))
+        return module
+
+    return ahead
 
 
-def elsewhere(**options: Any) -> CopyEngine:
-    return CopyEngine(concurrent=True, **options)
+@pytest.fixture
+def run(train: Any) -> Callable[..., Run]:
+    """Four iterations."""
+
+    def run(module: RLOO, *callbacks: L.Callback, **options: Any) -> Run:
+        sync = VLLMWeightSync(probe_every=0)
+        result: Run = train(module, callbacks=[sync, *callbacks], **({"steps": 4} | options))
+        return result
+
+    return run
 
 
 class Snapshots(L.Callback):
@@ -71,6 +71,10 @@ class Snapshots(L.Callback):
         self.weights.append(weights(pl_module.policy))
         self.prompts.append(batch)
 
+    def asked(self) -> list[list[str]]:
+        """The prompt of each of two responses."""
+        return [[f"say {c['answer']}" for c in b.columns for _ in "12"] for b in self.prompts]
+
 
 class SaveAfter(L.Callback):
     def __init__(self, step: int, path: Path) -> None:
@@ -81,75 +85,53 @@ class SaveAfter(L.Callback):
             trainer.save_checkpoint(self._path)
 
 
-def run(
-    module: RLOO, prompts: Path, folder: Path, *callbacks: L.Callback, **options: Any
-) -> tuple[L.Trainer, Watcher]:
-    watcher = Watcher()
-    defaults: dict[str, Any] = {"limit_val_batches": 0, "steps": 4}
-    sync = VLLMWeightSync(probe_every=0)
-    trainer = fit(
-        module, prompts, folder, callbacks=[sync, watcher, *callbacks], **(defaults | options)
-    )
-    return trainer, watcher
+def versions(run: Run) -> list[list[int]]:
+    return [one.weight_version.unique().tolist() for one in run.watcher.experiences]
 
 
-def versions(watcher: Watcher) -> list[list[int]]:
-    found = []
-    for experience in watcher.experiences:
-        assert experience.weight_version is not None
-        found.append(experience.weight_version.unique().tolist())
-    return found
+def asked(run: Run) -> list[list[str]]:
+    return [[record["prompt"] for record in records] for records in run.watcher.records]
 
 
-def asked(watcher: Watcher) -> list[list[str]]:
-    return [[record["prompt"] for record in records] for records in watcher.records]
+# ---- what is generated, and when
 
 
-# ------------------------------------------------------------------ what is drawn, and when
-
-
-def test_the_first_responses_are_fresh_and_the_later_ones_one_update_old(
-    tokenizer, prompts, tmp_path
-) -> None:
-    engine = elsewhere()
-    trainer, watcher = run(build(tokenizer, engine), prompts, tmp_path)
-    assert versions(watcher) == [[0], [0], [1], [2]]
-    assert trainer.logged_metrics["sync/age"] == 1
+@pytest.mark.parametrize(
+    ("looks", "expected", "age", "generated"),
     # nothing after the last step, nothing twice
-    assert [draw.version for draw in engine.draws] == [0, 0, 1, 2]
+    [(1, [[0], [0], [1], [2]], 1, [0, 0, 1, 2]), (0, [[0], [1], [2], [3]], 0, [0, 1, 2, 3])],
+)
+def test_the_first_responses_are_fresh_and_the_later_ones_one_update_old(
+    ahead, run, looks: int, expected: list[list[int]], age: int, generated: list[int]
+) -> None:
+    engine = CopyEngine(concurrent=True)
+    result = run(ahead(engine, ahead=looks))
+    assert versions(result) == expected
+    assert result.logged["sync/age"] == age
+    assert [draw.version for draw in engine.draws] == generated
 
 
-def test_without_looking_ahead_every_response_is_fresh(tokenizer, prompts, tmp_path) -> None:
-    engine = elsewhere()
-    trainer, watcher = run(build(tokenizer, engine, ahead=0), prompts, tmp_path)
-    assert versions(watcher) == [[0], [1], [2], [3]]
-    assert trainer.logged_metrics["sync/age"] == 0
-
-
-def test_the_prompts_and_their_order_stay_the_same(tokenizer, prompts, tmp_path) -> None:
+def test_the_prompts_and_their_order_stay_the_same(ahead, run) -> None:
     # 16 prompts in batches of 4: the fifth and sixth iteration are of the next epoch
     order = []
-    for ahead in (0, 1):
+    for looks in (0, 1):
         snapshots = Snapshots()
-        module = build(tokenizer, elsewhere(), ahead=ahead)
-        _, watcher = run(module, prompts, tmp_path, snapshots, steps=6)
-        batches = [[f"say {c['answer']}" for c in b.columns] for b in snapshots.prompts]
+        result = run(ahead(ahead=looks), snapshots, steps=6)
         # every response is filed under its own prompt
-        assert asked(watcher) == [[p for p in batch for _ in range(2)] for batch in batches]
-        order.append(batches)
+        assert asked(result) == snapshots.asked()
+        order.append(asked(result))
     assert order[0] == order[1]
-    assert sorted(prompt for batch in order[0][:4] for prompt in batch) == [
+    assert {prompt for batch in order[0][:4] for prompt in batch} == {
         f"say {letter}" for letter in "abcdefghijklmnop"
-    ]
+    }
 
 
-def test_responses_are_those_that_the_older_weights_give(tokenizer, prompts, tmp_path) -> None:
+def test_responses_are_those_that_the_older_weights_give(ahead, run, tokenizer) -> None:
     snapshots = Snapshots()
-    _, watcher = run(build(tokenizer, elsewhere()), prompts, tmp_path, snapshots)
-    model = build_language_model(tokenizer)
-    synchronous = TransformersEngine()
+    result = run(ahead(), snapshots)
+    model, synchronous = build_language_model(tokenizer), TransformersEngine()
     synchronous.attach(model, tokenizer)
-    for step, experience in enumerate(watcher.experiences):
+    for step, experience in enumerate(result.watcher.experiences):
         model.load_state_dict(snapshots.weights[max(step - 1, 0)])
         seeds = [seed for row in range(4) for seed in sample_seeds(SEED, step, row, count=2)]
         expected = synchronous.generate(
@@ -160,11 +142,11 @@ def test_responses_are_those_that_the_older_weights_give(tokenizer, prompts, tmp
         torch.testing.assert_close(
             experience.sampling_logprobs, expected.sampling_logprobs, rtol=1e-4, atol=1e-5
         )
-    older, newer = snapshots.weights[0], snapshots.weights[1]
+    older, newer = snapshots.weights[:2]
     assert all(not torch.equal(older[name], value) for name, value in newer.items())
 
 
-def test_drawing_happens_while_the_iteration_before_trains(tokenizer, prompts, tmp_path) -> None:
+def test_responses_are_generated_while_the_iteration_before_trains(ahead, run) -> None:
     scored = threading.Event()
 
     class WaitsForScores(CopyEngine):
@@ -177,191 +159,146 @@ def test_drawing_happens_while_the_iteration_before_trains(tokenizer, prompts, t
 
     class TellsScores(Watcher):
         def on_rollout(self, *arguments: Any) -> None:
-            super().on_rollout(*arguments)
             scored.set()
 
-    watcher = TellsScores()
-    run(build(tokenizer, WaitsForScores(concurrent=True)), prompts, tmp_path, watcher, steps=2)
-    assert versions(watcher) == [[0], [0]]
+    result = run(ahead(WaitsForScores(concurrent=True)), TellsScores(), steps=2)
+    assert versions(result) == [[0], [0]]
 
 
-def test_no_weights_are_pushed_while_responses_are_drawn(tokenizer, prompts, tmp_path) -> None:
+def test_no_weights_are_pushed_while_responses_are_generated(ahead, run) -> None:
     class Slow(CopyEngine):
-        drawing = False
+        generating = False
 
         def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
-            assert not self.drawing
-            self.drawing = True
+            assert not self.generating
+            self.generating = True
             threading.Event().wait(0.2)
             try:
                 return super()._respond(requests, sampling)
             finally:
-                self.drawing = False
+                self.generating = False
 
         def _send(self, tensors: Any) -> list[dict[str, str]]:
-            assert not self.drawing
+            assert not self.generating
             return super()._send(tensors)
 
-    engine = Slow(concurrent=True)
-    module = build(tokenizer, engine)
-    options: dict[str, Any] = {"limit_val_batches": 2, "val_check_interval": 1}
-    _, watcher = run(module, prompts, tmp_path, EMA(decay=0.5), steps=3, **options)
-    assert versions(watcher) == [[0], [0], [1]]
+    result = run(ahead(Slow(concurrent=True)), EMA(decay=0.5), steps=3, **VALIDATED)
+    assert versions(result) == [[0], [0], [1]]
 
 
-@pytest.mark.parametrize("averaged", [False, True])
-def test_validation_in_between_does_not_change_the_run(
-    tokenizer, prompts, tmp_path, averaged: bool
-) -> None:
-    results = []
-    for options in (
-        {"limit_val_batches": 0},
-        {"limit_val_batches": 2, "val_check_interval": 1},
-    ):
-        module = build(tokenizer, elsewhere())
-        ema = [EMA(decay=0.5)] if averaged else []
-        _, watcher = run(module, prompts, tmp_path, *ema, **options)
-        assert versions(watcher) == [[0], [0], [1], [2]]
-        results.append(weights(module.policy))
-    for name, value in results[0].items():
-        assert torch.equal(results[1][name], value), name
+def test_validation_in_between_does_not_change_the_run(ahead, run) -> None:
+    without, between = (run(ahead(), EMA(decay=0.5), **options) for options in ({}, VALIDATED))
+    assert versions(between) == versions(without) == [[0], [0], [1], [2]]
+    assert_same(without.after, between.after)
 
 
-def test_pushes_that_are_rarer_add_to_the_age(tokenizer, prompts, tmp_path) -> None:
-    watcher = Watcher()
-    callbacks = [VLLMWeightSync(every_n_steps=2, probe_every=0), watcher]
-    module = build(tokenizer, elsewhere())
-    fit(module, prompts, tmp_path, steps=5, callbacks=callbacks, limit_val_batches=0)
-    # pushed at 0, 2 and 4; drawn one iteration before
-    assert versions(watcher) == [[0], [0], [0], [2], [2]]
+def test_pushes_that_are_rarer_add_to_the_age(ahead, train) -> None:
+    sync = VLLMWeightSync(every_n_steps=2, probe_every=0)
+    # pushed at 0, 2 and 4; generated one iteration before
+    assert versions(train(ahead(), callbacks=[sync], steps=5)) == [[0], [0], [0], [2], [2]]
 
 
-# ------------------------------------------------------------------ resume
+# ---- resume
 
 
-@pytest.mark.parametrize("stop", [1, 3, 4, 5])
-def test_a_resumed_run_ends_with_the_same_weights(tokenizer, prompts, tmp_path, stop: int) -> None:
+@pytest.mark.parametrize("stop", [1, 4, 5])
+def test_a_resumed_run_ends_with_the_same_weights(ahead, run, tmp_path, stop: int) -> None:
     checkpoint = tmp_path / "middle.ckpt"
-    straight = build(tokenizer, elsewhere())
-    _, whole = run(straight, prompts, tmp_path, SaveAfter(stop, checkpoint), steps=6)
-    engine = elsewhere()
-    resumed = build(tokenizer, engine)
-    _, rest = run(resumed, prompts, tmp_path, steps=6, ckpt_path=str(checkpoint))
+    whole = run(ahead(), SaveAfter(stop, checkpoint), steps=6)
+    engine = CopyEngine(concurrent=True)
+    rest = run(ahead(engine), steps=6, ckpt_path=str(checkpoint))
     assert versions(rest) == versions(whole)[stop:]
-    for first, second in zip(whole.experiences[stop:], rest.experiences, strict=True):
+    after = whole.watcher.experiences[stop:]
+    for first, second in zip(after, rest.watcher.experiences, strict=True):
         assert torch.equal(first.input_ids, second.input_ids)
         assert torch.equal(first.sampling_logprobs, second.sampling_logprobs)
-    expected = weights(straight.policy)
-    for name, value in weights(resumed.policy).items():
-        assert torch.equal(value, expected[name]), name
+    assert_same(whole.after, rest.after)
     # the responses of the iteration after the checkpoint lie in it
     assert len(engine.draws) == 6 - stop - 1
 
 
-def test_a_checkpoint_of_a_run_that_did_not_look_ahead_can_be_resumed(
-    tokenizer, prompts, tmp_path
+@pytest.mark.parametrize(
+    ("before", "after", "expected"), [(0, 1, [[2], [2]]), (1, 0, [[2], [3]])]
+)
+def test_a_resumed_run_may_begin_or_cease_to_look_ahead(
+    ahead, run, tmp_path, before: int, after: int, expected: list[list[int]]
 ) -> None:
     checkpoint = tmp_path / "middle.ckpt"
-    first = build(tokenizer, elsewhere(), ahead=0)
-    run(first, prompts, tmp_path, SaveAfter(2, checkpoint), steps=2)
-    module = build(tokenizer, elsewhere())
-    _, watcher = run(module, prompts, tmp_path, steps=4, ckpt_path=str(checkpoint))
-    assert versions(watcher) == [[2], [2]]
+    run(ahead(ahead=before), SaveAfter(2, checkpoint))
+    assert versions(run(ahead(ahead=after), ckpt_path=str(checkpoint))) == expected
 
 
-def test_a_checkpoint_of_a_run_that_looked_ahead_can_be_resumed_without(
-    tokenizer, prompts, tmp_path
+def test_responses_of_a_checkpoint_that_answer_other_prompts_are_generated_again(
+    ahead, run, prompts, tmp_path, caplog
 ) -> None:
     checkpoint = tmp_path / "middle.ckpt"
-    run(build(tokenizer, elsewhere()), prompts, tmp_path, SaveAfter(2, checkpoint), steps=4)
-    module = build(tokenizer, elsewhere(), ahead=0)
-    _, watcher = run(module, prompts, tmp_path, steps=4, ckpt_path=str(checkpoint))
-    assert versions(watcher) == [[2], [3]]
-
-
-def test_responses_of_a_checkpoint_that_answer_other_prompts_are_drawn_again(
-    tokenizer, prompts, tmp_path, caplog
-) -> None:
-    checkpoint = tmp_path / "middle.ckpt"
-    run(build(tokenizer, elsewhere()), prompts, tmp_path, SaveAfter(2, checkpoint), steps=4)
+    run(ahead(), SaveAfter(2, checkpoint))
     other = PromptDataModule(train=str(prompts), batch_size=2)
-    module = build(tokenizer, elsewhere())
     with caplog.at_level(logging.WARNING):
-        _, watcher = run(module, prompts, tmp_path, steps=4, ckpt_path=str(checkpoint), data=other)
+        result = run(ahead(), ckpt_path=str(checkpoint), data=other)
     assert "answer other prompts; generating them again" in caplog.text
-    assert versions(watcher) == [[2], [2]]
-    assert [len(prompts) for prompts in asked(watcher)] == [4, 4]
+    assert versions(result) == [[2], [2]]
+    assert [len(prompts) for prompts in asked(result)] == [4, 4]
 
 
-# ------------------------------------------------------------------ failures
+# ---- failures
 
 
 @pytest.mark.parametrize("call", [2, 3])
-def test_responses_that_could_not_be_drawn_ahead_are_drawn_fresh(
-    tokenizer, prompts, tmp_path, caplog, call: int
+def test_responses_that_could_not_be_generated_ahead_are_generated_fresh(
+    ahead, run, tmp_path, caplog, call: int
 ) -> None:
-    engine, snapshots = elsewhere(fail={"respond": [call]}), Snapshots()
-    module = build(tokenizer, engine)
+    engine, snapshots = CopyEngine(concurrent=True, fail={"respond": [call]}), Snapshots()
+    checkpoint, failed = tmp_path / "middle.ckpt", call - 1  # call 1 is of iteration 0
     with caplog.at_level(logging.WARNING):
-        _, watcher = run(module, prompts, tmp_path, snapshots)
-    failed = call - 1  # call 1 is of iteration 0, and each later one is one iteration ahead
+        result = run(ahead(engine), snapshots, SaveAfter(failed, checkpoint))
     expected = [[0], [0], [1], [2]]
     expected[failed] = [failed]
-    assert versions(watcher) == expected
+    assert versions(result) == expected
     assert f"respond number {call} failed; generating the responses again" in caplog.text
     assert engine.restarts == 1
-    texts = asked(watcher)[failed]
-    columns = snapshots.prompts[failed].columns
-    assert texts == [f"say {column['answer']}" for column in columns for _ in range(2)]
+    assert asked(result) == snapshots.asked()
     drawn = next(draw for draw in engine.draws[failed:] if draw.version == failed)
-    for name, value in snapshots.weights[failed].items():
-        assert torch.equal(drawn.weights[name], value), name
-
-
-def test_a_checkpoint_after_a_failure_holds_no_responses(tokenizer, prompts, tmp_path) -> None:
-    checkpoint = tmp_path / "middle.ckpt"
-    engine = elsewhere(fail={"respond": [3]})
-    run(build(tokenizer, engine), prompts, tmp_path, SaveAfter(2, checkpoint), steps=4)
+    assert_same(snapshots.weights[failed], drawn.weights)
+    # a checkpoint after the failure holds no responses
     state = torch.load(checkpoint, weights_only=False)
     assert state["lrlhf"]["sampler"]["ahead"] is None
-    module = build(tokenizer, elsewhere())
-    _, watcher = run(module, prompts, tmp_path, steps=4, ckpt_path=str(checkpoint))
-    assert versions(watcher) == [[2], [2]]
+    assert versions(run(ahead(), ckpt_path=str(checkpoint)))[:2] == [[failed], [failed]]
 
 
-def test_an_engine_that_never_recovers_ends_the_run(tokenizer, prompts, tmp_path) -> None:
-    engine = elsewhere(fail={"respond": range(2, 99)}, max_restarts=1)
+def test_an_engine_that_never_recovers_ends_the_run(ahead, run) -> None:
+    engine = CopyEngine(concurrent=True, fail={"respond": range(2, 99)}, max_restarts=1)
     with pytest.raises(EngineFailure, match="after 1 restarts"):
-        run(build(tokenizer, engine), prompts, tmp_path)
+        run(ahead(engine))
 
 
-def test_an_error_that_is_no_failure_of_the_engine_ends_the_run(
-    tokenizer, prompts, tmp_path
-) -> None:
+def test_an_error_that_is_no_failure_of_the_engine_ends_the_run(ahead, run, prompts) -> None:
     # the next batch has a prompt that is too long: "say b" and 4 tokens have 9
     long = prompts.with_name("long.jsonl")
     long.write_text("".join(f'{{"prompt": "say {w}"}}\n' for w in ["b", "bbbbbbbbb"] * 2))
     data = PromptDataModule(train=str(long), batch_size=1)
-    module = build(tokenizer, elsewhere(max_model_len=12))
     with pytest.raises(ValueError, match=r"engine\.max_model_len"):
-        run(module, prompts, tmp_path, data=data)
+        run(ahead(CopyEngine(concurrent=True, max_model_len=12)), data=data)
 
 
-# ------------------------------------------------------------------ refused
+# ---- refused
 
 
-def test_an_engine_in_the_training_process_is_refused(tokenizer) -> None:
-    for engine in (TransformersEngine(), CopyEngine()):
-        with pytest.raises(
-            ValueError,
-            match=rf"model\.engine is {type(engine).__name__}, which computes in the training",
-        ):
-            build(tokenizer, engine)
-
-
-def test_dynamic_sampling_is_refused(tokenizer) -> None:
-    with pytest.raises(ValueError, match="dynamic_sampling decides by scores"):
-        build(tokenizer, elsewhere(), dynamic_sampling=DynamicSampling(prompts=2))
+@pytest.mark.parametrize(
+    ("engine", "options", "culprit"),
+    [
+        (TransformersEngine(), {}, "TransformersEngine, which computes in the training process"),
+        (CopyEngine(), {}, "model.engine is CopyEngine, which computes in the training process"),
+        (
+            CopyEngine(concurrent=True),
+            {"dynamic_sampling": DynamicSampling(prompts=2)},
+            "dynamic_sampling decides by scores",
+        ),
+    ],
+)
+def test_what_cannot_look_ahead_is_refused(ahead, engine: Any, options: Any, culprit: str) -> None:
+    with pytest.raises(ValueError, match=culprit):
+        ahead(engine, **options)
 
 
 class PlainLoader(PromptDataModule):
@@ -380,9 +317,9 @@ class PlainLoader(PromptDataModule):
         return Plain()
 
 
-def test_a_loader_that_cannot_look_ahead_is_refused(tokenizer, prompts, tmp_path) -> None:
+def test_a_loader_that_cannot_look_ahead_is_refused(ahead, run, prompts) -> None:
     data = PlainLoader(train=str(prompts), batch_size=4)
     with pytest.raises(ValueError, match="a Plain does not tell it"):
-        run(build(tokenizer, elsewhere()), prompts, tmp_path, data=data)
+        run(ahead(), data=data)
     # without looking ahead it will do
-    run(build(tokenizer, elsewhere(), ahead=0), prompts, tmp_path, data=data, steps=1)
+    run(ahead(ahead=0), data=data, steps=1)
