@@ -3,7 +3,7 @@
 import logging
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +11,22 @@ import lightning as L
 import pytest
 import torch
 from torch.nn.functional import dropout
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.guard.bundle import NotADumpError
 from lrlhf.guard.dump import read_dump, read_state
-from lrlhf.modules import (
-    PPO,
-    RLOO,
-    Advantage,
-    Critic,
-    Guard,
-    OptimizerConfig,
-    Reference,
-    Update,
-    replay_dump,
-)
-from lrlhf.rewards import Rewards
-from lrlhf.rollout import RolloutListener, Sampling
+from lrlhf.modules import PPO, RLOO, Critic, Guard, OptimizerConfig, Update, replay_dump
+from lrlhf.rollout import RolloutListener
 from lrlhf.types import Experience
-from tests.modules.policy_runs import fit, letters, weights
+from tests.modules.policy_runs import assert_same
 
 NAN = float("nan")
-Build = Callable[..., RLOO | PPO]
 
 
 @pytest.fixture
-def build(language_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Build:
-    def build(kind: type[RLOO | PPO] = RLOO, **options: Any) -> RLOO | PPO:
-        settings: dict[str, Any] = {
-            "tokenizer": tokenizer,
-            "num_generations": 2,
-            "sampling": Sampling(max_new_tokens=6),
-            "optimizer": OptimizerConfig(lr=1e-2),
-            "reference": Reference(kl_coef=0.05),
-            "seed": 3,
-        }
-        return kind(language_model, Rewards([letters]), **(settings | options))
-
-    return build
+def make(build):
+    """Builds a quick learner; options of its policy are those of `build`."""
+    defaults = {"num_generations": 2, "optimizer": OptimizerConfig(lr=1e-2), "seed": 3}
+    return lambda *args, **options: build(*args, **(defaults | options))
 
 
 class Meddler(RolloutListener, L.Callback):
@@ -87,25 +65,28 @@ def down_proj(module: RLOO | PPO, layer: int) -> torch.Tensor:
     return module.policy.model.layers[layer].mlp.down_proj.weight  # type: ignore[union-attr,no-any-return]
 
 
-def test_a_weight_that_is_not_finite_is_found_and_named(build, prompts, tmp_path, caplog) -> None:
-    def poison(module: RLOO | PPO, _: Experience) -> None:
-        down_proj(module, 1)[0, 0] = NAN
+def poison_policy(module: RLOO | PPO, _: Experience) -> None:
+    down_proj(module, 1)[0, 0] = NAN
 
-    module = build()
+
+def poison_critic(module: Any, _: Experience) -> None:
+    next(module.value_head.parameters()).fill_(NAN)
+
+
+def test_a_weight_that_is_not_finite_is_found_and_named(make, train, tmp_path, caplog) -> None:
     with caplog.at_level(logging.WARNING, logger="lrlhf"):
-        trainer = fit(module, prompts, tmp_path, steps=1, callbacks=[Meddler(poison)])
+        run = train(make(), callbacks=[Meddler(poison_policy)])
     dump = dump_of(tmp_path)
     assert dump.name == "step_000000"
-    assert_nothing_moved(module, dump)
-    assert trainer.logged_metrics["train/skipped_steps"] == 1
-    assert trainer.logged_metrics["guard/loss"] == 1
+    assert_nothing_moved(run.module, dump)
+    assert run.logged["train/skipped_steps"] == run.logged["guard/loss"] == 1
     (anomaly,) = read_dump(dump).anomalies
     assert anomaly.kind == "loss"
     assert "first in the policy's log-probabilities of row" in anomaly.text
     assert "whose prompt is 'say " in anomaly.text
     (message,) = [record.getMessage() for record in caplog.records if "left out" in record.message]
     assert f"lrlhf replay {dump}" in message
-    again = replay_dump(build(), dump)
+    again = replay_dump(make(), dump)
     assert again.reproduced
     assert again.weights == ("policy.model.layers.1.mlp.down_proj.weight",)
     assert again.ranks[0].first_module == "policy.model.layers.1.mlp.down_proj"
@@ -114,11 +95,11 @@ def test_a_weight_that_is_not_finite_is_found_and_named(build, prompts, tmp_path
 
 
 def test_a_healthy_model_does_not_reproduce_what_a_broken_gradient_did(
-    build, prompts, tmp_path
+    make, train, tmp_path
 ) -> None:
-    module = build()
+    module = make()
     hook = down_proj(module, 0).register_hook(lambda gradient: gradient * NAN)
-    fit(module, prompts, tmp_path, steps=1)
+    train(module)
     dump = dump_of(tmp_path)
     assert_nothing_moved(module, dump)
     assert [one.kind for one in read_dump(dump).anomalies] == ["gradient"]
@@ -132,17 +113,17 @@ def test_a_healthy_model_does_not_reproduce_what_a_broken_gradient_did(
 
 @pytest.mark.parametrize("loss", ["token_clip", "sequence_clip"])
 def test_a_ratio_explosion_leaves_out_the_step_and_its_replay_measures_the_same(
-    loss: str, build, prompts, tmp_path
+    loss: str, make, train, tmp_path
 ) -> None:
-    module = build(
+    module = make(
         optimizer=OptimizerConfig(lr=0.1),
         update=Update(loss=loss, num_iterations=2),
         guard=Guard(max_ratio=1.5),
     )
     if loss == "token_clip":  # with dropout, which must be that of the step again
-        mlp = module.policy.model.layers[0].mlp  # type: ignore[union-attr]
+        mlp = module.policy.model.layers[0].mlp
         mlp.register_forward_hook(lambda part, _, out: dropout(out, 0.1, part.training))
-    fit(module, prompts, tmp_path, steps=1)
+    train(module)
     dump = dump_of(tmp_path)
     if loss == "sequence_clip":
         assert_nothing_moved(module, dump, steps=1)
@@ -156,28 +137,9 @@ def test_a_ratio_explosion_leaves_out_the_step_and_its_replay_measures_the_same(
     assert max(row["log_ratio"] for row in again.ranks[0].rows) == then.value
 
 
-def test_dropout_of_a_step_is_drawn_again(build, prompts, tmp_path) -> None:
-    module = build(
-        optimizer=OptimizerConfig(lr=0.1),
-        update=Update(loss="token_clip", num_iterations=2),
-        guard=Guard(max_ratio=1.5),
-    )
-    layer = module.policy.model.layers[0]  # type: ignore[union-attr]
-    layer.mlp.register_forward_hook(
-        lambda part, _, output: torch.nn.functional.dropout(output, 0.5, part.training)
-    )
-    fit(module, prompts, tmp_path, steps=1)
-    then = [one.value for one in read_dump(dump_of(tmp_path)).anomalies if one.kind == "ratio"]
-    assert then
-    again = replay_dump(module, dump_of(tmp_path))
-    assert [one.value for one in again.found] == then
-
-
-def test_default_limits_let_a_fast_learner_pass(build, prompts, tmp_path) -> None:
+def test_default_limits_let_a_fast_learner_pass(make, train, tmp_path) -> None:
     update = Update(loss="token_clip", num_iterations=4, minibatch_size=4)
-    module = build(update=update)
-    fit(module, prompts, tmp_path, steps=3)
-    assert module.step_guard.skipped == 0
+    assert train(make(update=update), steps=3).module.step_guard.skipped == 0
     assert not (tmp_path / "dumps").exists()
 
 
@@ -209,14 +171,12 @@ def infinite_score(module: RLOO | PPO) -> None:
     ],
 )
 def test_what_shows_before_the_update_leaves_out_the_iteration(
-    kind: str, limits: dict[str, float], spoil: Any, build, prompts, tmp_path
+    kind: str, limits: dict[str, float], spoil: Any, make, train, tmp_path
 ) -> None:
-    module = build(guard=Guard(**limits))
+    module = make(guard=Guard(**limits))
     spoil(module)
-    before = weights(module)
-    fit(module, prompts, tmp_path, steps=1)
-    for name, value in weights(module).items():
-        assert torch.equal(value, before[name])
+    run = train(module)
+    assert_same(run.before, run.after)
     assert module.step_guard.skipped == module.step_guard.kinds[kind] == 1
     assert module.step_guard.lengths.mean in (0.0, 1.5)  # what is left out is no example
     dump = dump_of(tmp_path)
@@ -231,19 +191,10 @@ def test_what_shows_before_the_update_leaves_out_the_iteration(
         assert sum(row["kl"] for row in again.ranks[0].rows) / 8 == pytest.approx(then[kind].value)
 
 
-def test_ppo_dumps_what_its_critic_stumbled_over(build, prompts, tmp_path) -> None:
-    def poison(module: RLOO | PPO, _: Experience) -> None:
-        assert isinstance(module, PPO)
-        assert module.value_head is not None
-        next(module.value_head.parameters()).fill_(NAN)
-
-    module = build(
-        PPO,
-        critic=Critic(),
-        advantage=Advantage(estimator="gae"),
-        update=Update(loss="token_clip", num_minibatches=1),
-    )
-    fit(module, prompts, tmp_path, steps=1, callbacks=[Meddler(poison)])
+def test_ppo_dumps_what_its_critic_stumbled_over(make, train, tmp_path) -> None:
+    update = Update(loss="token_clip", num_minibatches=1)
+    module = make(kind=PPO, critic=Critic(), update=update)
+    train(module, callbacks=[Meddler(poison_critic)])
     assert module.step_guard.skipped == 1
     dump = dump_of(tmp_path)
     assert_nothing_moved(module, dump)
@@ -252,26 +203,25 @@ def test_ppo_dumps_what_its_critic_stumbled_over(build, prompts, tmp_path) -> No
     assert again.reproduced
     assert again.ranks[0].first_module.startswith("value_head")
     with pytest.raises(ValueError, match="is of a step 'joint', and RLOO has iteration, policy"):
-        replay_dump(build(), dump)
+        replay_dump(make(), dump)
 
 
 def test_a_full_disk_ends_the_dump_and_not_the_run(
-    build, prompts, tmp_path, monkeypatch, caplog
+    make, train, tmp_path, monkeypatch, caplog
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))  # type: ignore[attr-defined]
-    module = build()
+    module = make()
     down_proj(module, 0).register_hook(lambda gradient: gradient * NAN)
     with caplog.at_level(logging.WARNING, logger="lrlhf"):
-        trainer = fit(module, prompts, tmp_path, steps=1)
-    assert trainer.global_step == 1
+        assert train(module).trainer.global_step == 1
     assert list((tmp_path / "dumps").iterdir()) == []
     assert "could not be written" in caplog.text
     assert "0 MiB left" in caplog.text
 
 
-def test_what_is_no_dump_says_so(build, tmp_path) -> None:
+def test_what_is_no_dump_says_so(make, tmp_path) -> None:
     with pytest.raises(NotADumpError, match="there is no such folder"):
-        replay_dump(build(), tmp_path / "nowhere")
+        replay_dump(make(), tmp_path / "nowhere")
     (tmp_path / "anomaly.json").write_text('{"format": "another"}')
     with pytest.raises(NotADumpError, match="its format is 'another'"):
-        replay_dump(build(), tmp_path)
+        replay_dump(make(), tmp_path)

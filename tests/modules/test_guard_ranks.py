@@ -12,13 +12,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.guard.dump import read_dump
 from lrlhf.models.sharding import state_of
-from lrlhf.modules import RLOO, Guard, OptimizerConfig, Reference, Update, replay_dump
-from lrlhf.rewards import Rewards
-from lrlhf.rollout import Sampling
+from lrlhf.modules import Guard, Update, replay_dump
 from lrlhf.strategies import FSDP2, DeepSpeed
-from tests.conftest import build_language_model, build_tokenizer
 from tests.distributed.strategy_runs import _whole
-from tests.modules.policy_runs import letters
 from tests.modules.reward_runs import trainer
 from tests.modules.test_guard import Meddler
 
@@ -28,22 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-
-def build() -> RLOO:
-    tokenizer = build_tokenizer()
-    return RLOO(
-        build_language_model(tokenizer),
-        Rewards([letters]),
-        tokenizer=tokenizer,
-        num_generations=2,
-        sampling=Sampling(max_new_tokens=6),
-        reference=Reference(kl_coef=0.05),
-        update=Update(loss="token_clip", num_iterations=2),
-        optimizer=OptimizerConfig(lr=1e-3),
-        guard=Guard(max_ratio=1e3),
-        seed=3,
-    )
 
 
 def spoil(module: L.LightningModule, experience: Any) -> None:
@@ -71,7 +51,11 @@ STRATEGIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_what_one_process_finds_both_leave_out(name: str, tmp_path: Path) -> None:
+def test_what_one_process_finds_both_leave_out(build, name: str, tmp_path: Path) -> None:
+    def fresh() -> Any:
+        update = Update(loss="token_clip", num_iterations=2)
+        return build(num_generations=2, update=update, guard=Guard(max_ratio=1e3), seed=3)
+
     rows = [{"prompt": f"say {word}"} for word in "abcdefgh"]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run = trainer(
@@ -83,8 +67,8 @@ def test_what_one_process_finds_both_leave_out(name: str, tmp_path: Path) -> Non
         use_distributed_sampler=False,
         callbacks=[Meddler(spoil, step=1), KeepWeights(tmp_path)],
     )
-    start = {key: value.clone() for key, value in build().policy.state_dict().items()}
-    run.fit(build(), datamodule=PromptDataModule(train=f"{tmp_path}/rows.jsonl", batch_size=4))
+    start = fresh().policy.state_dict()
+    run.fit(fresh(), datamodule=PromptDataModule(train=f"{tmp_path}/rows.jsonl", batch_size=4))
     for rank in (0, 1):
         before, nothing = torch.load(tmp_path / f"1.rank{rank}.pt")
         after, counts = torch.load(tmp_path / f"2.rank{rank}.pt")
@@ -95,7 +79,7 @@ def test_what_one_process_finds_both_leave_out(name: str, tmp_path: Path) -> Non
     assert dump.name == "step_000001"
     (anomaly,) = read_dump(dump).anomalies
     assert (anomaly.kind, anomaly.rank) == ("ratio", 1)
-    again = replay_dump(build(), dump)
+    again = replay_dump(fresh(), dump)
     assert again.reproduced
     assert {one.rank for one in again.found} == {1}
     assert again.found[0].value == pytest.approx(anomaly.value, rel=1e-4)

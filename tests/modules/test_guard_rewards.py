@@ -12,17 +12,10 @@ from torch.nn.functional import dropout
 from torch.overrides import TorchFunctionMode
 
 from lrlhf.guard.dump import read_dump, read_state
-from lrlhf.modules import (
-    Guard,
-    OptimizerConfig,
-    RewardModel,
-    TrainingDivergedError,
-    replay_dump,
-)
+from lrlhf.modules import Guard, OptimizerConfig, RewardModel, TrainingDivergedError, replay_dump
 from lrlhf.types import PreferenceBatch
-from tests.modules.policy_runs import fit
 from tests.modules.reward_runs import INF, NAN, ONE_HEAD, fit_pairs, flat_weights
-from tests.modules.test_vision_training import policy, questions  # noqa: F401  a fixture
+from tests.modules.test_vision_training import ask, policy, questions  # noqa: F401  fixtures
 from tests.vlms import build_vlm
 
 
@@ -62,10 +55,9 @@ def test_the_quota_and_its_window_survive_a_resume(reward_model, collate, tmp_pa
     guard = Guard(max_skipped=1, window=2, dump=0)
     run = fit_pairs(reward_model(guard=guard), [bad], tmp_path)
     run.save_checkpoint(tmp_path / "one.ckpt")
+    again, options = reward_model(guard=guard), {"max_epochs": 2, "ckpt": tmp_path / "one.ckpt"}
     with pytest.raises(TrainingDivergedError, match=r"2 optimizer steps .* within 2 steps"):
-        fit_pairs(
-            reward_model(guard=guard), [bad], tmp_path, max_epochs=2, ckpt=tmp_path / "one.ckpt"
-        )
+        fit_pairs(again, [bad], tmp_path, **options)
 
 
 def test_a_dump_repeats_all_micro_batches_of_a_step(reward_model, collate, tmp_path) -> None:
@@ -142,12 +134,12 @@ def test_a_healthy_step_copies_nothing_to_the_host(reward_model, collate, tmp_pa
     assert max(seen.entries) <= 2
 
 
-def test_what_was_shown_is_shown_again(questions: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_what_was_shown_is_shown_again(ask, tmp_path: Path) -> None:  # noqa: F811
     vlm = build_vlm("qwen2_vl")
     module = policy(vlm)
     weight = next(p for name, p in vlm.model.named_parameters() if "visual" in name)
     weight.register_hook(lambda gradient: gradient * NAN)
-    fit(module, questions, tmp_path, steps=1)
+    ask(module, batch_size=4)
     (dump,) = (tmp_path / "dumps").iterdir()
     again = replay_dump(module, dump)
     assert again.reproduced

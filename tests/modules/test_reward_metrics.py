@@ -1,7 +1,6 @@
 """Expected values by hand, or from a slower search."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from lrlhf.modules.metrics.reward_metrics import (
     three_way_accuracy,
     wilson_interval,
 )
-from lrlhf.run import Collectives
+from tests.modules.policy_runs import one_process
 
 NAN = float("nan")
 
@@ -48,23 +47,25 @@ def test_metrics_of_one_head_by_hand() -> None:
             [[5.0, 2.0], [2.0, 7.0], [3.0, 3.0], [1.0, 1.0], [1.0, 1.0]],
         )
     )
-    assert metrics["pairs"] == 3
-    assert metrics["accuracy"] == pytest.approx((1 + 0 + 0.5) / 3)
-    assert metrics["margin"] == pytest.approx((2 - 1 + 0) / 3)
-    assert metrics["chosen_mean"] == pytest.approx((3 + 3 + 1) / 3)
-    assert metrics["rejected_mean"] == pytest.approx((1 + 4 + 1) / 3)
-    assert metrics["score_ties"] == pytest.approx(1 / 3)
-    assert metrics["tie_gap"] == pytest.approx(0.5)
-    # labelled rows are 1..4, so their losses are 1, 2, 3, 4
-    assert metrics["loss"] == pytest.approx(2.5)
-    # all ten scores: 3 4 1 .5 9 1 3 1 0 9
-    assert metrics["score_mean"] == pytest.approx(3.15)
-    assert metrics["score_min"] == 0.0
-    assert metrics["score_max"] == 9.0
-    # squares 9 16 1 .25 81 1 9 1 0 81 sum to 199.25
-    assert metrics["score_std"] == pytest.approx(math.sqrt(19.925 - 3.15**2), rel=1e-5)
-    # chosen longer (5 > 2), chosen longer (label -1: 7 > 2), equal
-    assert metrics["longer_wins"] == pytest.approx(2.5 / 3)
+    expected = {
+        "pairs": 3,
+        "accuracy": (1 + 0 + 0.5) / 3,
+        "margin": (2 - 1 + 0) / 3,
+        "chosen_mean": (3 + 3 + 1) / 3,
+        "rejected_mean": (1 + 4 + 1) / 3,
+        "score_ties": 1 / 3,
+        "tie_gap": 0.5,
+        # labelled rows are 1..4, so their losses are 1, 2, 3, 4
+        "loss": 2.5,
+        # all ten scores: 3 4 1 .5 9 1 3 1 0 9, of squares 9 16 1 .25 81 1 9 1 0 81
+        "score_mean": 3.15,
+        "score_min": 0.0,
+        "score_max": 9.0,
+        "score_std": math.sqrt(19.925 - 3.15**2),
+        # chosen longer (5 > 2), chosen longer (label -1: 7 > 2), equal
+        "longer_wins": 2.5 / 3,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     bare = head_metrics(head([1.0, 2.0], [0.0, 0.0], [NAN, NAN]))
     assert {"accuracy", "margin", "loss", "length_correlation"}.isdisjoint(bare)
 
@@ -85,19 +86,15 @@ def test_calibration_error_by_hand() -> None:
 
 
 def test_no_metric_depends_on_which_candidate_is_first() -> None:
-    scores0, scores1 = torch.tensor([0.3, 2.0, -1.0]), torch.tensor([0.1, 2.5, 1.5])
-    labels = torch.tensor([1.0, 1.0, -1.0])
-    lengths = torch.ones(3, 2)
-    one = head_metrics(HeadPairs(scores0, scores1, labels, labels, lengths))
-    other = head_metrics(HeadPairs(scores1, scores0, -labels, labels, lengths))
-    assert one == pytest.approx(other)
+    scores0, scores1, labels = [0.3, 2.0, -1.0], [0.1, 2.5, 1.5], [1.0, 1.0, -1.0]
+    swapped = head(scores1, scores0, [-label for label in labels])
+    assert head_metrics(head(scores0, scores1, labels)) == pytest.approx(head_metrics(swapped))
 
 
 def test_pearson_by_hand() -> None:
     # centred x: -1 0 1, y: -1 1 0: 1 / sqrt(2 * 2)
-    assert pearson(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 2.0, 1.0])) == pytest.approx(
-        0.5
-    )
+    found = pearson(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 2.0, 1.0]))
+    assert found == pytest.approx(0.5)
     assert pearson(torch.tensor([1.0, 1.0]), torch.tensor([0.0, 2.0])) is None
 
 
@@ -105,9 +102,9 @@ def test_three_way_accuracy_by_hand() -> None:
     pairs = head([1.0, 0.2, 0.1, 5.0], [0.0, 0.0, 0.2, 0.0], [1.0, 0.0, 1.0, NAN])
     # below 0.5 the second and third are ties: first and second right, third wrong
     assert three_way_accuracy(pairs, 0.5) == pytest.approx(2 / 3)
-    assert fit_tie_threshold(head([1.0], [0.0], [1.0])) is None
     # no ties: first right, second wrong, third wrong (candidate 1 scored higher)
     assert three_way_accuracy(pairs, 0.0) == pytest.approx(1 / 3)
+    assert fit_tie_threshold(head([1.0], [0.0], [1.0])) is None
 
 
 def test_the_tie_threshold_is_the_best_of_an_exhaustive_search() -> None:
@@ -119,7 +116,7 @@ def test_the_tie_threshold_is_the_best_of_an_exhaustive_search() -> None:
         pairs = head(gaps.tolist(), [0.0] * 30, labels.tolist())
         found = fit_tie_threshold(pairs)
         assert found is not None
-        grid = [float(x) for x in torch.linspace(0, 6, 1000)]
+        grid = torch.linspace(0, 6, 1000).tolist()
         best = max(three_way_accuracy(pairs, threshold) for threshold in grid)
         assert three_way_accuracy(pairs, found) >= best - 1e-6
 
@@ -132,12 +129,10 @@ def test_several_heads_are_pooled_and_listed() -> None:
     labels = torch.tensor([[1.0, 1.0], [1.0, NAN]])
     metrics.update(scores0, scores1, losses, labels, torch.ones(2, 2))
     values = metrics.compute().metrics
-    assert values["accuracy/helpful"] == pytest.approx(0.5)
-    assert values["accuracy/short"] == 0.0
-    assert values["accuracy"] == pytest.approx(1 / 3)
-    # weighted sum over labels, mean over the two pairs: (0.5 + 3 * 0.25 + 1.5) / 2
-    assert values["loss"] == pytest.approx(1.375)
-    assert values["loss/helpful"] == pytest.approx(1.0)
+    # the weighted sum over labels, mean over the two pairs: (0.5 + 3 * 0.25 + 1.5) / 2
+    expected = {"accuracy/helpful": 0.5, "accuracy/short": 0.0, "accuracy": 1 / 3}
+    expected |= {"loss": 1.375, "loss/helpful": 1.0}
+    assert {name: values[name] for name in expected} == pytest.approx(expected)
 
 
 def batch(seed: int) -> tuple[Tensor, ...]:
@@ -149,7 +144,6 @@ def batch(seed: int) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_pairs_that_were_seen_before_a_resume_count(ranks: int) -> None:
-    alone = Collectives(SimpleNamespace(world_size=1, global_rank=0))  # type: ignore[arg-type]
     whole, resumed = (RewardMetrics(["a", "b"], [1.0, 2.0]) for _ in range(2))
     killed = [RewardMetrics(["a", "b"], [1.0, 2.0]) for _ in range(ranks)]
     for seed in range(3):
@@ -158,10 +152,10 @@ def test_pairs_that_were_seen_before_a_resume_count(ranks: int) -> None:
         killed[seed % ranks].update(*batch(seed))
     resumed.update(*batch(7))  # of a fit before
     # of more ranks than there are now the first takes all
-    resumed.resume([one.seen() for one in killed], alone)
+    resumed.resume([one.seen() for one in killed], one_process())
     resumed.update(*batch(2))
     assert resumed.compute().metrics == pytest.approx(whole.compute().metrics)
-    resumed.resume([{}], alone)
+    resumed.resume([{}], one_process())
     assert resumed.seen() == {}
     resumed.update_with_nothing()
     assert resumed.compute().metrics == {}

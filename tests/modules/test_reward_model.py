@@ -36,11 +36,21 @@ def build(reward_model):
     return reward_model
 
 
+def run_pairs(module: RewardModel, batches: Any, folder: Path, **options: Any) -> dict[str, float]:
+    """What a fit logged."""
+    metrics = fit_pairs(module, batches, folder, **options).callback_metrics
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def assert_close(first: RewardModel, second: RewardModel) -> None:
+    torch.testing.assert_close(flat_weights(first), flat_weights(second), atol=2e-5, rtol=1e-4)
+
+
 # ---- the process
 
 
 def test_freed_memory_is_kept_for_as_long_as_a_fit_lasts(
-    build, collate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build, collate, tmp_path, monkeypatch
 ) -> None:
     def breaks(*_: Any) -> None:
         calls.append("break")
@@ -53,13 +63,18 @@ def test_freed_memory_is_kept_for_as_long_as_a_fit_lasts(
     trainer(tmp_path).validate(module, loader(batches), verbose=False)
     assert calls == []
     with pytest.raises(ValueError, match="broken"):
-        fit_pairs(
-            module,
-            batches,
-            tmp_path,
-            callbacks=[L.pytorch.callbacks.LambdaCallback(on_train_batch_end=breaks)],
-        )
+        fit_pairs(module, batches, tmp_path, callbacks=[LambdaCallback(on_train_batch_end=breaks)])
     assert calls == ["keep", "break", "return"]
+
+
+def test_a_copy_on_a_device_keeps_hold_of_the_batch_in_main_memory(collate) -> None:
+    batch = collate(ROWS)
+    copy = batch.to("meta")
+    assert copy.labels.is_meta
+    assert copy.host.labels is batch.labels
+    assert copy.host.candidate0 is batch.candidate0
+    assert copy.to("meta").host is copy.host
+    assert batch.to("cpu").host is None
 
 
 # ---- scores and loss
@@ -75,24 +90,18 @@ def test_scores_do_not_depend_on_padding_or_on_the_other_candidate(build, collat
         torch.testing.assert_close(together[3], single[0], atol=1e-5, rtol=1e-5)
 
 
-def test_the_loss_is_the_mean_over_pairs_of_the_weighted_sum_over_labels(
-    build, collate, tmp_path
-) -> None:
+def test_the_loss_is_the_mean_over_pairs_of_the_weighted_sum_over_labels(build, collate) -> None:
     module = build(("a", "b"), head_weights={"b": 3.0}, tie_weight=0.5)
     batch = collate(ROWS[:4])
-    scores0, scores1 = (scores.tolist() for scores in module.score_pairs(batch))
+    a, b = (module.score_pairs(batch)[0] - module.score_pairs(batch)[1]).T.tolist()
 
-    def preference(row: int, head: int, sign: int) -> float:
-        return math.log1p(math.exp(-sign * (scores0[row][head] - scores1[row][head])))
+    def wins(gap: float) -> float:
+        return math.log1p(math.exp(-gap))
 
-    def tie(row: int, head: int) -> float:
-        return 0.5 * abs(scores0[row][head] - scores1[row][head])
-
-    head_a = preference(0, 0, 1) + preference(1, 0, -1) + tie(2, 0) + preference(3, 0, 1)
-    head_b = tie(1, 1) + preference(2, 1, -1) + preference(3, 1, 1)
-    run = fit_pairs(module, [batch], tmp_path)
-    logged = run.callback_metrics["train/loss"]
-    assert float(logged) == pytest.approx((head_a + 3 * head_b) / 4, rel=1e-5)
+    head_a = wins(a[0]) + wins(-a[1]) + 0.5 * abs(a[2]) + wins(a[3])
+    head_b = 0.5 * abs(b[1]) + wins(-b[2]) + wins(b[3])
+    expected = (head_a + 3 * head_b) / 4
+    assert float(loss_of(module, batch)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_options_reach_the_loss(build, collate) -> None:
@@ -125,21 +134,16 @@ def test_what_cannot_be_is_refused(build, model_folder) -> None:
 # ---- one step, however it is split
 
 
-@pytest.mark.parametrize("sizes", [[4, 4, 2], [2, 2, 6]], ids=["ragged", "growing"])
-def test_accumulated_micro_batches_equal_the_full_batch(build, collate, tmp_path, sizes) -> None:
-    whole = build(("a", "b"), tie_weight=0.5, center_coef=0.1)
-    alone = fit_pairs(whole, [collate(ROWS)], tmp_path)
-    parts = build(("a", "b"), tie_weight=0.5, center_coef=0.1)
+def test_accumulated_micro_batches_equal_the_full_batch(build, collate, tmp_path) -> None:
+    whole, parts = (build(("a", "b"), tie_weight=0.5, center_coef=0.1) for _ in range(2))
     start = flat_weights(parts)
-    rows = iter(ROWS)
-    batches = [collate([next(rows) for _ in range(size)]) for size in sizes]
-    run = fit_pairs(parts, batches, tmp_path, accumulate_grad_batches=len(sizes))
-    torch.testing.assert_close(flat_weights(parts), flat_weights(whole), atol=2e-5, rtol=1e-4)
+    alone = run_pairs(whole, [collate(ROWS)], tmp_path)
+    batches = [collate(ROWS[rows]) for rows in (slice(2), slice(2, 4), slice(4, 10))]
+    logged = run_pairs(parts, batches, tmp_path, accumulate_grad_batches=3)
+    assert_close(parts, whole)
     assert (flat_weights(whole) - start).abs().max() > 1e-2
     for key in ("train/loss", "train/grad_norm", "reward_model/accuracy/a"):
-        assert float(run.callback_metrics[key]) == pytest.approx(
-            float(alone.callback_metrics[key]), rel=1e-4
-        )
+        assert logged[key] == pytest.approx(alone[key], rel=1e-4)
 
 
 def test_too_few_micro_batches_at_the_end_of_an_epoch_are_a_mean_too(
@@ -153,30 +157,29 @@ def test_too_few_micro_batches_at_the_end_of_an_epoch_are_a_mean_too(
     batches = [collate(ONE_HEAD[rows]) for rows in (slice(4), slice(4, 8), slice(8, 10))]
     run = fit_pairs(parts, batches, tmp_path, accumulate_grad_batches=2)
     assert run.global_step == 2
-    torch.testing.assert_close(flat_weights(parts), flat_weights(whole), atol=2e-5, rtol=1e-4)
+    assert_close(parts, whole)
 
 
 def test_the_mean_gradient_is_clipped_unless_the_trainer_does_it(build, collate, tmp_path) -> None:
     # ragged, so that the sum of what Lightning has divided is no mean
     batches = [collate(ONE_HEAD[:7]), collate(ONE_HEAD[7:])]
-    distances = []
-    for options, trained_with in (
-        ({}, {}),
-        ({"max_grad_norm": 2.0}, {}),
-        ({}, {"gradient_clip_val": 3.0}),
+    for options, trained_with, bound in (
+        ({}, {}, 1.0),
+        ({"max_grad_norm": 2.0}, {}, 2.0),
+        ({}, {"gradient_clip_val": 3.0}, 3.0),
     ):
         module = build(head_weights={"reward": 1e4}, **options)
-        loss_of(module, collate(ONE_HEAD)).backward()
-        weights = [p.grad for p in module.network.parameters() if p.grad is not None]
-        expected = torch.cat([gradient.flatten() for gradient in weights]).norm()
-        module.zero_grad()
+        parameters = list(module.network.parameters())
+        gradients = torch.autograd.grad(
+            loss_of(module, collate(ONE_HEAD)), parameters, allow_unused=True
+        )
+        norm = torch.cat([one.flatten() for one in gradients if one is not None]).norm()
         before = flat_weights(module)
-        run = fit_pairs(module, batches, tmp_path, accumulate_grad_batches=2, **trained_with)
-        distances.append(float((flat_weights(module) - before).norm()))
-        logged = float(run.callback_metrics["train/grad_norm"])
-        assert logged == pytest.approx(float(expected), rel=1e-3)
-    # SGD goes lr times the gradient's norm
-    assert distances == pytest.approx([0.5 * 1.0, 0.5 * 2.0, 0.5 * 3.0], rel=1e-3)
+        logged = run_pairs(module, batches, tmp_path, accumulate_grad_batches=2, **trained_with)
+        assert logged["train/grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+        # SGD goes lr times the gradient's norm
+        distance = float((flat_weights(module) - before).norm())
+        assert distance == pytest.approx(0.5 * bound, rel=1e-3)
 
 
 def test_a_run_begins_with_a_warmup_unless_told_otherwise(build) -> None:
@@ -193,33 +196,31 @@ def test_a_run_begins_with_a_warmup_unless_told_otherwise(build) -> None:
 # ---- evaluation
 
 
+class Collect(L.Callback):
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def on_validation_batch_end(self, _t, _m, outputs, _b, _i, dataloader_idx=0) -> None:
+        self.records.extend(outputs["records"])
+
+
 def test_validation_logs_under_eval_and_returns_one_record_per_pair(
     build, collate, tmp_path
 ) -> None:
-    module = build(("a", "b"))
-    batch = collate(ROWS)
+    module, batch, collects = build(("a", "b")), collate(ROWS), Collect()
     scores0, scores1 = module.score_pairs(batch)
-    run = trainer(tmp_path)
-    seen: list[dict[str, Any]] = []
-
-    class Collect(L.Callback):
-        def on_validation_batch_end(self, _t, _m, outputs, _b, _i, dataloader_idx=0) -> None:
-            seen.extend(outputs["records"])
-
-    run.callbacks.append(Collect())
+    run = trainer(tmp_path, callbacks=[collects])
     batches = [collate(ROWS[:6]), collate(ROWS[6:])]
     run.validate(module, loader(batches), verbose=False)
+    seen = collects.records
     assert [record["info"]["row"] for record in seen] == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
     assert list(seen[0]) == ["info", "scores0", "scores1"]
     assert list(seen[0]["scores0"]) == ["a", "b"]
     assert seen[9]["scores0"]["b"] == pytest.approx(scores0[9, 1].item(), abs=1e-5)
-    right = [
-        float((x - y) * label > 0)
-        for x, y, row in zip(scores0[:, 0], scores1[:, 0], ROWS, strict=True)
-        if (label := row[2][0]) in (1.0, -1.0)
-    ]
+    labels = batch.labels[:, 0]
+    right = ((scores0 - scores1)[:, 0] * labels > 0)[labels.abs() == 1].float().mean()
     metrics = run.callback_metrics
-    assert float(metrics["eval/accuracy/a"]) == pytest.approx(sum(right) / len(right))
+    assert float(metrics["eval/accuracy/a"]) == pytest.approx(float(right))
     assert metrics["eval/accuracy_low"] < metrics["eval/accuracy"] < metrics["eval/accuracy_high"]
     assert float(metrics["eval/loss"]) == pytest.approx(loss_of(module, batch).item(), rel=1e-4)
     for key in ("margin", "calibration_error", "length_correlation", "three_way_accuracy"):
@@ -228,15 +229,17 @@ def test_validation_logs_under_eval_and_returns_one_record_per_pair(
     assert [row for rows in predicted for row in rows] == seen
 
 
-def test_training_metrics_cover_every_pair_since_the_last_log(build, collate, tmp_path) -> None:
+@pytest.mark.parametrize("every", [2, 50])  # 50: at the end of the epoch
+def test_training_metrics_cover_every_pair_since_the_last_log(
+    build, collate, tmp_path, every: int
+) -> None:
     batches = [collate(ONE_HEAD[:3]), collate(ONE_HEAD[3:])]
-    for every in (2, 50):  # 50: at the end of the epoch
-        module = build(optimizer=OptimizerConfig(lr=1e-9))
-        metrics = fit_pairs(module, batches, tmp_path, log_every_n_steps=every).callback_metrics
-        expected = loss_of(module, collate(ONE_HEAD)).item()
-        assert float(metrics["train/loss"]) == pytest.approx(expected, rel=1e-4)
-        assert "reward_model/accuracy" in metrics
-        assert "reward_model/accuracy_low" not in metrics
+    module = build(optimizer=OptimizerConfig(lr=1e-9))
+    logged = run_pairs(module, batches, tmp_path, log_every_n_steps=every)
+    expected = loss_of(module, collate(ONE_HEAD)).item()
+    assert logged["train/loss"] == pytest.approx(expected, rel=1e-4)
+    assert "reward_model/accuracy" in logged
+    assert "reward_model/accuracy_low" not in logged
 
 
 def test_test_uses_the_tie_threshold_of_the_validation(build, collate, tmp_path) -> None:
@@ -260,11 +263,12 @@ def test_test_uses_the_tie_threshold_of_the_validation(build, collate, tmp_path)
 def test_a_resumed_run_equals_an_uninterrupted_one(build, collate, tmp_path) -> None:
     config = OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=1)
     batches = [collate(ONE_HEAD[:5]), collate(ONE_HEAD[5:])]
+    half = tmp_path / "half.ckpt"
 
     def save_half_way(trainer: L.Trainer, module: RewardModel) -> None:
         if trainer.current_epoch == 1:
             module.step_guard.skipped = 7
-            trainer.save_checkpoint(tmp_path / "half.ckpt")
+            trainer.save_checkpoint(half)
 
     pending: list[int] = []
 
@@ -274,13 +278,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(build, collate, tmp_path) -> 
     options: dict[str, Any] = {"max_epochs": 4, "log_every_n_steps": 3}
     whole, again = build(optimizer=config), build(optimizer=config)
     saves = LambdaCallback(on_train_epoch_end=save_half_way)
+    counts = LambdaCallback(on_train_start=count)
     fit_pairs(whole, batches, tmp_path, callbacks=[saves], **options)
-    with torch.no_grad():
-        for parameter in again.network.parameters():
-            parameter.zero_()
-    options |= {"ckpt": tmp_path / "half.ckpt"}
-    options |= {"callbacks": [LambdaCallback(on_train_start=count)]}
-    assert fit_pairs(again, batches, tmp_path, **options).global_step == 8
+    torch.nn.utils.vector_to_parameters(
+        torch.zeros_like(flat_weights(again)), again.network.parameters()
+    )
+    run = fit_pairs(again, batches, tmp_path, ckpt=half, callbacks=[counts], **options)
+    assert run.global_step == 8
     assert pending == [5]  # of the fourth step, which had not been logged
     assert again.step_guard.skipped == 7
     assert torch.equal(flat_weights(again), flat_weights(whole))
@@ -295,21 +299,18 @@ def test_a_checkpoint_builds_the_module_again(
     assert {"guard", "pairs"} == torch.load(tmp_path / "a.ckpt")["lrlhf"].keys()
     again = RewardModel.load_from_checkpoint(tmp_path / "a.ckpt")
     assert again.head_names == ("a", "b")
-    assert build().seed == 3  # without one of its own that of `seed_everything`
     assert again.optimizer_config == SGD
     assert again.head_weights.tolist() == [1.0, 2.0]
     assert (again.objective.margin, again.seed) == (0.25, 5)
     assert again.tie_thresholds.tolist() == [0.75, 0.75]
     assert torch.equal(flat_weights(again), flat_weights(module))
     # one that was built already is not in the checkpoint's options
-    built = RewardModel(
-        ScoreModel(source=model_folder).load(), tokenizer=tokenizer, margin=0.25, optimizer=SGD
-    )
+    read = {"tokenizer": tokenizer}
+    network = ScoreModel(source=model_folder).load()
+    built = RewardModel(network, margin=0.25, optimizer=SGD, **read)
     fit_pairs(built, [collate(ONE_HEAD)], tmp_path).save_checkpoint(tmp_path / "b.ckpt")
     network = ScoreModel(source=model_folder, heads=["reward"]).load()
-    again = RewardModel.load_from_checkpoint(
-        tmp_path / "b.ckpt", model=network, tokenizer=tokenizer
-    )
+    again = RewardModel.load_from_checkpoint(tmp_path / "b.ckpt", model=network, **read)
     assert again.objective.margin == 0.25
     assert torch.equal(flat_weights(again), flat_weights(built))
 
@@ -342,16 +343,11 @@ def test_two_ranks_of_different_size_equal_one_process(build, collate, tmp_path)
     good = [collate(ROWS[:4]), collate(ROWS[4:6])], [collate(ROWS[6:7]), collate(ROWS[7:])]
     # then a step with a bad loss on one rank, which both leave out
     bad = [collate(ROWS[:1], margin=[margin]) for margin in (0.0, INF)]
-    run = trainer(
-        tmp_path,
-        strategy="ddp_fork",
-        devices=2,
-        use_distributed_sampler=False,
-        accumulate_grad_batches=2,
-    )
+    ranks = {"strategy": "ddp_fork", "devices": 2, "use_distributed_sampler": False}
+    run = trainer(tmp_path, accumulate_grad_batches=2, **ranks)
     batches = [[*both, one, one] for both, one in zip(good, bad, strict=True)]
     run.fit(parts, per_rank(*batches), per_rank(*good))
-    torch.testing.assert_close(flat_weights(parts), flat_weights(whole), atol=2e-5, rtol=1e-4)
+    assert_close(parts, whole)
     for key, expected in alone.callback_metrics.items():
         if key.startswith("eval/"):
             found = float(run.callback_metrics[key])

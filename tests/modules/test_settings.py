@@ -1,5 +1,7 @@
-"""What RLOO and PPO make of settings that are left out: the same from Python as from YAML."""
+"""What RLOO and PPO make of settings that are left out or impossible, from Python and from YAML."""
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,15 +10,26 @@ import pytest
 from jsonargparse import ArgumentParser
 
 from lrlhf.functional import ALGORITHMS
-from lrlhf.modules import PPO, RLOO, Advantage, Reference, Update
+from lrlhf.models import CausalLM, LoRA, ValueModel
+from lrlhf.modules import (
+    PPO,
+    RLOO,
+    Advantage,
+    Critic,
+    DynamicSampling,
+    ImportanceSampling,
+    Reference,
+    Update,
+)
 from lrlhf.modules.policy.policy_settings import assemble_algorithm
 from lrlhf.rewards import Rewards
+from lrlhf.rollout import Sampling
 from tests.modules.policy_runs import letters
+from tests.modules.test_policy_objective import assembled
 
 LETTERS = "tests.modules.policy_runs.letters"
 GROUPS = {"advantage": Advantage, "update": Update}
-
-
+OWN = "tests.functional.test_estimators.mine"
 MINE = replace(ALGORITHMS["grpo"], name="mine", kl_in="reward", kl_coef=0.5)
 
 
@@ -29,22 +42,17 @@ def from_yaml(kind: type[RLOO | PPO], folder: Path, options: dict[str, Any]) -> 
     return module
 
 
-def meaning(module: RLOO | PPO) -> Any:
-    return module.settings
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
         (PPO, {}),
-        (PPO, {"update": {"loss": "token_clip"}}),
         (PPO, {"update": {"loss": "dr_grpo", "entropy_coef": 0.1}}),
         (PPO, {"update": {"high_entropy_fraction": 0.5}}),
         (PPO, {"advantage": {"scale_rewards": "std", "options": {"lam": 1.0}}}),
+        (PPO, {"algorithm": f"{__name__}.MINE", "critic": None}),
         (RLOO, {}),
         (RLOO, {"advantage": {"estimator": "grpo"}}),
         (RLOO, {"algorithm": "dapo"}),
-        (PPO, {"algorithm": f"{__name__}.MINE", "critic": None}),
     ],
 )
 def test_settings_mean_the_same_from_python_and_from_yaml(
@@ -54,48 +62,32 @@ def test_settings_mean_the_same_from_python_and_from_yaml(
         name: GROUPS[name](**given) if name in GROUPS else given for name, given in options.items()
     }
     from_python = kind(str(model_folder), Rewards([letters]), **groups)
-    assert meaning(from_python) == meaning(from_yaml(kind, model_folder, options))
+    assert from_python.settings == from_yaml(kind, model_folder, options).settings
 
 
 @pytest.mark.parametrize(
-    ("kind", "estimator", "update", "expected"),
+    ("default", "estimator", "update", "expected"),
     [
-        (RLOO, None, {}, ("sequence_clip", "sequence_mean")),
-        (RLOO, "rloo", {"loss": "token_clip"}, ("token_clip", "sequence_mean")),
-        (RLOO, "grpo", {}, ("token_clip", "sequence_mean")),
-        (RLOO, "grpo", {"aggregate": "constant"}, ("token_clip", "constant")),
-        (RLOO, "dr_grpo", {}, ("dr_grpo", "constant")),
-        (RLOO, "dr_grpo", {"loss": "sequence_clip"}, ("sequence_clip", "sequence_mean")),
-        (RLOO, "cpgd", {}, ("cpgd", "sequence_mean")),
-        (RLOO, "reinforce_baseline", {}, ("token_clip", "token_mean")),
-        (PPO, None, {}, ("token_clip", "token_mean")),
-        (PPO, None, {"loss": "token_clip"}, ("token_clip", "token_mean")),
-        (PPO, None, {"loss": "token_clip", "aggregate": "constant"}, ("token_clip", "constant")),
-        (PPO, None, {"loss": "dr_grpo"}, ("dr_grpo", "constant")),
-        (PPO, "grpo", {}, ("token_clip", "sequence_mean")),
-        (PPO, "rloo", {}, ("sequence_clip", "sequence_mean")),
+        ("rloo", None, {}, ("sequence_clip", "sequence_mean")),
+        ("rloo", "rloo", {"loss": "token_clip"}, ("token_clip", "sequence_mean")),
+        ("rloo", "grpo", {}, ("token_clip", "sequence_mean")),
+        ("rloo", "grpo", {"aggregate": "constant"}, ("token_clip", "constant")),
+        ("rloo", "dr_grpo", {}, ("dr_grpo", "constant")),
+        ("rloo", "dr_grpo", {"loss": "sequence_clip"}, ("sequence_clip", "sequence_mean")),
+        ("rloo", "cpgd", {}, ("cpgd", "sequence_mean")),
+        ("rloo", "reinforce_baseline", {}, ("token_clip", "token_mean")),
+        ("ppo", None, {}, ("token_clip", "token_mean")),
+        ("ppo", None, {"loss": "token_clip", "aggregate": "constant"}, ("token_clip", "constant")),
+        ("ppo", None, {"loss": "dr_grpo"}, ("dr_grpo", "constant")),
+        ("ppo", "rloo", {}, ("sequence_clip", "sequence_mean")),
     ],
 )
 def test_the_loss_is_that_of_the_estimators_paper_unless_it_is_named(
-    language_model,
-    tokenizer,
-    kind: type[RLOO | PPO],
-    estimator: str | None,
-    update: dict[str, Any],
-    expected: tuple[str, str],
+    default: str, estimator: str | None, update: dict[str, Any], expected: tuple[str, str]
 ) -> None:
-    critic = {"critic": None} if kind is PPO and estimator else {}
-    advantage = {} if estimator is None else {"advantage": Advantage(estimator=estimator)}
-    module = kind(
-        language_model,
-        Rewards([letters]),
-        tokenizer=tokenizer,
-        update=Update(**update),
-        **advantage,
-        **critic,
-    )
-    loss = module.settings.algorithm.loss
-    assert (loss.name, loss.aggregate) == expected
+    advantage = Advantage() if estimator is None else Advantage(estimator=estimator)
+    chosen = assemble_algorithm(None, default=default, advantage=advantage, update=Update(**update))
+    assert (chosen.loss.name, chosen.loss.aggregate) == expected
 
 
 @pytest.mark.parametrize(
@@ -107,15 +99,11 @@ def test_the_loss_is_that_of_the_estimators_paper_unless_it_is_named(
     ],
 )
 def test_options_are_checked_against_the_loss_that_is_chosen(
-    language_model, tokenizer, options: dict[str, Any], culprit: str
+    build, options: dict[str, Any], culprit: str
 ) -> None:
     with pytest.raises(ValueError, match=culprit):
-        RLOO(language_model, Rewards([letters]), tokenizer=tokenizer, update=Update(**options))
-    grpo = Advantage(estimator="grpo")
-    fitting = Update(loss="cispo", **options)
-    module = RLOO(
-        language_model, Rewards([letters]), tokenizer=tokenizer, advantage=grpo, update=fitting
-    )
+        build(update=Update(**options))
+    module = build(advantage=Advantage(estimator="grpo"), update=Update(loss="cispo", **options))
     assert module.settings.algorithm.loss.name == "cispo"
 
 
@@ -127,40 +115,17 @@ def test_options_are_checked_against_the_loss_that_is_chosen(
         ({"algorithm": "dapo", "reference": Reference(kl_coef=0.1)}, "loss", 0.1),
         ({"algorithm": "grpo", "reference": Reference(placement="reward")}, "reward", 0.05),
         ({"algorithm": "rloo", "advantage": Advantage(estimator="grpo")}, "reward", 0.05),
-        ({"advantage": Advantage(estimator="tests.functional.test_estimators.mine")}, "loss", 0.05),
+        ({"advantage": Advantage(estimator=OWN)}, "loss", 0.05),
         ({"algorithm": MINE}, "reward", 0.5),
     ],
 )
 def test_where_the_penalty_goes_and_how_strong_it_is(
-    language_model, tokenizer, options: dict[str, Any], placement: str, coef: float
+    build, options: dict[str, Any], placement: str, coef: float
 ) -> None:
-    module = RLOO(language_model, Rewards([letters]), tokenizer=tokenizer, **options)
+    module = build(**({"reference": Reference()} | options))
     assert module.settings.algorithm.kl_in == placement
     assert module.settings.kl_coef == module.kl_coef == coef
     assert (module.parts.reference is None) == (coef == 0)
-
-
-@pytest.mark.parametrize(
-    ("options", "culprit"),
-    [
-        (
-            {
-                "advantage": Advantage(estimator="tests.functional.test_estimators.mine"),
-                "reference": Reference(placement="reward"),
-            },
-            r"not known to subtract inputs\.kl",
-        ),
-        ({"algorithm": "gae"}, r"use lrlhf\.modules\.PPO"),
-        ({"algorithm": "remax", "rollout_ahead": 1}, "samples greedy beside the responses"),
-        ({"algorithm": "grop"}, "did you mean 'grpo'"),
-        ({"reference": Reference(kl_estimator="k1", placement="loss")}, "would add noise"),
-    ],
-)
-def test_combinations_that_lose_a_term_are_refused(
-    language_model, tokenizer, options: dict[str, Any], culprit: str
-) -> None:
-    with pytest.raises(ValueError, match=culprit):
-        RLOO(language_model, Rewards([letters]), tokenizer=tokenizer, **options)
 
 
 @pytest.mark.parametrize(
@@ -173,3 +138,128 @@ def test_what_is_sampled_beside_follows_the_advantages(
     given = Advantage(estimator=estimator)
     chosen = assemble_algorithm(algorithm, default="rloo", advantage=given, update=Update())
     assert chosen.beside == beside
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "culprit"),
+    [
+        (RLOO, {"num_generations": 0}, "num_generations"),
+        (RLOO, {"num_generations": 1}, "num_generations is 1; the nearest value is 2"),
+        (RLOO, {"sampling": Sampling(temperature=0.0)}, "sampling.temperature"),
+        (RLOO, {"sampling": Sampling(top_p=0.9)}, "allow_truncated_sampling"),
+        (
+            RLOO,
+            {"advantage": Advantage(estimator="reinforce"), "update": Update(loss="gspo")},
+            "update.loss",
+        ),
+        (
+            RLOO,
+            {
+                "advantage": Advantage(estimator="reinforce", options={"gamma": 0.9}),
+                "update": Update(loss="gspo"),
+                "reference": Reference(kl_coef=0.0),
+            },
+            "gamma below 1",
+        ),
+        (
+            RLOO,
+            {
+                "advantage": Advantage(estimator="grpo"),
+                "reference": Reference(kl_coef=0.1, kl_estimator="k1"),
+            },
+            "kl_estimator is k1 and the penalty is in the loss",
+        ),
+        (
+            RLOO,
+            {"reference": Reference(kl_estimator="k1", placement="loss")},
+            "would add noise",
+        ),
+        (
+            RLOO,
+            {
+                "advantage": Advantage(estimator=OWN),
+                "reference": Reference(placement="reward"),
+            },
+            r"not known to subtract inputs\.kl",
+        ),
+        (RLOO, {"algorithm": "gae"}, r"use lrlhf\.modules\.PPO"),
+        (RLOO, {"advantage": Advantage(estimator="gae")}, r"use lrlhf\.modules\.PPO"),
+        (RLOO, {"algorithm": "remax", "rollout_ahead": 1}, "samples greedy beside the responses"),
+        (RLOO, {"algorithm": "grop"}, "did you mean 'grpo'"),
+        (PPO, {"critic": None}, "needs a critic, and critic is null"),
+        (PPO, {"advantage": Advantage(estimator="rloo")}, "set critic: null"),
+        (PPO, {"update": Update(loss="sequence_clip")}, "gives one per token"),
+        (PPO, {"update": Update(router_loss_coef=0.1)}, "router_loss_coef"),
+        (
+            PPO,
+            {"num_generations": 1, "dynamic_sampling": DynamicSampling(prompts=1)},
+            "nearest value",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(
+    build, kind: type[RLOO | PPO], options: dict[str, Any], culprit: str
+) -> None:
+    with pytest.raises(ValueError, match=culprit):
+        build(kind=kind, **({"reference": Reference()} | options))
+
+
+def test_an_adapter_refuses_a_reference_that_moves(build, model_folder) -> None:
+    spec = CausalLM(source=model_folder, lora=LoRA(r=4, alpha=8))
+    with pytest.raises(ValueError, match=r"reference\.sync_every"):
+        build(spec, reference=Reference(sync_every=2))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "culprit"),
+    [
+        (Critic, {"value_clip_range": 0.0}, "value_clip_range"),
+        (Critic, {"max_grad_norm": 0.0}, "max_grad_norm"),
+        (Critic, {"freeze_steps": -1}, "freeze_steps"),
+        (Critic, {"model": "x", "backbone_coef": 0.5}, "backbone_coef"),
+        (Critic, {"model": ValueModel(source="x"), "head": "mlp"}, "critic.head"),
+        (Update, {"high_entropy_fraction": 0.0, "loss": "dapo"}, "high_entropy_fraction"),
+        (Update, {"pretraining_coef": -1.0}, "pretraining_coef"),
+        (Update, {"entropy_coef": -0.1}, "entropy_coef"),
+        (Update, {"num_iterations": 0}, "update.num_iterations"),
+        (Update, {"micro_batch_tokens": 0}, "update.micro_batch_tokens"),
+        (Update, {"max_grad_norm": 0.0}, "update.max_grad_norm"),
+        (Advantage, {"clip": 0.0}, "advantage.clip"),
+        (Advantage, {"reward_clip_range": (1.0, -1.0)}, "reward_clip_range"),
+        (DynamicSampling, {"prompts": 0}, "dynamic_sampling.prompts"),
+        (Reference, {"kl_coef": -0.1}, "reference.kl_coef"),
+        (Reference, {"sync_every": 0}, "reference.sync_every"),
+        (Reference, {"kl_coef": 0.0, "sync_every": 2}, "reference.sync_every"),
+        (Reference, {"mixup": 0.0}, "reference.mixup"),
+        (ImportanceSampling, {"mode": "token_trunc"}, "did you mean 'token_truncate'"),
+        (ImportanceSampling, {"mode": "none", "high": 2.0}, r"high is 2.0, but mode 'none'"),
+        (ImportanceSampling, {"mode": "token_truncate", "low": 0.5}, r"sampling\.low is 0.5"),
+        (ImportanceSampling, {"mode": "token_mask", "low": 1.5}, r"sampling\.low is 1.5"),
+        (ImportanceSampling, {"mode": "token_mask", "low": -0.5}, r"sampling\.low is -0.5"),
+        (ImportanceSampling, {"mode": "token_mask", "high": 0.5}, r"sampling\.high is 0.5"),
+        (ImportanceSampling, {"mode": "token_mask", "high": math.nan}, r"sampling\.high is nan"),
+    ],
+)
+def test_a_setting_out_of_range_names_itself(
+    make: Callable[..., Any], options: dict[str, Any], culprit: str
+) -> None:
+    with pytest.raises(ValueError, match=culprit):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "update", "culprit"),
+    [
+        ({"estimator": "rlo"}, {}, "rloo"),
+        ({"estimator": "no.such.function"}, {}, "no.such.function"),
+        ({"estimator": "rloo", "options": {"gamma": 0.9}}, {}, "advantage.options"),
+        ({}, {"loss": "sequence_clp"}, "sequence_clip"),
+        ({}, {"loss": "dapo", "options": {"clip_hgih": 0.3}}, "clip_high"),
+        ({}, {"loss": "cpgd", "options": {"clip_low": 0.3}}, "update.options"),
+    ],
+)
+def test_names_and_options_of_an_algorithm_are_checked(
+    advantage: dict[str, Any], update: dict[str, Any], culprit: str
+) -> None:
+    with pytest.raises(ValueError, match=culprit):
+        assembled(Advantage(**advantage), Update(**update))
