@@ -11,7 +11,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 # asked whether there is a GPU, CUDA is not set up: a process that is forked after that could not
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning as L
@@ -59,22 +59,27 @@ def _log_as_before() -> Iterator[None]:
     ours.handlers = handlers
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, and pad, end-of-text and chat marks that are all different."""
+def byte_tokenizer(marks: Sequence[str], eos: str, **options: Any) -> PreTrainedTokenizerFast:
+    """One token per byte, and the given marks, of which the first pads."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    specials = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    vocabulary = {token: index for index, token in enumerate([*specials, *alphabet])}
+    vocabulary = {token: index for index, token in enumerate([*marks, *alphabet])}
     backend = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(specials)
-    tokenizer = PreTrainedTokenizerFast(
+    backend.add_special_tokens(list(marks))
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        pad_token="<|pad|>",
-        eos_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        pad_token=marks[0],
+        eos_token=eos,
         clean_up_tokenization_spaces=False,
+        **options,
     )
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Pad, end-of-text and chat marks are all different."""
+    marks = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = byte_tokenizer(marks, "<|endoftext|>", additional_special_tokens=marks[2:])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -84,22 +89,18 @@ def build_language_model(
 ) -> PreTrainedModel:
     """A two-layer Llama with random weights, so large that its outputs differ between inputs."""
     sizes = {
+        "vocab_size": len(tokenizer),
         "hidden_size": 32,
         "intermediate_size": 64,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
         "tie_word_embeddings": True,
+        "initializer_range": 0.2,
     }
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        num_hidden_layers=2,
-        max_position_embeddings=256,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        initializer_range=0.2,
-        **{**sizes, **options},
-    )
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = LlamaConfig(bos_token_id=None, **ids, **(sizes | options))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return LlamaForCausalLM(config).eval()

@@ -9,8 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
-
 import lrlhf
 
 ROOT = Path(lrlhf.__file__).parent
@@ -115,17 +113,3 @@ def test_no_class_shares_a_private_name_with_its_parent_in_lightning() -> None:
         if clash := used & theirs:
             shared[f"{cls.__module__}.{cls.__name__}"] = sorted(clash)
     assert shared == {}
-
-
-def test_the_one_file_stays_small() -> None:
-    assert len(THE_FILE.read_text().splitlines()) <= 400
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["trainer._teardown()", "x = module._trainer", "from lightning.pytorch.loops.a import _Loop"],
-)
-def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
-    monkeypatch.setattr("tests.test_layers.ROOT", tmp_path)
-    (tmp_path / "x.py").write_text(f"{line}\n")
-    assert len(list(offences(tmp_path / "x.py", lightning_private()))) == 1

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -25,6 +23,7 @@ from transformers.video_utils import VideoMetadata
 
 from lrlhf.media import MediaProcessor, Video
 from lrlhf.types import Media, PromptBatch, SequenceBatch
+from tests.conftest import byte_tokenizer
 from tests.matrices import few_of
 
 _CHATML = (
@@ -70,29 +69,26 @@ class _Parts(NamedTuple):
 
 
 def _tokenizer(specials: Sequence[str], **named: str) -> PreTrainedTokenizerFast:
-    """One token per byte, and the given marks."""
-    marks = ["<|pad|>", "<|im_start|>", "<|im_end|>", *specials]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate([*marks, *alphabet])}
-    backend = Tokenizer(BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(marks)
     extra: dict[str, Any] = (
         {"extra_special_tokens": named} if named else {"additional_special_tokens": list(specials)}
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<|pad|>",
-        eos_token="<|im_end|>",
-        clean_up_tokenization_spaces=False,
-        **extra,
+    return byte_tokenizer(
+        ["<|pad|>", "<|im_start|>", "<|im_end|>", *specials], "<|im_end|>", **extra
     )
 
 
-def _text(tokenizer: PreTrainedTokenizerFast, **options: Any) -> dict[str, Any]:
+def _config(
+    family: str,
+    tokenizer: PreTrainedTokenizerFast,
+    text: dict[str, Any],
+    vision: dict[str, Any],
+    **options: Any,
+) -> PreTrainedConfig:
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    return {**_TEXT, **ids, "bos_token_id": None, "vocab_size": len(tokenizer), **options}
+    text = {**_TEXT, **ids, "bos_token_id": None, "vocab_size": len(tokenizer), **text}
+    return AutoConfig.for_model(
+        family, text_config=text, vision_config=vision, tie_word_embeddings=True, **options
+    )
 
 
 def _template(tokenizer: PreTrainedTokenizerFast, image: str, video: str = "") -> str:
@@ -103,16 +99,14 @@ def _template(tokenizer: PreTrainedTokenizerFast, image: str, video: str = "") -
 
 def _qwen(family: str) -> _Parts:
     tokenizer = _tokenizer(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"])
-    token = tokenizer.convert_tokens_to_ids
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    marks = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(marks), strict=True))
     patch = 16 if family == "qwen3_vl" else 14
     rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}
-    text = _text(tokenizer, rope_parameters=rope)
-    vision: dict[str, Any] = {
-        "depth": 2,
-        "num_heads": 2,
-        "patch_size": patch,
-        "initializer_range": 0.2,
-    }
+    text: dict[str, Any] = {"rope_parameters": rope}
+    vision: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": patch}
+    vision["initializer_range"] = 0.2
     if family == "qwen2_vl":
         vision |= {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
     else:
@@ -121,52 +115,39 @@ def _qwen(family: str) -> _Parts:
         vision |= {"fullatt_block_indexes": [1], "window_size": 56}
     if family == "qwen3_vl":
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
-        text |= {"head_dim": 32}
+        text["head_dim"] = 32
         rope["mrope_interleaved"] = True
-    config = AutoConfig.for_model(
-        family,
-        text_config=text,
-        vision_config=vision,
-        image_token_id=token("<|image_pad|>"),
-        video_token_id=token("<|video_pad|>"),
-        vision_start_token_id=token("<|vision_start|>"),
-        vision_end_token_id=token("<|vision_end|>"),
-        tie_word_embeddings=True,
-    )
     pixels = {"shortest_edge": (2 * patch) ** 2, "longest_edge": (6 * patch) ** 2}
-    images = transformers.Qwen2VLImageProcessor(patch_size=patch, merge_size=2, size=pixels)
     prefix = "Qwen3VL" if family == "qwen3_vl" else "Qwen2VL"
-    videos = getattr(transformers, f"{prefix}VideoProcessor")(
-        patch_size=patch,
-        merge_size=2,
-        temporal_patch_size=2,
-        cap_pixels_per_frame=False,
-        size={**pixels, "longest_edge": 4 * pixels["longest_edge"]},
-    )
     name = "Qwen2_5_VLProcessor" if family == "qwen2_5_vl" else f"{prefix}Processor"
-    around = "<|vision_start|>{}<|vision_end|>"
+    sizes = {"patch_size": patch, "merge_size": 2}
     processor = getattr(transformers, name)(
-        image_processor=images,
+        image_processor=transformers.Qwen2VLImageProcessor(size=pixels, **sizes),
         tokenizer=tokenizer,
-        video_processor=videos,
+        video_processor=getattr(transformers, f"{prefix}VideoProcessor")(
+            temporal_patch_size=2,
+            cap_pixels_per_frame=False,
+            size={**pixels, "longest_edge": 4 * pixels["longest_edge"]},
+            **sizes,
+        ),
         chat_template=_template(
-            tokenizer, around.format("<|image_pad|>"), around.format("<|video_pad|>")
+            tokenizer, *(f"<|vision_start|>{mark}<|vision_end|>" for mark in marks[:2])
         ),
     )
-    return _Parts(config, processor)
+    return _Parts(_config(family, tokenizer, text, vision, **ids), processor)
 
 
 def _idefics(family: str) -> _Parts:
     tiles = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
     marks = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
     tokenizer = _tokenizer([*marks, "<video>", *tiles])
-    config = AutoConfig.for_model(
+    config = _config(
         family,
-        text_config=_text(tokenizer, model_type="llama"),
-        vision_config=_VISION,
+        tokenizer,
+        {"model_type": "llama"},
+        _VISION,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
-        tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
     )
     edge = {"longest_edge": 32}
@@ -192,21 +173,19 @@ def _idefics(family: str) -> _Parts:
 
 def _llava_onevision(family: str) -> _Parts:
     tokenizer = _tokenizer(["<image>", "<video>"])
-    pinpoints = [[32, 32], [32, 64], [64, 32]]
-    config = AutoConfig.for_model(
+    tiles = {"image_grid_pinpoints": [[32, 32], [32, 64], [64, 32]]}
+    config = _config(
         family,
-        text_config=_text(tokenizer, model_type="qwen2"),
-        vision_config={**_VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
+        tokenizer,
+        {"model_type": "qwen2"},
+        {**_VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
-        image_grid_pinpoints=pinpoints,
-        tie_word_embeddings=True,
+        **tiles,
     )
     size = {"height": 32, "width": 32}
     processor = transformers.LlavaOnevisionProcessor(
-        image_processor=transformers.LlavaOnevisionImageProcessor(
-            size=size, image_grid_pinpoints=pinpoints
-        ),
+        image_processor=transformers.LlavaOnevisionImageProcessor(size=size, **tiles),
         tokenizer=tokenizer,
         video_processor=transformers.LlavaOnevisionVideoProcessor(size=size),
         num_image_tokens=16,
@@ -218,13 +197,13 @@ def _llava_onevision(family: str) -> _Parts:
 
 def _llava(family: str) -> _Parts:
     tokenizer = _tokenizer(["<image>"])
-    config = AutoConfig.for_model(
+    config = _config(
         family,
-        text_config=_text(tokenizer, model_type="llama"),
-        vision_config={**_VISION, "model_type": "clip_vision_model"},
+        tokenizer,
+        {"model_type": "llama"},
+        {**_VISION, "model_type": "clip_vision_model"},
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         image_seq_length=16,
-        tie_word_embeddings=True,
     )
     processor = transformers.LlavaProcessor(
         image_processor=transformers.CLIPImageProcessor(
@@ -246,14 +225,13 @@ def _gemma3(family: str) -> _Parts:
         "image_token": "<image_soft_token>",
     }
     tokenizer = _tokenizer(list(named.values()), **named)
-    ids = {key: tokenizer.convert_tokens_to_ids(mark) for key, mark in named.items()}
-    config = AutoConfig.for_model(
+    config = _config(
         family,
-        text_config=_text(tokenizer, head_dim=32, query_pre_attn_scalar=32, sliding_window=64),
-        vision_config={**_VISION, "vision_use_head": False},
+        tokenizer,
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64},
+        {**_VISION, "vision_use_head": False},
         mm_tokens_per_image=4,
-        tie_word_embeddings=True,
-        **{f"{key}_index": value for key, value in ids.items()},
+        **{f"{k}_index": tokenizer.convert_tokens_to_ids(mark) for k, mark in named.items()},
     )
     processor = transformers.Gemma3Processor(
         image_processor=transformers.Gemma3ImageProcessor(size={"height": 32, "width": 32}),
@@ -371,21 +349,18 @@ def row(
 
 def _video_arguments(clips: Sequence[Video], *, nested: bool) -> dict[str, Any]:
     frames: Any = [torch.from_numpy(video.frames).permute(0, 3, 1, 2) for video in clips]
-    told: Any = [
-        VideoMetadata(
-            total_num_frames=len(video.frames),
-            fps=video.fps,
-            duration=len(video.frames) / video.fps,
-            frames_indices=list(range(len(video.frames))),
+    told: Any = []
+    for video in clips:
+        count = len(video.frames)
+        told.append(
+            VideoMetadata(
+                count, video.fps, duration=count / video.fps, frames_indices=[*range(count)]
+            )
         )
-        for video in clips
-    ]
     if nested:
         frames, told = [frames], [told]
-    return {
-        "videos": frames,
-        "videos_kwargs": {"do_sample_frames": False, "video_metadata": told},
-    }
+    told = {"do_sample_frames": False, "video_metadata": told}
+    return {"videos": frames, "videos_kwargs": told}
 
 
 def rows_of(vlm: Vlm) -> list[Row]:

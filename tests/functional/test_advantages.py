@@ -21,35 +21,24 @@ GROUP_FUNCTIONS = pytest.mark.parametrize(
 
 def explicit_sum(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
     """``A_t = Σ_k (γλ)^k δ_{t+k}`` over one row without gaps."""
-    length = len(rewards)
-    following = torch.cat([values[1:], torch.zeros(1, dtype=values.dtype)])
-    deltas = rewards + gamma * following - values
+    deltas = rewards + gamma * torch.cat([values[1:], values.new_zeros(1)]) - values
+    weights = (gamma * lam) ** torch.arange(len(deltas), dtype=torch.float64)
     return torch.stack(
-        [
-            sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, length))  # type: ignore[misc]
-            for t in range(length)
-        ]
+        [(weights[: len(deltas) - t] * deltas[t:]).sum() for t in range(len(deltas))]
     )
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.9, 0.0), (0.0, 0.5)])
-def test_gae_is_the_discounted_sum_of_td_errors(gamma: float, lam: float) -> None:
-    rewards, values = torch.randn(2, 1, 6, dtype=torch.float64)
-    result = generalized_advantages(
-        rewards, values, torch.ones(1, 6, dtype=torch.bool), gamma=gamma, lam=lam
-    )
-    expected = explicit_sum(rewards[0], values[0], gamma, lam)[None]
-    torch.testing.assert_close(result.advantages, expected)
-    torch.testing.assert_close(result.returns, expected + values)
-
-
-def test_gae_skips_tool_output_in_the_middle_of_a_response() -> None:
+def test_gae_is_the_discounted_sum_of_td_errors_over_what_the_mask_counts(
+    gamma: float, lam: float
+) -> None:
+    # as if the tool output in the middle of the response had not been there
     mask = torch.tensor([[False, True, True, False, False, True, True, False]])
     rewards, values = torch.randn(2, 1, 8, dtype=torch.float64)
-    result = generalized_advantages(rewards, values, mask, gamma=0.9, lam=0.8)
-    # as if the tool output had not been there
-    expected = explicit_sum(rewards[mask], values[mask], 0.9, 0.8)
+    result = generalized_advantages(rewards, values, mask, gamma=gamma, lam=lam)
+    expected = explicit_sum(rewards[mask], values[mask], gamma, lam)
     torch.testing.assert_close(result.advantages[mask], expected)
+    torch.testing.assert_close(result.returns[mask], expected + values[mask])
     assert (result.advantages[~mask] == 0).all()
     assert (result.returns[~mask] == 0).all()
 
@@ -59,15 +48,13 @@ def test_padding_and_row_order_do_not_matter_to_gae() -> None:
     mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1], [1, 1, 0, 1, 0]]).bool()
     whole = generalized_advantages(rewards, values, mask, gamma=0.9)
     order = torch.tensor([2, 0, 1])
-    shuffled = generalized_advantages(rewards[order], values[order], mask[order], gamma=0.9)
-    assert torch.equal(shuffled.advantages, whole.advantages[order])
     padded = generalized_advantages(
-        *(torch.nn.functional.pad(x, (2, 3), value=7.0) for x in (rewards, values)),
-        torch.nn.functional.pad(mask, (2, 3)),
+        *(torch.nn.functional.pad(x[order], (2, 3), value=7.0) for x in (rewards, values)),
+        torch.nn.functional.pad(mask[order], (2, 3)),
         gamma=0.9,
     )
-    assert torch.equal(padded.advantages[:, 2:-3], whole.advantages)
-    assert torch.equal(padded.returns[:, 2:-3], whole.returns)
+    assert torch.equal(padded.advantages[:, 2:-3], whole.advantages[order])
+    assert torch.equal(padded.returns[:, 2:-3], whole.returns[order])
 
 
 @pytest.mark.parametrize("options", [{"gamma": 1.1}, {"gamma": -0.1}, {"lam": 1.1}, {"lam": NAN}])
@@ -99,21 +86,23 @@ def test_group_advantages_by_hand() -> None:
 
 
 @GROUP_FUNCTIONS
-@pytest.mark.parametrize("score", [0.1, -0.7, 0.0, 1e6])
-def test_equal_rewards_teach_exactly_nothing(estimate, score: float) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("score", [0.1, 0.0, 1e6])
+def test_equal_rewards_teach_exactly_nothing(estimate, score: float) -> None:
     assert estimate(torch.full((6,), score), num_generations=3).tolist() == [0] * 6
 
 
 @GROUP_FUNCTIONS
-def test_an_unscorable_row_is_as_if_it_were_not_there(estimate) -> None:  # type: ignore[no-untyped-def]
-    with_it = estimate(torch.tensor([1.0, NAN, 2.0, 6.0]), num_generations=4)
+def test_an_unscorable_row_is_as_if_it_were_not_there(estimate) -> None:
+    scores = torch.tensor([1.0, NAN, 2.0, 6.0], requires_grad=True)
+    with_it = estimate(scores, num_generations=4)
     without = estimate(torch.tensor([1.0, 2.0, 6.0]), num_generations=3)
     assert torch.equal(with_it[[0, 2, 3]], without)
     assert with_it[1] == 0
+    assert not with_it.requires_grad
 
 
 @GROUP_FUNCTIONS
-def test_rows_without_a_scorable_sibling_get_zero(estimate) -> None:  # type: ignore[no-untyped-def]
+def test_rows_without_a_scorable_sibling_get_zero(estimate) -> None:
     assert estimate(torch.tensor([5.0, 7.0]), num_generations=1).tolist() == [0, 0]
     scores = torch.tensor([NAN, 5.0, NAN, NAN])
     assert estimate(scores, num_generations=2).tolist() == [0, 0, 0, 0]
@@ -124,22 +113,14 @@ def test_rows_that_can_be_compared_are_told() -> None:
     assert has_baseline(scores, num_generations=3).tolist() == [True, True] + [False] * 4
 
 
-@GROUP_FUNCTIONS
-def test_no_gradient_flows_into_scores(estimate) -> None:  # type: ignore[no-untyped-def]
-    scores = torch.randn(4, requires_grad=True)
-    assert not estimate(scores, num_generations=2).requires_grad
-
-
-@GROUP_FUNCTIONS
 @pytest.mark.parametrize(
     ("rows", "size", "message"),
     [
         (12, 5, "12 scores.*num_generations=5; pass 10 or 15 rows, or num_generations=4"),
         (3, 7, "3 scores.*num_generations=7; pass 7 rows, or num_generations=3"),
         (4, 0, "num_generations is 0"),
-        (4, -2, "num_generations is -2"),
     ],
 )
-def test_incomplete_groups_are_refused(estimate, rows: int, size: int, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_incomplete_groups_are_refused(rows: int, size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        estimate(torch.zeros(rows), num_generations=size)
+        leave_one_out_advantages(torch.zeros(rows), num_generations=size)

@@ -95,30 +95,23 @@ def test_a_penalty_that_is_put_into_the_reward_of_grpo_counts() -> None:
     assert z[:, 1].tolist() == pytest.approx([HALF, -HALF, -HALF, HALF])
 
 
+def rows_of(inputs: EstimatorInputs, rows: list[int], **changes: Any) -> EstimatorInputs:
+    """Some rows of the inputs, as one group."""
+    taken = {
+        name: getattr(inputs, name)[rows]
+        for name in ("scores", "kl", "response_mask", "baseline_mask", "values")
+    }
+    greedy = {"greedy": inputs.rows["greedy"][rows]}
+    return inputs._replace(**taken, rows=greedy, num_generations=len(rows))._replace(**changes)
+
+
 @EVERY
 def test_an_unscorable_row_is_left_out_and_its_siblings_do_not_see_it(name: str) -> None:
-    inputs = INPUTS._replace(
-        scores=torch.tensor([3.0, NAN, 1.0, 7.0]),
-        kl=INPUTS.kl[[0, 1, 1, 3]],
-        response_mask=INPUTS.response_mask[[0, 1, 1, 3]],
-        num_generations=4,
-        baseline_mask=torch.ones(4, dtype=torch.bool),
-        values=INPUTS.values[[0, 1, 1, 3]],
-        rows={"greedy": INPUTS.rows["greedy"][[0, 1, 1, 3]]},
-    )
-    kept = torch.tensor([0, 2, 3])
-    alone = inputs._replace(
-        scores=inputs.scores[kept],
-        kl=inputs.kl[kept],
-        response_mask=inputs.response_mask[kept],
-        num_generations=3,
-        baseline_mask=inputs.baseline_mask[kept],
-        values=inputs.values[kept],
-        rows={"greedy": inputs.rows["greedy"][kept]},
-    )
-    advantages = estimate(name, inputs)
+    group = rows_of(INPUTS, [0, 1, 1, 3], scores=torch.tensor([3.0, NAN, 1.0, 7.0]))
+    kept = [0, 2, 3]
+    advantages = estimate(name, group)
     assert (advantages[1] == 0).all()
-    torch.testing.assert_close(advantages[kept], estimate(name, alone))
+    torch.testing.assert_close(advantages[kept], estimate(name, rows_of(group, kept)))
 
 
 @EVERY
@@ -195,14 +188,8 @@ def test_a_greedy_response_without_a_score_leaves_its_rows_without_an_advantage(
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_plus_plus", "rloo_openrlhf"])
 def test_gamma_discounts_towards_the_last_token(name: str) -> None:
-    full = estimate(name, without_kl())
-    halved = estimate(name, without_kl(), gamma=0.5)
-    assert halved[0, 1:].tolist() == pytest.approx(
-        (full[0, 1:] * torch.tensor([0.25, 0.5, 1])).tolist()
-    )
-
-
-def test_gamma_discounts_the_group_baseline_too() -> None:
+    full, halved = (estimate(name, without_kl(), gamma=gamma)[0, 1:] for gamma in (1.0, 0.5))
+    torch.testing.assert_close(halved, full * torch.tensor([0.25, 0.5, 1]))
     # score minus group mean is 1, on the third token
     assert estimate("reinforce_baseline", without_kl(), gamma=0.5)[0].tolist() == [0, 0.25, 0.5, 1]
 
@@ -214,12 +201,18 @@ def test_openrlhf_clips_the_advantage_not_the_score() -> None:
         estimate("rloo_openrlhf", INPUTS, advantage_clip=0.0)
 
 
-CPGD_INPUTS = INPUTS._replace(
-    scores=torch.tensor([3.0, 1.0, 5.0, 5.0, 0.0, 4.0, 2.0, 2.0]),
-    kl=torch.zeros(8, 2),
-    response_mask=torch.tensor([[False, True]]).expand(8, 2),
-    baseline_mask=torch.ones(8, dtype=torch.bool),
-)
+def one_token(scores: list[float], num_generations: int) -> EstimatorInputs:
+    rows = len(scores)
+    return INPUTS._replace(
+        scores=torch.tensor(scores),
+        kl=torch.zeros(rows, 2),
+        response_mask=torch.tensor([[False, True]]).expand(rows, 2),
+        baseline_mask=torch.ones(rows, dtype=torch.bool),
+        num_generations=num_generations,
+    )
+
+
+CPGD_INPUTS = one_token([3.0, 1.0, 5.0, 5.0, 0.0, 4.0, 2.0, 2.0], 2)
 
 
 @pytest.mark.parametrize(
@@ -237,19 +230,10 @@ def test_cpgd_weighs_its_groups(options: dict[str, Any], expected: list[float]) 
     advantages = estimate("cpgd", CPGD_INPUTS, **options)
     assert advantages[:, 1].tolist() == pytest.approx(expected, rel=1e-5)
     assert (advantages[:, 0] == 0).all()
-
-
-def test_cpgd_is_not_zero_for_a_single_group() -> None:
-    one = CPGD_INPUTS._replace(
-        scores=torch.tensor([1.0, 2.0, 3.0, 6.0]),
-        kl=torch.zeros(4, 2),
-        response_mask=CPGD_INPUTS.response_mask[:4],
-        baseline_mask=torch.ones(4, dtype=torch.bool),
-        num_generations=4,
-    )
-    # mean 3, biased deviation √((4 + 1 + 0 + 9) / 4)
-    expected = [value / 3.5**0.5 for value in (-2, -1, 0, 3)]
-    assert estimate("cpgd", one)[:, 1].tolist() == pytest.approx(expected, rel=1e-5)
+    # a single group has mean 3 and the biased deviation √((4 + 1 + 0 + 9) / 4)
+    alone = [value / 3.5**0.5 for value in (-2, -1, 0, 3)]
+    found = estimate("cpgd", one_token([1.0, 2.0, 3.0, 6.0], 4))
+    assert found[:, 1].tolist() == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +260,7 @@ def mine(inputs: EstimatorInputs) -> torch.Tensor:
 WHITENED = Estimator(mine, normalize="sequence", groups=True)
 
 
-def test_names_and_paths_resolve() -> None:
+def test_names_and_paths_resolve_and_an_unknown_name_suggests_the_nearest() -> None:
     assert resolve_estimator("grpo") is ESTIMATORS["grpo"]
     # nothing is known of a bare function: a penalty counts although this one ignores inputs.kl
     assert resolve_estimator(f"{__name__}.mine") == Estimator(mine, uses_kl=False)
@@ -284,8 +268,5 @@ def test_names_and_paths_resolve() -> None:
     assert resolve_algorithm("gae") is ALGORITHMS["ppo"]
     with pytest.raises(ValueError, match=r"is a function, not a lrlhf\.functional\.Algorithm"):
         resolve_algorithm(f"{__name__}.mine")
-
-
-def test_an_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"unknown estimator 'rlo'.*did you mean 'rloo'"):
         resolve_estimator("rlo")

@@ -35,9 +35,13 @@ def sequence_mean(loss: Tensor, record: dict[str, Any]) -> Tensor:
     return aggregate(loss, mask(record["mask"]), mode="sequence_mean")
 
 
+def inputs(record: dict[str, Any], *names: str) -> list[Tensor]:
+    return [tensor(record[name]) for name in names]
+
+
 @every("pair_losses")
 def test_pair_losses_equal_lightrft(record: dict[str, Any]) -> None:
-    pair = tensor(record["chosen"]), tensor(record["rejected"])
+    pair = inputs(record, "chosen", "rejected")
     assert_recorded(bradley_terry_loss(*pair, margin=record["margin"]).mean(), record["sigmoid"])
     assert_recorded(log_exp_loss(*pair).mean(), record["logexp"])
     assert_recorded(hps_loss(*pair).mean(), record["hps"])
@@ -45,49 +49,33 @@ def test_pair_losses_equal_lightrft(record: dict[str, Any]) -> None:
 
 @every("policy_losses")
 def test_policy_losses_equal_lightrft(record: dict[str, Any]) -> None:
-    inputs = (
-        tensor(record["logprobs"]),
-        tensor(record["old_logprobs"]),
-        tensor(record["advantages"]),
-        mask(record["mask"]),
-    )
+    given = *inputs(record, "logprobs", "old_logprobs", "advantages"), mask(record["mask"])
     clip = record["clip_range"]
-    ppo = clipped_policy_loss(*inputs, clip_low=clip, clip_high=clip)
+    ppo = clipped_policy_loss(*given, clip_low=clip, clip_high=clip)
     assert_recorded(sequence_mean(ppo, record), record["ppo"])
-    cpgd = cpgd_policy_loss(*inputs, clip_range=clip)
+    cpgd = cpgd_policy_loss(*given, clip_range=clip)
     assert_recorded(sequence_mean(cpgd, record), record["cpgd"])
 
 
 @every("value_losses")
 def test_value_losses_equal_lightrft(record: dict[str, Any]) -> None:
-    inputs = (
-        tensor(record["values"]),
-        tensor(record["old_values"]),
-        tensor(record["returns"]),
-        mask(record["mask"]),
-    )
-    clipped = clipped_value_loss(*inputs, value_clip_range=record["value_clip_range"])
+    given = *inputs(record, "values", "old_values", "returns"), mask(record["mask"])
+    clipped = clipped_value_loss(*given, value_clip_range=record["value_clip_range"])
     assert_recorded(sequence_mean(clipped, record), record["clipped"])
-    assert_recorded(sequence_mean(clipped_value_loss(*inputs), record), record["unclipped"])
+    assert_recorded(sequence_mean(clipped_value_loss(*given), record), record["unclipped"])
 
 
 @every("kl")
 def test_kl_estimates_equal_lightrft(record: dict[str, Any]) -> None:
-    kl = kl_estimate(
-        tensor(record["logprobs"]), tensor(record["ref_logprobs"]), estimator=record["estimator"]
-    )
+    pair = inputs(record, "logprobs", "ref_logprobs")
+    kl = kl_estimate(*pair, estimator=record["estimator"])
     assert_recorded(kl * mask(record["mask"]), record["kl"])
 
 
 @every("token_rewards")
 def test_token_rewards_equal_lightrft(record: dict[str, Any]) -> None:
-    rewards = shape_rewards(
-        tensor(record["scores"]),
-        tensor(record["kl"]),
-        mask(record["mask"]),
-        kl_coef=record["kl_coef"],
-    )
-    assert_recorded(rewards, record["rewards"])
+    given = *inputs(record, "scores", "kl"), mask(record["mask"])
+    assert_recorded(shape_rewards(*given, kl_coef=record["kl_coef"]), record["rewards"])
 
 
 @every("gae")
@@ -108,22 +96,17 @@ def test_generalized_advantages_equal_lightrft(record: dict[str, Any], outside: 
 
 @every("discounted_returns")
 def test_discounted_returns_equal_lightrft(record: dict[str, Any]) -> None:
-    returns = discounted_returns(
-        tensor(record["rewards"]), mask(record["mask"]), gamma=record["gamma"]
-    )
-    assert_recorded(returns, record["returns"])
+    given = tensor(record["rewards"]), mask(record["mask"])
+    assert_recorded(discounted_returns(*given, gamma=record["gamma"]), record["returns"])
 
 
 @every("group_scores")
 def test_group_advantages_equal_lightrft(record: dict[str, Any]) -> None:
-    scores, size = tensor(record["scores"]), record["num_generations"]
-    assert_recorded(leave_one_out_advantages(scores, num_generations=size), record["rloo"])
-    assert_recorded(
-        group_mean_advantages(scores, num_generations=size), record["reinforce_baseline"]
-    )
-    assert_recorded(
-        group_normalized_advantages(scores, num_generations=size, eps=1e-9), record["group_norm"]
-    )
+    scores, size = tensor(record["scores"]), {"num_generations": record["num_generations"]}
+    assert_recorded(leave_one_out_advantages(scores, **size), record["rloo"])
+    assert_recorded(group_mean_advantages(scores, **size), record["reinforce_baseline"])
+    normalized = group_normalized_advantages(scores, eps=1e-9, **size)
+    assert_recorded(normalized, record["group_norm"])
 
 
 def test_the_adaptive_kl_coefficient_equals_lightrft() -> None:

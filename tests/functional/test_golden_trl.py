@@ -1,4 +1,7 @@
-"""TRL's RLOO from rewards to loss, and its reward-model loss, on recorded inputs."""
+"""Metrics of TRL's RLOO, and its reward-model loss, on recorded inputs.
+
+Its advantages and its loss are in `tests/modules/test_policy_objective.py`, on the same records.
+"""
 
 from typing import Any
 
@@ -13,12 +16,8 @@ from lrlhf.functional import (
     group_mean_advantages,
     has_baseline,
     kl_estimate,
-    leave_one_out_advantages,
     masked_mean,
-    masked_sum,
-    sequence_clipped_policy_loss,
     sequence_ratio,
-    standardize,
 )
 
 from .recorded import TRL, assert_recorded, mask, tensor
@@ -36,21 +35,6 @@ def weighted_scores(record: dict[str, Any]) -> Tensor:
     return torch.where(table.isnan().all(dim=1), nan, total)
 
 
-def advantages_of(record: dict[str, Any]) -> Tensor:
-    scores, counts = weighted_scores(record), mask(record["completion_mask"])
-    if record["reward_clip_range"] is not None:
-        scores = scores.clamp(*record["reward_clip_range"])
-    if record["beta"]:
-        kl = kl_estimate(tensor(record["old_logprobs"]), tensor(record["ref_logprobs"]))
-        scores = scores - record["beta"] * masked_sum(kl, counts, dim=1)
-    generations = record["num_generations"]
-    advantages = leave_one_out_advantages(scores, num_generations=generations)
-    if record["normalize_advantages"]:
-        compared = has_baseline(scores, num_generations=generations)
-        advantages = standardize(advantages, compared, eps=1e-4)
-    return advantages
-
-
 def test_the_records_hold_every_combination_of_the_options() -> None:
     options = {
         (r["num_generations"], r["beta"], r["reward_clip_range"] is None, r["normalize_advantages"])
@@ -60,59 +44,28 @@ def test_the_records_hold_every_combination_of_the_options() -> None:
 
 
 @RLOO
-def test_advantages_equal_trl(record: dict[str, Any]) -> None:
-    assert_recorded(advantages_of(record), record["expected"]["advantages"])
-
-
-@RLOO
-def test_the_whole_pipeline_equals_trl(record: dict[str, Any]) -> None:
-    loss = sequence_clipped_policy_loss(
-        tensor(record["new_logprobs"]),
-        tensor(record["old_logprobs"]),
-        advantages_of(record),
-        mask(record["completion_mask"]),
-        clip_low=record["epsilon_low"],
-        clip_high=record["epsilon_high"],
-    )
-    assert_recorded(loss.mean(), record["expected"]["loss"])
-
-
-@RLOO
-def test_kl_equals_trl_as_a_mean_over_tokens(record: dict[str, Any]) -> None:
-    kl = kl_estimate(tensor(record["old_logprobs"]), tensor(record["ref_logprobs"]))
-    if record["expected"]["kl"] is None:
-        assert record["beta"] == 0
-        return
-    assert_recorded(masked_mean(kl, mask(record["completion_mask"])), record["expected"]["kl"])
-
-
-@RLOO
-def test_clip_fractions_equal_trl(record: dict[str, Any]) -> None:
-    ratio = sequence_ratio(
-        tensor(record["new_logprobs"]),
-        tensor(record["old_logprobs"]),
-        mask(record["completion_mask"]),
-    )
+def test_metrics_equal_trl(record: dict[str, Any]) -> None:
+    expected, counts = record["expected"], mask(record["completion_mask"])
+    new, old = tensor(record["new_logprobs"]), tensor(record["old_logprobs"])
+    kl = masked_mean(kl_estimate(old, tensor(record["ref_logprobs"])), counts)
+    if record["beta"]:
+        assert_recorded(kl, expected["kl"])
+    ratio = sequence_ratio(new, old, counts)
     fractions = clip_fractions(
         ratio,
-        tensor(record["expected"]["advantages"]),
+        tensor(expected["advantages"]),
         torch.ones_like(ratio, dtype=torch.bool),
         clip_low=record["epsilon_low"],
         clip_high=record["epsilon_high"],
     )
-    assert_recorded(fractions.low, record["expected"]["clip_low_mean"])
-    assert_recorded(fractions.high, record["expected"]["clip_high_mean"])
-    assert_recorded(fractions.low + fractions.high, record["expected"]["clip_region_mean"])
-
-
-@RLOO
-def test_groups_without_variance_equal_trl(record: dict[str, Any]) -> None:
+    assert_recorded(fractions.low, expected["clip_low_mean"])
+    assert_recorded(fractions.high, expected["clip_high_mean"])
+    assert_recorded(fractions.low + fractions.high, expected["clip_region_mean"])
     scores, generations = weighted_scores(record), record["num_generations"]
     deviations = group_mean_advantages(scores, num_generations=generations)
-    compared = has_baseline(scores, num_generations=generations)
-    flat = (deviations == 0) & compared
+    flat = (deviations == 0) & has_baseline(scores, num_generations=generations)
     fraction = flat.view(-1, generations).any(dim=1).float().mean()
-    assert_recorded(fraction, record["expected"]["frac_reward_zero_std"])
+    assert_recorded(fraction, expected["frac_reward_zero_std"])
 
 
 @pytest.mark.parametrize("record", TRL["reward"], ids=range(len(TRL["reward"])))

@@ -51,9 +51,7 @@ def test_the_score_comes_on_the_last_response_token() -> None:
     rewards = shape_rewards(torch.tensor([1.0, -2.0]), kl, mask, kl_coef=0.2)
     expected = torch.tensor([[0, -0.1, 0, 0.9, 0], [0, -0.1, -0.1, -0.1, -2.1]])
     torch.testing.assert_close(rewards, expected)
-
-
-def test_unscorable_and_empty_rows_get_no_score() -> None:
+    # unscorable and empty rows get none
     mask = torch.tensor([[True, True], [False, False]])
     kl = torch.tensor([[0.5, 0.0], [NAN, NAN]])
     rewards = shape_rewards(torch.tensor([NAN, 3.0]), kl, mask, kl_coef=1.0)

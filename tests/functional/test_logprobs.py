@@ -49,7 +49,7 @@ def test_two_tokens_by_hand() -> None:
 
 
 @BOTH_PATHS
-@pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
+@pytest.mark.parametrize("chunk_size", [1, 3, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_values_and_gradients_do_not_depend_on_the_chunks(
     head: Head, chunk_size: int, temperature: float
@@ -68,11 +68,12 @@ def test_values_and_gradients_do_not_depend_on_the_chunks(
     torch.testing.assert_close(result.entropy, expected.entropy)
     upstream = torch.randn(2, N, dtype=torch.float64)
     gradients = [
-        torch.autograd.grad((both.logprobs * upstream[0] + both.entropy * upstream[1]).sum(), x)
+        torch.autograd.grad(
+            (both.logprobs * upstream[0] + both.entropy * upstream[1]).sum(), (hidden, weight)
+        )
         for both in (result, expected)
-        for x in [(hidden, weight)]
     ]
-    torch.testing.assert_close(gradients[0], gradients[1])
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_head_keeps_its_bias_cap_and_parameters() -> None:
@@ -105,17 +106,20 @@ def test_dropout_in_the_head_is_the_same_in_both_passes() -> None:
     assert torch.equal(first, again)
 
 
+def summed(result: Tensor | LogprobsAndEntropy) -> Tensor:
+    parts = result if isinstance(result, LogprobsAndEntropy) else (result,)
+    return sum(part.sum() for part in parts)
+
+
 @BOTH_PATHS
 @pytest.mark.parametrize("return_entropy", [False, True])
 def test_no_tokens_give_no_logprobs_and_zero_gradients(head: Head, return_entropy: bool) -> None:
     hidden, weight, targets = inputs()
     result = token_logprobs(hidden[:0], head(weight), targets[:0], return_entropy=return_entropy)
-    for values in result if isinstance(result, LogprobsAndEntropy) else (result,):
+    for values in result if return_entropy else (result,):
         assert values.shape == (0,)
-    logprobs = result.logprobs if isinstance(result, LogprobsAndEntropy) else result
-    logprobs.sum().backward()
-    assert weight.grad is not None
-    assert (weight.grad == 0).all()
+    (gradient,) = torch.autograd.grad(summed(result), weight)
+    assert (gradient == 0).all()
 
 
 @BOTH_PATHS
@@ -133,10 +137,8 @@ def test_the_log_softmax_is_at_least_float32(
     hidden, weight, targets = inputs(given)
     result = token_logprobs(hidden, head(weight), targets, chunk_size=3, return_entropy=True)
     assert result.logprobs.dtype == result.entropy.dtype == computed
-    (result.logprobs + result.entropy).sum().backward()
-    assert hidden.grad is not None
-    assert weight.grad is not None
-    assert hidden.grad.dtype == weight.grad.dtype == given
+    for gradient in torch.autograd.grad(summed(result), (hidden, weight)):
+        assert gradient.dtype == given
 
 
 @pytest.fixture(params=["AVX2", "AVX512"])
@@ -161,24 +163,23 @@ def test_the_weights_gradient_is_summed_in_float32(monkeypatch: pytest.MonkeyPat
     rows = 512
     hidden = torch.ones(rows, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    targets = torch.zeros(rows, dtype=torch.long)
+    result = token_logprobs(hidden, weight, torch.zeros(rows, dtype=torch.long), chunk_size=1)
+    (gradient,) = torch.autograd.grad(result.sum(), weight)
     # each row gives ½; in bfloat16, 128 + ½ is 128 again
-    token_logprobs(hidden, weight, targets, chunk_size=1).sum().backward()
-    assert weight.grad is not None
-    assert weight.grad.flatten().tolist() == [rows / 2, -rows / 2]
+    assert gradient.flatten().tolist() == [rows / 2, -rows / 2]
 
 
 def test_the_logits_gradient_of_a_ruled_out_token_is_zero() -> None:
     logits = torch.randn(N, V, dtype=torch.float64)
     logits[:, 3] = -math.inf
+    copy = logits.clone()
     logits.requires_grad_()
-    result = token_logprobs(
-        logits, lambda rows: rows, torch.full((N,), 4), chunk_size=3, return_entropy=True
-    )
-    (result.logprobs + result.entropy).sum().backward()
-    assert logits.grad is not None
-    assert logits.grad.isfinite().all()
-    assert (logits.grad[:, 3] == 0).all()
+    targets = torch.full((N,), 4)
+    result = token_logprobs(logits, lambda rows: rows, targets, chunk_size=3, return_entropy=True)
+    assert torch.equal(logits, copy)  # the head's logits are not overwritten
+    (gradient,) = torch.autograd.grad(summed(result), logits)
+    assert gradient.isfinite().all()
+    assert (gradient[:, 3] == 0).all()
 
 
 @BOTH_PATHS
@@ -188,16 +189,8 @@ def test_huge_logits_stay_finite(head: Head) -> None:
     result = token_logprobs(hidden, head(weight), torch.tensor([0, 0]), return_entropy=True)
     assert result.logprobs.tolist() == [0, -2e4]
     assert result.entropy.tolist() == [0, 0]
-    (result.logprobs + result.entropy).sum().backward()
-    assert hidden.grad is not None
-    assert hidden.grad.tolist() == [[0], [2]]
-
-
-def test_the_heads_logits_are_not_overwritten() -> None:
-    logits = torch.randn(N, V)
-    copy = logits.clone()
-    token_logprobs(logits, lambda rows: rows, torch.zeros(N, dtype=torch.long), return_entropy=True)
-    assert torch.equal(logits, copy)
+    (gradient,) = torch.autograd.grad(summed(result), hidden)
+    assert gradient.tolist() == [[0], [2]]
 
 
 class LargestTensor(TorchDispatchMode):
@@ -212,43 +205,29 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def largest_tensor(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> int:
-    """Of a forward and a backward pass over 64 rows, 4 hidden units and 50 ids."""
-    hidden = torch.randn(64, 4, requires_grad=True)
-    weight = torch.randn(50, 4, requires_grad=True)
-    with LargestTensor() as mode:
-        function(hidden, weight, torch.randint(50, (64,))).backward()
-    assert hidden.grad is not None
-    assert weight.grad is not None
-    return mode.largest
-
-
 @BOTH_PATHS
-@pytest.mark.parametrize("return_entropy", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("return_entropy", "autocast"), [(True, False), (False, True)])
 def test_no_more_than_one_chunk_of_logits_ever_exists(
     head: Head, return_entropy: bool, autocast: bool
 ) -> None:
-    def function(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    hidden = torch.randn(64, 4, requires_grad=True)
+    weight = torch.randn(50, 4, requires_grad=True)
+    targets = torch.randint(50, (64,))
+    with LargestTensor() as mode:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             result = token_logprobs(
                 hidden, head(weight), targets, chunk_size=8, return_entropy=return_entropy
             )
-        if isinstance(result, LogprobsAndEntropy):
-            return (result.logprobs + result.entropy).sum()
-        return result.sum()
-
-    assert 4 * 50 < largest_tensor(function) <= 8 * 50
+        summed(result).backward()
+    assert 4 * 50 < mode.largest <= 8 * 50
 
 
 @pytest.mark.parametrize(
     ("options", "culprit"),
     [
         ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": math.nan}, "temperature is nan"),
         ({"chunk_size": 0}, "chunk_size is 0"),
-        ({"chunk_size": -3}, "chunk_size is -3"),
     ],
 )
 def test_impossible_arguments_are_refused(options: dict[str, Any], culprit: str) -> None:

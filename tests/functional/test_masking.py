@@ -13,23 +13,17 @@ MASK = torch.tensor([[True, False, True], [False, False, True]])
 NOTHING = torch.zeros_like(MASK)
 
 
-def test_sums_count_what_the_mask_counts() -> None:
+def test_sums_and_means_count_what_the_mask_counts() -> None:
     assert masked_sum(X, MASK).item() == 10  # 1 + 3 + 6
     assert masked_sum(X, MASK, dim=1).tolist() == [4, 6]
     assert masked_sum(X, MASK, dim=0).tolist() == [1, 0, 9]
-
-
-def test_means_divide_by_what_the_mask_counts() -> None:
     assert masked_mean(X, MASK).item() == pytest.approx(10 / 3)
     assert masked_mean(X, MASK, dim=1).tolist() == [2, 6]
     assert masked_mean(X, MASK, dim=0).tolist() == [1, 0, 4.5]
-
-
-@pytest.mark.parametrize("reduce", [masked_sum, masked_mean])
-def test_an_empty_mask_gives_zero(reduce) -> None:  # type: ignore[no-untyped-def]
-    assert reduce(X, NOTHING).item() == 0
-    assert reduce(X, NOTHING, dim=1).tolist() == [0, 0]
-    assert reduce(X[:0], NOTHING[:0]).item() == 0
+    for reduce in (masked_sum, masked_mean):
+        assert reduce(X, NOTHING).item() == 0
+        assert reduce(X, NOTHING, dim=1).tolist() == [0, 0]
+        assert reduce(X[:0], NOTHING[:0]).item() == 0
 
 
 @pytest.mark.parametrize("outside", [NAN, math.inf])
@@ -42,36 +36,29 @@ def test_what_the_mask_hides_reaches_neither_value_nor_gradient(outside: float) 
     torch.testing.assert_close(x.grad, MASK / torch.tensor(3.0, dtype=torch.float64))
 
 
-def test_whitening_gives_mean_zero_and_unit_variance() -> None:
+def test_normalized_entries_have_mean_zero_and_unit_deviation() -> None:
     # 1, 3, 6: mean 10/3, squares (49 + 1 + 64)/9, so the variance is 114/9/2 = 19/3
-    expected = [(x - 10 / 3) / math.sqrt(19 / 3) for x in (1, 3, 6)]
-    assert whiten(X, MASK)[MASK].tolist() == pytest.approx(expected)
-    assert (whiten(torch.where(MASK, X, NAN), MASK)[~MASK] == 0).all()
-
-
-def test_whitening_adds_eps_to_the_variance() -> None:
-    # variance 19/3 + 29/3 = 16, so the deviation is 4
-    whitened = whiten(X, MASK, eps=29 / 3)
-    assert whitened[0, 0].item() == pytest.approx((1 - 10 / 3) / 4)
-
-
-def test_a_z_score_adds_eps_to_the_deviation() -> None:
-    expected = [(x - 10 / 3) / (math.sqrt(19 / 3) + 0.5) for x in (1, 3, 6)]
-    scores = standardize(torch.where(MASK, X, NAN), MASK, eps=0.5)
-    assert scores[MASK].tolist() == pytest.approx(expected)
-    assert (scores[~MASK] == 0).all()
+    hidden = torch.where(MASK, X, NAN)
+    for found, deviation in (
+        (whiten(hidden, MASK), math.sqrt(19 / 3)),
+        (whiten(hidden, MASK, eps=29 / 3), 4.0),  # added to the variance
+        (standardize(hidden, MASK, eps=0.5), math.sqrt(19 / 3) + 0.5),  # to the deviation
+    ):
+        expected = [(x - 10 / 3) / deviation for x in (1, 3, 6)]
+        assert found[MASK].tolist() == pytest.approx(expected)
+        assert (found[~MASK] == 0).all()
 
 
 @pytest.mark.parametrize("normalize", [whiten, standardize])
 @pytest.mark.parametrize("value", [0.1, -0.7, 1e4])
-def test_equal_entries_are_exactly_zero(normalize, value: float) -> None:  # type: ignore[no-untyped-def]
+def test_equal_entries_are_exactly_zero(normalize, value: float) -> None:
     # three times 0.1 in float32, averaged, is not 0.1
     x = torch.full((7,), value)
     assert normalize(x, torch.ones(7, dtype=torch.bool)).tolist() == [0] * 7
 
 
 @pytest.mark.parametrize("normalize", [whiten, standardize])
-def test_none_or_one_entry_has_nothing_to_compare_with(normalize) -> None:  # type: ignore[no-untyped-def]
+def test_none_or_one_entry_has_nothing_to_compare_with(normalize) -> None:
     assert (normalize(X, NOTHING) == 0).all()
     one = NOTHING.clone()
     one[0, 1] = True

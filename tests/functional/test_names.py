@@ -1,7 +1,10 @@
-"""Names and import paths of functions."""
+"""Names and import paths of functions, and their annotations, which are checked in these tests."""
 
+import jaxtyping
 import pytest
+import torch
 
+from lrlhf.functional import bradley_terry_loss, masking
 from lrlhf.functional.names import import_function, unknown_name
 
 
@@ -25,3 +28,12 @@ def test_the_error_lists_the_names_and_suggests_the_nearest() -> None:
 def test_a_path_that_leads_nowhere_is_refused(path: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         import_function("loss", path, ["mse"])
+
+
+def test_masks_that_are_not_bool_and_shapes_that_would_broadcast_are_refused() -> None:
+    if not type(masking.__spec__.loader).__module__.startswith("jaxtyping"):
+        pytest.skip("lrlhf.functional was imported by other tests: run tests/functional alone")
+    with pytest.raises(jaxtyping.TypeCheckError):
+        masking.masked_mean(torch.ones(2, 3), torch.ones(2, 3))
+    with pytest.raises(jaxtyping.TypeCheckError):
+        bradley_terry_loss(torch.ones(2), torch.ones(2, 1))

@@ -117,58 +117,45 @@ def test_the_tokens_with_the_highest_entropy_are_kept() -> None:
             high_entropy_mask(entropy, mask, fraction=fraction)
 
 
-def test_the_sequence_loss_has_one_ratio_per_response() -> None:
-    logprobs, old = with_ratios(1.5, 0.8, 7, 1.5)
-    mask = torch.tensor([[True, True, False, True]])
-    # 1.5 · 0.8 · 1.5 = 1.8
-    assert sequence_ratio(logprobs, old, mask).item() == pytest.approx(1.8)
-    loss = sequence_clipped_policy_loss(logprobs, old, row(2)[0], mask, clip_high=0.5)
-    assert loss.tolist() == pytest.approx([-3])
-    loss = sequence_clipped_policy_loss(logprobs, old, row(-2)[0], mask)
-    assert loss.tolist() == pytest.approx([3.6])
-    assert gradient(loss, logprobs) == pytest.approx([3.6, 3.6, 0, 3.6])
-    loss = sequence_clipped_policy_loss(logprobs, old, row(2)[0], mask, clip_low=0.1, clip_high=0.1)
-    assert loss.tolist() == pytest.approx([-2.2])
-
-
-def test_a_length_normalized_ratio_is_the_geometric_mean() -> None:
-    logprobs, old = with_ratios(1.5, 0.8, 7, 1.5)
-    mask = torch.tensor([[True, True, False, True]])
-    mean = 1.8 ** (1 / 3)
-    ratio = sequence_ratio(logprobs, old, mask, length_normalized=True)
-    assert ratio.item() == pytest.approx(mean)
-    loss = sequence_clipped_policy_loss(logprobs, old, row(-3)[0], mask, length_normalized=True)
-    assert loss.tolist() == pytest.approx([3 * mean])
-    assert gradient(loss, logprobs) == pytest.approx([mean, mean, 0, mean])
-
-
 @pytest.mark.parametrize("length_normalized", [False, True])
-def test_a_sequence_without_tokens_has_ratio_one_and_no_gradient(length_normalized: bool) -> None:
-    logprobs, old = with_ratios(1.5, 4, 0.5, 4)
-    loss = sequence_clipped_policy_loss(
-        logprobs, old, row(2)[0], ~ALL4, length_normalized=length_normalized
-    )
-    assert loss.tolist() == [-2]
-    assert gradient(loss, logprobs) == [0, 0, 0, 0]
+def test_the_sequence_loss_has_one_ratio_per_response(length_normalized: bool) -> None:
+    logprobs, old = with_ratios(1.5, 0.8, 7, 1.5)
+    mask = torch.tensor([[True, True, False, True]])
+    # 1.5 · 0.8 · 1.5 = 1.8, or its geometric mean
+    expected = 1.8 ** (1 / 3) if length_normalized else 1.8
+
+    def loss(advantage: float, mask: Tensor = mask, **options: float) -> Tensor:
+        return sequence_clipped_policy_loss(
+            logprobs,
+            old,
+            row(advantage)[0],
+            mask,
+            length_normalized=length_normalized,
+            **options,
+        )
+
+    ratio = sequence_ratio(logprobs, old, mask, length_normalized=length_normalized)
+    assert ratio.item() == pytest.approx(expected)
+    assert loss(-2).tolist() == pytest.approx([2 * expected])
+    slope = 2 * expected / (3 if length_normalized else 1)
+    assert gradient(loss(-2), logprobs) == pytest.approx([slope, slope, 0, slope])
+    assert loss(2, clip_low=0.1, clip_high=0.1).tolist() == pytest.approx([-2.2])
+    assert loss(2, clip_high=0.15).tolist() == pytest.approx([-2.3])
+    # a response without tokens has ratio 1, and no gradient
+    assert loss(2, ~ALL4).tolist() == [-2]
+    assert gradient(loss(2, ~ALL4), logprobs) == [0, 0, 0, 0]
 
 
 @EVERY_TOKEN_LOSS
-def test_on_policy_the_gradient_is_the_plain_policy_gradient(loss: Loss) -> None:
+def test_on_policy_the_gradient_is_the_plain_one_and_reaches_nothing_else(loss: Loss) -> None:
     logprobs, old = with_ratios(1, 1, 1, 1)
-    assert gradient(loss(logprobs, old, row(2, -3, 0, 1), ALL4), logprobs) == pytest.approx(
-        [-2, 3, 0, -1]
-    )
-
-
-@EVERY_TOKEN_LOSS
-def test_no_gradient_reaches_old_logprobs_and_advantages(loss: Loss) -> None:
-    logprobs, old = with_ratios(1.1, 0.9, 1, 2)
     old.requires_grad_()
-    advantages = row(1, -1, 2, -2).requires_grad_()
+    advantages = row(2, -3, 0, 1).requires_grad_()
     loss(logprobs, old, advantages, ALL4).sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.flatten().tolist() == pytest.approx([-2, 3, 0, -1])
     assert old.grad is None
     assert advantages.grad is None
-    assert logprobs.grad is not None
 
 
 @EVERY_TOKEN_LOSS
@@ -178,12 +165,8 @@ def test_what_the_mask_hides_reaches_neither_loss_nor_gradient(loss: Loss, outsi
     logprobs, old = with_ratios(1, 1.1, 0.9, 1)
     clean = loss(logprobs, old, row(0, 2, -1, 0), mask)
     dirty_logprobs = torch.where(mask, logprobs.detach(), outside).requires_grad_()
-    dirty = loss(
-        dirty_logprobs,
-        torch.where(mask, old, outside),
-        row(outside, 2, -1, outside),
-        mask,
-    )
+    hidden = torch.where(mask, old, outside)
+    dirty = loss(dirty_logprobs, hidden, row(outside, 2, -1, outside), mask)
     assert torch.equal(dirty, clean)
     assert (dirty[~mask] == 0).all()
     assert gradient(dirty, dirty_logprobs) == gradient(clean, logprobs)
@@ -234,34 +217,25 @@ COUNTS = ~LOSS.isnan()
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"),
-    # (2 + 5 + 0) / 3 rows; (1 + 3 + 5) / 3 tokens; 9 / (3 rows · width 3)
-    [("sequence_mean", 7 / 3), ("sequence_sum", 3), ("token_mean", 3), ("constant", 1)],
+    ("mode", "total", "own"),
+    # 2 + 5 + 0 by 3 rows; 1 + 3 + 5 by 3 tokens; 9 by 3 rows · width 3
+    [
+        ("sequence_mean", 7, 3),
+        ("sequence_sum", 9, 3),
+        ("token_mean", 9, 3),
+        ("constant", 9, 9),
+    ],
 )
-def test_aggregation_by_hand(mode: str, expected: float) -> None:
-    assert aggregate(LOSS, COUNTS, mode=mode).item() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("mode", "total"),
-    [("sequence_mean", 7), ("sequence_sum", 9), ("token_mean", 9), ("constant", 9)],
-)
-@pytest.mark.parametrize("divisor", [6.0, 6, torch.tensor(6), torch.tensor(6.0)])
-def test_a_given_denominator_replaces_the_own_one(
-    mode: str, total: float, divisor: float | Tensor
-) -> None:
-    divisor = float(divisor) if isinstance(divisor, int) else divisor
-    loss = aggregate(LOSS, COUNTS, mode=mode, denominator=divisor)
-    assert loss.item() == pytest.approx(total / 6)
-
-
-@pytest.mark.parametrize("mode", ["sequence_mean", "sequence_sum", "token_mean", "constant"])
-@pytest.mark.parametrize("divisor", [None, 0.0, torch.tensor(0)])
-def test_rows_without_tokens_cost_nothing(mode: str, divisor: float | Tensor | None) -> None:
-    loss = aggregate(LOSS, torch.zeros_like(COUNTS), mode=mode, denominator=divisor)
-    assert loss.item() == 0
-    nobody = aggregate(LOSS[:0], COUNTS[:0], mode=mode, denominator=divisor)
-    assert nobody.item() == 0
+def test_aggregation_by_hand(mode: str, total: float, own: float) -> None:
+    assert aggregate(LOSS, COUNTS, mode=mode).item() == pytest.approx(total / own)
+    for divisor in (6.0, torch.tensor(6), torch.tensor(6.0)):
+        given = aggregate(LOSS, COUNTS, mode=mode, denominator=divisor)
+        assert given.item() == pytest.approx(total / 6)
+    # rows without tokens cost nothing
+    for nothing in (None, 0.0, torch.tensor(0)):
+        empty = torch.zeros_like(COUNTS)
+        assert aggregate(LOSS, empty, mode=mode, denominator=nothing).item() == 0
+        assert aggregate(LOSS[:0], COUNTS[:0], mode=mode, denominator=nothing).item() == 0
 
 
 @pytest.mark.parametrize(
@@ -271,14 +245,11 @@ def test_rows_without_tokens_cost_nothing(mode: str, divisor: float | Tensor | N
 def test_micro_batches_add_up_to_the_batch(mode: str, denominator: float) -> None:
     mask = torch.arange(7) < torch.tensor([3, 1, 0, 7, 2])[:, None]
     loss = torch.randn(5, 7, dtype=torch.float64)
-    parts = [[0, 3], [4], [1, 2]]
     shares = [
-        # each as narrow as its longest row
-        aggregate(loss[p, :7], mask[p, :7], mode=mode, denominator=denominator)
-        for p in parts
+        aggregate(loss[part], mask[part], mode=mode, denominator=denominator)
+        for part in ([0, 3], [4], [1, 2])
     ]
-    whole = aggregate(loss, mask, mode=mode)
-    torch.testing.assert_close(sum(shares), whole)
+    torch.testing.assert_close(sum(shares), aggregate(loss, mask, mode=mode))
 
 
 def test_metrics_by_hand() -> None:

@@ -21,32 +21,26 @@ def softplus(x: float) -> float:
 
 
 @pytest.mark.parametrize("loss", [bradley_terry_loss, log_exp_loss, hps_loss])
-def test_a_pair_costs_softplus_of_minus_the_gap(loss) -> None:  # type: ignore[no-untyped-def]
+def test_a_pair_costs_softplus_of_minus_the_gap(loss) -> None:
     expected = [softplus(-1), softplus(2)]
     assert loss(CHOSEN, REJECTED).tolist() == pytest.approx(expected)
 
 
-def test_a_margin_must_be_won_too() -> None:
-    loss = bradley_terry_loss(CHOSEN, REJECTED, margin=0.5)
-    assert loss.tolist() == pytest.approx([softplus(-0.5), softplus(2.5)])
-    loss = bradley_terry_loss(CHOSEN, REJECTED, margin=torch.tensor([0.5, -1.0]))
-    assert loss.tolist() == pytest.approx([softplus(-0.5), softplus(1)])
+@pytest.mark.parametrize(
+    ("margin", "lead"),
+    [(0.5, [0.5, -2.5]), (torch.tensor([0.5, -1.0]), [0.5, -1.0])],
+)
+def test_a_margin_must_be_won_and_smoothing_mixes_in_the_other_outcome(margin, lead) -> None:
+    for smoothing in (0.0, 0.1):
+        loss = bradley_terry_loss(CHOSEN, REJECTED, margin=margin, label_smoothing=smoothing)
+        expected = [(1 - smoothing) * softplus(-x) + smoothing * softplus(x) for x in lead]
+        assert loss.tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1,), (3,)])
 def test_a_margin_that_would_broadcast_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"margin has shape \[.*2 pairs"):
         bradley_terry_loss(CHOSEN, REJECTED, margin=torch.zeros(shape))
-
-
-def test_smoothing_mixes_in_the_other_outcome_of_the_same_margin() -> None:
-    loss = bradley_terry_loss(CHOSEN, REJECTED, margin=0.5, label_smoothing=0.1)
-    # leads 1 and -2, of which the margin leaves 0.5 and -2.5
-    expected = [
-        0.9 * softplus(-0.5) + 0.1 * softplus(0.5),
-        0.9 * softplus(2.5) + 0.1 * softplus(-2.5),
-    ]
-    assert loss.tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("smoothing", [-0.1, 0.5, 1.0, float("nan")])
@@ -57,7 +51,7 @@ def test_an_impossible_smoothing_is_refused(smoothing: float) -> None:
 
 @pytest.mark.parametrize("loss", [bradley_terry_loss, log_exp_loss, hps_loss])
 @pytest.mark.parametrize(("gap", "value", "slope"), [(-1e4, 1e4, -1), (1e4, 0, 0)])
-def test_huge_gaps_stay_finite(loss, gap: float, value: float, slope: float) -> None:  # type: ignore[no-untyped-def]
+def test_huge_gaps_stay_finite(loss, gap: float, value: float, slope: float) -> None:
     chosen = torch.tensor([gap], requires_grad=True)
     result = loss(chosen, torch.zeros(1))
     result.sum().backward()
@@ -66,15 +60,12 @@ def test_huge_gaps_stay_finite(loss, gap: float, value: float, slope: float) -> 
     assert chosen.grad.item() == slope
 
 
-def test_a_tie_costs_the_distance() -> None:
+def test_a_tie_costs_the_distance_and_centering_the_squared_sum() -> None:
     assert tie_loss(CHOSEN, REJECTED).tolist() == [1, 2]
-
-
-def test_centering_costs_the_squared_sum() -> None:
     assert center_penalty(CHOSEN, REJECTED).tolist() == [9, 9]
 
 
 @pytest.mark.parametrize("loss", [bradley_terry_loss, log_exp_loss, hps_loss, center_penalty])
-def test_gradients_are_right(loss) -> None:  # type: ignore[no-untyped-def]
+def test_gradients_are_right(loss) -> None:
     pair = [x.double().requires_grad_() for x in (CHOSEN, REJECTED)]
     assert torch.autograd.gradcheck(loss, pair)

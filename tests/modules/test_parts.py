@@ -39,7 +39,11 @@ def settings_of(**options: Any) -> PolicySettings:
 def iteration(rank: int = 0, world_size: int = 1) -> Iteration:
     """The third iteration of a run without callbacks."""
     trainer = SimpleNamespace(
-        world_size=world_size, global_rank=rank, callbacks=[], train_dataloader=None
+        world_size=world_size,
+        global_rank=rank,
+        callbacks=[],
+        train_dataloader=None,
+        estimated_stepping_batches=10,
     )
     device = torch.device("cpu")
     return Iteration(SimpleNamespace(trainer=trainer, device=device, global_step=2))  # type: ignore[arg-type]
@@ -58,7 +62,7 @@ def prompts_of(tokenizer: PreTrainedTokenizerBase, *texts: str) -> PromptBatch:
 class Says(RolloutEngine):
     """Answers the k-th time it is asked with k, written as often as the row's number says."""
 
-    capabilities = Capabilities(exact=True)
+    capabilities = Capabilities(exact=True, concurrent=True)
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
@@ -119,6 +123,11 @@ def test_responses_do_not_depend_on_how_many_ranks_there_are(sample) -> None:
     for together, first, second in zip(alone, *ranks, strict=True):
         assert together == first + second
         assert len({*together}) == len(together)
+
+
+def test_a_loader_that_cannot_look_ahead_is_refused(sample) -> None:
+    with pytest.raises(ValueError, match="a NoneType does not tell it"):
+        sample(iteration(), "one", rollout_ahead=1)
 
 
 @torch.no_grad()

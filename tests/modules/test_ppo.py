@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lrlhf.callbacks import EMA, KLControl, RLCheckpoint
 from lrlhf.datamodules import PromptDataModule
-from lrlhf.models import LoRA, ScoreModel, ValueHead, ValueModel, ValueNetwork
+from lrlhf.models import LoRA, ValueHead, ValueModel, ValueNetwork
 from lrlhf.modules import (
     PPO,
     Advantage,
@@ -25,7 +25,6 @@ from lrlhf.modules import (
 )
 from lrlhf.modules.policy.updates import advance_schedules
 from lrlhf.rewards import Rewards
-from lrlhf.rollout import Sampling
 from tests.conftest import build_language_model
 from tests.modules.policy_runs import assert_same, letters, moved, sgd, weights
 
@@ -33,28 +32,27 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 BOTH = pytest.mark.parametrize("kind", ["head", "own"])
 
 
+NAMES = """
+value/loss value/mean value/clip_fraction value/explained_variance value/grad_norm value/lr
+policy/grad_norm policy/loss train/lr rollout/score
+"""
+
+
 @BOTH
-def test_actor_and_critic_train_and_say_how(ppo, train, critic_of, kind: str) -> None:
-    module = ppo(critic=critic_of(kind))
-    before = {role: weights(model) for role, model in module.trainable_models().items()}
-    run = train(module, steps=2)
-    for role, model in module.trainable_models().items():
-        assert moved(before[role], weights(model)), role
-    names = "value/loss value/mean value/clip_fraction value/explained_variance value/grad_norm "
-    names += "value/lr policy/grad_norm policy/loss train/lr rollout/score"
-    assert all(math.isfinite(run.logged[name]) for name in names.split())
-
-
-def test_an_iteration_takes_four_steps_and_its_ratio_is_clipped(ppo, train) -> None:
+def test_actor_and_critic_take_four_steps_and_say_how(ppo, train, critic_of, kind: str) -> None:
     taken: list[int] = []
 
     def count(trainer: L.Trainer, _: Any) -> None:
         for index, optimizer in enumerate(trainer.optimizers):
             optimizer.register_step_post_hook(lambda *_, index=index: taken.append(index))
 
-    module = ppo(update=Update(), critic=Critic(), optimizer=OptimizerConfig(lr=1e-2))
+    module = ppo(update=Update(), critic=critic_of(kind), optimizer=OptimizerConfig(lr=1e-2))
+    before = {role: weights(model) for role, model in module.trainable_models().items()}
     run = train(module, callbacks=[LambdaCallback(on_train_start=count)])
-    assert taken == [0, 1] * 4
+    assert sorted(taken) == [0] * 4 + [1] * 4
+    for role, model in module.trainable_models().items():
+        assert moved(before[role], weights(model)), role
+    assert all(math.isfinite(run.logged[name]) for name in NAMES.split())
     assert run.logged["policy/clip_fraction"] > 0
 
 
@@ -78,7 +76,9 @@ def test_the_values_follow_the_unit_and_the_mean_of_the_scores(
         values.append([e.values[e.response_mask] for e in run.watcher.experiences])
         # before it has learnt anything a new critic expects the mean
         mean = run.experience.scores.mean()
-        torch.testing.assert_close(values[-1][0], mean.expand(len(values[-1][0])), rtol=1e-4, atol=0)
+        torch.testing.assert_close(
+            values[-1][0], mean.expand(len(values[-1][0])), rtol=1e-4, atol=0
+        )
     spread = float(values[0][1].std())
     assert spread > 1e-3
     scaled = 1000 * values[0][1] - 5000
@@ -134,23 +134,6 @@ def test_a_schedule_begins_when_its_model_begins_to_learn() -> None:
         module = Counts(step)
         advance_schedules(module, [0, 2])
         assert module.advanced == expected
-
-
-@BOTH
-def test_a_huge_gradient_of_the_critic_does_not_reach_the_actor(
-    ppo, train, critic_of, kind: str
-) -> None:
-    runs = []
-    for factor in (1.0, 1e6):
-        module = ppo(critic=critic_of(kind))
-        for weight in module.trainable_models()["critic"].parameters():
-            weight.register_hook(lambda gradient, factor=factor: gradient * factor)
-        runs.append(train(module))
-    plain, huge = runs
-    assert_same(plain.module.policy.state_dict(), huge.module.policy.state_dict())
-    expected = plain.logged["value/grad_norm"] * 1e6
-    assert huge.logged["value/grad_norm"] == pytest.approx(expected, rel=1e-4)
-    assert huge.logged["policy/grad_norm"] == plain.logged["policy/grad_norm"]
 
 
 def test_each_gradient_is_clipped_to_its_own_norm(ppo, train, critic_of) -> None:
@@ -325,9 +308,7 @@ def test_dynamic_sampling_samples_until_the_groups_differ(ppo, train, prompts) -
         scores = zip(prompts, letters(completions), strict=True)
         return [0.0 if prompt[-1] < "i" else score for prompt, score in scores]
 
-    module = ppo(
-        reward=by_prompt, num_generations=4, dynamic_sampling=DynamicSampling(prompts=3)
-    )
+    module = ppo(reward=by_prompt, num_generations=4, dynamic_sampling=DynamicSampling(prompts=3))
     run = train(module, data=PromptDataModule(train=str(prompts), batch_size=16))
     assert len(run.experience) == 12
     assert {record["prompt"][-1] for record in run.records}.isdisjoint("abcdefgh")
@@ -358,7 +339,8 @@ def test_dynamic_sampling_ends_with_the_batch_and_leaves_its_fillers_out(
     assert run.logged["rollout/filler_fraction"] == 1
     assert not run.experience.counted.any()
     assert not run.experience.loss_mask.any()
-    assert_same(run.before, run.after)
+    after = dict(run.module.named_parameters())  # without the head's unit
+    assert_same({name: run.before[name] for name in after}, after)
 
 
 def test_only_the_least_certain_tokens_are_trained_on(ppo, train, language_model) -> None:
@@ -373,31 +355,6 @@ def test_only_the_least_certain_tokens_are_trained_on(ppo, train, language_model
         best = entropy[row, columns - 1].topk(max(1, int(0.34 * len(columns)))).indices
         chosen = experience.selected[row].nonzero().flatten()
         assert set(chosen.tolist()) == set(columns[best].tolist())
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"aggregate": "sequence_mean"},
-        {"aggregate": "constant"},
-        {"entropy_coef": 0.5},
-        {"high_entropy_fraction": 0.34},
-        {"options": {"clip_high": 0.0, "clip_low": 0.0}},
-        {"options": {"dual_clip": 1.001}},
-        {"loss": "cpgd", "options": {"drift_coef": 1.0}},
-    ],
-    ids=lambda changed: next(iter(changed)),
-)
-def test_an_option_of_the_update_changes_the_update(ppo, train, changed: dict[str, Any]) -> None:
-    loss = changed.get("loss", "token_clip")
-    base: dict[str, Any] = {"loss": loss, "aggregate": "token_mean", "num_iterations": 3}
-    # responses of different lengths: means over tokens and over sequences differ
-    sampling = Sampling(max_new_tokens=6, stop=["a", "e", "i", "o"])
-    plain, other = (
-        train(ppo(optimizer=OptimizerConfig(lr=1e-2), update=Update(**each), sampling=sampling))
-        for each in (base, base | changed)
-    )
-    assert moved(plain.after, other.after)
 
 
 def test_the_value_clip_holds_the_critic_back(ppo, train, critic_of) -> None:
@@ -428,23 +385,11 @@ def texts(prompts, tmp_path) -> Callable[[], PromptDataModule]:
     return lambda: PromptDataModule(train=str(prompts), batch_size=4, **options)
 
 
-def test_pretraining_texts_become_likelier(ppo, train, tokenizer, texts) -> None:
-    ids = torch.tensor([tokenizer("the quick brown fox")["input_ids"]])
-    losses = []
-    for coefficient in (0.0, 5.0):
-        update = Update(loss="token_clip", pretraining_coef=coefficient, minibatch_size=4)
-        module = ppo(optimizer=OptimizerConfig(lr=1e-2), update=update)
-        run = train(module, steps=5, data=texts() if coefficient else None)
-        with torch.no_grad():
-            losses.append(float(module.policy.eval()(ids, labels=ids).loss))
-    assert losses[1] < losses[0] - 1.0
-    assert run.logged["policy/pretraining_loss"] > 0
-
-
-def test_pretraining_texts_keep_their_proportion_to_a_loss_that_sums_over_tokens(
-    ppo, train, texts
+def test_pretraining_texts_become_likelier_in_their_proportion_to_the_loss(
+    ppo, train, texts, tokenizer
 ) -> None:
-    changes = []
+    ids = torch.tensor([tokenizer("the quick brown fox")["input_ids"]])
+    changes, losses = [], []
     for loss in ("token_clip", "gspo", "sequence_clip"):
         update = {"num_minibatches": 1, "pretraining_coef": 1.0, "max_grad_norm": math.inf}
         module = ppo(
@@ -456,8 +401,14 @@ def test_pretraining_texts_keep_their_proportion_to_a_loss_that_sums_over_tokens
             update=Update(loss=loss, **update),
         )
         data = texts()
-        run = train(module, data=data)
+        for trained in (False, True):
+            if trained:
+                run = train(module, data=data)
+            losses.append(float(module.policy.eval()(ids, labels=ids).loss))
         changes.append({name: new - run.before[name] for name, new in run.after.items()})
+        # their mean, which falls
+        assert run.logged["policy/pretraining_loss"] == pytest.approx(losses[-2], rel=0.2)
+        assert losses[-1] < losses[-2]
     length = int(next(iter(data.train_dataloader())).pretraining.response_mask[0].sum())
     assert_same(changes[0], changes[1])
     summed = {name: change * length for name, change in changes[0].items()}
@@ -519,24 +470,6 @@ def test_a_strategy_that_waits_for_every_gradient_is_refused(ppo) -> None:
         module.setup("fit")
 
 
-def test_a_critic_starts_as_the_reward_model_it_came_from(
-    ppo, train, model_folder, tokenizer, tmp_path
-) -> None:
-    reward = ScoreModel(source=model_folder).load().eval()
-    reward.save_pretrained(tmp_path / "reward", tokenizer)
-    start = ValueModel(source=str(tmp_path / "reward")).load().eval()
-    experience = train(ppo(critic=Critic(model=copy.deepcopy(start)))).experience
-    values = start(experience)
-    # the value before a token is the reward of what stands before it
-    for row in range(len(experience)):
-        end = int(experience.response_mask[row].nonzero().max())
-        shorter = experience.select(torch.tensor([row]))
-        shorter.attention_mask[0, end:] = False
-        expected = reward(shorter)[0, 0]
-        torch.testing.assert_close(values[row, end], expected, rtol=1e-4, atol=1e-5)
-        assert expected != 0
-
-
 def test_an_exported_critic_keeps_its_unit_and_learns_as_trained_weights_do(
     ppo, train, value_network, tokenizer, tmp_path
 ) -> None:
@@ -563,9 +496,3 @@ def test_a_critic_with_adapters_trains_them_only(ppo, train, model_folder) -> No
     for name, value in weights(module.critic).items():
         changes = "lora" in name or name.startswith("head.")
         assert torch.equal(before[name], value) != changes or "lora_A" in name, name
-
-
-def test_an_estimator_without_values_needs_no_critic(ppo, train) -> None:
-    run = train(ppo(critic=None, advantage=Advantage(estimator="rloo"), update=Update()))
-    assert moved(run.before, run.after)
-    assert not [name for name in run.logged if name.startswith("value/")]

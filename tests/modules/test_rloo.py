@@ -5,8 +5,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from lrlhf.functional import ALGORITHMS
 from lrlhf.models import CausalLM, LoRA
@@ -67,9 +65,7 @@ def test_packed_rows_train_as_padded_ones(
     assert padded.logged["perf/shared_fraction"] == 0
 
 
-def test_what_an_exact_engine_sampled_with_is_not_computed_again(
-    build, train, monkeypatch
-) -> None:
+def test_what_an_exact_engine_sampled_with_is_not_computed_again(build, train, monkeypatch) -> None:
     passes: list[int] = []
     original = scorer.sequence_outputs
 
@@ -116,35 +112,6 @@ def test_every_algorithm_trains(build, train, algorithm: str) -> None:
     assert math.isfinite(run.logged["train/loss"])
     assert "policy/entropy" in run.logged
     assert moved(run.before, run.after)
-
-
-def test_an_adapter_trains_and_its_reference_is_the_base_model(build, train, model_folder) -> None:
-    spec = CausalLM(source=model_folder, lora=LoRA(r=4, alpha=8))
-    run = train(build(spec, optimizer=OptimizerConfig(lr=1e-2)), steps=3)
-    apart = [
-        float((experience.old_logprobs - experience.ref_logprobs).abs().max())
-        for experience in run.watcher.experiences
-    ]
-    assert apart[0] < 1e-5
-    assert apart[-1] > 1e-3
-    base = [name for name in run.before if "lora" not in name]
-    assert_same(*({name: state[name] for name in base} for state in (run.before, run.after)))
-
-
-@pytest.mark.parametrize("lora", [None, LoRA(r=4, alpha=8)])
-def test_an_exported_policy_loads_with_transformers(
-    build, train, model_folder, tmp_path, lora: LoRA | None
-) -> None:
-    module = build(CausalLM(source=model_folder, lora=lora), optimizer=OptimizerConfig(lr=1e-2))
-    train(module, steps=2)
-    module.export_pretrained(tmp_path / "export")
-    ids = torch.tensor([module.tokenizer("hello")["input_ids"]])
-    start, logits = (
-        AutoModelForCausalLM.from_pretrained(folder)(ids).logits
-        for folder in (model_folder, tmp_path / "export")
-    )
-    torch.testing.assert_close(logits, module.policy.eval()(ids).logits, atol=1e-5, rtol=1e-4)
-    assert (logits - start).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(

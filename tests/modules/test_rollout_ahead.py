@@ -192,12 +192,6 @@ def test_validation_in_between_does_not_change_the_run(ahead, run) -> None:
     assert_same(without.after, between.after)
 
 
-def test_pushes_that_are_rarer_add_to_the_age(ahead, train) -> None:
-    sync = VLLMWeightSync(every_n_steps=2, probe_every=0)
-    # pushed at 0, 2 and 4; generated one iteration before
-    assert versions(train(ahead(), callbacks=[sync], steps=5)) == [[0], [0], [0], [2], [2]]
-
-
 # ---- resume
 
 
@@ -217,9 +211,7 @@ def test_a_resumed_run_ends_with_the_same_weights(ahead, run, tmp_path, stop: in
     assert len(engine.draws) == 6 - stop - 1
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "expected"), [(0, 1, [[2], [2]]), (1, 0, [[2], [3]])]
-)
+@pytest.mark.parametrize(("before", "after", "expected"), [(0, 1, [[2], [2]]), (1, 0, [[2], [3]])])
 def test_a_resumed_run_may_begin_or_cease_to_look_ahead(
     ahead, run, tmp_path, before: int, after: int, expected: list[list[int]]
 ) -> None:
@@ -299,27 +291,3 @@ def test_an_error_that_is_no_failure_of_the_engine_ends_the_run(ahead, run, prom
 def test_what_cannot_look_ahead_is_refused(ahead, engine: Any, options: Any, culprit: str) -> None:
     with pytest.raises(ValueError, match=culprit):
         ahead(engine, **options)
-
-
-class PlainLoader(PromptDataModule):
-    """A loader that gives what another one does, and cannot look ahead."""
-
-    def train_dataloader(self) -> Any:
-        loader = super().train_dataloader()
-
-        class Plain:
-            def __len__(self) -> int:
-                return len(loader)
-
-            def __iter__(self) -> Any:
-                return iter(loader)
-
-        return Plain()
-
-
-def test_a_loader_that_cannot_look_ahead_is_refused(ahead, run, prompts) -> None:
-    data = PlainLoader(train=str(prompts), batch_size=4)
-    with pytest.raises(ValueError, match="a Plain does not tell it"):
-        run(ahead(), data=data)
-    # without looking ahead it will do
-    run(ahead(ahead=0), data=data, steps=1)

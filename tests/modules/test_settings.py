@@ -104,7 +104,10 @@ def test_options_are_checked_against_the_loss_that_is_chosen(
     with pytest.raises(ValueError, match=culprit):
         build(update=Update(**options))
     module = build(advantage=Advantage(estimator="grpo"), update=Update(loss="cispo", **options))
-    assert module.settings.algorithm.loss.name == "cispo"
+    loss = module.settings.algorithm.loss
+    assert loss.name == "cispo"
+    assert loss.aggregate == options.get("aggregate", "sequence_mean")
+    assert options.get("options", {}).items() <= loss.options.items()
 
 
 @pytest.mark.parametrize(

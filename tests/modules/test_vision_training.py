@@ -8,7 +8,6 @@ from typing import Any
 import lightning as L
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from torch import Tensor
 
@@ -174,9 +173,7 @@ def test_pretraining_texts_with_images_go_into_the_loss(ask, questions, tmp_path
     answer = {"role": "assistant", "content": "seven"}
     row = {"messages": [{"role": "user", "content": parts}, answer]}
     texts = {"pretraining": str(write_rows(tmp_path / "dialogues.jsonl", [row] * 4))}
-    data = PromptDataModule(
-        train=str(questions), batch_size=2, pretraining_batch_size=2, **texts
-    )
+    data = PromptDataModule(train=str(questions), batch_size=2, pretraining_batch_size=2, **texts)
     update = Update(pretraining_coef=1.0)
     module = policy(build_vlm("qwen2_vl"), update=update, reference=Reference(kl_coef=0))
     # a placeholder that counted would make it infinite; ln(332) = 5.8 is what guessing gives
@@ -202,7 +199,10 @@ def pairs(tmp_path: Path) -> Path:
     return write_rows(tmp_path / "pairs.jsonl", rows)
 
 
-def fit_reward_model(family: str, pairs: Path, steps: int) -> tuple[RewardModel, dict[str, Any]]:
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "gemma3", "llava_onevision", "smolvlm"])
+def test_a_reward_model_of_each_family_learns_from_pairs_of_images(
+    family: str, pairs: Path
+) -> None:
     vlm = build_vlm(family)
     heads = HeadConfig(names=("bright", "dark"), pooling="mean")
     module = RewardModel(
@@ -211,48 +211,11 @@ def fit_reward_model(family: str, pairs: Path, steps: int) -> tuple[RewardModel,
         processor=vlm.processor.processor,
         optimizer=OptimizerConfig(lr=3e-3),
     )
-    run = trainer(
-        pairs.parent, max_steps=steps, max_epochs=-1, check_val_every_n_epoch=steps // 2
-    )
+    run = trainer(pairs.parent, max_steps=24, max_epochs=-1, check_val_every_n_epoch=12)
     data = PreferenceDataModule(train=str(pairs), val=str(pairs), batch_size=6)
     run.fit(module, datamodule=data)
-    return module, run.callback_metrics
-
-
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "gemma3", "llava_onevision", "smolvlm"])
-def test_a_reward_model_of_each_family_learns_from_pairs_of_images(
-    family: str, pairs: Path
-) -> None:
     # of 11 labelled pairs; 0.5 is chance
-    assert float(fit_reward_model(family, pairs, 24)[1]["eval/accuracy/bright"]) >= 0.9
-
-
-def test_a_trained_reward_model_scores_responses_to_images(
-    pairs: Path, ask, tmp_path: Path
-) -> None:
-    module, _ = fit_reward_model("qwen2_vl", pairs, 2)
-    module.eval().export_pretrained(tmp_path / "reward")
-    reward = LearnedReward(str(tmp_path / "reward"), head="bright", batch_size=3)
-    rewards = Rewards({"learned": reward}, timeout=None)
-    run = ask(policy(build_vlm("qwen2_vl"), rewards=rewards))
-    scorer = module.network.scorer
-    assert isinstance(scorer, HeadedBackbone)
-    assert module.processor is not None
-    assert run.experience.media is not None
-    for media, record in zip(run.experience.media, run.records, strict=True):
-        pictures = [] if media is None else list(media.images)
-        question = {"type": "text", "text": f"what is {record['columns']['answer']}?"}
-        messages = [
-            {"role": "user", "content": [*[{"type": "image"}] * len(pictures), question]},
-            {"role": "assistant", "content": record["completion"]},
-        ]
-        text = module.tokenizer.apply_chat_template(messages, tokenize=False)
-        images = {"images": pictures} if pictures else {}
-        inputs = module.processor.processor(text=[text], return_tensors="pt", **images)
-        with torch.no_grad():
-            hidden = scorer.plain(**inputs).last_hidden_state
-            expected = hidden.mean(dim=1) @ scorer.heads["bright"].projection.weight.T
-        assert record["score"] == pytest.approx(float(expected), abs=1e-5)
+    assert float(run.callback_metrics["eval/accuracy/bright"]) >= 0.9
 
 
 def count_looks(body: Any) -> list[int]:
