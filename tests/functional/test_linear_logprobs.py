@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lrlhf.functional import LinearHead, LogprobsAndEntropy, linear_logprobs, token_logprobs
 
-N, H, V = 13, 5, 23
+from .test_logprobs import H, N, V, inputs, whole
+
 Loss = Callable[[LogprobsAndEntropy], Tensor]
 
 
@@ -24,19 +25,6 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     monkeypatch.setattr(linear_logprobs, "_BLOCK", {"cpu": logits})
     monkeypatch.setattr(linear_logprobs, "_BLOCK_ROWS", rows)
     return logits, rows
-
-
-def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    hidden = torch.randn(N, H, dtype=dtype, requires_grad=True)
-    weight = torch.randn(V, H, dtype=dtype, requires_grad=True)
-    return hidden, weight, torch.randint(V, (N,))
-
-
-def whole(logits: Tensor, targets: Tensor) -> LogprobsAndEntropy:
-    """Everything at once, with torch's own functions."""
-    log_p = torch.log_softmax(logits, dim=1)
-    entropy = -(log_p.exp() * log_p.clamp(min=-1e30)).sum(dim=1)
-    return LogprobsAndEntropy(log_p.gather(1, targets[:, None])[:, 0], entropy)
 
 
 LOSSES: dict[str, Loss] = {

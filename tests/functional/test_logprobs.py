@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from lrlhf.functional import LogprobsAndEntropy, token_logprobs
 
-N, H, V = 7, 5, 11
+N, H, V = 13, 5, 23
 Head = Callable[[Tensor], Any]
 
 

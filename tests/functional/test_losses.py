@@ -51,20 +51,6 @@ def test_dapo_takes_a_dual_clip() -> None:
     assert evaluate("dapo", (9.0, 0.5), -1.0, dual_clip=3.0) == pytest.approx([0, 3, 0.8])
 
 
-def test_every_loss_is_averaged_as_in_its_paper() -> None:
-    assert {name: loss.aggregate for name, loss in POLICY_LOSSES.items()} == {
-        "sequence_clip": "sequence_mean",
-        "token_clip": "sequence_mean",
-        "gspo": "sequence_mean",
-        "cispo": "token_mean",
-        "dapo": "token_mean",
-        "dr_grpo": "constant",
-        "cpgd": "sequence_mean",
-        "reinforce": "token_mean",
-        "remax": "sequence_sum",
-    }
-
-
 def mine(logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:  # noqa: ARG001  the shape of a loss
     return -logprobs * advantages * mask
 

@@ -73,14 +73,6 @@ REFUSED = {
         {"minibatch_size": 24},
         SIZES.format(24, 64, 32, 2, "sizes that fit are", "16 and 32"),
     ),
-    "is no multiple of the processes": (
-        {"minibatch_size": 9},
-        SIZES.format(9, 64, 32, 2, "sizes that fit are", "8 and 16"),
-    ),
-    "is less than the processes": (
-        {"minibatch_size": 1},
-        SIZES.format(1, 64, 32, 2, "size that fits is", "2"),
-    ),
     "is larger than the rollout": (
         {"minibatch_size": 128},
         SIZES.format(128, 64, 32, 2, "size that fits is", "64"),
@@ -154,25 +146,13 @@ def _cells(table: str) -> dict[str, list[str]]:
 def test_the_table_has_one_line_per_number_with_its_unit_and_origin() -> None:
     cells = _cells(_plan(kept_prompts=6).table())
     trained = "dynamic_sampling.prompts × num_generations × 2 processes"
-    expected = {
-        "prompts": ["16", "data.batch_size × 2 processes"],
-        "responses drawn, at most": ["64", "prompts × num_generations"],
-        "responses trained on": ["48", trained],
-        "responses per optimizer step": ["16", "update.minibatch_size, all processes"],
-        "passes": ["3", "update.num_iterations"],
-    }
-    assert expected.items() <= cells.items()
-    for name, number in (
-        ("responses per optimizer step and process", "8"),
-        ("optimizer steps per pass", "3"),
-        ("optimizer steps", "9"),
-        ("off-policy optimizer steps", "8"),
-    ):
-        assert cells[name][0] == number
+    assert cells["prompts"] == ["16", "data.batch_size × 2 processes"]
+    assert cells["responses drawn, at most"] == ["64", "prompts × num_generations"]
+    assert cells["responses trained on"] == ["48", trained]
+    assert cells["responses per optimizer step"] == ["16", "update.minibatch_size, all processes"]
+    assert cells["off-policy optimizer steps"][0] == "8"
+    unknown = table_of("the run", [Quantity("steps", None, "x" * 300)])
+    # long lines do not wrap
+    assert unknown.splitlines()[-1] == f"| steps   | unknown | {'x' * 300} |"
     whole = _cells(_plan(minibatch_size=None).table())["responses per optimizer step"]
     assert whole == ["64", "update.minibatch_size, the whole rollout"]
-
-
-def test_a_number_that_is_not_known_says_so_and_long_lines_do_not_wrap() -> None:
-    table = table_of("the run", [Quantity("steps", None, "x" * 300)])
-    assert table.splitlines()[-1] == f"| steps   | unknown | {'x' * 300} |"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lrlhf.functional import IMPORTANCE_MODES, POLICY_LOSSES, importance_weights
+from lrlhf.functional import IMPORTANCE_MODES, POLICY_LOSSES
 from lrlhf.models import ValueNetwork
 from lrlhf.modules import PPO, RLOO, Critic, ImportanceSampling, Reference, Update
 from lrlhf.modules.metrics.metric_sums import MetricSums
@@ -24,10 +24,9 @@ from lrlhf.modules.policy.importance_sampling import (
     with_importance_weights,
 )
 from lrlhf.modules.policy.objective import Denominators, denominators
-from lrlhf.rollout import Sampling, TransformersEngine, plan_micro_batches
+from lrlhf.rollout import TransformersEngine, plan_micro_batches
 from lrlhf.types import Experience
 from tests.modules.policy_runs import SkewedEngine, assert_same, moved, one_process, sgd
-from tests.modules.test_parts import settings_of
 from tests.modules.test_policy_objective import loss_of, random_experience
 
 LR = 0.1
@@ -431,19 +430,3 @@ def test_the_modes_of_the_option_are_those_of_the_function_and_have_bounds_of_th
         "sequence_mean_mask": (0.95, 1.05),
     }
     assert ImportanceSampling(mode="token_mask", high=1.5).bounds == (0.5, 1.5)
-
-
-@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
-def test_what_is_chosen_automatically_keeps_the_batch_at_4096_tokens(loss: str) -> None:
-    chosen = settings_of(update=Update(loss=loss), sampling=Sampling()).importance
-    # normal differences of 0.03 nats in the mean, so that a ratio is 1 in the mean
-    spread = 0.03 * math.sqrt(math.pi / 2)
-    difference = spread * torch.randn(200, 4096) - spread**2 / 2
-    nothing, everything = torch.zeros_like(difference), torch.ones_like(difference).bool()
-    low, high = chosen.bounds
-    weights = importance_weights(
-        difference, nothing, everything, mode=chosen.mode, low=low, high=high
-    )
-    per_row = weights.mean(dim=1)
-    effective = per_row.sum().square() / per_row.square().sum() / len(per_row)
-    assert float(effective) > 0.95

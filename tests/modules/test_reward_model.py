@@ -109,15 +109,10 @@ def test_the_loss_is_the_mean_over_pairs_of_the_weighted_sum_over_labels(
 def test_options_reach_the_loss(build, collate) -> None:
     batch = collate(ONE_HEAD)
     plain = loss_of(build(), batch)
-    for options in (
-        {"margin": 0.7},
-        {"tie_weight": 0.9},
-        {"center_coef": 0.3},
-        {"label_smoothing": 0.2},
-        {"head_weights": {"reward": 2.0}},
-        {"loss": {"bradley_terry": 1.0, "hps": 1.0}},
-    ):
-        assert abs(loss_of(build(**options), batch) - plain) > 1e-3, options
+    numbers = {"margin": 0.7, "tie_weight": 0.9, "center_coef": 0.3, "label_smoothing": 0.2}
+    others = {"head_weights": {"reward": 2.0}, "loss": {"bradley_terry": 1.0, "hps": 1.0}}
+    for name, value in (numbers | others).items():
+        assert abs(loss_of(build(**{name: value}), batch) - plain) > 1e-3, name
     own = loss_of(build(margin=0.7), collate(ONE_HEAD, margin=[0.0] * 10))
     torch.testing.assert_close(own, plain)
 

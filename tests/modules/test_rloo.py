@@ -8,7 +8,7 @@ import pytest
 
 from lrlhf.functional import ALGORITHMS
 from lrlhf.models import CausalLM, LoRA
-from lrlhf.modules import Guard, OptimizerConfig, Reference, Update
+from lrlhf.modules import Guard, Reference, Update
 from lrlhf.modules.policy import scorer
 from lrlhf.rollout import Sampling
 from tests.modules.policy_runs import SkewedEngine, assert_same, letters, moved, sgd
@@ -33,15 +33,6 @@ def test_a_notebook_builds_and_trains_two_iterations_without_yaml(build, train) 
     assert len(run.records) == 16
     assert run.records[0]["score"] == pytest.approx(letters([run.records[0]["completion"]])[0])
     assert run.records[0]["columns"]["answer"] in "abcdefghijklmnop"
-
-
-def test_the_policy_learns_to_say_what_is_rewarded(build, train) -> None:
-    rate = OptimizerConfig(lr=1e-2)
-    module = build(reference=Reference(kl_coef=0.0), num_generations=8, optimizer=rate)
-    experiences = train(module, steps=25).watcher.experiences
-    scores = [float(experience.scores.mean()) for experience in experiences]
-    assert sum(scores[:3]) / 3 < 0.5
-    assert sum(scores[-3:]) / 3 > 0.9
 
 
 @pytest.mark.parametrize(("lora", "budget"), [(None, 60), (LoRA(r=4, alpha=8), None)])

@@ -220,19 +220,6 @@ def test_a_resumed_run_may_begin_or_cease_to_look_ahead(
     assert versions(run(ahead(ahead=after), ckpt_path=str(checkpoint))) == expected
 
 
-def test_responses_of_a_checkpoint_that_answer_other_prompts_are_generated_again(
-    ahead, run, prompts, tmp_path, caplog
-) -> None:
-    checkpoint = tmp_path / "middle.ckpt"
-    run(ahead(), SaveAfter(2, checkpoint))
-    other = PromptDataModule(train=str(prompts), batch_size=2)
-    with caplog.at_level(logging.WARNING):
-        result = run(ahead(), ckpt_path=str(checkpoint), data=other)
-    assert "answer other prompts; generating them again" in caplog.text
-    assert versions(result) == [[2], [2]]
-    assert [len(prompts) for prompts in asked(result)] == [4, 4]
-
-
 # ---- failures
 
 

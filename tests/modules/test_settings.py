@@ -146,7 +146,6 @@ def test_what_is_sampled_beside_follows_the_advantages(
 @pytest.mark.parametrize(
     ("kind", "options", "culprit"),
     [
-        (RLOO, {"num_generations": 0}, "num_generations"),
         (RLOO, {"num_generations": 1}, "num_generations is 1; the nearest value is 2"),
         (RLOO, {"sampling": Sampling(temperature=0.0)}, "sampling.temperature"),
         (RLOO, {"sampling": Sampling(top_p=0.9)}, "allow_truncated_sampling"),
@@ -166,26 +165,14 @@ def test_what_is_sampled_beside_follows_the_advantages(
         ),
         (
             RLOO,
-            {
-                "advantage": Advantage(estimator="grpo"),
-                "reference": Reference(kl_coef=0.1, kl_estimator="k1"),
-            },
-            "kl_estimator is k1 and the penalty is in the loss",
+            {"advantage": Advantage(estimator="grpo"), "reference": Reference(kl_estimator="k1")},
+            "kl_estimator is k1 and the penalty is in the loss.*would add noise",
         ),
         (
             RLOO,
-            {"reference": Reference(kl_estimator="k1", placement="loss")},
-            "would add noise",
-        ),
-        (
-            RLOO,
-            {
-                "advantage": Advantage(estimator=OWN),
-                "reference": Reference(placement="reward"),
-            },
+            {"advantage": Advantage(estimator=OWN), "reference": Reference(placement="reward")},
             r"not known to subtract inputs\.kl",
         ),
-        (RLOO, {"algorithm": "gae"}, r"use lrlhf\.modules\.PPO"),
         (RLOO, {"advantage": Advantage(estimator="gae")}, r"use lrlhf\.modules\.PPO"),
         (RLOO, {"algorithm": "remax", "rollout_ahead": 1}, "samples greedy beside the responses"),
         (RLOO, {"algorithm": "grop"}, "did you mean 'grpo'"),
