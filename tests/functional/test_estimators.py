@@ -151,10 +151,12 @@ def test_what_is_said_of_an_estimator_is_true(name: str) -> None:
     assert said.groups == bool((lone == 0).all())
 
 
-def test_every_algorithm_has_the_loss_and_the_penalty_of_its_paper() -> None:
+def test_every_algorithm_is_that_of_its_paper() -> None:
     in_loss = {name for name, one in ALGORITHMS.items() if one.kl_in == "loss"}
     assert in_loss == {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "cpgd"}
     assert {name for name, one in ALGORITHMS.items() if one.kl_coef == 0} == {"dapo", "cispo"}
+    whitened = {name for name, one in ALGORITHMS.items() if one.estimator.normalize == "token"}
+    assert whitened == {"ppo", "reinforce_baseline", "reinforce_plus_plus"}
     assert {name: (one.loss.name, one.loss.aggregate) for name, one in ALGORITHMS.items()} == {
         "ppo": ("token_clip", "token_mean"),  # Schulman et al. 2017, eq. 7
         "rloo": ("sequence_clip", "sequence_mean"),  # TRL

@@ -43,6 +43,7 @@ def iteration(rank: int = 0, world_size: int = 1) -> Iteration:
         global_rank=rank,
         callbacks=[],
         train_dataloader=None,
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
         estimated_stepping_batches=10,
     )
     device = torch.device("cpu")
