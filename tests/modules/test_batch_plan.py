@@ -24,14 +24,13 @@ def _plan(**changes: Any) -> BatchPlan:
 def test_the_numbers_of_an_iteration_on_two_processes() -> None:
     plan = _plan()
     assert plan.prompts == 16  # 8 x 2
-    assert plan.responses_drawn == plan.responses_trained == 64  # 16 x 4
+    assert plan.responses_sampled == plan.responses_trained == 64  # 16 x 4
     assert plan.responses_per_rank == 32  # 8 x 4
     assert plan.minibatch_size == 16
     assert plan.minibatch_rows == 8  # 16 / 2
     assert plan.steps_per_iteration == 12  # 3 x 4
-    assert plan.off_policy_steps == 11
     kept = _plan(kept_prompts=6)
-    assert kept.responses_drawn == 64
+    assert kept.responses_sampled == 64
     assert kept.responses_per_rank == 24  # 6 x 4
     assert kept.responses_trained == 48
     assert kept.steps_per_iteration == 9  # 3 x 48 / 16
@@ -55,7 +54,7 @@ def test_a_pass_is_cut_into_steps_without_a_minibatch_size(
     changes: dict[str, int], size: int, steps: int
 ) -> None:
     plan = _plan(minibatch_size=None, **changes)
-    assert (plan.minibatch_size, plan.steps_per_pass) == (size, steps)
+    assert (plan.minibatch_size, plan.steps_per_iteration // plan.num_iterations) == (size, steps)
 
 
 SIZES = (
@@ -135,7 +134,7 @@ def test_every_response_is_used_once_per_pass_or_sizes_that_fit_are_suggested(
     plan = plan_batches(**sizes, minibatch_size=size)
     assert plan.steps_per_iteration * plan.minibatch_size == kept * generations * ranks * passes
     assert plan.minibatch_rows * ranks == plan.minibatch_size
-    assert plan.responses_trained <= plan.responses_drawn
+    assert plan.responses_trained <= plan.responses_sampled
 
 
 def _cells(table: str) -> dict[str, list[str]]:
@@ -147,12 +146,15 @@ def test_the_table_has_one_line_per_number_with_its_unit_and_origin() -> None:
     cells = _cells(_plan(kept_prompts=6).table())
     trained = "dynamic_sampling.prompts × num_generations × 2 processes"
     assert cells["prompts"] == ["16", "data.batch_size × 2 processes"]
-    assert cells["responses drawn, at most"] == ["64", "prompts × num_generations"]
+    assert cells["responses sampled, at most"] == ["64", "prompts × num_generations"]
     assert cells["responses trained on"] == ["48", trained]
-    assert cells["responses per optimizer step"] == ["16", "update.minibatch_size, all processes"]
+    assert cells["responses per optimizer step"] == [
+        "16",
+        "update.minibatch_size, 8 on each process",
+    ]
     assert cells["off-policy optimizer steps"][0] == "8"
     unknown = table_of("the run", [Quantity("steps", None, "x" * 300)])
     # long lines do not wrap
     assert unknown.splitlines()[-1] == f"| steps   | unknown | {'x' * 300} |"
-    whole = _cells(_plan(minibatch_size=None).table())["responses per optimizer step"]
-    assert whole == ["64", "update.minibatch_size, the whole rollout"]
+    beside = _cells(_plan(beside=["greedy"]).table())["responses sampled, at most"]
+    assert beside == ["80", "prompts × (num_generations + 1 greedy)"]  # 16 x (4 + 1)

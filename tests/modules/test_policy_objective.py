@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from lrlhf.functional import POLICY_LOSSES, Algorithm, PolicyLoss
+from lrlhf.modules.policy.experience import as_experience, compute_advantages
 from lrlhf.modules.policy.objective import (
     Denominators,
     LossTerms,
-    as_experience,
-    compute_advantages,
     denominators,
     policy_loss,
     summed_tokens,
-    value_mask,
 )
 from lrlhf.modules.policy.policy_settings import assemble_algorithm
 from lrlhf.modules.settings import Advantage, Update
@@ -258,7 +256,7 @@ def test_a_critic_learns_from_no_response_that_nothing_has_scored() -> None:
     # as TRL has it, the second one counts in the policy's means all the same
     computed = judged([1.0, NAN, 0.0, 2.0], Advantage(unscorable="trl", truncated="exclude"), 3)
     assert computed.counted.tolist() == [True, True, True, False]
-    assert value_mask(computed)[:, 1:].tolist() == [[row in (0, 2)] * 2 for row in range(4)]
+    assert computed.value_mask[:, 1:].tolist() == [[row in (0, 2)] * 2 for row in range(4)]
     assert float(Denominators(*denominators(computed)).valued) == 4
 
 

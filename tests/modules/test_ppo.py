@@ -23,7 +23,7 @@ from lrlhf.modules import (
     Reference,
     Update,
 )
-from lrlhf.modules.policy.updates import advance_schedules
+from lrlhf.modules.policy.policy_parts import advance_schedules
 from lrlhf.rewards import Rewards
 from tests.conftest import build_language_model
 from tests.modules.policy_runs import assert_same, letters, moved, sgd, weights

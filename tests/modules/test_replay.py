@@ -51,7 +51,7 @@ def test_stored_rollouts_are_trained_on_without_an_engine(ppo, train, stored) ->
     ("sampled", "options", "culprit"),
     [
         ({}, {"num_generations": 4}, "groups of 2 responses"),
-        ({}, {"sampling": Sampling(max_new_tokens=6, temperature=0.3)}, "was drawn at 1.0"),
+        ({}, {"sampling": Sampling(max_new_tokens=6, temperature=0.3)}, "was sampled at 1.0"),
         (
             {"sampling": Sampling(max_new_tokens=6, top_k=9), "allow_truncated_sampling": True},
             {},
