@@ -242,15 +242,12 @@ def _check_checkpoint(path: str | None) -> None:
 
 def _check_accelerator(name: object) -> None:
     """Refuse a GPU that is not there by the name of the option."""
-    if name in {"gpu", "cuda"} and not torch.cuda.is_available() and not _has_mps(name):
+    has_mps = name == "gpu" and torch.backends.mps.is_available()
+    if name in {"gpu", "cuda"} and not torch.cuda.is_available() and not has_mps:
         raise ConfigError(
             f"trainer.accelerator: {name} is asked for, and torch finds none on this machine "
             f"(torch {torch.__version__}); take cpu or auto, or install a torch for its GPU"
         )
-
-
-def _has_mps(name: object) -> bool:
-    return name == "gpu" and torch.backends.mps.is_available()
 
 
 def _check_strategy(strategy: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,11 @@ def read_config_files(arguments: Sequence[str]) -> list[ConfigFile]:
     files = [_read(value) for value in _config_arguments(arguments) if not _is_inline(value)]
     for file in files:
         try:
-            _check_node(file.path, file.root, "")
+            for keys, node in walk(file.root):
+                if isinstance(node, yaml.ScalarNode):
+                    _check_scalar(file.path, node)
+                elif isinstance(node, yaml.MappingNode):
+                    _check_keys(file.path, node, dotted(keys))
         except RecursionError as error:
             raise ConfigError(
                 f"{file.path}: an alias (*name) stands within what it names"
@@ -85,16 +89,23 @@ def _why_unreadable(path: Path) -> str:
     return f"no such file{hint(path.name, siblings, listed_as='there')}"
 
 
-def _check_node(file: str, node: yaml.Node, dotted: str) -> None:
-    if isinstance(node, yaml.ScalarNode):
-        _check_scalar(file, node)
+def walk(
+    node: yaml.Node, keys: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], yaml.Node]]:
+    """Go through a node and all below it, each with the keys that lead there."""
+    yield keys, node
+    children: list[tuple[str, yaml.Node]] = []
     if isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            _check_node(file, item, f"{dotted}[{index}]")
-    if isinstance(node, yaml.MappingNode):
-        _check_keys(file, node, dotted)
-        for key, value in node.value:
-            _check_node(file, value, f"{dotted}.{key.value}".removeprefix("."))
+        children = [(f"[{index}]", item) for index, item in enumerate(node.value)]
+    elif isinstance(node, yaml.MappingNode):
+        children = [(key.value, value) for key, value in node.value]
+    for key, child in children:
+        yield from walk(child, (*keys, key))
+
+
+def dotted(keys: Sequence[str]) -> str:
+    """Write keys as one option: ``trainer.callbacks[0].init_args``."""
+    return ".".join(keys).replace(".[", "[")
 
 
 def _check_scalar(file: str, node: yaml.ScalarNode) -> None:
@@ -108,22 +119,22 @@ def _check_scalar(file: str, node: yaml.ScalarNode) -> None:
         raise ConfigError(f"{file}:{line_of(node)}: not valid YAML: {problem}") from error
 
 
-def _check_keys(file: str, node: yaml.MappingNode, dotted: str) -> None:
+def _check_keys(file: str, node: yaml.MappingNode, path: str) -> None:
     lines: dict[str, int] = {}
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode):
             raise ConfigError(f"{file}:{line_of(key)}: a key is text, not a list or a mapping")
-        where = f"{file}:{line_of(key)}: {dotted}.{key.value}".replace(": .", ": ")
+        where = f"{file}:{line_of(key)}: {path}.{key.value}".replace(": .", ": ")
         if key.value in lines:
             raise ConfigError(f"{where}: given twice, first on line {lines[key.value]}")
         lines[str(key.value)] = line_of(key)
     if "class_path" in lines:
-        _check_class_entry(file, node, dotted)
+        _check_class_entry(file, node, path)
 
 
-def _check_class_entry(file: str, node: yaml.MappingNode, dotted: str) -> None:
+def _check_class_entry(file: str, node: yaml.MappingNode, path: str) -> None:
     for key, value in node.value:
-        where = f"{file}:{line_of(key)}: {dotted}.{key.value}"
+        where = f"{file}:{line_of(key)}: {path}.{key.value}"
         if key.value not in _CLASS_KEYS:
             what = "does not belong beside class_path; a class's options go under init_args"
             raise ConfigError(f"{where}: {what}")

@@ -13,10 +13,7 @@ from lrlhf.run.checkpoints.sharded_checkpoint import convert_checkpoint
 
 
 def convert(arguments: Sequence[str]) -> None:
-    """Run the command.
-
-    Args:
-        arguments: Its options, without the command.
+    """Run the command with its options.
 
     Raises:
         FileExistsError: The target exists.

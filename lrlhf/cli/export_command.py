@@ -22,13 +22,9 @@ from lrlhf.run.checkpoints.checkpoint_search import check
 def export_checkpoint(
     module: L.LightningModule, checkpoint: Path, folder: Path, *, use_ema: bool = False
 ) -> None:
-    """Fill a module from a checkpoint, and write its model.
+    """Fill a module from a checkpoint of any strategy, and write its model into a new folder.
 
-    Args:
-        module: As the run's config builds it.
-        checkpoint: Of any strategy.
-        folder: Must not exist.
-        use_ema: Write the averaged weights of the `EMA` callback.
+    With ``use_ema`` it has the averaged weights of the `EMA` callback.
 
     Raises:
         CheckpointMismatchError: The checkpoint is that of another model.
@@ -44,7 +40,11 @@ def export_checkpoint(
     stored = read_checkpoint(checkpoint)
     load_state(module, stored["state_dict"])
     if use_ema:
-        _take_averages(module, _averages(stored, checkpoint))
+        averages, weights = _averages(stored, checkpoint), trainable_weights(module)
+        check_same_names("the checkpoint's average", averages, weights)
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(averages[name])
     with atomic_folder(folder) as fresh:
         module.export_pretrained(fresh)
 
@@ -61,11 +61,3 @@ def _averages(stored: Mapping[str, Any], checkpoint: Path) -> Mapping[str, Tenso
     raise ValueError(
         f"{checkpoint} has no averaged weights: the run had no EMA callback; leave out --use_ema"
     )
-
-
-@torch.no_grad()
-def _take_averages(module: L.LightningModule, averages: Mapping[str, Tensor]) -> None:
-    weights = trainable_weights(module)
-    check_same_names("the checkpoint's average", averages, weights)
-    for name, weight in weights.items():
-        weight.copy_(averages[name])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection
 from pydoc import locate as import_by_path
 from typing import Any
 
@@ -18,7 +18,7 @@ from jsonargparse import Namespace
 from lrlhf.cli.messages.errors import ValidationError
 
 
-def refuse_nulls(value: Any, path: tuple[str, ...] = (), *, strict: Sequence[str] = ()) -> None:
+def refuse_nulls(value: Any, path: tuple[str, ...] = (), *, strict: Collection[str] = ()) -> None:
     """Check that no option is null that must not be.
 
     Args:
@@ -29,39 +29,27 @@ def refuse_nulls(value: Any, path: tuple[str, ...] = (), *, strict: Sequence[str
     Raises:
         ValidationError: One is; names it.
     """
-    given = ((*path, name) for name in strict if value[name] is None)
-    for keys in (*given, *forbidden_nulls(value, path)):
-        message = f'Parser key "{".".join(keys)}": null is not accepted here; leave the line out'
-        raise ValidationError(f"{message} to get the default")
-
-
-def forbidden_nulls(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the keys that lead to each option that is null and must not be.
-
-    Args:
-        value: A parsed config, or a part of one.
-        path: Keys that lead to it.
-    """
     if isinstance(value, list):
         for item in value:
-            yield from forbidden_nulls(item, path)
+            refuse_nulls(item, path)
     if not isinstance(value, Namespace):
         return
     children = vars(value)
     class_path, options = children.get("class_path"), children.get("init_args")
     if isinstance(class_path, str) and isinstance(options, Namespace):
-        strict = _options_without_null(import_by_path(class_path))
-        yield from (
-            (*path, name)
-            for name, given in vars(options).items()
-            if given is None and name in strict
-        )
+        strict = options_without_null(import_by_path(class_path))
         children = vars(options)
-    for key, child in children.items():
-        yield from forbidden_nulls(child, (*path, key))
+    for name, given in children.items():
+        if given is None and name in strict:
+            key = ".".join((*path, name))
+            raise ValidationError(
+                f'Parser key "{key}": null is not accepted here; leave the line out to get the '
+                "default"
+            )
+        refuse_nulls(given, (*path, name))
 
 
-def _options_without_null(cls: object) -> set[str]:
+def options_without_null(cls: object) -> set[str]:
     """Options of a class that have a type and a default of which neither is None."""
     if not isinstance(cls, type):
         return set()

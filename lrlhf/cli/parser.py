@@ -8,8 +8,13 @@ from typing import Any, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lrlhf.cli.messages.errors import ValidationError, hint
-from lrlhf.cli.messages.renamed_keys import new_name
 
+RENAMED_KEYS = {
+    "max_skipped_steps": "guard.max_skipped",
+    "update.max_skipped_steps": "guard.max_skipped",
+    "reference_column": "columns",
+}
+"""The present name by the old one, both below ``model.init_args`` (or whichever class has them)."""
 _UNKNOWN_OPTION = re.compile(r"Option '(?P<key>[^']+)' is not accepted$")
 _UNKNOWN_IN_GROUP = re.compile(
     r"(?P<kind>Group|Subcommand) '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'$"
@@ -51,8 +56,11 @@ class Parser(LightningArgumentParser):
         if match is None:
             return ""
         group = match.groupdict().get("group")
-        if renamed := new_name(f"{group}.{match['key']}"):
-            return f"; did you mean '{renamed}', which took its place?"
+        # as it was given, with as many of the keys around it as are known
+        parts = f"{group}.{match['key']}".split(".")
+        for start in range(len(parts)):
+            if renamed := RENAMED_KEYS.get(".".join(parts[start:])):
+                return f"; did you mean '{renamed}', which took its place?"
         if group is not None:
             return self._hint_in_group(match, error)
         return hint(

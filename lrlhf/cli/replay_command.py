@@ -19,28 +19,13 @@ from lrlhf.modules import DumpReplay, NotADumpError, replay_dump
 _MAX_ROWS = 16
 _MAX_NAMES = 5
 _COLUMNS = (
-    "row",
-    "score",
-    "advantage",
-    "kl",
-    "log_ratio",
-    "scores0",
-    "scores1",
-    "labels",
-    "length",
-    "prompt",
-    "candidate0",
-)
+    "row", "score", "advantage", "kl", "log_ratio", "scores0", "scores1", "labels", "length",
+    "prompt", "candidate0",
+)  # fmt: skip
 
 
 def dump_and_options(options: Sequence[str]) -> tuple[Path, list[str]]:
-    """Read the command line.
-
-    Args:
-        options: What follows the command: the dump, then further options of ``fit``.
-
-    Returns:
-        The dump, and the options of ``fit``, the dump's own config first.
+    """Split what follows the command: the dump, and options of ``fit``, the dump's config first.
 
     Raises:
         ConfigError: There is no such dump, or it has no config.
@@ -64,14 +49,7 @@ def dump_and_options(options: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def show_replay(module: L.LightningModule, folder: Path) -> bool:
-    """Repeat the step of a dump and print what came of it.
-
-    Args:
-        module: As the dump's config builds it.
-        folder: The dump.
-
-    Returns:
-        Whether it went wrong again.
+    """Repeat the step of a dump, print what came of it, and tell whether it went wrong again.
 
     Raises:
         NotADumpError: The dump is damaged.
@@ -86,10 +64,12 @@ def show_replay(module: L.LightningModule, folder: Path) -> bool:
 
 def _report(replay: DumpReplay) -> Iterable[RenderableType]:
     dump = replay.dump
-    stage = dump.bundles[0].stage
-    yield Text(f"{dump.folder}: step {dump.step}, {_STAGES[stage]}")
-    yield from _anomalies("then", dump.anomalies)
-    yield from _anomalies("now", replay.found)
+    yield Text(f"{dump.folder}: step {dump.step} ({dump.bundles[0].stage})")
+    for when, anomalies in (("then", dump.anomalies), ("now", replay.found)):
+        for anomaly in anomalies:
+            yield Text(f"{when}: {anomaly.kind}: {anomaly.text}")
+        if not anomalies:
+            yield Text(f"{when}: nothing")
     yield Text("reproduced" if replay.reproduced else "not reproduced", style="bold")
     if replay.weights:
         yield Text(f"weights that are not finite: {_listed(replay.weights)}")
@@ -100,41 +80,20 @@ def _report(replay: DumpReplay) -> Iterable[RenderableType]:
         )
         if rank.gradients:
             yield Text(f"{who}gradients that are not finite: {_listed(rank.gradients)}")
-        yield _rows(rank.rows)
+        columns = [name for name in _COLUMNS if any(row.get(name) is not None for row in rank.rows)]
+        table = Table(*columns)
+        for row in rank.rows[:_MAX_ROWS]:
+            table.add_row(*(Text(_cell(row.get(name))) for name in columns))
+        yield table
         if len(rank.rows) > _MAX_ROWS:
             yield Text(f"… and {len(rank.rows) - _MAX_ROWS} more rows, see records.jsonl")
     for note in replay.notes:
         yield Text(f"note: {note}")
 
 
-_STAGES = {
-    "iteration": "before the update of the iteration",
-    "policy": "an optimizer step of the policy",
-    "value": "an optimizer step of the critic",
-    "joint": "an optimizer step of policy and critic",
-    "reward": "an optimizer step of the reward model",
-}
-
-
-def _anomalies(when: str, anomalies: Sequence[Any]) -> Iterable[RenderableType]:
-    for anomaly in anomalies:
-        yield Text(f"{when}: {anomaly.kind}: {anomaly.text}")
-    if not anomalies:
-        yield Text(f"{when}: nothing")
-
-
 def _listed(names: Sequence[str]) -> str:
     more = len(names) - _MAX_NAMES
     return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
-
-
-def _rows(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """One line per row, with the columns that any of them has."""
-    columns = [name for name in _COLUMNS if any(row.get(name) is not None for row in rows)]
-    table = Table(*columns)
-    for row in rows[:_MAX_ROWS]:
-        table.add_row(*(Text(_cell(row.get(name))) for name in columns))
-    return table
 
 
 def _cell(value: Any) -> str:

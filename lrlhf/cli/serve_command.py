@@ -14,7 +14,7 @@ from lrlhf.cli.config_files import read_config_files
 from lrlhf.cli.messages.endings import located
 from lrlhf.cli.messages.errors import ConfigError, ValidationError
 from lrlhf.cli.messages.locations import locate_refusal
-from lrlhf.cli.null_values import refuse_nulls
+from lrlhf.cli.null_values import options_without_null, refuse_nulls
 from lrlhf.cli.parser import Parser
 from lrlhf.rewards import LearnedReward, RewardFunction
 
@@ -34,7 +34,11 @@ def serve_reward(arguments: Sequence[str]) -> None:
     """
     serving = importlib.import_module("lrlhf.serving")
     config = _parsed(_parser(serving), arguments)
-    _check_nulls(config, serving)
+    own = {"host", "port", "token_env"}
+    for options in (serving.RequestLimits, serving.QueueOptions):
+        own |= options_without_null(options)
+    refuse_nulls(config, strict=own)
+    refuse_nulls(config.model, ("model",), strict=options_without_null(LearnedReward))
     try:
         service = _service(serving, config)
     except ValueError as error:
@@ -97,18 +101,6 @@ def _parsed(parser: Parser, arguments: Sequence[str]) -> Namespace:
             str(error),
         )
         raise ValidationError(unknown) from error
-
-
-def _check_nulls(config: Namespace, serving: Any) -> None:
-    """Refuse null where an option has a default and no meaning for it."""
-    refuse_nulls(config, strict=("host", "port", "token_env"))
-    for path, owner, values in (
-        ((), serving.RequestLimits, config),
-        ((), serving.QueueOptions, config),
-        (("model",), LearnedReward, config.model),
-    ):
-        class_path = f"{owner.__module__}.{owner.__name__}"
-        refuse_nulls(Namespace(class_path=class_path, init_args=values), path)  # type: ignore[no-untyped-call]
 
 
 def _service(serving: Any, config: Namespace) -> Any:

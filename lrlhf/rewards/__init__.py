@@ -20,8 +20,7 @@ from lrlhf.rewards.functions.text_rewards import ExactMatch, RegexFormat
 from lrlhf.rewards.isolation.isolated import IsolatedReward
 from lrlhf.rewards.learned import LearnedReward
 from lrlhf.rewards.remote.remote_reward import RemoteReward
-from lrlhf.rewards.result import RewardResult
-from lrlhf.rewards.rewards import Rewards
+from lrlhf.rewards.rewards import RewardResult, Rewards
 
 __all__ = [
     "Completion",

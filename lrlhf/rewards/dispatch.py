@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import functools
 import inspect
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
 
+_Step = TypeVar("_Step")
 _GIVEN_UP: contextvars.ContextVar[threading.Event] = contextvars.ContextVar("given_up")
 """Of the call that runs in this thread: set when it has run out of time."""
 
@@ -27,6 +27,14 @@ def out_of_time() -> bool:
     return given_up is not None and given_up.is_set()
 
 
+def while_wanted(steps: Iterable[_Step]) -> Iterator[_Step]:
+    """Go on as long as somebody waits for the values: the device may have other work by then."""
+    for step in steps:
+        if out_of_time():
+            raise CallTimeoutError("the rest is not scored, as the call has run out of time")
+        yield step
+
+
 class Call(NamedTuple):
     """One function and what it is called with."""
 
@@ -35,13 +43,6 @@ class Call(NamedTuple):
     arguments: Mapping[str, Any]
     unlimited: bool = False
     """It may take as long as it takes."""
-
-
-class _Started(NamedTuple):
-    """A call under way."""
-
-    future: Future[Any]
-    given_up: threading.Event
 
 
 class Outcome(NamedTuple):
@@ -56,12 +57,13 @@ class CallTimeoutError(TimeoutError):
 
 
 class Dispatcher:
-    """Runs plain functions in threads and async ones on one event loop in the background.
+    """Runs every function in a thread; what async ones await, on one event loop in the background.
 
     A thread cannot be stopped: one that ran out of time is told so (`out_of_time`) and left behind
     with its result, and its function is not entered again before it is done. The threads are
     daemons, so that a function that hangs does not keep the process alive (which is why this is no
-    ThreadPoolExecutor).
+    ThreadPoolExecutor). There is one loop for all calls, as clients that a function keeps belong
+    to the loop of their first use.
 
     Args:
         timeout: Seconds that every function may take whose call is not unlimited; None: no limit.
@@ -78,79 +80,66 @@ class Dispatcher:
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
         """Run all calls at once, and wait until the last has ended or run out of time."""
-        deadline = None if self._timeout is None else time.monotonic() + self._timeout
-        started = [self._start(call) for call in calls]
-        return [
-            self._outcome(call, its, None if call.unlimited else deadline)
-            for call, its in zip(calls, started, strict=True)
-        ]
+        started = time.monotonic()
+        under_way = [self._start(call) for call in calls]
+        outcomes = []
+        for call, (future, given_up) in zip(calls, under_way, strict=True):
+            limit = self._limit(call)
+            left = None if limit is None else max(0.0, started + limit - time.monotonic())
+            try:
+                error = future.exception(left)
+            except TimeoutError:
+                given_up.set()
+                future.cancel()
+                outcomes.append(Outcome(None, self._too_slow()))
+            else:
+                value = future.result() if error is None else None
+                outcomes.append(Outcome(value, error))
+        return outcomes
 
-    def _start(self, call: Call) -> _Started:
-        given_up = threading.Event()
-        work = functools.partial(call.function, **call.arguments)
-        if is_async(call.function):
-            awaited = asyncio.run_coroutine_threadsafe(_awaited(work), self._running_loop())
-            return _Started(awaited, given_up)
-        started = _Started(Future(), given_up)
-        lock = self._busy.setdefault(call.name, threading.Lock())
-        timeout = None if call.unlimited else self._timeout
+    def _limit(self, call: Call) -> float | None:
+        return None if call.unlimited else self._timeout
+
+    def _start(self, call: Call) -> tuple[Future[Any], threading.Event]:
+        under_way: tuple[Future[Any], threading.Event] = Future(), threading.Event()
         threading.Thread(
-            target=self._work,
-            args=(started, lock, work, timeout),
-            name=f"reward-{call.name}",
-            daemon=True,
+            target=self._work, args=(call, *under_way), name=f"reward-{call.name}", daemon=True
         ).start()
-        return started
+        return under_way
 
-    def _work(
-        self,
-        started: _Started,
-        lock: threading.Lock,
-        work: Callable[[], Any],
-        timeout: float | None,
-    ) -> None:
-        future = started.future
-        if not lock.acquire(timeout=-1 if timeout is None else timeout):
+    def _work(self, call: Call, future: Future[Any], given_up: threading.Event) -> None:
+        limit = self._limit(call)
+        lock = self._busy.setdefault(call.name, threading.Lock())
+        if not lock.acquire(timeout=-1 if limit is None else limit):
             return  # an earlier call still hangs
-        _GIVEN_UP.set(started.given_up)
+        _GIVEN_UP.set(given_up)
         try:
             if future.set_running_or_notify_cancel():  # else out of time before its turn came
-                future.set_result(self._settled(work(), timeout))
+                result = call.function(**call.arguments)
+                future.set_result(self._settled(result, limit))
         except BaseException as error:  # noqa: BLE001  whatever it is, the caller is told
             future.set_exception(error)
         finally:
             lock.release()
 
-    def _settled(self, result: Any, timeout: float | None) -> Any:
-        """Wait for what a plain function returned, if it is an awaitable."""
+    def _settled(self, result: Any, limit: float | None) -> Any:
+        """Wait for what a function returned, if it is an awaitable."""
         if not inspect.isawaitable(result):
             return result
-        inner = asyncio.run_coroutine_threadsafe(_awaited(lambda: result), self._running_loop())
+        awaited = asyncio.run_coroutine_threadsafe(_awaited(result), self._running_loop())
         try:
-            return inner.result(timeout)
-        finally:
-            inner.cancel()
-
-    def _outcome(self, call: Call, started: _Started, deadline: float | None) -> Outcome:
-        future = started.future
-        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-        try:
-            error = future.exception(remaining)
+            return awaited.result(limit)
         except TimeoutError:
-            started.given_up.set()
-            future.cancel()
-            return Outcome(None, CallTimeoutError(self._too_slow(call)))
-        except CancelledError as cancelled:  # by the function itself
-            return Outcome(None, cancelled)
-        return Outcome(None, error) if error is not None else Outcome(future.result(), None)
+            if awaited.done():  # raised by the function itself
+                raise
+            raise self._too_slow() from None
+        finally:
+            awaited.cancel()
 
-    def _too_slow(self, call: Call) -> str:
-        advice = (
-            "an async function must not block its event loop"
-            if is_async(call.function)
-            else "its thread goes on, and its result is dropped"
+    def _too_slow(self) -> CallTimeoutError:
+        return CallTimeoutError(
+            f"no result after {self._timeout:g} s; what it may still return is dropped"
         )
-        return f"no result after {self._timeout:g} s; {advice}"
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._loop_lock:
@@ -178,9 +167,9 @@ async def _cancel_the_rest() -> None:
     await asyncio.gather(*unfinished, return_exceptions=True)
 
 
-async def _awaited(work: Callable[[], Awaitable[Any]]) -> Any:
+async def _awaited(result: Awaitable[Any]) -> Any:
     try:
-        return await work()
+        return await result
     except SystemExit as error:  # would end the event loop, and with it every other function
         raise RuntimeError(f"the reward function called sys.exit({error.code!r})") from error
 

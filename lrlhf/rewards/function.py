@@ -144,6 +144,24 @@ class RewardFunction(ABC):
         """
 
 
+class CopiesStartAfresh(RewardFunction, ABC):
+    """A reward whose copies and pickles have its settings, and nothing that runs."""
+
+    _not_copied: ClassVar[tuple[str, ...]]
+    """Attributes that `_start_afresh` sets, and that no copy gets."""
+
+    @abstractmethod
+    def _start_afresh(self) -> None:
+        """Set what runs to what it is before the first call."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: kept for name, kept in self.__dict__.items() if name not in self._not_copied}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start_afresh()
+
+
 def completion_text(completion: Completion) -> str:
     """Return what the policy said as plain text.
 
@@ -195,3 +213,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` for what is closest to ``word``, else nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_positive(**values: float | None) -> None:
+    """Refuse settings that are not above 0; None stands for no limit.
+
+    Raises:
+        ValueError: One is not.
+    """
+    for name, value in values.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} is {value}; it must be above 0")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lrlhf.rewards.function import RewardError, did_you_mean
@@ -20,9 +20,9 @@ Recipe = Mapping[str, Mapping[str, float]]
 class Weights:
     """Weights of the functions, by label where there is a recipe."""
 
-    names: tuple[str, ...]
-    by_label: Mapping[str, tuple[float | None, ...]]
-    """None: the function is not asked about this label's responses."""
+    names: Sequence[str]
+    by_label: Mapping[str, Sequence[float]]
+    """One per function; NaN: it is not asked about this label's responses."""
     label_column: str | None
 
     def rows(self, columns: Sequence[Mapping[str, object]]) -> Float[Tensor, "B K"]:
@@ -35,10 +35,9 @@ class Weights:
             RewardError: A response has no label or one that is not in the recipe.
         """
         table = [self._weights_of(row, values) for row, values in enumerate(columns)]
-        known = [[math.nan if weight is None else weight for weight in row] for row in table]
-        return torch.tensor(known, dtype=torch.float64).view(len(columns), len(self.names))
+        return torch.tensor(table, dtype=torch.float64).view(len(columns), len(self.names))
 
-    def _weights_of(self, row: int, values: Mapping[str, object]) -> tuple[float | None, ...]:
+    def _weights_of(self, row: int, values: Mapping[str, object]) -> Sequence[float]:
         if self.label_column is None:
             return self.by_label[""]
         if self.label_column not in values:
@@ -61,11 +60,7 @@ class Weights:
 def same_weights(
     names: Sequence[str], weights: Sequence[float] | Mapping[str, float] | None
 ) -> Weights:
-    """Weigh all responses alike.
-
-    Args:
-        names: Of the functions.
-        weights: One per function, by position or by name; None: all 1.
+    """Weigh all responses alike, by the position or the name of a function; None: all 1.
 
     Raises:
         ValueError: They do not fit the functions.
@@ -73,7 +68,7 @@ def same_weights(
     if weights is None:
         weights = [1.0] * len(names)
     if isinstance(weights, Mapping):
-        _check_known(weights, names, "weights")
+        check_known(weights, names, "weights")
         missing = [name for name in names if name not in weights]
         if missing:
             raise ValueError(f"weights lacks {', '.join(map(repr, missing))}; 0 only logs a reward")
@@ -84,16 +79,11 @@ def same_weights(
             f"({', '.join(names)}); give one per function, in their order"
         )
     _check_numbers(dict(zip(names, weights, strict=True)), "weights")
-    return Weights(tuple(names), {"": tuple(map(float, weights))}, None)
+    return Weights(names, {"": weights}, None)
 
 
 def weights_by_label(names: Sequence[str], recipe: Recipe, label_column: str) -> Weights:
-    """Weigh each response by the entry of the recipe that its label names.
-
-    Args:
-        names: Of the functions.
-        recipe: By label the weights of the functions that score it; others are not asked.
-        label_column: Data column that holds the label.
+    """Weigh each response by the entry of the recipe that its label, in a data column, names.
 
     Raises:
         ValueError: The recipe names an unknown function, or leaves one or a label without use.
@@ -101,7 +91,7 @@ def weights_by_label(names: Sequence[str], recipe: Recipe, label_column: str) ->
     if not recipe:
         raise ValueError("recipe is empty: give every label its rewards and their weights")
     for label, entry in recipe.items():
-        _check_known(entry, names, f"recipe[{label!r}]")
+        check_known(entry, names, f"recipe[{label!r}]")
         _check_numbers(entry, f"recipe[{label!r}]")
     unused = [name for name in names if not any(name in entry for entry in recipe.values())]
     if unused:
@@ -110,14 +100,54 @@ def weights_by_label(names: Sequence[str], recipe: Recipe, label_column: str) ->
             "function"
         )
     by_label = {
-        str(label): tuple(float(entry[name]) if name in entry else None for name in names)
-        for label, entry in recipe.items()
+        str(label): [entry.get(name, math.nan) for name in names] for label, entry in recipe.items()
     }
-    return Weights(tuple(names), by_label, label_column)
+    return Weights(names, by_label, label_column)
 
 
-def _check_known(entry: Mapping[str, float], names: Sequence[str], where: str) -> None:
-    for name in entry:
+def weighted_sum(
+    per_function: Float[Tensor, "B K"],
+    weights: Float[Tensor, "B K"],
+    *,
+    optional: Bool[Tensor, " K"],
+) -> Float[Tensor, " B"]:
+    """Add up what counts, per response.
+
+    A sum without one of its parts cannot be compared with others: beside a penalty, it would rank
+    a response that a reward model failed to score above those that it scored low.
+
+    Args:
+        per_function: Values, NaN where a function has none.
+        weights: NaN where a function was not asked; a weight of 0 only logs.
+        optional: The functions whose value may be missing, so that the others' count alone.
+
+    Returns:
+        Float32 sums; NaN where a value is missing that is not optional, or where nothing counts.
+
+    Raises:
+        RewardError: A sum is too large for float32.
+    """
+    wanted = weights.isfinite() & (weights != 0)
+    counts = per_function.isfinite() & wanted
+    terms = torch.where(counts, per_function.double() * weights, 0.0)
+    scores = terms.sum(dim=1).float()
+    if scores.isinf().any():
+        row = int(scores.isinf().nonzero()[0])
+        raise RewardError(
+            f"the weighted rewards of response {row} add up to more than float32 can hold: "
+            f"{per_function[row].tolist()}; scale the reward functions down"
+        )
+    complete = (counts | ~wanted | optional).all(dim=1)
+    return torch.where(complete & counts.any(dim=1), scores, torch.nan)
+
+
+def check_known(given: Iterable[str], names: Sequence[str], where: str) -> None:
+    """Refuse names that are none of a reward function.
+
+    Raises:
+        ValueError: There is one; begins with ``where`` it stands.
+    """
+    for name in given:
         if name not in names:
             raise ValueError(
                 f"{where}: there is no reward {name!r}{did_you_mean(name, names)} (rewards: "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lrlhf.media import MediaError, MediaProcessor
 from lrlhf.models import (
@@ -22,7 +22,7 @@ from lrlhf.models import (
     ruled_out_ids,
 )
 from lrlhf.models.loading.pretrained import DType
-from lrlhf.rewards.dispatch import CallTimeoutError, out_of_time
+from lrlhf.rewards.dispatch import while_wanted
 from lrlhf.rewards.function import (
     Completion,
     LogMetric,
@@ -35,7 +35,6 @@ from lrlhf.rewards.learned_rows import Row, as_text, encoded, padded, sharing, w
 from lrlhf.types import Prompt
 from lrlhf.vllm_worker.fingerprint import fingerprint
 
-_Step = TypeVar("_Step")
 _NO_LIMIT = 10**9  # tokenizers without a limit name one of 30 digits
 
 
@@ -138,8 +137,7 @@ class LearnedReward(RewardFunction):
         Raises:
             ValueError: The source leads to no reward model, or not to one with this head.
         """
-        if self._loaded is None:
-            self._loaded = self._load()
+        self._ready()
 
     def describe(self) -> ModelFacts:
         """Load the model, and tell which one it is.
@@ -147,9 +145,7 @@ class LearnedReward(RewardFunction):
         Raises:
             ValueError: As :meth:`prepare`.
         """
-        self.prepare()
-        loaded = self._loaded
-        assert loaded is not None
+        loaded = self._ready()
         tokenizer, processor = loaded.tokenizer, loaded.processor
         template = self._chat_template or tokenizer.chat_template
         settings = (loaded.head, loaded.max_tokens, template, sorted(tokenizer.get_vocab().items()))
@@ -176,13 +172,11 @@ class LearnedReward(RewardFunction):
         videos: Sequence[Sequence[Any]] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        self.prepare()
-        loaded = self._loaded
-        assert loaded is not None
+        loaded = self._ready()
         nothing: list[Sequence[Any]] = [()] * len(prompts)
         rows = [
             self._row(loaded, *given)
-            for given in _while_wanted(
+            for given in while_wanted(
                 zip(prompts, completions, images or nothing, videos or nothing, strict=True)
             )
         ]
@@ -204,7 +198,7 @@ class LearnedReward(RewardFunction):
         )
         scores: list[float | None] = [None] * len(rows)
         with looking_once(), self._in_place(loaded):
-            for start in _while_wanted(range(0, len(short), self._batch_size)):
+            for start in while_wanted(range(0, len(short), self._batch_size)):
                 chosen = short[start : start + self._batch_size]
                 found = _score(loaded, [scored[row] for row in chosen])
                 for row, score in zip(chosen, found, strict=True):
@@ -222,6 +216,11 @@ class LearnedReward(RewardFunction):
             yield
         finally:
             loaded.network.to("cpu")
+
+    def _ready(self) -> _Loaded:
+        if self._loaded is None:
+            self._loaded = self._load()
+        return self._loaded
 
     def _load(self) -> _Loaded:
         network = RewardNetwork.from_pretrained(
@@ -308,14 +307,6 @@ class LearnedReward(RewardFunction):
         return str(text)
 
 
-def _while_wanted(steps: Iterable[_Step]) -> Iterator[_Step]:
-    """Go on as long as somebody waits for the scores: the device may have other work by then."""
-    for step in steps:
-        if out_of_time():
-            raise CallTimeoutError("the rest is not scored, as the call has run out of time")
-        yield step
-
-
 def _fingerprint(network: RewardNetwork, settings: str) -> str:
     digest = hashlib.blake2b(settings.encode("utf-8", "surrogatepass"), digest_size=8)
     for name, weight in sorted(network.state_dict().items()):
@@ -359,11 +350,9 @@ def _limits(
         yield max_tokens
     if tokenizer.model_max_length < _NO_LIMIT:
         yield int(tokenizer.model_max_length)
-    for module in network.modules():
-        if isinstance(module, PreTrainedModel):
-            positions = module.config.get_text_config().to_dict().get("max_position_embeddings")
-            if positions is not None:
-                yield positions
+    positions = network.config.get_text_config().to_dict().get("max_position_embeddings")
+    if positions is not None:
+        yield positions
 
 
 def _resolve_device(device: str) -> torch.device:

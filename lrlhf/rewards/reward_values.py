@@ -1,9 +1,10 @@
-"""From what a reward function returned to numbers that can be trained on."""
+"""What a reward function returns and logs, checked before anything is made of it."""
 
 from __future__ import annotations
 
 import math
 import numbers
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -51,11 +52,15 @@ def check_values(returned: Any, *, function: str, rows: Sequence[int]) -> Checke
         )
     values = [math.nan if entry is None else finite_number(entry) for entry in entries]
     bad = [row for row, value in enumerate(values) if value is None]
-    return CheckedValues(
-        values=[math.nan if value is None else value for value in values],
-        bad=len(bad),
-        malformed=_describe(entries, bad, rows),
-    )
+    malformed = ""
+    if bad:
+        first = entries[bad[0]]
+        malformed = (
+            f"returned {len(bad)} of {len(entries)} values that are no finite float32 number, the "
+            f"first at position {rows[bad[0]]}: {shorten(first)} ({type(first).__name__})"
+        )
+    numbers_found = [math.nan if value is None else value for value in values]
+    return CheckedValues(numbers_found, len(bad), malformed)
 
 
 def _entries(returned: Any, function: str, count: int) -> Sequence[Any]:
@@ -95,17 +100,65 @@ def _without_values(value: object) -> bool:
     return isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided)
 
 
-def _describe(entries: Sequence[Any], bad: Sequence[int], rows: Sequence[int]) -> str:
-    if not bad:
-        return ""
-    first = entries[bad[0]]
-    return (
-        f"returned {len(bad)} of {len(entries)} values that are no finite float32 number, the "
-        f"first at position {rows[bad[0]]}: {shorten(first)} ({type(first).__name__})"
-    )
-
-
 def shorten(value: Any) -> str:
     """Return the value as Python writes it, cut for a message."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+class Logged(NamedTuple):
+    """Everything logged until the journal was closed."""
+
+    metrics: dict[str, list[float]]
+    extras: dict[str, list[Any]]
+
+
+class Journal:
+    """Collects the metrics and columns of one call, from any thread, until it is closed.
+
+    A function that timed out may go on for minutes; what it logs then is dropped.
+
+    Args:
+        count: How many responses the function was given.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._lock = threading.Lock()
+        self._closed = False
+        self._logged = Logged({}, {})
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a number; logged again under the same name in one call, the mean counts.
+
+        Raises:
+            ValueError: It is no finite number.
+        """
+        number = finite_number(value)
+        if number is None:
+            raise ValueError(f"log_metric({name!r}, {value!r}): the value must be a finite number")
+        with self._lock:
+            if not self._closed:
+                self._logged.metrics.setdefault(str(name), []).append(number)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Add a column to the log of responses.
+
+        Raises:
+            ValueError: There is not exactly one value per response.
+        """
+        entries = list(values)
+        if len(entries) != self._count:
+            raise ValueError(
+                f"log_extra({column!r}): {len(entries)} values for {self._count} responses; give "
+                "one value per response"
+            )
+        with self._lock:
+            if not self._closed:
+                self._logged.extras[str(column)] = entries
+
+    def close(self) -> Logged:
+        """Return what was logged, and drop whatever comes later."""
+        with self._lock:
+            self._closed = True
+            return self._logged

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import traceback
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from lrlhf.rewards.dispatch import Call, Dispatcher, Outcome
-from lrlhf.rewards.failures import FailureCount
-from lrlhf.rewards.function import (
-    Completion,
-    PartialValues,
-    RewardError,
-    RewardFunction,
-    did_you_mean,
+from lrlhf.rewards.function import Completion, PartialValues, RewardError, RewardFunction
+from lrlhf.rewards.function_weights import (
+    check_known,
+    same_weights,
+    weighted_sum,
+    weights_by_label,
 )
-from lrlhf.rewards.function_weights import same_weights, weights_by_label
-from lrlhf.rewards.functions.builtins import BUILTINS
-from lrlhf.rewards.journal import Journal, Logged
 from lrlhf.rewards.lookup import BoundFunction, NamedFunction, bind_functions, chosen_arguments
-from lrlhf.rewards.result import RewardResult, weighted_sum
-from lrlhf.rewards.reward_values import check_values
+from lrlhf.rewards.reward_values import Journal, check_values
 from lrlhf.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -34,25 +32,26 @@ logger = logging.getLogger(__name__)
 _MAX_LOGGED = 50
 _TIMEOUT_S = 1800.0
 """For functions that may hang; far more than work takes."""
+_FORGIVEN = 0.1
+"""What a batch without failure takes off the count, so that a long run may have its accidents."""
 
 
-class _Responses(NamedTuple):
-    """What is scored, one entry per response in each."""
+@dataclass(frozen=True, kw_only=True)
+class RewardResult:
+    """Scores of a batch of responses, and where they come from."""
 
-    prompts: Sequence[Prompt]
-    completions: Sequence[Completion]
-    completion_ids: Sequence[Sequence[int]]
-    columns: Sequence[Mapping[str, Any]]
-
-    def arguments(self, rows: Sequence[int]) -> dict[str, Any]:
-        """Return the given rows as keyword arguments, in lists that nobody else holds."""
-        names = {name: None for row in rows for name in self.columns[row]}
-        data = {name: [self.columns[row].get(name) for row in rows] for name in names}
-        return data | {
-            "prompts": [self.prompts[row] for row in rows],
-            "completions": [self.completions[row] for row in rows],
-            "completion_ids": [self.completion_ids[row] for row in rows],
-        }
+    scores: Float[Tensor, " B"]
+    """Weighted sum of what the functions returned; NaN: a part of it is missing."""
+    per_function: Float[Tensor, "B K"]
+    """What each function returned, unweighted; NaN: nothing."""
+    names: tuple[str, ...]
+    """Names of the functions, one per column of ``per_function``."""
+    metrics: dict[str, float]
+    """Logged by the functions, and for each the fraction of responses that it left unscored."""
+    extras: dict[str, list[Any]]
+    """Columns that the functions logged, one value per response."""
+    failures: list[str]
+    """What went wrong in this batch, tracebacks included; begins with the function's name."""
 
 
 class _Asked(NamedTuple):
@@ -75,15 +74,12 @@ class Rewards:
     Args:
         functions: List of reward functions: an import path (``my_rewards.brevity``), the short
             name of a built-in one (``exact_match``), or ``class_path`` with ``init_args``. A
-            mapping gives them names.
+            mapping gives them the names under which they are logged, in place of their own.
         weights: One per function, as a list or by name; all 1 by default. 0: only logged.
-        names: Under which the functions are logged; by default their own.
         timeout: Seconds that each function may take for a batch; null: no limit. ``auto`` is half
             an hour, and no limit for those that end by themselves: learned, remote and isolated
             rewards.
         max_unscorable_fraction: Stop if more than this part of a batch has no score.
-        max_failures_in_a_row: Stop if a function fails as a whole in so many batches without a
-            success; null: never.
         max_failures: Stop if a function fails in so many batches of the run, where a batch that
             fails in part counts as that part, and ten without failure make up for one; null:
             never. A resumed run counts anew.
@@ -96,14 +92,12 @@ class Rewards:
         ValueError: The functions, names, weights or recipe do not fit together.
     """
 
-    def __init__(  # noqa: PLR0913  the keys of a user's config
+    def __init__(
         self,
         functions: list[NamedFunction] | dict[str, NamedFunction],
         weights: list[float] | dict[str, float] | None = None,
-        names: list[str] | None = None,
         timeout: float | Literal["auto"] | None = "auto",
         max_unscorable_fraction: float = 0.1,
-        max_failures_in_a_row: int | None = 5,
         recipe: dict[str, dict[str, float]] | None = None,
         label_column: str = "label",
         max_failures: int | None = 10,
@@ -117,16 +111,21 @@ class Rewards:
             )
         if recipe is not None and weights is not None:
             raise ValueError("weights and recipe exclude each other: drop one of the two")
-        self._functions = bind_functions(functions, names, BUILTINS)
+        if max_failures is not None and max_failures < 1:
+            raise ValueError(f"max_failures is {max_failures}; it must be 1 or more, or null")
+        self._functions = bind_functions(functions)
         self.names: tuple[str, ...] = tuple(name for name, _ in self._functions)
         self._weights = (
             same_weights(self.names, weights)
             if recipe is None
             else weights_by_label(self.names, recipe, label_column)
         )
-        self._optional = _members(self.names, optional or [])
+        check_known(optional or [], self.names, "optional")
+        self._optional = torch.tensor([name in (optional or []) for name in self.names])
         self._max_unscorable_fraction = max_unscorable_fraction
-        self._failures = FailureCount(self.names, max_failures_in_a_row, max_failures)
+        self._max_failures = math.inf if max_failures is None else max_failures
+        self._failures: dict[str, float] = defaultdict(float)
+        """Batches in which a function failed, less what was forgiven."""
         self._spares_some = timeout == "auto"
         self._dispatcher = Dispatcher(_TIMEOUT_S if timeout == "auto" else timeout)
         self._logged: set[str] = set()
@@ -172,15 +171,33 @@ class Rewards:
             )
         self.prepare()
         weights = self._weights.rows(columns)
-        responses = _Responses(prompts, completions, completion_ids, columns)
+        given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         asked = [
-            _Asked(bound, rows, Journal(bound.name, len(rows)))
+            _Asked(bound, rows, Journal(len(rows)))
             for bound, weight in zip(self._functions, weights.T, strict=True)
             if (rows := weight.isfinite().nonzero()[:, 0].tolist())
         ]
-        calls = [_call(entry, responses, spared=self._spares_some) for entry in asked]
-        outcomes = self._dispatcher.run(calls)
+        outcomes = self._dispatcher.run([self._call(entry, given, columns) for entry in asked])
         return self._combine(asked, outcomes, weights, limited=limited)
+
+    def _call(
+        self,
+        entry: _Asked,
+        given: Mapping[str, Sequence[Any]],
+        columns: Sequence[Mapping[str, Any]],
+    ) -> Call:
+        """Return what is called, with the rows that are asked about in lists of its own."""
+        name, function = entry.bound
+        names = {column: None for row in entry.rows for column in columns[row]}
+        available = {
+            **{column: [columns[row].get(column) for row in entry.rows] for column in names},
+            **{argument: [values[row] for row in entry.rows] for argument, values in given.items()},
+            "log_metric": entry.journal.log_metric,
+            "log_extra": entry.journal.log_extra,
+        }
+        ends = isinstance(function, RewardFunction) and function.ends_by_itself
+        arguments = chosen_arguments(name, inspect.signature(function), available)
+        return Call(name, function, arguments, unlimited=self._spares_some and ends)
 
     def _combine(
         self,
@@ -190,27 +207,46 @@ class Rewards:
         *,
         limited: bool,
     ) -> RewardResult:
-        journals = [(entry, entry.journal.close()) for entry in asked]
         per_function = torch.full(weights.shape, math.nan, dtype=torch.float32)
-        failures: list[str] = []
+        metrics: dict[str, list[float]] = defaultdict(list)
+        extras: dict[str, list[Any]] = {}
+        failures: dict[str, str] = {}
         for entry, outcome in zip(asked, outcomes, strict=True):
+            name = entry.bound.name
+            logged = entry.journal.close()
+            for metric, numbers in logged.metrics.items():
+                metrics[metric] += numbers
+            for column, entries in logged.extras.items():
+                # a second column of a name gets its function's
+                place = extras.setdefault(
+                    column if column not in extras else f"{name}/{column}", [None] * len(weights)
+                )
+                for row, value in zip(entry.rows, entries, strict=True):
+                    place[row] = value
             values, failure = self._read(entry, outcome)
-            column = self.names.index(entry.bound.name)
-            per_function[entry.rows, column] = torch.tensor(values, dtype=torch.float32)
+            column_number = self.names.index(name)
+            per_function[entry.rows, column_number] = torch.tensor(values, dtype=torch.float32)
             if failure:
-                failures.append(f"{entry.bound.name}: {failure}")
-        self._log(failures)
+                failures[name] = f"{name}: {failure}"
+                self._log(failures[name])
         scores = weighted_sum(per_function, weights, optional=self._optional)
-        self._failures.check(failures)
+        self._check_failures(failures)
         if limited:
-            self._check_quota(scores, per_function, weights, failures)
+            self._check_quota(scores, per_function, weights, [*failures.values()])
+        wanted = weights.isfinite()
+        missing = (per_function.isnan() & wanted).sum(dim=0) / wanted.sum(dim=0).clamp(min=1)
+        unscored = {
+            f"{name}/unscored_fraction": fraction
+            for name, fraction in zip(self.names, missing.tolist(), strict=True)
+        }
+        means = {name: math.fsum(numbers) / len(numbers) for name, numbers in metrics.items()}
         return RewardResult(
             scores=scores,
             per_function=per_function,
             names=self.names,
-            metrics=_metrics(journals) | self._unscored(per_function, weights),
-            extras=_extras(journals, len(weights)),
-            failures=failures,
+            metrics=means | unscored,
+            extras=extras,
+            failures=[*failures.values()],
         )
 
     def _read(self, entry: _Asked, outcome: Outcome) -> tuple[list[float], str]:
@@ -219,21 +255,35 @@ class Rewards:
         if isinstance(error, RewardError):
             raise RewardError(f"reward function {name!r}: {error}") from error
         if error is not None:
-            self._failures.add(name, 1.0)
+            self._count(name, 1.0)
             return [math.nan] * len(entry.rows), _explain(error)
         values, bad, failure = check_values(outcome.value, function=name, rows=entry.rows)
         if isinstance(outcome.value, PartialValues):
             failure = "\n".join(filter(None, (failure, outcome.value.failure)))
             bad += outcome.value.failed
-        self._failures.add(name, bad / len(entry.rows))
+        self._count(name, bad / len(entry.rows))
         return values, failure
 
-    def _log(self, failures: Sequence[str]) -> None:
-        for failure in failures:
-            summary = _summary(failure)
-            if summary not in self._logged and len(self._logged) < _MAX_LOGGED:
-                self._logged.add(summary)
-                logger.error("reward function %s", failure)
+    def _count(self, name: str, part: float) -> None:
+        """Note the part of a batch for which a function failed, from 0 to 1."""
+        count = self._failures[name] + part - (1 - part) * _FORGIVEN
+        self._failures[name] = max(0.0, round(count, 9))  # ten tenths are one
+
+    def _check_failures(self, failures: Mapping[str, str]) -> None:
+        for name, failure in failures.items():
+            if self._failures[name] >= self._max_failures:
+                raise RewardError(
+                    f"reward function {name!r} failed in {self._max_failures} batches of this "
+                    f"run, less one for every ten without failure. Repair it, or raise "
+                    f"max_failures. The last failure: {failure}"
+                )
+
+    def _log(self, failure: str) -> None:
+        name, _, text = failure.partition(": ")
+        summary = f"{name}: {text.splitlines()[-1]}"  # which says what was raised
+        if summary not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(summary)
+            logger.error("reward function %s", failure)
 
     def _check_quota(
         self,
@@ -265,69 +315,8 @@ class Rewards:
             f"failure: {first}"
         )
 
-    def _unscored(
-        self, per_function: Float[Tensor, "B K"], weights: Float[Tensor, "B K"]
-    ) -> dict[str, float]:
-        asked = weights.isfinite()
-        missing = (per_function.isnan() & asked).sum(dim=0) / asked.sum(dim=0).clamp(min=1)
-        return {
-            f"{name}/unscored_fraction": fraction
-            for name, fraction in zip(self.names, missing.tolist(), strict=True)
-        }
-
-
-def _members(names: Sequence[str], optional: Sequence[str]) -> Bool[Tensor, " K"]:
-    for name in optional:
-        if name not in names:
-            raise ValueError(
-                f"optional: there is no reward {name!r}{did_you_mean(name, names)} (rewards: "
-                f"{', '.join(names)})"
-            )
-    return torch.tensor([name in optional for name in names])
-
-
-def _call(entry: _Asked, responses: _Responses, *, spared: bool) -> Call:
-    """Return what is called; ``spared``: without a time limit if it needs none."""
-    function = entry.bound.function
-    available = responses.arguments(entry.rows) | {
-        "log_metric": entry.journal.log_metric,
-        "log_extra": entry.journal.log_extra,
-    }
-    return Call(
-        entry.bound.name,
-        function,
-        chosen_arguments(entry.bound, available),
-        unlimited=spared and isinstance(function, RewardFunction) and function.ends_by_itself,
-    )
-
 
 def _explain(error: BaseException) -> str:
     if type(error).__module__.startswith("lrlhf."):  # says itself what went wrong
         return str(error)
     return "".join(traceback.format_exception(error)).rstrip()
-
-
-def _summary(failure: str) -> str:
-    """Return the name and the last line, which says what was raised."""
-    name, _, text = failure.partition(": ")
-    return f"{name}: {text.splitlines()[-1]}"
-
-
-def _metrics(journals: Sequence[tuple[_Asked, Logged]]) -> dict[str, float]:
-    logged: dict[str, list[float]] = {}
-    for _, (metrics, _) in journals:
-        for name, values in metrics.items():
-            logged.setdefault(name, []).extend(values)
-    return {name: math.fsum(values) / len(values) for name, values in logged.items()}
-
-
-def _extras(journals: Sequence[tuple[_Asked, Logged]], count: int) -> dict[str, list[Any]]:
-    """Spread every column over all responses; a second one of a name gets its function's."""
-    extras: dict[str, list[Any]] = {}
-    for entry, (_, columns) in journals:
-        for column, values in columns.items():
-            name = column if column not in extras else f"{entry.bound.name}/{column}"
-            extras[name] = [None] * count
-            for row, value in zip(entry.rows, values, strict=True):
-                extras[name][row] = value
-    return extras

@@ -16,16 +16,9 @@ import torch
 
 from lrlhf.rewards import LearnedReward, RewardError, RewardFunction
 from lrlhf.rewards.dispatch import Call, Dispatcher, is_async
-from lrlhf.rewards.functions.builtins import BUILTINS
-from lrlhf.rewards.journal import Journal
 from lrlhf.rewards.learned import TextMarks
-from lrlhf.rewards.lookup import (
-    BoundFunction,
-    bind_functions,
-    check_column_names,
-    chosen_arguments,
-)
-from lrlhf.rewards.reward_values import check_values
+from lrlhf.rewards.lookup import BoundFunction, bind_functions, chosen_arguments
+from lrlhf.rewards.reward_values import Journal, check_values
 from lrlhf.serving.refused import RefusedRequestError
 from lrlhf.serving.score_request import ScoreRequest
 
@@ -83,7 +76,7 @@ class Scorer:
         name: str | None = None,
         version: str | None = None,
     ) -> None:
-        self._bound = bind_functions([function], None, BUILTINS)[0]
+        self._bound = bind_functions([function])[0]
         _check_arguments(self._bound)
         self._name = name
         self._version = version
@@ -175,10 +168,11 @@ class Scorer:
         function = self._bound.function
         if isinstance(function, RewardFunction):
             function.prepare()
-        journal = Journal(self._bound.name, sum(len(request) for request in requests))
+        journal = Journal(sum(len(request) for request in requests))
         logs = {"log_metric": journal.log_metric, "log_extra": journal.log_extra}
         given = _joined(requests) | ({} if self._is_learned else self._columns(requests)) | logs
-        call = Call(self._bound.name, function, chosen_arguments(self._bound, given))
+        arguments = chosen_arguments(self._bound.name, inspect.signature(function), given)
+        call = Call(self._bound.name, function, arguments)
         if not is_async(function):
             try:
                 return function(**call.arguments)
@@ -191,7 +185,6 @@ class Scorer:
 
     def _columns(self, requests: Sequence[ScoreRequest]) -> dict[str, Any]:
         names = set.intersection(*(set(request.columns) for request in requests))
-        check_column_names(self._bound, names)
         return {
             name: [value for request in requests for value in request.columns[name]]
             for name in names

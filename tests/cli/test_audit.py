@@ -27,19 +27,12 @@ VULNERABLE = {
 UNKNOWN = {"name": "torch", "skip_reason": "not found"}
 
 
-def test_clean_packages_pass() -> None:
-    assert judged(CLEAN) == (0, "1 of 1 packages looked up, 0 vulnerable\n")
-
-
 def test_vulnerable_packages_fail_and_are_named_with_what_mends_them() -> None:
+    assert judged(CLEAN) == (0, "1 of 1 packages looked up, 0 vulnerable\n")
     status, said = judged(CLEAN, VULNERABLE, UNKNOWN)
     assert status == 1
     assert "bad 2.0: PYSEC-1, fixed in 2.1\n" in said
     assert "bad 2.0: GHSA-2, fixed in no version yet\n" in said
     assert "does not know them: torch\n" in said
-
-
-def test_an_audit_that_looked_nothing_up_is_none() -> None:
-    status, said = judged(CLEAN, UNKNOWN, UNKNOWN)
-    assert status == 2
-    assert "1 of 3 packages looked up" in said
+    # one that looked next to nothing up is none
+    assert judged(CLEAN, UNKNOWN, UNKNOWN)[0] == 2

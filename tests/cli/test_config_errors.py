@@ -18,7 +18,6 @@ misspelt class | ToyModule | ToyModul | toy.yaml:2: model.class_path: no class '
 misspelt class with its path | ToyModule | tests.cli.toys.ToyModuel | toy.yaml:2: model.class_path: no class 'tests.cli.toys.ToyModuel' (module 'tests.cli.toys' has no attribute 'ToyModuel'); did you mean 'ToyModule'?
 class of another kind | ToyModule | torch.nn.Linear | toy.yaml:1: model: Import path torch.nn.Linear does not correspond to a subclass of LightningModule
 misspelt callback | ModelCheckpoint | ModelChekpoint | toy.yaml:15: trainer.callbacks[0].class_path: no class 'ModelChekpoint'; did you mean 'ModelCheckpoint'?
-misspelt option of a callback | save_last: true | save_lst: true | toy.yaml:18: trainer.callbacks[0].init_args.save_lst: ModelCheckpoint has no option 'save_lst'; did you mean 'save_last'?
 misspelt option of the trainer | max_steps | max_stepss | toy.yaml:12: trainer.max_stepss: no such option; did you mean 'max_steps'?
 misspelt section | trainer: | trainr: | toy.yaml:12: trainr.max_steps: no such option; did you mean 'trainer'?
 text for a number | lr: 0.1 | lr: fast | toy.yaml:6: model.init_args.lr: expected a number, got 'fast'
@@ -34,7 +33,6 @@ impossible value that the message names with its group | source: tiny | source: 
 impossible value that the message names in its midst | lr: 0.1 | clip: -2.0 | toy.yaml:6: model.init_args.clip: ToyModule cannot run like this: clip is -2.0
 misspelt class of a list of functions | lr: 0.1 | rewards: [{class_path: tests.cli.toys.ToyRewar}] | toy.yaml:6: model.init_args.rewards[0].class_path: no function or class 'tests.cli.toys.ToyRewar' (module 'tests.cli.toys' has no attribute 'ToyRewar'); did you mean 'ToyReward'?
 impossible value two groups down | source: tiny | source: tiny\n      adapter: {rank: 0} | toy.yaml:6: model.init_args.policy.adapter.rank: rank must be at least 1, got 0
-impossible value in one of several alternatives | train: prompts.jsonl | train:\n      class_path: ToySource\n      init_args: {size: 0} | toy.yaml:12: data.init_args.train.init_args.size: size must be at least 1, got 0
 option beside class_path | class_path: ToyData | class_path: ToyData\n  batch_size: 3 | toy.yaml:9: data.batch_size: does not belong beside class_path; a class's options go under init_args
 key given twice | lr: 0.1 | lr: 0.1\n    lr: 0.2 | toy.yaml:7: model.init_args.lr: given twice, first on line 6
 tab as indentation |     lr: 0.1 | \tlr: 0.1 | toy.yaml:6: not valid YAML: found character '\t' that cannot start any token
@@ -65,12 +63,14 @@ FLAGS = """
 --model.lrr=1 | command line: --model.lrr: ToyModule has no option 'lrr'; did you mean 'lr'?
 --model.policy.sorce=x | command line: --model.policy.sorce: no such option; did you mean 'policy.source'?
 --trainer.max_step=1 | command line: --trainer.max_step: no such option; did you mean 'trainer.max_steps'?
---model.policy.adapter.rank x | command line: --model.policy.adapter.rank: expected an integer, got 'x'
 --model.lr=-1 | command line: --model.lr: lr must be positive, got -1.0
 quickly | unexpected argument 'quickly'
 --config toi.yaml | toi.yaml: no such file; did you mean 'toy.yaml'?
 --config . | .: is a folder; --config wants a YAML file
+--config overlay.yaml | overlay.yaml:2: trainer.max_steps: expected an integer, got 'soon'
 --ckpt_path stp-20.ckpt | ckpt_path: no file stp-20.ckpt; did you mean 'step-20.ckpt'?
+--trainer.strategy=fsdp_cpu_offload | trainer.strategy: fsdp_cpu_offload splits a module as one model with one optimizer; take fsdp2, which splits each trained model by itself (docs/distributed.md)
+--trainer.strategy=deepspeed_stage_3_offload | trainer.strategy: deepspeed_stage_3_offload splits a module as one model with one optimizer; take deepspeed_zero3, which splits each trained model by itself (docs/distributed.md)
 """  # noqa: E501
 
 
@@ -79,6 +79,7 @@ def test_a_mistake_on_the_command_line_is_named_with_its_flag(
     config: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str
 ) -> None:
     Path("step-20.ckpt").touch()
+    Path("overlay.yaml").write_text("trainer:\n  max_steps: soon\n")
 
     status = run(["fit", "--config", config.name, *flags.split()])
 
@@ -86,60 +87,26 @@ def test_a_mistake_on_the_command_line_is_named_with_its_flag(
     assert status == 2
 
 
-@pytest.mark.parametrize(
-    ("strategy", "instead"),
-    [
-        ("fsdp", "fsdp2"),
-        ("fsdp_cpu_offload", "fsdp2"),
-        ("deepspeed", "deepspeed_zero2"),
-        ("deepspeed_stage_3_offload", "deepspeed_zero3"),
-    ],
-)
-def test_a_strategy_for_one_model_names_the_one_for_several(
-    config: Path, capsys: pytest.CaptureFixture[str], strategy: str, instead: str
-) -> None:
-    assert run(["fit", "--config", config.name, f"--trainer.strategy={strategy}"]) == 2
-
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: trainer.strategy: {strategy} splits a module as one model")
-    assert f"take {instead}," in error
-
-
-def test_the_overlay_is_blamed_for_its_own_mistake(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("overlay.yaml").write_text("trainer:\n  max_steps: soon\n")
-
-    assert run(["fit", "--config", config.name, "--config", "overlay.yaml"]) == 2
-
-    expected = "error: overlay.yaml:2: trainer.max_steps: expected an integer, got 'soon'\n"
-    assert capsys.readouterr().err == expected
-
-
 def test_without_a_config_the_message_says_how_to_give_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(["fit"]) == 2
-
-    error = capsys.readouterr().err
-    assert "required, but missing" in error
-    assert error.endswith("(a YAML file is given with --config)\n")
-    assert error.count("\n") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "required, but missing" in line
+    assert line.endswith("(a YAML file is given with --config)")
 
 
 def test_ambiguous_short_names_ask_for_the_path(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-
     config.write_text(CONFIG.replace("ToyModule", "ToyTwin"))
 
     assert run(["fit", "--config", config.name]) == 2
 
-    error = capsys.readouterr().err
-    assert error.startswith(
-        "error: toy.yaml:2: model.class_path: several classes are named ToyTwin; "
+    assert capsys.readouterr().err.startswith(
+        "error: toy.yaml:2: model.class_path: several classes are named ToyTwin; give one in full: "
+        "tests.cli.toys.ToyTwin, tests.cli.twins.ToyTwin"
     )
-    assert "tests.cli.toys.ToyTwin, tests.cli.twins.ToyTwin" in error
 
 
 def test_debug_shows_the_traceback_and_ends_with_the_same_line(

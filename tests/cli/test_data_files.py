@@ -22,16 +22,9 @@ from tests.cli.conftest import CONFIG
 
 # where the classes are that a config names
 PLACES = (
-    "callbacks",
-    "datamodules",
-    "loggers",
-    "media",
-    "models",
-    "modules",
-    "rewards",
-    "rollout",
+    "callbacks", "datamodules", "loggers", "media", "models", "modules", "rewards", "rollout",
     "strategies",
-)
+)  # fmt: skip
 NO_OPTIONS = (Exception, EvalLoader, TrainLoader)
 
 

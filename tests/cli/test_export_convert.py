@@ -21,7 +21,6 @@ from lrlhf.cli import run
 from lrlhf.models import RewardNetwork, ValueModel
 from lrlhf.run.checkpoints.checkpoint_reader import is_folder_checkpoint, read_checkpoint
 from tests.cli.experiment import experiment
-from tests.conftest import build_language_model, build_tokenizer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -102,10 +101,6 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(value, other[name]), name
 
 
-def differ(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return any(not torch.equal(value, other[name]) for name, value in one.items())
-
-
 def export(*flags: str) -> int:
     return run(["export", "--config", "run.yaml", *flags])
 
@@ -133,15 +128,10 @@ def test_a_file_and_its_folder_export_what_the_run_exported(
     assert new == {"of last.ckpt", "of split.ckpt", "of again.ckpt"}
 
     if kind == "reward":
-        found: Any = RewardNetwork.from_pretrained("of split.ckpt")
-        assert found.head_names == ("reward",)
+        assert RewardNetwork.from_pretrained("of split.ckpt").head_names == ("reward",)
     else:
-        found = AutoModelForCausalLM.from_pretrained("of split.ckpt")
+        assert AutoModelForCausalLM.from_pretrained("of split.ckpt") is not None
         assert AutoTokenizer.from_pretrained("of split.ckpt").eos_token == "<|endoftext|>"
-        assert differ(
-            dict(found.state_dict()), dict(build_language_model(build_tokenizer()).state_dict())
-        )
-    if kind == "ppo":
         critic = ValueModel(source="of split.ckpt/critic").load()
         stored = read_checkpoint(file)["state_dict"]
         for name, value in critic.state_dict().items():
@@ -150,60 +140,44 @@ def test_a_file_and_its_folder_export_what_the_run_exported(
 
 def test_averaged_weights_are_exported_on_demand(run_of: tuple[str, Path]) -> None:
     _, file = run_of
-    assert run(["convert", str(file), "split.ckpt"]) == 0
-    for name in (str(file), "split.ckpt"):
-        out = f"averaged {Path(name).name}"
-        assert export("--ckpt_path", name, "--output", out, "--use_ema", "true") == 0
-        averaged = weights(out)
-        assert differ(averaged, weights("by the run/final"))
-        (state,) = (
-            value
-            for key, value in torch.load(file, weights_only=True)["callbacks"].items()
-            if key.startswith("EMA")
-        )
-        for key, value in averaged.items():
-            assert torch.equal(state["shadows"][f"policy.{key.removeprefix('./')}"], value), key
+    flags = ["--output", "averaged", "--use_ema", "true"]
+    assert export("--ckpt_path", str(file), *flags) == 0
+    averaged = weights("averaged")
+    last = weights("by the run/final")
+    assert any(not torch.equal(value, last[name]) for name, value in averaged.items())
+    callbacks = torch.load(file, weights_only=True)["callbacks"]
+    (state,) = (value for key, value in callbacks.items() if key.startswith("EMA"))
+    for key, value in averaged.items():
+        assert torch.equal(state["shadows"][f"policy.{key.removeprefix('./')}"], value), key
 
 
 def test_what_export_lacks_is_said_in_one_line(
     run_of: tuple[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, file = run_of
-
-    def complaint(*flags: str) -> str:
-        capsys.readouterr()
-        assert export(*flags) in (1, 2)
-        shown = capsys.readouterr().err
-        assert "Traceback" not in shown
-        return shown.splitlines()[-1]
-
-    assert complaint("--output", "o") == "error: ckpt_path: lrlhf export needs --ckpt_path"
-    assert complaint("--ckpt_path", str(file)) == "error: output: lrlhf export needs --output"
-    missing = complaint("--ckpt_path", "checkpoints/lost.ckpt", "--output", "o")
-    assert "no file checkpoints/lost.ckpt; did you mean 'last.ckpt'?" in missing
-    Path("o2").mkdir()
-    assert "o2 exists; choose another name" in complaint("--ckpt_path", str(file), "--output", "o2")
-    Path("empty").mkdir()
-    assert "empty is no checkpoint" in complaint("--ckpt_path", "empty", "--output", "o")
-    named = complaint("--ckpt_path", "last", "--output", "o")  # for a run that goes on
-    assert named.startswith("error: ckpt_path: last is a word of fit")
-
-    # a checkpoint without averages
-    stored = torch.load(file, weights_only=True)
+    stored = torch.load(run_of[1], weights_only=True)
     torch.save({**stored, "callbacks": {}}, "no average.ckpt")
     del stored["callbacks"]
     torch.save(stored, "weights.ckpt")
-    for name, what in (
-        ("no average.ckpt", "has no averaged weights"),
-        ("weights.ckpt", "holds weights only"),
-    ):
-        flags = ["--ckpt_path", name, "--output", "o", "--use_ema", "true"]
-        assert what in complaint(*flags)
-    # a checkpoint of another model
     del stored["state_dict"]["policy.model.norm.weight"]
     torch.save(stored, "other.ckpt")
-    other = complaint("--ckpt_path", "other.ckpt", "--output", "o")
-    assert "only the model has 'policy.model.norm.weight'" in other
+    Path("o2").mkdir()
+    for checkpoint, output, flags, what in (
+        ("", "o", "", "ckpt_path: lrlhf export needs --ckpt_path"),
+        ("other.ckpt", "", "", "output: lrlhf export needs --output"),
+        ("othr.ckpt", "o", "", "no file othr.ckpt; did you mean 'other.ckpt'?"),
+        ("weights.ckpt", "o2", "", "o2 exists; choose another name"),
+        ("o2", "o", "", "o2 is no checkpoint"),
+        ("last", "o", "", "ckpt_path: last is a word of fit"),  # for a run that goes on
+        ("no average.ckpt", "o", "--use_ema=true", "has no averaged weights"),
+        ("weights.ckpt", "o", "--use_ema=true", "holds weights only"),
+        ("other.ckpt", "o", "", "only the model has 'policy.model.norm.weight'"),
+    ):
+        given = [f"--ckpt_path={checkpoint}"] if checkpoint else []
+        given += [f"--output={output}"] if output else []
+        assert export(*given, *flags.split()) in (1, 2)
+        shown = capsys.readouterr().err
+        assert what in shown.splitlines()[-1]
+        assert "Traceback" not in shown
     assert not Path("o").exists()
 
 
@@ -216,32 +190,30 @@ def test_weights_alone_export_with_no_processes_and_no_strategy(run_of: tuple[st
 
 
 def test_convert_says_in_one_line_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("folder").mkdir()
     Path("text.ckpt").write_text("words")
     torch.save({"state_dict": {}}, "good.ckpt")
     for source, target, complaint in (
         ("lost.ckpt", "new.ckpt", "lost.ckpt is no checkpoint: it is not there"),
-        ("folder", "new.ckpt", "folder is no checkpoint"),
         ("text.ckpt", "new.ckpt", "text.ckpt is damaged: it is a file of another kind"),
         ("good.ckpt", "text.ckpt", "text.ckpt exists; choose another name"),
-        ("good.ckpt", "folder", "folder exists; choose another name"),
     ):
         assert run(["convert", source, target]) == 1
-        shown = capsys.readouterr().err
-        assert shown.startswith(f"error: {complaint}")
-        assert shown.count("\n") == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {complaint}")
     assert not Path("new.ckpt").exists()
     assert Path("text.ckpt").read_text() == "words"
-    for arguments in ([], ["a.ckpt"], ["a", "b", "--to", "pieces"], ["a", "b", "c"]):
+    for arguments in (["a.ckpt"], ["a", "b", "--to", "pieces"]):
         assert run(["convert", *arguments]) == 2
         assert "usage: lrlhf convert" in capsys.readouterr().err
 
 
 def test_convert_rewrites_in_the_form_that_is_asked_for() -> None:
     torch.save({"state_dict": {"w": torch.ones(2)}}, "a.ckpt")
-    assert run(["convert", "a.ckpt", "b.ckpt", "--to", "full"]) == 0
-    assert Path("b.ckpt").is_file()
-    assert run(["convert", "a.ckpt", "new/c.ckpt", "--to=sharded"]) == 0
-    assert run(["convert", "new/c.ckpt", "d.ckpt", "--to", "sharded"]) == 0
-    for name in ("b.ckpt", "new/c.ckpt", "d.ckpt"):
-        assert read_checkpoint(Path(name))["state_dict"]["w"].tolist() == [1.0, 1.0]
+    for source, target, form in (
+        ("a.ckpt", "b.ckpt", "full"),
+        ("a.ckpt", "new/c.ckpt", "sharded"),
+        ("new/c.ckpt", "d.ckpt", "sharded"),
+    ):
+        assert run(["convert", source, target, "--to", form]) == 0
+        assert Path(target).is_file() == (form == "full")
+        assert read_checkpoint(Path(target))["state_dict"]["w"].tolist() == [1.0, 1.0]

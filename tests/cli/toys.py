@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lrlhf.rewards import RewardError
+
 
 @dataclass(frozen=True, kw_only=True)
 class ToyAdapter:
@@ -31,6 +33,17 @@ class ToyPolicy:
     def __post_init__(self) -> None:
         if self.source == "nowhere":
             raise ValueError("policy.source is 'nowhere'; give a folder")
+
+
+FAILURES: dict[str, BaseException] = {
+    "KeyboardInterrupt": KeyboardInterrupt(),
+    "FileNotFoundError": FileNotFoundError(
+        "images/7.png: no such file, named in row 7 of train.jsonl"
+    ),
+    "RewardError": RewardError("could not score 9 of 32 responses"),
+    "ValueError": ValueError("not explained by us"),
+    "RuntimeError": RuntimeError("shapes differ"),
+}
 
 
 class ToySource:
@@ -84,14 +97,8 @@ class ToyModule(L.LightningModule):
         self.fail = fail
 
     def training_step(self, batch: Tensor) -> Tensor:
-        if self.fail == "KeyboardInterrupt":
-            raise KeyboardInterrupt
-        if self.fail == "FileNotFoundError":
-            raise FileNotFoundError("images/7.png: no such file, named in row 7 of train.jsonl")
-        if self.fail == "ValueError":
-            raise ValueError("not explained by us")
-        if self.fail == "RuntimeError":
-            raise RuntimeError("shapes differ")
+        if self.fail is not None:
+            raise FAILURES[self.fail]
         return (self.weight * batch).square().sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -25,7 +25,7 @@ def server() -> Iterator[Server]:
 
 def asks(run: Run, server: Server, **options: Any) -> None:
     """Have the run ask a service: quick to give up, and to stop when all fails."""
-    settings = {"first_pause": 0.01, "retries": 1, "timeout": 2.0, "breaker_cooldown": 0.1}
+    settings = {"retries": 1, "timeout": 2.0}
     function = {
         "class_path": "lrlhf.rewards.RemoteReward",
         "init_args": {"urls": server.url, **settings, **options},

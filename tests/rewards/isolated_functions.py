@@ -23,10 +23,6 @@ def about(
     return [float(value) for value in answer]
 
 
-def pixels(images: Sequence[Sequence[Any]]) -> list[float]:
-    return [float(sum(image.getpixel((0, 0))[0] for image in row)) for row in images]
-
-
 async def halves(completions: Sequence[str]) -> list[float]:
     await asyncio.sleep(0)
     return [0.5] * len(completions)
@@ -49,11 +45,8 @@ def surroundings(completions: Sequence[str], log_extra: Any) -> list[float]:
 def returns(completions: Sequence[str]) -> Any:
     """Return what the first completion names."""
     return {
-        "nan": [float("nan"), 1.0],
-        "text": ["1", 1.0],
         "an object": [object(), 1.0],
         "short": [1.0],
-        "a dict": {"a": 1},
         "huge": [1.0] * 10**6,
     }[completions[0]]
 
@@ -70,18 +63,6 @@ def _eat() -> None:
     hoard = []
     while True:
         hoard.append(bytearray(2**26))
-
-
-def _segfault() -> None:
-    ctypes.string_at(0)
-
-
-def _leave() -> None:
-    os._exit(7)
-
-
-def _sys_exit() -> None:
-    sys.exit(3)
 
 
 def _print() -> None:
@@ -105,25 +86,16 @@ def _spoil_replies() -> None:
             continue
 
 
-def _close_everything() -> None:
-    os.closerange(0, 256)
-
-
-def _kill_group() -> None:
-    os.killpg(0, 9)
-
-
 ACTS = {
     "loop": _loop,
     "eat": _eat,
-    "segfault": _segfault,
-    "leave": _leave,
-    "sys.exit": _sys_exit,
+    "segfault": lambda: ctypes.string_at(0),
+    "sys.exit": lambda: sys.exit(3),
     "print": _print,
     "abandon": _abandon,
     "spoil": _spoil_replies,
-    "close": _close_everything,
-    "kill group": _kill_group,
+    "close": lambda: os.closerange(0, 256),
+    "kill group": lambda: os.killpg(0, 9),
 }
 
 

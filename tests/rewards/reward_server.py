@@ -92,8 +92,7 @@ def score(handler: Handler) -> None:
 
 
 def says(value: Any, status: int = 200, **headers: str) -> Behaviour:
-    named = {name.replace("_", "-"): text for name, text in headers.items()}
-    return lambda handler: handler.reply(value, status, named)
+    return sends(json.dumps(value).encode(), status, **headers)
 
 
 def sends(content: bytes, status: int = 200, **headers: str) -> Behaviour:

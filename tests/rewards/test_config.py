@@ -1,5 +1,4 @@
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import yaml
@@ -16,14 +15,6 @@ async def threes(completions: Sequence[str]) -> list[float]:
     return [3.0] * len(completions)
 
 
-class Constant:
-    def __init__(self, value: float = 5.0) -> None:
-        self.value = value
-
-    def __call__(self, completions: Sequence[str]) -> list[float]:
-        return [self.value] * len(completions)
-
-
 def from_yaml(text: str) -> Rewards:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--rewards", type=Rewards)
@@ -35,10 +26,6 @@ def from_yaml(text: str) -> Rewards:
     return rewards
 
 
-def scores(rewards: Rewards, **columns: Any) -> list[float]:
-    return rewards.score(["p"], ["ab"], [[1, 2, 3]], [columns]).per_function[0].tolist()
-
-
 def test_a_yaml_names_functions_classes_and_built_in_rewards() -> None:
     rewards = from_yaml(
         """
@@ -46,29 +33,25 @@ def test_a_yaml_names_functions_classes_and_built_in_rewards() -> None:
           - tests.rewards.test_config.twos
           - tests.rewards.test_config.threes
           - exact_match
-          - class_path: tests.rewards.test_config.Constant
-            init_args: {value: 7}
           - class_path: lrlhf.rewards.RegexFormat
             init_args: {pattern: a.}
           - class_path: OverlongPenalty
             init_args: {max_new_tokens: 4, buffer: 2}
-        weights: [1, 1, 1, 1, 1, 2]
+        weights: [1, 1, 1, 1, 2]
         """
     )
-    assert rewards.names == (
-        "twos", "threes", "exact_match", "constant", "regex_format", "overlong_penalty"
-    )  # fmt: skip
-    assert scores(rewards, answer="ab") == [2.0, 3.0, 1.0, 7.0, 1.0, -0.5]
+    assert rewards.names == ("twos", "threes", "exact_match", "regex_format", "overlong_penalty")
+    result = rewards.score(["p"], ["ab"], [[1, 2, 3]], [{"answer": "ab"}])
+    assert result.per_function[0].tolist() == [2.0, 3.0, 1.0, 1.0, -0.5]
 
 
 def test_every_option_can_be_given_in_a_yaml() -> None:
     rewards = from_yaml(
         """
-        functions: [tests.rewards.test_config.twos]
-        names: [two]
+        functions: {two: tests.rewards.test_config.twos}
         timeout: null
         max_unscorable_fraction: 0
-        max_failures_in_a_row: null
+        max_failures: null
         recipe: {math: {two: 3.0}}
         label_column: kind
         """

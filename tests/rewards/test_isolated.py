@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from lrlhf.rewards import IsolatedReward, RewardError, RewardResult, Rewards
+from lrlhf.rewards.isolation import isolated_worker
 from tests.rewards import isolated_functions
 
 HERE = "tests.rewards.isolated_functions."
@@ -33,7 +34,7 @@ def ask(
     reward: IsolatedReward, completions: Sequence[str], quota: float = 1.0, **columns: Sequence[Any]
 ) -> RewardResult:
     """Score through `Rewards`, as a run does."""
-    rewards = Rewards([reward], max_unscorable_fraction=quota, max_failures_in_a_row=None)
+    rewards = Rewards([reward], max_unscorable_fraction=quota)
     count = len(completions)
     try:
         return rewards.score(
@@ -49,14 +50,8 @@ def ask(
 # ---------------------------------------------------------------------- as in the same process
 
 
-@pytest.mark.parametrize("workers", [1, 5])
-def test_several_processes_share_a_batch_and_keep_its_order(workers: int) -> None:
-    reward = IsolatedReward(f"{HERE}lengths", workers=workers)
-    texts = ["x" * row for row in range(4)]
-    assert ask(reward, texts).scores.tolist() == [0, 1, 2, 3]
-
-
 def test_columns_metrics_and_extras_pass() -> None:
+    # of two processes, which share the batch
     reward = IsolatedReward(f"{HERE}about", workers=2)
     result = ask(reward, ["a", "b", "c"], answer=[5, 6, 7], other=[0, 0, 0])
     assert result.scores.tolist() == [5, 6, 7]
@@ -76,10 +71,8 @@ def test_a_missing_column_is_told_as_in_process() -> None:
 
 def test_async_functions_classes_and_objects_work() -> None:
     assert ask(IsolatedReward(f"{HERE}halves"), ["a"]).scores.tolist() == [0.5]
-    assert ask(IsolatedReward(f"{HERE}Scaled"), ["abc"]).scores.tolist() == [6.0]
     scaled = isolated_functions.Scaled(10.0)
     assert ask(IsolatedReward(scaled), ["abc"]).scores.tolist() == [30.0]
-    assert ask(IsolatedReward(isolated_functions.lengths), ["abc"]).scores.tolist() == [3.0]
 
 
 @pytest.mark.slow  # the library is imported in the process
@@ -94,29 +87,18 @@ def test_the_functions_of_the_library_work_and_may_stop_the_run() -> None:
 # ---------------------------------------------------------------------- values
 
 
-@pytest.mark.parametrize(
-    ("first", "reported"),
-    [
-        ("nan", r"position 0: nan"),
-        ("text", r"position 0: \"'1' \(str\)\""),
-        ("an object", r"position 0: .<object object"),
-    ],
-)
-def test_a_value_that_is_no_number_is_reported_as_in_process(first: str, reported: str) -> None:
-    result = ask(IsolatedReward(f"{HERE}returns"), [first, ""])
+def test_a_value_that_is_no_number_is_reported_as_in_process() -> None:
+    result = ask(IsolatedReward(f"{HERE}returns"), ["an object", ""])
     assert result.scores[0].isnan()
     assert result.scores[1] == 1.0
-    assert re.search(reported, result.failures[0])
+    assert re.search(r"position 0: .<object object", result.failures[0])
+    with pytest.raises(RewardError, match="'returns' returned 1 values for 2"):
+        ask(IsolatedReward(f"{HERE}returns"), ["short", ""])
 
 
-@pytest.mark.parametrize("first", ["short", "a dict"])
-def test_values_that_belong_to_no_response_stop_the_run(first: str) -> None:
-    with pytest.raises(RewardError, match="'returns' returned"):
-        ask(IsolatedReward(f"{HERE}returns"), [first, ""])
-
-
-def test_a_result_without_end_is_not_read() -> None:
-    result = ask(IsolatedReward(f"{HERE}returns", max_reply_mb=1, timeout=40), ["huge"])
+def test_a_result_without_end_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated_worker, "_MAX_REPLY", 10**6)
+    result = ask(IsolatedReward(f"{HERE}returns", timeout=40), ["huge"])
     assert "its result is longer than 1000000 bytes" in result.failures[0]
 
 
@@ -126,7 +108,6 @@ FATES = {
     "loop": "no result after 1 s",
     "eat": "MemoryError",
     "segfault": "killed by SIGSEGV",
-    "leave": "ended with exit status 7",
     "sys.exit": "called sys.exit(3)",
     "abandon": "no result after 1 s",
     "spoil": "reply",
@@ -147,12 +128,6 @@ def test_a_response_that_makes_it_fail_costs_the_others_nothing(act: str) -> Non
     assert "acting failed on 1 of 3 responses, the first is response 1" in failure
     assert FATES[act] in failure
     assert result.metrics["isolated/failures"] == 1.0
-
-
-def test_cpu_time_is_limited_for_each_call() -> None:
-    reward = IsolatedReward(f"{HERE}acting", timeout=30, cpu_seconds=1)
-    result = ask(reward, ["loop"])
-    assert "used more than 1 s of CPU time" in result.failures[0]
 
 
 def test_what_is_printed_is_taken_for_no_reply() -> None:
@@ -197,26 +172,17 @@ def test_a_process_has_no_secrets_and_a_folder_of_its_own(monkeypatch: pytest.Mo
     assert not Path(seen["cwd"]).exists()  # removed at the end
 
 
-def test_a_process_ends_with_its_reward(
-    children: Callable[[], set[psutil.Process]],
-) -> None:
+def test_a_process_ends_with_its_reward(children: Callable[[], set[psutil.Process]]) -> None:
     reward = IsolatedReward(f"{HERE}lengths", workers=2)
     reward.prepare()
-    assert len(children()) == 2
-    del reward
-    gc.collect()
-    assert children() == set()
+    assert len(children()) == 2  # and the fixture finds none
 
 
 # ---------------------------------------------------------------------- settings
 
 
 def test_a_function_that_cannot_be_loaded_stops_the_start() -> None:
-    for path, said in [
-        ("no.such.module", "No module named 'no'"),
-        (f"{HERE}no_such", "no_such"),
-        (f"{HERE}ACTS", "is a dict, not a function"),
-    ]:
+    for path, said in [(f"{HERE}no_such", "no_such"), (f"{HERE}ACTS", "is a dict, not a function")]:
         with pytest.raises(RewardError, match=f"cannot be loaded in its process(?s:.*){said}"):
             IsolatedReward(path).prepare()
 

@@ -20,11 +20,8 @@ def score(returned: Any) -> RewardResult:
 @pytest.mark.parametrize(
     "returned",
     [
-        [1, 0, 2],
         [1.0, False, 2],
-        torch.tensor([1.0, 0.0, 2.0]),
         torch.tensor([1, 0, 2], dtype=torch.bfloat16, requires_grad=False),
-        np.array([1.0, 0.0, 2.0]),
         [torch.tensor(1.0), np.float32(0.0), np.int64(2)],
         [Fraction(1), np.bool_(False), np.array(2.0)],
     ],
@@ -38,15 +35,12 @@ def test_numbers_of_every_kind_are_read(returned: Any) -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        math.inf,
         math.nan,
         "0.5",
-        [1.0],
         object(),
         1e39,  # infinite in float32
         10**400,  # infinite in float64
         torch.tensor([1.0]),
-        np.float64("nan"),
     ],
 )
 def test_what_is_no_finite_number_leaves_its_response_without_value(bad: Any) -> None:
@@ -63,12 +57,9 @@ def test_what_is_no_finite_number_leaves_its_response_without_value(bad: Any) ->
     ("returned", "message"),
     [
         ([1.0, 2.0], "'odd' returned 2 values for 3 responses .position 2"),
-        ([1.0] * 4, "'odd' returned 4 values for 3 responses .position 3"),
         (torch.ones(3, 1), r"'odd' returned Tensor of shape \(3, 1\)"),
-        (np.ones((1, 3)), r"'odd' returned ndarray of shape \(1, 3\)"),
         (None, "'odd' returned NoneType None"),
         ("abc", "'odd' returned str 'abc'"),
-        ({0: 1.0, 1: 1.0, 2: 1.0}, "'odd' returned dict"),
         ((value for value in (1.0, 2.0, 3.0)), "'odd' returned generator"),
     ],
 )

@@ -23,12 +23,9 @@ def test_each_response_is_scored_by_its_own_task() -> None:
 
 
 def test_only_full_marks_count_when_strict() -> None:
-    # the right answer inside a longer text: partial credit
-    text = "the answer is 5, I think"
-    lenient = float(scores(ReasoningGymScore(), (text, SUM)).scores[0])
-    assert 0 < lenient < 1
-    result = scores(ReasoningGymScore(strict=True), (text, SUM), ("5", SUM))
-    assert result.scores.tolist() == [0.0, 1.0]
+    rows = (("the answer is 5, I think", SUM), ("5", SUM))  # the first gets partial credit
+    assert 0 < scores(ReasoningGymScore(), *rows).scores[0] < 1
+    assert scores(ReasoningGymScore(strict=True), *rows).scores.tolist() == [0.0, 1.0]
 
 
 def test_a_response_that_the_scorer_cannot_read_gets_nothing_and_is_counted(

@@ -7,14 +7,13 @@ import pytest
 from lrlhf.rewards import (
     Completion,
     ExactMatch,
-    NumericAnswer,
     RegexFormat,
     RewardError,
     RewardFunction,
     Rewards,
     completion_text,
 )
-from lrlhf.rewards.functions import text_patterns
+from lrlhf.rewards.functions import one_by_one
 
 
 def value(function: RewardFunction, completion: Completion, **columns: Any) -> float | None:
@@ -27,8 +26,6 @@ def value(function: RewardFunction, completion: Completion, **columns: Any) -> f
 @pytest.mark.parametrize(
     ("completion", "text"),
     [
-        ("plain", "plain"),
-        ([{"role": "assistant", "content": "a turn"}], "a turn"),
         ([{"role": "assistant", "content": None}, {"role": "assistant", "content": "b"}], "\nb"),
         ([{"role": "tool", "content": "x"}, {"role": "assistant", "content": "a"}], "a"),
         (
@@ -46,18 +43,13 @@ def test_the_text_of_a_completion_is_what_the_assistant_said(
 @pytest.mark.parametrize(
     ("options", "completion", "answer", "expected"),
     [
-        ({}, "Paris", "Paris", 1.0),
         ({}, "  paris.\n", "Paris", 1.0),
         ({}, "New\n York", "new york", 1.0),
-        ({}, "London", "Paris", 0.0),
-        ({}, [{"role": "assistant", "content": "Paris"}], "Paris", 1.0),
         ({}, "b", ["a", "b"], 1.0),
         ({}, "a", None, None),
         ({"normalize": False}, "paris", "Paris", 0.0),
-        ({"normalize": False}, "Paris", "Paris", 1.0),
         ({"extract": r"<a>(.*?)</a>"}, "so <a>Rome</a> no <a>Paris</a>!", "Paris", 1.0),
         ({"extract": r"<a>(.*?)</a>"}, "Paris", "Paris", 0.0),
-        ({"extract": r"<a>(.*?)</a>"}, "<a>\nParis\n</a>", "Paris", 1.0),
     ],
 )
 def test_exact_match(
@@ -80,30 +72,22 @@ def test_exact_match_reads_the_column_that_it_is_told() -> None:
         ({"pattern": "<t>.*</t>"}, "x <t>a</t>", 0.0),
         ({"pattern": "<t>.*</t>", "full_match": False}, "x <t>a</t> y", 1.0),
         ({"pattern": "<t>.*</t>", "prefix": "<t>"}, "a</t>", 1.0),
-        ({"pattern": "a"}, [{"role": "assistant", "content": "a"}], 1.0),
     ],
 )
 def test_regex_format(options: dict[str, Any], completion: Completion, expected: float) -> None:
     assert value(RegexFormat(**options), completion) == expected
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        RegexFormat(r"(x|xx)+$", full_match=False),
-        ExactMatch(extract=r"(x|xx)+$"),
-        NumericAnswer(which=r"(x|xx)+$"),
-    ],
-)
 def test_a_text_that_can_be_matched_in_too_many_ways_is_given_up(
-    function: RewardFunction, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(text_patterns, "_TIMEOUT_S", 0.2)
-    texts = ["x" * 60 + "!", "no"]
-    rows = [{"answer": "1"}] * 2
-    result = Rewards([function]).score(["p"] * 2, texts, [[1]] * 2, rows)
-    assert result.scores.tolist() == [0.0, 0.0]
-    assert re.search(r"1 of 2 responses could not be judged .*response 0", result.failures[0])
+    monkeypatch.setattr(one_by_one, "_TIMEOUT_S", 0.2)
+    endless, texts = r"(x|xx)+$", ["x" * 60 + "!", "no"]
+    for function in (RegexFormat(endless, full_match=False), ExactMatch(extract=endless)):
+        rows = [{"answer": "1"}] * 2
+        result = Rewards([function]).score(["p"] * 2, texts, [[1]] * 2, rows)
+        assert result.scores.tolist() == [0.0, 0.0]
+        assert re.search(r"1 of 2 responses could not be judged .*response 0", result.failures[0])
 
 
 @pytest.mark.parametrize(

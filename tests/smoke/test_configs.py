@@ -67,25 +67,22 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _small_data(config: dict[str, Any], folder: Path) -> list[str]:
     """Flags that replace data which would have to be downloaded or made at length."""
-    if _class(config, "data") == "PreferenceDataModule":
-        rows = [{"prompt": "", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(40)]
-        (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        own = (
-            [f"--data.val={folder / 'pairs.jsonl'}"] if "val" in config["data"]["init_args"] else []
-        )
-        return [f"--data.train={folder / 'pairs.jsonl'}", *own]
-    source = config["data"]["init_args"]["train"]
-    if isinstance(source, dict) and source["class_path"].endswith("ReasoningGym"):
+    options = config["data"]["init_args"]
+    if not isinstance(options["train"], str) and "ReasoningGym" in str(options["train"]):
         return ["--data.train.size=40", "--data.val_size=4", "--data.val_batch_size=4"]
-    if isinstance(source, str):
-        rows = [
-            {"question": f"What is {n} + 1?", "answer": f"#### {n + 1}", "prompt": f"{n} + 1 ="}
-            for n in range(40)
-        ]
-        (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        held_out = [] if "val_size" in config["data"]["init_args"] else ["--data.val_fraction=0.2"]
-        return [f"--data.train={folder / 'questions.jsonl'}", *held_out]
-    raise AssertionError(f"say here how to make {source!r} small")
+    rows = [
+        {
+            "question": f"What is {n} + 1?", "answer": f"#### {n + 1}", "prompt": f"{n} + 1 =",
+            "chosen": f"{n + 1}", "rejected": "?",
+        }
+        for n in range(40)
+    ]  # fmt: skip
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if _class(config, "data") == "PreferenceDataModule":
+        return [f"--data.{part}={file}" for part in ("train", "val") if part in options]
+    held_out = [] if "val_size" in options else ["--data.val_fraction=0.2"]
+    return [f"--data.train={file}", *held_out]
 
 
 def _with_overlay(path: Path) -> list[str]:
@@ -107,11 +104,8 @@ def test_there_are_configs() -> None:
     assert [path.name for path in VISION] == ["ppo_vl.yaml", "reward_vl.yaml", "rloo_vl.yaml"]
     overlays = {path.name for path in ALL if path.parent.name == "cpu"}
     assert overlays == {path.name for path in VISION}
-
-
-@pytest.mark.parametrize("path", ALL, ids=_name)
-def test_a_config_says_at_its_top_what_it_is_for(path: Path) -> None:
-    assert path.read_text().startswith("# ")
+    # each says at its top what it is for
+    assert all(path.read_text().startswith("# ") for path in ALL)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pydoc import locate as import_by_path
@@ -175,8 +175,8 @@ def _read_union(lines: Sequence[str]) -> Complaint:
         return best
     plain = [branch for branch in branches if not branch.sentence]
     return Complaint(
-        expected=_unique(word for branch in plain for word in branch.expected),
-        choices=_unique(word for branch in plain for word in branch.choices),
+        expected=tuple(dict.fromkeys(word for branch in plain for word in branch.expected)),
+        choices=tuple(dict.fromkeys(word for branch in plain for word in branch.choices)),
         value=given,
         rank=2,
     )
@@ -260,7 +260,3 @@ def _bullets(lines: Sequence[str]) -> list[list[str]]:
         elif items:
             items[-1].append(line.removeprefix("  "))
     return items
-
-
-def _unique(words: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(words))

@@ -21,17 +21,7 @@ _CONTINUES = "--ckpt_path last continues"
 def end(
     error: BaseException, files: Sequence[ConfigFile], arguments: Sequence[str], *, debug: bool
 ) -> int:
-    """Say what ended a command.
-
-    Args:
-        error: What was raised.
-        files: The config files.
-        arguments: The command and its options.
-        debug: Show the traceback.
-
-    Returns:
-        The exit status.
-    """
+    """Say what ended a command, with ``debug`` by a traceback too, and return the exit status."""
     match error:
         case ValidationError():
             return _end(error, _invalid(error, files, arguments), status=2, show=debug)

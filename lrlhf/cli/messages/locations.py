@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import yaml
 
-from lrlhf.cli.config_files import ConfigFile, line_of
+from lrlhf.cli.config_files import ConfigFile, dotted, line_of, walk
 from lrlhf.cli.messages.complaints import Complaint, InClass
 
 
@@ -43,11 +43,11 @@ def locate(
     # the last of equally good files wins, as it does in the merged config
     file, trail = min(reversed(trails), key=lambda pair: len(pair[1].left))
     if complaint.value is not None and not trail.left:
-        for below, node in _walk(trail.node):
+        for below, node in walk(trail.node):
             if isinstance(node, yaml.ScalarNode) and node.value == complaint.value:
-                return f"{file.path}:{line_of(node)}", _join((*trail.keys, *below))
+                return f"{file.path}:{line_of(node)}", dotted((*trail.keys, *below))
     rest = [step for step in trail.left if isinstance(step, str)]
-    return f"{file.path}:{trail.line}", _join((*trail.keys, *rest))
+    return f"{file.path}:{trail.line}", dotted((*trail.keys, *rest))
 
 
 def locate_refusal(
@@ -91,8 +91,8 @@ def _locate_class(
         for path in mentioned:
             trail = _follow(node, path, node)
             if not trail.left:
-                return f"{file.path}:{trail.line}", _join((*keys, *trail.keys))
-        return f"{file.path}:{line_of(entry['class_path'])}", _join(keys)
+                return f"{file.path}:{trail.line}", dotted((*keys, *trail.keys))
+        return f"{file.path}:{line_of(entry['class_path'])}", dotted(keys)
     return None
 
 
@@ -101,7 +101,7 @@ def _locate_only_mention(
 ) -> tuple[str, str]:
     """Find the one option of all files that a message mentions; nothing if there are several."""
     found = {
-        (f"{file.path}:{trail.line}", _join((*keys, *trail.keys)))
+        (f"{file.path}:{trail.line}", dotted((*keys, *trail.keys)))
         for file in files
         for keys, node in _mappings(file.root)
         for path in mentioned
@@ -118,26 +118,8 @@ def _mentioned_options(sentence: str) -> list[tuple[str, ...]]:
     return [tuple((first or second).split(".")) for first, second in found]
 
 
-def _join(keys: Sequence[str]) -> str:
-    return ".".join(keys).replace(".[", "[")
-
-
-def _walk(
-    node: yaml.Node, keys: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], yaml.Node]]:
-    """Go through a node and all below it, each with the keys that lead there."""
-    yield keys, node
-    children: list[tuple[str, yaml.Node]] = []
-    if isinstance(node, yaml.SequenceNode):
-        children = [(f"[{index}]", item) for index, item in enumerate(node.value)]
-    elif isinstance(node, yaml.MappingNode):
-        children = [(key.value, value) for key, value in node.value]
-    for key, child in children:
-        yield from _walk(child, (*keys, key))
-
-
 def _mappings(node: yaml.Node) -> Iterator[tuple[tuple[str, ...], yaml.MappingNode]]:
-    for keys, below in _walk(node):
+    for keys, below in walk(node):
         if isinstance(below, yaml.MappingNode):
             yield keys, below
 

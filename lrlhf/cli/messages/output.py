@@ -41,8 +41,7 @@ def safe(text: str) -> str:
 def configure_output(*, debug: bool) -> None:
     """Send our log messages of the first rank to stderr and quieten the rest.
 
-    Args:
-        debug: Leave other libraries alone and log our own debug messages of every rank.
+    With ``debug`` other libraries are left alone, and our debug messages of every rank are shown.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_SafeFormatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))

@@ -20,7 +20,7 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
-from lrlhf.cli.config_files import ConfigFile
+from lrlhf.cli.config_files import ConfigFile, walk
 from lrlhf.run.atomic import atomic_write
 from lrlhf.run.log_rows import hold_log_folders
 
@@ -48,15 +48,16 @@ def is_secret_name(name: str) -> bool:
 
 
 def remember_secrets(files: Sequence[ConfigFile], arguments: Sequence[str]) -> None:
-    """Have `hide` know the secrets of config files and of a command line.
-
-    Args:
-        files: Those given with ``--config``.
-        arguments: The command and its options.
-    """
+    """Have `hide` know the secrets of config files and of a command line."""
     found = [*_in_arguments(arguments)]
     for file in files:
-        found += _in_node(file.root, secret=False, seen=set())
+        found += (
+            node.value
+            for keys, node in walk(file.root)
+            if isinstance(node, yaml.ScalarNode)
+            and any(map(is_secret_name, keys))
+            and keys[-1] != "class_path"
+        )
     _known.update(value for value in found if len(value) >= _SHORTEST)
 
 
@@ -85,7 +86,12 @@ def without_secrets(value: Any, *, secret: bool = False) -> Any:
         items = without_secrets(vars(value), secret=secret)
         return Namespace(**items)  # type: ignore[no-untyped-call]
     if isinstance(value, Mapping):
-        items = {k: without_secrets(v, secret=_below(str(k), secret)) for k, v in value.items()}
+        items = {
+            key: without_secrets(
+                part, secret=(secret or is_secret_name(str(key))) and key != "class_path"
+            )
+            for key, part in value.items()
+        }
         return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
     if type(value) in (list, tuple):
         return type(value)(without_secrets(item, secret=secret) for item in value)
@@ -96,16 +102,8 @@ def without_secrets(value: Any, *, secret: bool = False) -> Any:
     return hide(value) if isinstance(value, str) else value
 
 
-def _below(name: str, secret: bool) -> bool:
-    return (secret or is_secret_name(name)) and name != "class_path"
-
-
 def hide_hyperparameters(*parts: object) -> None:
-    """Take the secrets out of the hyperparameters that loggers and checkpoints get.
-
-    Args:
-        parts: Modules and data modules; others have none.
-    """
+    """Take the secrets out of the hyperparameters that loggers and checkpoints get."""
     for part in parts:
         if not isinstance(part, L.LightningModule | L.LightningDataModule) or not part.hparams:
             continue
@@ -174,18 +172,3 @@ def _in_arguments(arguments: Sequence[str]) -> Iterator[str]:
             value = argument
         if value and is_secret_name(name):
             yield value
-
-
-def _in_node(node: yaml.Node, *, secret: bool, seen: set[int]) -> Iterator[str]:
-    if id(node) in seen:
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.ScalarNode):
-        if secret:
-            yield node.value
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _in_node(item, secret=secret, seen=seen)
-    elif isinstance(node, yaml.MappingNode):
-        for key, item in node.value:
-            yield from _in_node(item, secret=_below(str(key.value), secret), seen=seen)

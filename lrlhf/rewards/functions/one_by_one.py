@@ -1,22 +1,32 @@
-"""Judging responses one after the other, where one of them may take for ever."""
+"""Judging responses one after the other, where one of them may take for ever.
+
+Two things judge with a limit to their time: a function in a process of its own, and a regular
+expression of the configuration.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lrlhf.rewards.dispatch import CallTimeoutError, out_of_time
+import regex
+
+from lrlhf.rewards.dispatch import while_wanted
 from lrlhf.rewards.function import PartialValues, RewardError
-from lrlhf.rewards.isolation.isolated_worker import Limits, Worker, WorkerError
+from lrlhf.rewards.isolation.isolated_worker import Worker, WorkerError
 from lrlhf.rewards.reward_values import finite_number
 
-_LIMITS = Limits(memory_bytes=4 * 10**9, cpu_seconds=None, reply_bytes=10**6)
+_MEMORY_BYTES = 4 * 10**9
 _START_S = 120.0
 _LEAST_SHARE = 0.05
+_TIMEOUT_S = 5.0
+_LITERAL_BRACE = re.compile(r"(?<!\\)(?<!\\N)((?:\\\\)*)\{(?!\d*,?\d*\})")
+"""A brace that ``re`` takes as it stands and ``regex`` for leave to match something similar."""
 
 
 class UnjudgedError(Exception):
@@ -38,9 +48,7 @@ def judged(score: Callable[[int, float], float | None], count: int) -> list[floa
     """
     values: list[float | None] = []
     reasons: dict[int, str] = {}
-    for row in range(count):
-        if out_of_time():
-            raise CallTimeoutError("the rest is not scored, as the call has run out of time")
+    for row in while_wanted(range(count)):
         try:
             values.append(score(row, max(_LEAST_SHARE, 0.5 ** len(reasons))))
         except UnjudgedError as error:
@@ -72,7 +80,7 @@ class OneByOne:
     def __init__(self, function: str) -> None:
         source = str(Path(__file__).with_name(function))
         self._function = function
-        self._worker = Worker(function, source, _LIMITS, (), _START_S)
+        self._worker = Worker(function, source, _MEMORY_BYTES, (), _START_S)
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -99,7 +107,7 @@ class OneByOne:
             RewardError: The function raised one, or cannot be loaded.
         """
         lists = {name: [value] for name, value in arguments.items()}
-        request = {"arguments": lists, "count": 1, "seconds": timeout, "loggers": []}
+        request = {"arguments": lists, "seconds": timeout, "loggers": []}
         with self._lock:
             try:
                 reply = self._worker.ask(request, timeout)
@@ -119,3 +127,63 @@ def shared(function: str) -> OneByOne:
 @functools.cache
 def _shared(function: str, _owner: int) -> OneByOne:
     return OneByOne(function)
+
+
+class TextPattern:
+    """A regular expression whose ``.`` matches line breaks too, with a limit to its time.
+
+    Python's own ``re`` has none, and holds Python's lock while it backtracks.
+
+    Args:
+        pattern: In the syntax of ``re``.
+        setting: The option that holds it, for the error.
+
+    Raises:
+        ValueError: It is not valid.
+    """
+
+    def __init__(self, pattern: str, setting: str) -> None:
+        try:
+            re.compile(pattern, re.DOTALL)
+            self._pattern = regex.compile(_LITERAL_BRACE.sub(r"\1\\{", pattern), regex.DOTALL)
+        except (re.error, regex.error) as error:
+            raise ValueError(f"{setting} {pattern!r} is no regular expression: {error}") from error
+
+    def matches(self, text: str, *, whole: bool, share: float = 1.0) -> bool:
+        """Whether the text has a match; with ``whole``, whether all of it is one.
+
+        Args:
+            text: To look in.
+            whole: See above.
+            share: Of the time that it may take.
+
+        Raises:
+            UnjudgedError: It is not found out in time.
+        """
+        match = self._pattern.fullmatch if whole else self._pattern.search
+        try:
+            return match(text, timeout=share * _TIMEOUT_S) is not None
+        except TimeoutError:
+            raise self._too_slow(share) from None
+
+    def last(self, text: str, *, share: float = 1.0) -> str | None:
+        """Return what the last match holds: its first group, if there is one and it took part.
+
+        Raises:
+            UnjudgedError: It is not found in time.
+        """
+        try:
+            matches = list(self._pattern.finditer(text, timeout=share * _TIMEOUT_S))
+        except TimeoutError:
+            raise self._too_slow(share) from None
+        if not matches:
+            return None
+        group = matches[-1].group(1) if self._pattern.groups else None
+        return str(matches[-1].group(0) if group is None else group)
+
+    def _too_slow(self, share: float) -> UnjudgedError:
+        return UnjudgedError(
+            f"the regular expression {self._pattern.pattern!r} was not done with it after "
+            f"{share * _TIMEOUT_S:.2g} s of CPU time: write it so that no text can be matched in "
+            "many ways"
+        )

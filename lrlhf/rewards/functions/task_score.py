@@ -15,8 +15,7 @@ from lrlhf.rewards.function import (
     column_of,
     completion_text,
 )
-from lrlhf.rewards.functions.one_by_one import judged, shared
-from lrlhf.rewards.functions.text_patterns import TextPattern
+from lrlhf.rewards.functions.one_by_one import TextPattern, judged, shared
 
 _SCORERS = "task_scorers.py:score"
 

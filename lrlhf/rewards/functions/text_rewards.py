@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lrlhf.rewards.function import Completion, RewardFunction, column_of, completion_text
-from lrlhf.rewards.functions.one_by_one import judged
-from lrlhf.rewards.functions.text_patterns import TextPattern
+from lrlhf.rewards.functions.one_by_one import TextPattern, judged
 
 _EDGES = " \t\n\r.,;:!?\"'`"
 

@@ -13,23 +13,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from lrlhf.rewards.fresh_copies import CopiesStartAfresh, check_positive
-from lrlhf.rewards.function import PartialValues, RewardError
-from lrlhf.rewards.functions.builtins import BUILTINS
-from lrlhf.rewards.isolation.isolated_worker import Limits, Worker, WorkerError
-from lrlhf.rewards.lookup import (
-    BoundFunction,
-    NamedFunction,
-    bind_functions,
-    chosen_arguments,
-    default_name,
+from lrlhf.rewards.function import (
+    CopiesStartAfresh,
+    PartialValues,
+    RewardError,
+    check_positive,
 )
-from lrlhf.rewards.reward_values import check_values, finite_number
+from lrlhf.rewards.isolation.isolated_worker import Worker, WorkerError
+from lrlhf.rewards.lookup import NamedFunction, bind_functions, chosen_arguments, default_name
+from lrlhf.rewards.reward_values import Journal, check_values
 
 logger = logging.getLogger(__name__)
 
 _LOGGERS = ("log_metric", "log_extra")
-_GB = 10**9
 
 
 class IsolatedFailureError(RuntimeError):
@@ -67,52 +63,42 @@ class IsolatedReward(CopiesStartAfresh):
         total_timeout: Seconds for all that together; what was scored by then counts.
         memory_gb: GB of address space that the function may use on top of what is mapped when it
             is loaded; null: no limit, which is what functions on a GPU need.
-        cpu_seconds: Seconds of CPU time for a batch; null: no limit.
         workers: Processes that share the responses of a batch.
         env: Names of environment variables that the function needs.
         start_timeout: Seconds to import the function and to load what it needs.
-        max_reply_mb: Largest result of a batch, with what is logged.
     """
 
     ends_by_itself: ClassVar[bool] = True
-    _not_copied = ("_workers", "_signature", "_lock")
+    _not_copied = ("_workers", "_lock")
 
-    def __init__(  # noqa: PLR0913  the keys of a user's config
+    def __init__(
         self,
         function: NamedFunction,
         timeout: float = 10.0,
         total_timeout: float = 600.0,
         memory_gb: float | None = 4.0,
-        cpu_seconds: float | None = None,
         workers: int = 1,
         env: list[str] | None = None,
         start_timeout: float = 60.0,
-        max_reply_mb: float = 16.0,
     ) -> None:
         check_positive(
-            timeout=timeout, total_timeout=total_timeout, memory_gb=memory_gb,
-            cpu_seconds=cpu_seconds, workers=workers, start_timeout=start_timeout,
-            max_reply_mb=max_reply_mb,
+            timeout=timeout, total_timeout=total_timeout, memory_gb=memory_gb, workers=workers,
+            start_timeout=start_timeout,
         )  # fmt: skip
         self._name, self._function = _portable(function)
         self._timeout = timeout
         self._total_timeout = total_timeout
-        self._limits = Limits(
-            memory_bytes=None if memory_gb is None else int(memory_gb * _GB),
-            cpu_seconds=cpu_seconds,
-            reply_bytes=int(max_reply_mb * 1e6),
-        )
+        self._memory_bytes = None if memory_gb is None else int(memory_gb * 1e9)
         self._env = tuple(env or ())
         self._start_timeout = start_timeout
         self._count = workers
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        new = functools.partial(
-            Worker, self._name, self._function, self._limits, self._env, self._start_timeout
-        )
-        self._workers = [new() for _ in range(self._count)]
-        self._signature: inspect.Signature | None = None
+        self._workers = [
+            Worker(self._name, self._function, self._memory_bytes, self._env, self._start_timeout)
+            for _ in range(self._count)
+        ]
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
@@ -137,7 +123,8 @@ class IsolatedReward(CopiesStartAfresh):
             count = len(arguments["completions"])
             found = _Found(deadline)
             if count:
-                self._share(found, self._chosen(arguments), count)
+                signature = _signature(self._workers[0].greeting)
+                self._share(found, chosen_arguments(self._name, signature, arguments), count)
         return self._told(found, count, arguments)
 
     def _start_all(self) -> None:
@@ -149,17 +136,6 @@ class IsolatedReward(CopiesStartAfresh):
                     pass
         except WorkerError as error:
             raise RewardError(f"{self._name!r} cannot be started in a process: {error}") from error
-        self._signature = _signature(self._workers[0].greeting)
-
-    def _chosen(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the function takes of what there is."""
-        assert self._signature is not None
-
-        def stand_in(**arguments: Any) -> None:
-            """Has the signature that the process tells."""
-
-        stand_in.__signature__ = self._signature  # type: ignore[attr-defined]
-        return chosen_arguments(BoundFunction(self._name, stand_in), available)
 
     def _share(self, found: _Found, arguments: Mapping[str, Any], count: int) -> None:
         """Let every process have its part of the responses, as equal as possible."""
@@ -204,28 +180,35 @@ class IsolatedReward(CopiesStartAfresh):
         seconds = min(self._timeout, left)
         try:
             reply = worker.ask(_request(arguments, rows, seconds), seconds, left)
-            if "error" in reply:
-                if not worker.alive:
-                    found.restarts.append(str(reply["kind"]))
-                return str(reply["error"])
-            self._keep(found, reply, rows)
+            if "error" not in reply:
+                self._keep(found, reply, rows)
+                return ""
+            if not worker.alive:
+                found.restarts.append(str(reply["kind"]))
+            return str(reply["error"])
         except WorkerError as error:
-            found.restarts.append(str(error))
-            return str(error)
-        except _GarbledError as error:
-            found.restarts.append(str(error))
             worker.close()
+            found.restarts.append(str(error))
             return str(error)
-        return ""
 
     def _keep(self, found: _Found, reply: Mapping[str, Any], rows: Sequence[int]) -> None:
-        metrics, extras = _logged(reply, len(rows))
+        """Take over what a reply holds, in which there may be anything."""
+        journal = Journal(len(rows))
+        try:
+            for name, value in reply["metrics"]:
+                journal.log_metric(name, value)
+            for column, entries in reply["extras"].items():
+                journal.log_extra(column, entries)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise WorkerError(f"its reply cannot be read: {error!r}") from None
+        logged = journal.close()
         values = reply.get("values")
         check_values(values, function=self._name, rows=rows)  # their number; each one comes later
         assert isinstance(values, list)
         found.values.update(zip(rows, values, strict=True))
-        found.metrics += metrics
-        for column, entries in extras.items():
+        for name, numbers in logged.metrics.items():
+            found.metrics += [(name, number) for number in numbers]
+        for column, entries in logged.extras.items():
             found.extras.setdefault(column, {}).update(zip(rows, entries, strict=True))
 
     def _told(self, found: _Found, count: int, arguments: Mapping[str, Any]) -> list[float | None]:
@@ -251,15 +234,11 @@ class IsolatedReward(CopiesStartAfresh):
         return PartialValues(values, failure)
 
 
-class _GarbledError(Exception):
-    """A reply that is JSON, and not what was agreed."""
-
-
 def _portable(function: NamedFunction) -> tuple[str, str | bytes]:
     """Return a function's name, and how another process finds it."""
     if isinstance(function, str) and "." in function:
         return function.rpartition(".")[2], function
-    (bound,) = bind_functions([function], None, BUILTINS)
+    (bound,) = bind_functions([function])
     inner = bound.function
     while isinstance(inner, functools.partial):
         inner = inner.func
@@ -303,20 +282,4 @@ def _request(arguments: Mapping[str, Any], rows: Sequence[int], seconds: float) 
         if name not in _LOGGERS
     }
     wanted = [name for name in _LOGGERS if name in arguments]
-    return {"arguments": data, "count": len(rows), "seconds": seconds, "loggers": wanted}
-
-
-def _logged(
-    reply: Mapping[str, Any], count: int
-) -> tuple[list[tuple[str, float]], dict[str, list[Any]]]:
-    """Return the metrics and columns of a reply, in which there may be anything."""
-    metrics, extras = reply.get("metrics"), reply.get("extras")
-    if not isinstance(metrics, list) or not isinstance(extras, dict):
-        raise _GarbledError("its reply has no metrics or extras")
-    for entry in metrics:
-        right = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)
-        if not right or finite_number(entry[1]) is None:
-            raise _GarbledError("its reply has a metric that is no finite number")
-    if not all(isinstance(column, list) and len(column) == count for column in extras.values()):
-        raise _GarbledError(f"its reply has a column that has not {count} values")
-    return [(name, float(value)) for name, value in metrics], extras
+    return {"arguments": data, "seconds": seconds, "loggers": wanted}

@@ -10,7 +10,6 @@ import asyncio
 import faulthandler
 import inspect
 import json
-import math
 import os
 import pickle
 import pkgutil
@@ -34,16 +33,13 @@ _MAX_TRACEBACK = 4000
 class Child:
     """Loads one reward function, and calls it as often as the parent asks.
 
-    Args:
-        requests: The parent's: a length and a pickle each.
-        replies: To the parent: a line of JSON each.
+    A request is a length and a pickle, a reply is a line of JSON.
     """
 
     def __init__(self, requests: BinaryIO, replies: BinaryIO) -> None:
         self._requests = requests
         self._replies = replies
         self._function: Callable[..., Any]
-        self._limits: Mapping[str, Any] = {}
 
     def run(self) -> None:
         """Serve until the parent hangs up."""
@@ -55,14 +51,16 @@ class Child:
 
     def _load(self, start: Mapping[str, Any]) -> bool:
         """Tell the parent which arguments the function takes, or why there is none."""
-        self._limits = start["limits"]
         sys.path[:] = start["path"]
-        memory = self._limits["memory_bytes"]
+        memory = start["memory_bytes"]
         if memory is not None:
-            _limit(resource.RLIMIT_AS, memory + _LOADING_BYTES)
+            _limit_memory(memory + _LOADING_BYTES)
         try:
             self._function = _loaded(start["function"])
-            self._prepare()
+            # a `RewardFunction` is known by its library, which is not imported here
+            library = sys.modules.get("lrlhf.rewards.function")
+            if library is not None and isinstance(self._function, library.RewardFunction):
+                self._function.prepare()
             parameters = inspect.signature(self._function).parameters.values()
         except BaseException as error:  # noqa: BLE001  whatever it is, the parent tells it
             self._reply(_failure(error))
@@ -71,23 +69,16 @@ class Child:
         named = [p.name for p in parameters if p.kind not in _NOT_BY_NAME]
         required = [p.name for p in parameters if p.name in named and p.default is p.empty]
         if memory is not None:
-            _limit(resource.RLIMIT_AS, memory + _address_space())
+            _limit_memory(memory + _address_space())
         self._reply({"takes": None if everything else named, "requires": required})
         return True
 
-    def _prepare(self) -> None:
-        """Load what a `RewardFunction` needs; known by its library, which is not imported here."""
-        library = sys.modules.get("lrlhf.rewards.function")
-        if library is not None and isinstance(self._function, library.RewardFunction):
-            self._function.prepare()
-
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        notes = Notes(request["count"])
+        notes = Notes()
         loggers = {"log_metric": notes.log_metric, "log_extra": notes.log_extra}
         arguments = request["arguments"] | {name: loggers[name] for name in request["loggers"]}
         # should the parent be gone, the kernel ends the call
         signal.setitimer(signal.ITIMER_REAL, request["seconds"] + _GRACE_S)
-        self._limit_cpu()
         try:
             returned = self._function(**arguments)
             if inspect.isawaitable(returned):
@@ -98,14 +89,6 @@ class Child:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         return {"values": values, "metrics": notes.metrics, "extras": notes.extras}
-
-    def _limit_cpu(self) -> None:
-        seconds = self._limits["cpu_seconds"]
-        if seconds is not None:
-            used = resource.getrusage(resource.RUSAGE_SELF)
-            total = math.ceil(used.ru_utime + used.ru_stime + seconds)
-            _, most = resource.getrlimit(resource.RLIMIT_CPU)
-            resource.setrlimit(resource.RLIMIT_CPU, (total, most))
 
     def _read(self) -> Any:
         """Return what the parent sends next, None at the end.
@@ -123,31 +106,17 @@ class Child:
 
 
 class Notes:
-    """What the function logs during one call.
+    """What the function logs during one call; the parent judges it."""
 
-    Args:
-        count: Responses of the call.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self) -> None:
         self.metrics: list[tuple[str, float]] = []
         self.extras: dict[str, list[Any]] = {}
 
     def log_metric(self, name: str, value: float) -> None:
-        number = float(value)
-        if not math.isfinite(number):
-            raise ValueError(f"log_metric({name!r}, {value!r}): the value must be a finite number")
-        self.metrics.append((str(name), number))
+        self.metrics.append((str(name), float(value)))
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        entries = list(values)
-        if len(entries) != self._count:
-            raise ValueError(
-                f"log_extra({column!r}): {len(entries)} values for {self._count} responses; give "
-                "one value per response"
-            )
-        self.extras[str(column)] = json.loads(json.dumps(entries, default=_described))
+        self.extras[str(column)] = json.loads(json.dumps(list(values), default=_described))
 
 
 _NOT_BY_NAME = (
@@ -161,7 +130,9 @@ def _loaded(source: str | bytes) -> Callable[..., Any]:
     if isinstance(source, bytes):
         found = pickle.loads(source)
     elif ".py:" in source:
-        found = _from_file(*source.rsplit(":", 1))
+        # by itself, without the package that the file lies in
+        path, name = source.rsplit(":", 1)
+        found = runpy.run_path(path, run_name=f"{name} alone")[name]
     else:
         found = pkgutil.resolve_name(source)
     if isinstance(found, type):
@@ -169,12 +140,6 @@ def _loaded(source: str | bytes) -> Callable[..., Any]:
     if not callable(found):
         raise TypeError(f"{source!r} is a {type(found).__name__}, not a function")
     return found  # type: ignore[no-any-return]
-
-
-def _from_file(path: str, name: str) -> Any:
-    """Run a file by itself, without the package that it lies in."""
-    found = runpy.run_path(path, run_name=f"{name} alone")
-    return found[name]
 
 
 async def _awaited(result: Any) -> Any:
@@ -220,10 +185,10 @@ def _failure(error: BaseException) -> dict[str, str]:
         return {"error": "MemoryError", "kind": kind}
 
 
-def _limit(kind: int, value: int) -> None:
-    _, most = resource.getrlimit(kind)
+def _limit_memory(value: int) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
     bound = value if most == resource.RLIM_INFINITY else min(value, most)
-    resource.setrlimit(kind, (bound, most))
+    resource.setrlimit(resource.RLIMIT_AS, (bound, most))
 
 
 def _address_space() -> int:

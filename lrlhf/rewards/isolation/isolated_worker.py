@@ -17,13 +17,14 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lrlhf.rewards.function import RewardError
 
 _LENGTH = struct.Struct(">Q")
 _CHUNK = 2**16
 _TAIL = 2000
+_MAX_REPLY = 16 * 10**6
 _CHILD = Path(__file__).with_name("isolated_child.py")
 _PASSED_ON = (
     "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH",
@@ -37,16 +38,6 @@ class WorkerError(Exception):
     """A process that did not do what it was asked; it is gone, and a new one may do better."""
 
 
-class Limits(NamedTuple):
-    """What a process may use."""
-
-    memory_bytes: int | None
-    """Address space on top of what it has mapped when its function is loaded."""
-    cpu_seconds: float | None
-    """For one call."""
-    reply_bytes: int
-
-
 class Worker:
     """A process with a process group of its own, killed with it at the first disobedience.
 
@@ -56,7 +47,8 @@ class Worker:
     Args:
         name: Of the function, for messages.
         function: Import path, ``file.py:name``, or the pickle of a function.
-        limits: What it may use.
+        memory_bytes: Address space that it may use on top of what it has mapped when its function
+            is loaded; None: no limit.
         env: Names of more environment variables that it gets.
         start_timeout: Seconds to load the function.
     """
@@ -65,13 +57,13 @@ class Worker:
         self,
         name: str,
         function: str | bytes,
-        limits: Limits,
+        memory_bytes: int | None,
         env: tuple[str, ...],
         start_timeout: float,
     ) -> None:
         self._name = name
         self._function = function
-        self._limits = limits
+        self._memory_bytes = memory_bytes
         self._env = env
         self._start_timeout = start_timeout
         self._output = b""
@@ -95,7 +87,7 @@ class Worker:
             return
         self._spawn()
         path = [entry or str(Path.cwd()) for entry in sys.path]
-        start = {"function": self._function, "path": path, "limits": self._limits._asdict()}
+        start = {"function": self._function, "path": path, "memory_bytes": self._memory_bytes}
         self.greeting = self._told(start, min(timeout, self._start_timeout))
         if "error" in self.greeting:
             self.close()
@@ -157,15 +149,16 @@ class Worker:
             reply = json.loads(line)
             if not isinstance(reply, dict):
                 raise WorkerError(f"its reply is a JSON {type(reply).__name__}, not an object")
-        except (ValueError, RecursionError) as error:
-            self.close()
-            raise WorkerError(self._with_output(f"its reply is no JSON: {error}")) from None
-        except WorkerError as error:
-            self.close()
-            raise WorkerError(self._with_output(str(error))) from None
-        except BaseException:  # a reply to an abandoned request would be taken for the next one's
-            self.close()
-            raise
+        except BaseException as error:
+            self.close()  # a reply to an abandoned request would be taken for the next one's
+            if not isinstance(error, WorkerError | ValueError | RecursionError):
+                raise
+            reason = str(error) if isinstance(error, WorkerError) else f"its reply: {error}"
+            # what it printed last, and the reason in the last line
+            printed = self._output.decode(errors="replace").strip()
+            raise WorkerError(
+                f"it printed last:\n{printed}\n{reason}" if printed else reason
+            ) from None
         return reply
 
     def close(self) -> None:
@@ -206,8 +199,8 @@ class Worker:
         content = os.read(self._replies, _CHUNK)
         if not content:
             raise WorkerError(self._how_it_ended())
-        if length + len(content) > self._limits.reply_bytes:
-            raise WorkerError(f"its result is longer than {self._limits.reply_bytes} bytes")
+        if length + len(content) > _MAX_REPLY:
+            raise WorkerError(f"its result is longer than {_MAX_REPLY} bytes")
         return content
 
     def _read_output(self) -> bytes:
@@ -224,16 +217,9 @@ class Worker:
             selector.register(self._printed, selectors.EVENT_READ)
             while selector.select(0) and self._read_output():
                 pass
-        if status == -signal.SIGXCPU:
-            return f"its process used more than {self._limits.cpu_seconds:g} s of CPU time"
         if status < 0:
             return f"its process was killed by {signal.Signals(-status).name}"
         return f"its process ended with exit status {status}"
-
-    def _with_output(self, reason: str) -> str:
-        """Return what it printed last, and the reason in the last line."""
-        printed = self._output.decode(errors="replace").strip()
-        return f"it printed last:\n{printed}\n{reason}" if printed else reason
 
 
 def _environment(names: tuple[str, ...], folder: str) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import functools
 import ipaddress
 import json
@@ -17,8 +16,9 @@ import httpx
 from lrlhf.rewards.function import RewardError
 
 _SHOWN = 300
+_MAX_BYTES = 16 * 10**6
+"""Of a reply; a score takes twenty."""
 _TRANSIENT = (408, 425, 429)
-_BUSY = (429, 503)
 _DOWN = (*_TRANSIENT, 502, 503, 504)
 """What a service that is not itself, or what stands in front of it, answers; not 500, which may be
 about the request and come back for ever."""
@@ -53,32 +53,24 @@ class ServiceError(Exception):
 
 @dataclass(frozen=True)
 class Exchange:
-    """How requests are sent: whom with, how long, how much."""
+    """How requests are sent: whom with, and how long."""
 
     client: httpx.AsyncClient
     timeout: float
     """Seconds for a request as a whole, so that a reply that drips in is not waited for."""
-    max_bytes: int
     token: str | None = field(repr=False)
 
-    async def get(self, url: str) -> Any:
-        """Return what the service replies to a GET, see `post`."""
-        return await self._json("GET", url, None)
-
-    async def post(self, url: str, body: bytes) -> Any:
-        """Send JSON and return the JSON that comes back.
+    async def ask(self, url: str, body: bytes | None = None) -> Mapping[str, Any]:
+        """Send JSON, or without a body a GET, and return the JSON object that comes back.
 
         Raises:
             ServiceError: It may work later, or elsewhere: no connection, no reply in time, a busy
-                or broken service, a reply that is no JSON.
+                or broken service, a reply that is no JSON object.
             RewardError: The service refuses such requests for good.
         """
-        return await self._json("POST", url, body)
-
-    async def _json(self, method: str, url: str, body: bytes | None) -> Any:
         try:
             async with asyncio.timeout(self.timeout):
-                response, content = await self._read(method, url, body)
+                response, content = await self._read(url, body)
         except TimeoutError:
             reason = f"no reply within {self.timeout:g} s"
             raise ServiceError(reason, answered=False, down=True) from None
@@ -87,12 +79,18 @@ class Exchange:
             raise ServiceError(reason, answered=False, down=True) from None
         if response.status_code != httpx.codes.OK:
             raise self._refusal(url, response, content)
-        return read_json(content)
+        try:
+            reply = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            shown = repr(content[:40])
+            raise ServiceError(f"the reply is no JSON ({error}); it begins with {shown}") from None
+        if not isinstance(reply, dict):
+            raise ServiceError(f"the reply is a JSON {type(reply).__name__}, not an object")
+        return reply
 
-    async def _read(
-        self, method: str, url: str, body: bytes | None
-    ) -> tuple[httpx.Response, bytes]:
+    async def _read(self, url: str, body: bytes | None) -> tuple[httpx.Response, bytes]:
         """Read a reply until it is complete or too long; none of it is decompressed."""
+        method = "GET" if body is None else "POST"
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -102,29 +100,30 @@ class Exchange:
             content = bytearray()
             async for chunk in response.aiter_raw():
                 content += chunk
-                if len(content) > self.max_bytes:
-                    raise ServiceError(f"the reply is longer than {self.max_bytes} bytes")
+                if len(content) > _MAX_BYTES:
+                    raise ServiceError(f"the reply is longer than {_MAX_BYTES} bytes")
         return response, bytes(content)
 
     def _refusal(self, url: str, response: httpx.Response, content: bytes) -> Exception:
         status = response.status_code
-        reason = f"HTTP {status}{self._said(content)}"
         if 300 <= status < 400:
             target = self._shown(response.headers.get("location", "nowhere"))
             return ServiceError(f"HTTP {status}, a redirect to {target}, which is not followed")
+        reason = f"HTTP {status}{self._said(content)}"
         if status >= 500 or status in _TRANSIENT:
-            return ServiceError(reason, wait=_asked_wait(response), down=status in _DOWN)
+            asked = response.headers.get("retry-after", "").strip()
+            wait = _BUSY_S if status == 429 else None
+            if status in (429, 503) and asked.isascii() and asked.isdecimal():
+                wait = float(asked)
+            return ServiceError(reason, wait=wait, down=status in _DOWN)
         advice = f"; {_ADVICE[status]}" if status in _ADVICE else ""
         return RewardError(f"the reward service {url} refuses the request: {reason}{advice}")
 
     def _said(self, content: bytes) -> str:
         """Return the service's own sentence, if there is one."""
         try:
-            reply = read_json(content)
-        except ServiceError:
-            return ""
-        detail = reply.get("detail") if isinstance(reply, dict) else None
-        if detail is None:
+            detail = json.loads(content)["detail"]
+        except (ValueError, RecursionError, TypeError, LookupError):
             return ""
         return f": {self._shown(detail if isinstance(detail, str) else json.dumps(detail))}"
 
@@ -132,46 +131,13 @@ class Exchange:
         """Make foreign text fit for a log: in one line, short, and without the token."""
         if self.token:
             text = text.replace(self.token, "***")
-        text = "".join(letter if letter.isprintable() else " " for letter in text)
-        return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        return one_line(text, _SHOWN)
 
 
-def read_json(content: bytes) -> Any:
-    """Read JSON that may be anything.
-
-    Raises:
-        ServiceError: It is none; NaN and Infinity are none.
-    """
-    try:
-        return json.loads(content, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        shown = repr(content[:40])
-        raise ServiceError(f"the reply is no JSON ({error}); it begins with {shown}") from None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _asked_wait(response: httpx.Response) -> float | None:
-    """Return the seconds that a busy service asks for, None if it is not just busy."""
-    if response.status_code not in _BUSY:
-        return None
-    wait = _retry_after(response.headers)
-    return _BUSY_S if wait is None and response.status_code == 429 else wait
-
-
-def _retry_after(headers: httpx.Headers) -> float | None:
-    value = headers.get("retry-after", "").strip()
-    if value.isascii() and value.isdecimal():
-        return float(value)
-    # a date is compared with the service's own clock: this machine's may be wrong
-    dates = (value, headers.get("date", ""))
-    try:
-        until, now = (email.utils.parsedate_to_datetime(date) for date in dates)
-        return max(0.0, (until - now).total_seconds())
-    except (ValueError, TypeError):
-        return None
+def one_line(text: str, most: int) -> str:
+    """Return what a service said, with nothing that a terminal would act on."""
+    text = "".join(letter if letter.isprintable() else " " for letter in text)
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def checked_url(url: str) -> str:
@@ -206,15 +172,9 @@ def is_plain_and_remote(url: str) -> bool:
 
 
 def new_client(verify: bool | str, max_connections: int) -> httpx.AsyncClient:
-    """Open a pool of connections that follows no redirect and uses no proxy.
-
-    Args:
-        verify: Check certificates; a path: against the authorities in this file.
-        max_connections: At a time.
-    """
-    context = verify if verify is False else _authorities(verify)
+    """Open a pool of connections that follows no redirect and uses no proxy."""
     return httpx.AsyncClient(
-        verify=context,
+        verify=_authorities(verify) if verify else False,
         trust_env=False,
         timeout=None,  # every request has its own, see Exchange
         limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=None),
@@ -230,14 +190,3 @@ def _authorities(verify: bool | str) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=verify)
     except OSError as error:
         raise ValueError(f"verify: {verify!r} holds no certificates: {error}") from error
-
-
-def object_of(reply: Any) -> Mapping[str, Any]:
-    """Return a reply that must be a JSON object.
-
-    Raises:
-        ServiceError: It is something else.
-    """
-    if not isinstance(reply, dict):
-        raise ServiceError(f"the reply is a JSON {type(reply).__name__}, not an object")
-    return reply

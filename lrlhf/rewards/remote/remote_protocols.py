@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
+import httpx
 import numpy as np
 from jinja2 import TemplateError
+from PIL import Image
 from torch import Tensor
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from lrlhf.media import Video
 from lrlhf.rewards.function import Completion, RewardError, completion_text
-from lrlhf.rewards.remote.remote_http import ServiceError, checked_url, object_of
-from lrlhf.rewards.remote.remote_media import MediaTexts, animated_png, jpeg, png
+from lrlhf.rewards.remote.remote_http import ServiceError
 from lrlhf.rewards.reward_values import finite_number, shorten
 from lrlhf.types import Prompt
 
@@ -30,19 +34,16 @@ class Responses(NamedTuple):
 
     def part(self, rows: slice) -> Responses:
         """Return some of the responses."""
-        return Responses(
-            prompts=self.prompts[rows],
-            completions=self.completions[rows],
-            images=self.images[rows],
-            videos=self.videos[rows],
-            columns={name: values[rows] for name, values in self.columns.items()},
-        )
+        columns = {name: values[rows] for name, values in self.columns.items()}
+        return Responses(*(values[rows] for values in self[:4]), columns)
 
 
 class Protocol(ABC):
     """How one kind of service is spoken to."""
 
-    tells_version = True
+    tells_version: ClassVar[bool]
+    scores_key: ClassVar[str]
+    """Where a reply has its scores."""
 
     @abstractmethod
     def address(self, url: str) -> str:
@@ -54,14 +55,6 @@ class Protocol(ABC):
 
         Raises:
             RewardError: It cannot be said in this protocol.
-        """
-
-    @abstractmethod
-    def scores(self, reply: Mapping[str, Any], count: int) -> list[float | None]:
-        """Return the scores of a reply, None where the service could not score a response.
-
-        Raises:
-            ServiceError: They are not one finite number or null per response.
         """
 
     def encoded(self, responses: Responses) -> bytes:
@@ -76,12 +69,31 @@ class Protocol(ABC):
         except (TypeError, ValueError, RecursionError) as error:
             raise RewardError(f"{_culprit(body)} cannot be sent as JSON: {error}") from error
 
+    def scores(self, reply: Mapping[str, Any], count: int) -> list[float | None]:
+        """Return the scores of a reply, None where the service could not score a response.
+
+        Raises:
+            ServiceError: They are not one finite number or null per response.
+        """
+        key, values = self.scores_key, reply.get(self.scores_key)
+        if not isinstance(values, list):
+            raise ServiceError(f"the reply has no list {key!r}")
+        if len(values) != count:
+            raise ServiceError(f"the reply has {len(values)} {key} for {count} responses")
+        scores = [None if isinstance(value, bool) else finite_number(value) for value in values]
+        for row, (value, score) in enumerate(zip(values, scores, strict=True)):
+            if score is None and value is not None:
+                raise ServiceError(
+                    f"{key}[{row}] of the reply is {shorten(value)}, no finite float32 number"
+                )
+        return scores
+
 
 class LrlhfProtocol(Protocol):
     """What ``lrlhf serve-reward`` speaks; images and videos travel without loss."""
 
-    def __init__(self) -> None:
-        self._images, self._videos = MediaTexts(png), MediaTexts(animated_png)
+    tells_version = True
+    scores_key = "scores"
 
     def address(self, url: str) -> str:
         return f"{url}/v1/score"
@@ -92,15 +104,12 @@ class LrlhfProtocol(Protocol):
             "completions": responses.completions,
         }
         if any(responses.images):
-            body["images"] = self._images(responses.images)
+            body["images"] = _in_base64(responses.images, _png)
         if any(responses.videos):
-            body["videos"] = self._videos(responses.videos)
+            body["videos"] = _in_base64(responses.videos, _animated_png)
         if responses.columns:
             body["columns"] = responses.columns
         return body
-
-    def scores(self, reply: Mapping[str, Any], count: int) -> list[float | None]:
-        return _numbers(reply, "scores", count)
 
 
 class LightrftProtocol(Protocol):
@@ -111,14 +120,13 @@ class LightrftProtocol(Protocol):
     """
 
     tells_version = False
+    scores_key = "rewards"
 
     def __init__(self, chat_template: str | None) -> None:
         self._chat_template = chat_template
-        self._images = MediaTexts(jpeg)
 
     def address(self, url: str) -> str:
-        has_path = checked_url(url).count("/") > 2
-        return url if has_path else f"{url}/get_reward"
+        return url if httpx.URL(url).path.strip("/") else f"{url}/get_reward"
 
     def body(self, responses: Responses) -> dict[str, Any]:
         if any(responses.videos):
@@ -133,11 +141,8 @@ class LightrftProtocol(Protocol):
             **responses.columns,
         }
         if any(responses.images):
-            body["images"] = self._images(responses.images)
+            body["images"] = _in_base64(responses.images, _jpeg)
         return body
-
-    def scores(self, reply: Mapping[str, Any], count: int) -> list[float | None]:
-        return _numbers(reply, "rewards", count)
 
     def _text(self, prompt: Prompt) -> str:
         if isinstance(prompt, str):
@@ -156,25 +161,6 @@ class LightrftProtocol(Protocol):
         except TemplateError as error:
             raise RewardError(f"chat_template refuses the messages: {error}") from error
         return str(rendered[0][0])
-
-
-def _numbers(reply: Mapping[str, Any], key: str, count: int) -> list[float | None]:
-    values = object_of(reply).get(key)
-    if not isinstance(values, list):
-        raise ServiceError(f"the reply has no list {key!r}")
-    if len(values) != count:
-        raise ServiceError(f"the reply has {len(values)} {key} for {count} responses")
-    numbers = [_number(value) for value in values]
-    for row, (value, number) in enumerate(zip(values, numbers, strict=True)):
-        if number is None and value is not None:
-            raise ServiceError(
-                f"{key}[{row}] of the reply is {shorten(value)}, no finite float32 number"
-            )
-    return numbers
-
-
-def _number(value: Any) -> float | None:
-    return None if isinstance(value, bool) else finite_number(value)
 
 
 def _json(value: Any) -> bytes:
@@ -200,3 +186,47 @@ def _culprit(body: Mapping[str, Any]) -> str:
         except (TypeError, ValueError, RecursionError):
             return f"the column {name!r}" if name in columns else name
     return "the request"
+
+
+def _in_base64(
+    rows: Sequence[Sequence[Any]], encode: Callable[[Any], bytes]
+) -> list[list[str] | None]:
+    """Encode each image or video once, however many rows share it; None: the row shows nothing."""
+    objects = {id(entry): entry for row in rows for entry in row}
+    texts = {key: base64.b64encode(encode(entry)).decode() for key, entry in objects.items()}
+    return [[texts[id(entry)] for entry in row] if row else None for row in rows]
+
+
+def _png(image: Any) -> bytes:
+    return _saved(image, "PNG", compress_level=1)
+
+
+def _jpeg(image: Any) -> bytes:
+    return _saved(image, "JPEG", quality=95)
+
+
+def _animated_png(video: Any) -> bytes:
+    """Return the frames of a video as an animated PNG file, without loss."""
+    if not isinstance(video, Video):
+        raise RewardError(f"a video is a lrlhf.media.Video, not a {type(video).__name__}")
+    first, *others = (Image.fromarray(frame) for frame in video.frames)
+    # Pillow leaves out a frame that is like the one before it, unless they are laid down
+    # differently; on frames without transparency both ways look the same
+    blend = [index % 2 for index in range(len(video.frames))]
+    return _saved(
+        first,
+        "PNG",
+        save_all=True,
+        append_images=others,
+        duration=1000 / video.fps,
+        blend=blend,
+        compress_level=1,
+    )
+
+
+def _saved(image: Any, kind: str, **options: Any) -> bytes:
+    if not isinstance(image, Image.Image):
+        raise RewardError(f"an image is a PIL.Image, not a {type(image).__name__}")
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()

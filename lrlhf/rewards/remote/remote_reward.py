@@ -10,17 +10,17 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import httpx
 
-from lrlhf.rewards.fresh_copies import CopiesStartAfresh, check_positive
 from lrlhf.rewards.function import (
     Completion,
+    CopiesStartAfresh,
     LogMetric,
     PartialValues,
     RewardError,
+    check_positive,
     column_of,
 )
 from lrlhf.rewards.remote.remote_http import (
@@ -29,7 +29,6 @@ from lrlhf.rewards.remote.remote_http import (
     checked_url,
     is_plain_and_remote,
     new_client,
-    object_of,
 )
 from lrlhf.rewards.remote.remote_protocols import (
     LightrftProtocol,
@@ -44,6 +43,8 @@ from lrlhf.types import Prompt
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_FIRST_PAUSE_S = 0.5
+"""Before the first repetition, doubled with every further one."""
 _TELL_S = 60.0
 """Between two lines that say that the run waits."""
 
@@ -52,19 +53,10 @@ class ServicesDownError(RuntimeError):
     """No reward service answered."""
 
 
-class _Column(NamedTuple):
-    """A data column that is sent along."""
-
-    key: str
-    name: str
-    setting: str
-
-
 @dataclass
 class _Asked:
     """One call of the reward, while its batches are under way."""
 
-    protocol: Protocol
     exchange: Exchange
     slots: asyncio.Semaphore
     log_metric: LogMetric
@@ -100,24 +92,19 @@ class RemoteReward(CopiesStartAfresh):
         timeout: Seconds for one request.
         total_timeout: Seconds for all requests of one call together; what was scored by then
             counts. null: no limit.
-        retries: How often a batch is sent again after a failure.
-        first_pause: Seconds before the first repetition, doubled with every further one; a busy
-            service is given the time that it asks for, at most 30 s.
+        retries: How often a batch is sent again after a failure. A busy service is given the time
+            that it asks for, at most 30 s.
         batch_size: Responses per request.
         max_concurrency: Requests under way at a time, over all services.
-        columns: Data columns that are sent along.
-        reference_column: Data column that LightRFT's protocol sends as ``references``.
-        label_column: Data column that LightRFT's protocol sends as ``labels``.
+        columns: Data columns that are sent along; a mapping tells under which name each is sent,
+            such as ``{references: answer}`` for a service that speaks LightRFT's protocol.
         chat_template: Jinja text that turns chats into the text that LightRFT's protocol needs.
-        breaker_failures: Failures in a row after which a service is left alone.
-        breaker_cooldown: Seconds for which it is.
         startup_timeout: Seconds that a service may take to come up when the run starts.
         max_wait: Seconds that an outage may last in mid-run: while no service can be reached or is
             ready (HTTP 408, 425, 429, 502 to 504), requests are repeated, on top of
             ``total_timeout``, and a line a minute says so. null: however long. The deadline of the
             phase ``reward`` (`Deadlines`), and a ``timeout`` that ``Rewards`` is given, end the
             wait too.
-        max_response_mb: Largest reply that is read.
         verify: Check the certificates of https addresses; a path: against the authorities in it.
     """
 
@@ -133,37 +120,22 @@ class RemoteReward(CopiesStartAfresh):
         timeout: float = 120.0,
         total_timeout: float | None = 1800.0,
         retries: int = 4,
-        first_pause: float = 0.5,
         batch_size: int = 32,
         max_concurrency: int = 8,
-        columns: list[str] | None = None,
-        reference_column: str | None = None,
-        label_column: str | None = None,
+        columns: list[str] | dict[str, str] | None = None,
         chat_template: str | None = None,
-        breaker_failures: int = 5,
-        breaker_cooldown: float = 10.0,
         startup_timeout: float = 60.0,
-        max_response_mb: float = 16.0,
         verify: bool | str = True,
         max_wait: float | None = 0.0,
     ) -> None:
         self._urls = [checked_url(url) for url in ([urls] if isinstance(urls, str) else urls)]
         if not self._urls or len(set(self._urls)) < len(self._urls):
             raise ValueError(f"urls must name at least one service, each once, and is {urls}")
-        self._lightrft = protocol == "lightrft"
-        own = {"columns": columns}
-        theirs = {"chat_template": chat_template, "reference_column": reference_column}
-        theirs["label_column"] = label_column
-        other = ("lrlhf", own) if self._lightrft else ("lightrft", theirs)
-        if wrong := [name for name, value in other[1].items() if value]:
-            raise ValueError(
-                f"{wrong[0]} belongs to protocol: {other[0]}, and protocol is {protocol}"
-            )
+        if chat_template and protocol != "lightrft":
+            raise ValueError("chat_template is for protocol: lightrft; others are sent the turns")
         check_positive(
-            timeout=timeout, total_timeout=total_timeout, first_pause=first_pause,
-            batch_size=batch_size, max_concurrency=max_concurrency,
-            breaker_failures=breaker_failures, breaker_cooldown=breaker_cooldown,
-            startup_timeout=startup_timeout, max_response_mb=max_response_mb,
+            timeout=timeout, total_timeout=total_timeout, batch_size=batch_size,
+            max_concurrency=max_concurrency, startup_timeout=startup_timeout,
         )  # fmt: skip
         if retries < 0:
             raise ValueError(f"retries is {retries}; it must be 0 or more")
@@ -174,28 +146,21 @@ class RemoteReward(CopiesStartAfresh):
         self._timeout = timeout
         self._total_timeout = total_timeout
         self._retries = retries
-        self._first_pause = first_pause
         self._batch_size = batch_size
         self._max_concurrency = max_concurrency
-        self._columns = [_Column(name, name, "columns") for name in columns or ()]
-        if reference_column is not None:
-            self._columns.append(_Column("references", reference_column, "reference_column"))
-        if label_column is not None:
-            self._columns.append(_Column("labels", label_column, "label_column"))
-        self._chat_template = chat_template
-        self._breaker_failures = breaker_failures
-        self._breaker_cooldown = breaker_cooldown
+        self._columns = (
+            columns if isinstance(columns, dict) else {key: key for key in columns or ()}
+        )
+        self._protocol: Protocol = (
+            LightrftProtocol(chat_template) if protocol == "lightrft" else LrlhfProtocol()
+        )
         self._startup_timeout = startup_timeout
         self._max_wait = math.inf if max_wait is None else max_wait
-        self._max_bytes = int(max_response_mb * 1e6)
         self._verify = verify
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        new = partial(
-            Service, breaker_failures=self._breaker_failures, cooldown=self._breaker_cooldown
-        )
-        self._services = Services([new(url) for url in self._urls])
+        self._services = Services(self._urls)
         self._ready = False
 
     def prepare(self) -> None:
@@ -233,15 +198,14 @@ class RemoteReward(CopiesStartAfresh):
             images=images or nothing,
             videos=videos or nothing,
             columns={
-                column.key: column_of(columns, column.name, setting=column.setting)
-                for column in self._columns
+                key: column_of(columns, name, setting="columns")
+                for key, name in self._columns.items()
             },
         )
         limit = math.inf if self._total_timeout is None else self._total_timeout
         deadline = asyncio.get_running_loop().time() + limit + self._max_wait
         async with new_client(self._verify, self._max_concurrency) as client:
             asked = _Asked(
-                self._protocol(),
                 self._exchange(client),
                 asyncio.Semaphore(self._max_concurrency),
                 log_metric,
@@ -276,7 +240,7 @@ class RemoteReward(CopiesStartAfresh):
         try:
             async with asyncio.timeout_at(asked.deadline), asked.slots:
                 # pictures take their time, and the loop has others to serve
-                body = await asyncio.to_thread(asked.protocol.encoded, part)
+                body = await asyncio.to_thread(self._protocol.encoded, part)
                 return await self._answer(asked, body, count)
         except (ServiceError, TimeoutError):  # the services remember what was wrong
             asked.unanswered += count
@@ -288,9 +252,11 @@ class RemoteReward(CopiesStartAfresh):
         failures = rounds = 0
         while True:
             service = await self._services.next(tried)
+            started = time.monotonic()
             try:
                 with service.asked():
-                    scores = await self._ask(service, asked, body, count)
+                    reply = await asked.exchange.ask(self._protocol.address(service.url), body)
+                    scores = self._protocol.scores(reply, count)
             except ServiceError as error:
                 if error.wait is None:
                     failures += 1
@@ -298,13 +264,15 @@ class RemoteReward(CopiesStartAfresh):
                 if failures > self._retries and not (error.down and self._waits(asked)):
                     raise
             else:
+                service.heard(reply)
+                asked.log_metric("remote/latency_s", time.monotonic() - started)
                 asked.down_since = None
                 return scores
             asked.retries += 1
             if len(tried) == len(self._services):
                 tried.clear()
                 rounds += 1
-                await asyncio.sleep(backoff(rounds, first=self._first_pause))
+                await asyncio.sleep(backoff(rounds, first=_FIRST_PAUSE_S))
 
     def _waits(self, asked: _Asked) -> bool:
         """Whether an outage is waited for; say so now and then."""
@@ -325,21 +293,8 @@ class RemoteReward(CopiesStartAfresh):
             )
         return True
 
-    async def _ask(
-        self, service: Service, asked: _Asked, body: bytes, count: int
-    ) -> list[float | None]:
-        started = time.monotonic()
-        reply = object_of(await asked.exchange.post(asked.protocol.address(service.url), body))
-        scores = asked.protocol.scores(reply, count)
-        service.heard(reply)
-        asked.log_metric("remote/latency_s", time.monotonic() - started)
-        return scores
-
-    def _protocol(self) -> Protocol:
-        return LightrftProtocol(self._chat_template) if self._lightrft else LrlhfProtocol()
-
     def _exchange(self, client: httpx.AsyncClient) -> Exchange:
-        return Exchange(client, self._timeout, self._max_bytes, self._token())
+        return Exchange(client, self._timeout, self._token())
 
     def _token(self) -> str | None:
         """Read the token, which is kept nowhere but in the connections."""
@@ -347,8 +302,8 @@ class RemoteReward(CopiesStartAfresh):
             token = read_token(self._token_env, self._token_file)
         except ValueError as error:
             raise RewardError(str(error)) from None
-        for url in filter(is_plain_and_remote, self._urls) if token is not None else ():
-            if url not in _TOLD:
+        for url in self._urls:
+            if token is not None and is_plain_and_remote(url) and url not in _TOLD:
                 _TOLD.add(url)
                 logger.warning(
                     "the token for the reward service %s can be read on its way there: the "
@@ -379,19 +334,20 @@ class RemoteReward(CopiesStartAfresh):
 
     async def _greet(self, exchange: Exchange, service: Service) -> str:
         """Return what is wrong with a service; empty: nothing."""
-        protocol = self._protocol()
+        protocol = self._protocol
         try:
             if protocol.tells_version:
-                await exchange.get(f"{service.url}/health")
-                service.heard(object_of(await exchange.get(f"{service.url}/version")))
+                await exchange.ask(f"{service.url}/health")
+                service.heard(await exchange.ask(f"{service.url}/version"))
             else:
-                await exchange.get(protocol.address(service.url))
+                await exchange.ask(protocol.address(service.url))
         except ServiceError as error:
+            # others need not know GET, and answered
             known = error.answered and not protocol.tells_version
             return "" if known else f"{service.url}: {error}"
         except RewardError:
             if protocol.tells_version:
-                raise  # others need not know GET, and answered
+                raise
         return ""
 
 

@@ -9,15 +9,20 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from lrlhf.rewards.function import RewardError
-from lrlhf.rewards.remote.remote_http import ServiceError
+from lrlhf.rewards.remote.remote_http import ServiceError, one_line
 
 logger = logging.getLogger(__name__)
 
+_BREAKER_FAILURES = 5
+_COOLDOWN_S = 10.0
+_LONGEST_WAIT_S = 30.0
+"""A service may ask to be left alone, and not for longer."""
 _LEAST_WAIT_S = 0.05
+_LONGEST_PAUSE_S = 15.0
 _JITTER = random.Random()
 """Of its own: the state of the global one belongs to the run, and a resumed run repeats it."""
 
@@ -25,47 +30,31 @@ _JITTER = random.Random()
 class Service:
     """One address with a circuit breaker.
 
-    After ``breaker_failures`` failures in a row it is left alone for ``cooldown`` seconds; then
-    one single request finds out whether it is back.
+    After five failures in a row it is left alone for ten seconds; then one single request finds
+    out whether it is back.
 
     Args:
         url: Without a slash at its end.
-        breaker_failures: As above.
-        cooldown: As above.
-        max_wait: The longest that the service may ask to be left alone for, in seconds.
-        clock: Seconds that never go backwards.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        breaker_failures: int = 5,
-        cooldown: float = 10.0,
-        max_wait: float = 30.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url
         self.in_flight = 0
         self.last_error = ""
-        self._limit = breaker_failures
-        self._cooldown = cooldown
-        self._max_wait = max_wait
-        self._clock = clock
+        self.version = ""
+        """Model and version as last heard; empty: nothing heard."""
         self._failures = 0
         self._free_at = -math.inf
         self._probing = False
-        self.version = ""
-        """Model and version as last heard; empty: nothing heard."""
 
     def ready_in(self) -> float:
         """Return the seconds until it may be asked; infinite while one request tries it."""
-        return math.inf if self._probing else max(0.0, self._free_at - self._clock())
+        return math.inf if self._probing else max(0.0, self._free_at - time.monotonic())
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[None]:
         """Count what happens inside as one request to the service."""
-        probe = self._failures >= self._limit
+        probe = self._failures >= _BREAKER_FAILURES
         self._probing = probe
         self.in_flight += 1
         try:
@@ -74,7 +63,10 @@ class Service:
             self._failed(error)
             raise
         else:
-            self._recovered()
+            if self._failures >= _BREAKER_FAILURES:
+                self._free_at = -math.inf
+                logger.warning("the reward service %s answers again", self.url)
+            self._failures = 0
         finally:
             self.in_flight -= 1
             if probe:
@@ -83,7 +75,7 @@ class Service:
     def heard(self, reply: Mapping[str, Any]) -> None:
         """Note which model the service says it has, and say so aloud if that changes."""
         said = [reply.get(key) for key in ("model", "version")]
-        version = " ".join(_shown(word) for word in said if isinstance(word, str))
+        version = " ".join(one_line(word, 100) for word in said if isinstance(word, str))
         if not version or version == self.version:
             return
         if self.version:
@@ -101,38 +93,29 @@ class Service:
     def _failed(self, error: ServiceError) -> None:
         self.last_error = str(error)
         if error.wait is not None:  # busy, which is no failure
-            self._free_at = self._clock() + min(max(error.wait, _LEAST_WAIT_S), self._max_wait)
+            wait = min(max(error.wait, _LEAST_WAIT_S), _LONGEST_WAIT_S)
+            self._free_at = time.monotonic() + wait
             return
         self._failures += 1
-        if self._failures < self._limit:
+        if self._failures < _BREAKER_FAILURES:
             return
-        self._free_at = self._clock() + self._cooldown
-        if self._failures == self._limit:
+        self._free_at = time.monotonic() + _COOLDOWN_S
+        if self._failures == _BREAKER_FAILURES:
             logger.warning(
                 "the reward service %s failed %d times in a row and is left alone for %g s at a "
                 "time until it answers: %s",
                 self.url,
                 self._failures,
-                self._cooldown,
+                _COOLDOWN_S,
                 error,
             )
 
-    def _recovered(self) -> None:
-        if self._failures >= self._limit:
-            self._free_at = -math.inf
-            logger.warning("the reward service %s answers again", self.url)
-        self._failures = 0
-
 
 class Services:
-    """All addresses that give the same scores.
+    """All addresses that give the same scores; at least one."""
 
-    Args:
-        services: At least one.
-    """
-
-    def __init__(self, services: Sequence[Service]) -> None:
-        self._services = tuple(services)
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._services = [Service(url) for url in urls]
         self._turn = itertools.count()
 
     def __iter__(self) -> Iterator[Service]:
@@ -144,17 +127,15 @@ class Services:
     async def next(self, tried: Collection[Service] = ()) -> Service:
         """Wait for a service that may be asked, and return the least busy one.
 
-        Args:
-            tried: Those that are asked only if no other one is ready.
+        Those that were tried are asked only if no other one is ready.
         """
         while not (ready := [service for service in self._services if not service.ready_in()]):
             wait = min(service.ready_in() for service in self._services)
             # an infinite wait ends with the request that tries the service
             await asyncio.sleep(with_jitter(wait if math.isfinite(wait) else _LEAST_WAIT_S))
         fresh = [service for service in ready if service not in tried] or ready
-        turn = next(self._turn)
-        order = fresh[turn % len(fresh) :] + fresh[: turn % len(fresh)]
-        return min(order, key=lambda service: service.in_flight)
+        turn = next(self._turn) % len(fresh)
+        return min(fresh[turn:] + fresh[:turn], key=lambda service: service.in_flight)
 
     def check_versions(self) -> None:
         """Compare what models the services have, as far as they said.
@@ -178,15 +159,11 @@ class Services:
         )
 
 
-def backoff(attempt: int, *, first: float, longest: float = 15.0) -> float:
+def backoff(attempt: int, *, first: float) -> float:
     """Return how many seconds to wait after ``attempt`` rounds of failures, doubled each time."""
-    return with_jitter(min(longest, first * 2 ** min(attempt - 1, 30)))
+    return with_jitter(min(_LONGEST_PAUSE_S, first * 2 ** min(attempt - 1, 30)))
 
 
 def with_jitter(seconds: float) -> float:
     """Prolong a wait by up to a quarter, so that not all who wait come back at once."""
     return max(_LEAST_WAIT_S, seconds) * _JITTER.uniform(1.0, 1.25)
-
-
-def _shown(word: str) -> str:
-    return "".join(letter if letter.isprintable() else " " for letter in word[:100])

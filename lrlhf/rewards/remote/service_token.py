@@ -23,26 +23,19 @@ def read_token(token_env: str, token_file: str | None) -> str | None:
     Raises:
         ValueError: A file or a variable was named that is not there, or what it holds is no token.
     """
+    token = os.environ.get(token_env)
+    source = f"token_env {token_env!r}"
     if token_file is not None:
-        return _checked(_content(token_file), f"token_file {token_file!r}")
-    value = os.environ.get(token_env)
-    if value is None:
+        source = f"token_file {token_file!r}"
+        try:
+            token = Path(token_file).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{source} cannot be read: {type(error).__name__}") from error
+    if token is None:
         if token_env != DEFAULT_TOKEN_ENV:
             raise ValueError(f"token_env is {token_env!r}, and there is no such variable: set it")
         return None
-    return _checked(value.strip(), f"token_env {token_env!r}")
-
-
-def _content(token_file: str) -> str:
-    try:
-        return Path(token_file).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"token_file {token_file!r} cannot be read: {type(error).__name__}"
-        ) from error
-
-
-def _checked(token: str, source: str) -> str:
+    token = token.strip()
     if not _VISIBLE.fullmatch(token):  # the token itself must not show up in a message
         raise ValueError(
             f"{source}: a token is one line of letters, digits and signs without spaces; write a "
