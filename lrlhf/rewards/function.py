@@ -96,6 +96,13 @@ class PartialValues(list[float | None]):
         self.failed = sum(value is None for value in self) if failed is None else failed
 
 
+def first_of(failures: Mapping[int, str], what: str) -> str:
+    """Tell the first failure of several by response; the last line sums up what they are."""
+    first = min(failures)
+    *details, summary = failures[first].splitlines()
+    return "\n".join([*details, f"{what}, the first is response {first}: {summary}"])
+
+
 class RewardFunction(ABC):
     """Scores responses; a plain function with the same arguments will do as well.
 

@@ -91,14 +91,6 @@ def test_sigterm_ends_with_143(config: Path, monkeypatch: pytest.MonkeyPatch) ->
         signal.signal(signal.SIGTERM, before)
 
 
-def test_print_config_shows_every_option(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["fit", "--config", config.name, "--print_config"]) == 0
-
-    shown = capsys.readouterr().out
-    assert "estimator: k1" in shown
-    assert "use_distributed_sampler: false" in shown
-
-
 def test_a_folder_that_cannot_be_written_ends_in_one_line(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,13 +26,9 @@ class Sending(L.Callback):
     received: ClassVar[list["Sending"]] = []
 
     def __init__(
-        self,
-        api_key: str = "",
-        url: str = "",
-        note: str = "",
-        token_env: str = "LRLHF_REWARD_TOKEN",
+        self, api_key: str = "", url: str = "", note: str = "", token_env: str = "ENV",
         eos_token: str = "</s>",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.api_key, self.url, self.note = api_key, url, note
         self.token_env, self.eos_token = token_env, eos_token
         self.received.append(self)
@@ -57,18 +53,11 @@ class Keeping(ToyModule):
 
 def write(path: Path, *, password: str, **options: str) -> None:
     config = yaml.safe_load(CONFIG)
-    model = config["model"]
-    model["class_path"] = f"{__name__}.Keeping"
-    model["init_args"]["password"] = password
+    config["model"]["class_path"] = f"{__name__}.Keeping"
+    config["model"]["init_args"]["password"] = password
     callback = {"class_path": f"{__name__}.Sending", "init_args": options}
     config["trainer"]["callbacks"].append(callback)
     path.write_text(yaml.safe_dump(config))
-
-
-def written(folder: Path, but: Path) -> bytes:
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != but.name]
-    assert len(files) >= 2
-    return b"\n".join(path.read_bytes() for path in files)
 
 
 def test_no_file_and_no_line_of_a_run_has_a_secret(
@@ -84,15 +73,15 @@ def test_no_file_and_no_line_of_a_run_has_a_secret(
     # the run itself has them
     (sending,) = Sending.received
     assert (sending.api_key, sending.url) == (key, url)
-    found = written(Path(), config)
-    for secret in (TOKEN, PASSWORD, key, "tr0ub4dor&3"):
-        assert secret.encode() not in found
+    files = [path for path in Path().rglob("*") if path.is_file() and path.name != config.name]
+    assert len(files) >= 2
+    written = b"".join(path.read_bytes() for path in files)
     saved = yaml.safe_load(Path("config.yaml").read_text())
     assert saved["trainer"]["callbacks"][1]["init_args"] == {
         "api_key": HIDDEN,
         "url": f"https://{HIDDEN}@rewards.example:8000/v1",
         "note": f"as {HIDDEN}",
-        "token_env": "LRLHF_REWARD_TOKEN",
+        "token_env": "ENV",
         "eos_token": "</s>",
     }
     assert saved["model"]["init_args"]["password"] == HIDDEN
@@ -103,6 +92,7 @@ def test_no_file_and_no_line_of_a_run_has_a_secret(
     assert "trainer.callbacks[1].init_args.api_key" in said
     assert "model.init_args.password" in said
     for secret in (TOKEN, PASSWORD, key, "tr0ub4dor&3"):
+        assert secret.encode() not in written
         assert secret not in said
 
 

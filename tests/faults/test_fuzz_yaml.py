@@ -226,24 +226,3 @@ def test_any_bytes_for_a_config(folder: Path, text: bytes) -> None:
     result = ended("fit", "--config", "bytes.yaml")
     check(result)
     assert result.status == 2
-
-
-FLAGS = (
-    "--model", "--data", "--trainer", "--model.lr", "--config", "--trainer.callbacks",
-    "--ckpt_path", "--seed_everything", "--trainer.logger", "--optimizer",
-)  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@fuzzing(20)
-@given(
-    value=st.one_of(
-        st.text(st.characters(exclude_characters="\x00"), max_size=12),
-        st.sampled_from(["{", "{}", "[", "@", "=", "--", "{a: b", "~", "s3://x", "None"]),
-    ),
-    flag=st.sampled_from(FLAGS),
-)
-def test_any_value_of_a_flag(folder: Path, value: str, flag: str) -> None:
-    (folder / "config.yaml").write_text((CONFIGS / "ppo_text.yaml").read_text())
-    check(ended("fit", "--config", "config.yaml", f"{flag}={value}", "--print_config"))

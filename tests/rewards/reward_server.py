@@ -26,6 +26,7 @@ class Server(ThreadingHTTPServer):
         self.always: Behaviour | None = None
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.under_way = self.most_under_way = 0
         self.version = "v1"
         self.lock = threading.Lock()
         self.stopped = threading.Event()
@@ -139,7 +140,13 @@ def breaks_off(handler: Handler) -> None:
 
 def slowly(seconds: float) -> Behaviour:
     def act(handler: Handler) -> None:
+        server = handler.server
+        with server.lock:
+            server.under_way += 1
+            server.most_under_way = max(server.under_way, server.most_under_way)
         time.sleep(seconds)
+        with server.lock:
+            server.under_way -= 1
         score(handler)
 
     return act

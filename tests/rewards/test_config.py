@@ -1,10 +1,9 @@
 from collections.abc import Sequence
 
-import pytest
 import yaml
 from jsonargparse import ArgumentParser
 
-from lrlhf.rewards import RewardError, Rewards
+from lrlhf.rewards import Rewards
 
 
 def twos(completions: Sequence[str]) -> list[float]:
@@ -56,7 +55,4 @@ def test_every_option_can_be_given_in_a_yaml() -> None:
         label_column: kind
         """
     )
-    result = rewards.score(["p"], ["c"], [[1]], [{"kind": "math"}])
-    assert result.scores.tolist() == [6.0]
-    with pytest.raises(RewardError, match=r"response 0 has the label 'mth' .column 'kind'"):
-        rewards.score(["p"], ["c"], [[1]], [{"kind": "mth"}])
+    assert rewards.score(["p"], ["c"], [[1]], [{"kind": "math"}]).scores.tolist() == [6.0]

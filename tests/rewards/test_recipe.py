@@ -42,20 +42,6 @@ def test_each_response_is_scored_by_the_recipe_of_its_label() -> None:
     assert result.metrics["kind/unscored_fraction"] == 0.0
 
 
-def test_a_value_of_another_labels_reward_does_not_make_a_response_scorable() -> None:
-    def none(completions: Sequence[str]) -> list[None]:
-        return [None] * len(completions)
-
-    rewards = Rewards(
-        {"none": none, "one": Recorder(1.0)},
-        recipe={"a": {"none": 1.0}, "b": {"one": 1.0}},
-        max_unscorable_fraction=0.5,
-    )
-    result = score(rewards, ["a", "b"])
-    assert result.scores[0].isnan()
-    assert result.scores[1] == 1.0
-
-
 def test_an_unknown_label_is_named_with_its_row_and_the_nearest_one() -> None:
     with pytest.raises(RewardError, match=r"response 1 has the label 'maths'.*mean 'math'"):
         score(Rewards(functions(), recipe=RECIPE), ["chat", "maths"])

@@ -107,7 +107,10 @@ def test_sums_beyond_float32_are_refused() -> None:
         score(Rewards([lambda completions: [3e38, 0.0]], weights=[10.0]))
 
 
-def test_wrong_logging_fails_the_function() -> None:
+# ---------------------------------------------------------------------- failures
+
+
+def test_a_function_that_fails_leaves_its_values_out_and_says_why() -> None:
     def logs_nan(completions: Sequence[str], log_metric: Any) -> list[float]:
         log_metric("m", math.nan)
         return ones(completions)
@@ -116,24 +119,17 @@ def test_wrong_logging_fails_the_function() -> None:
         log_extra("e", ["only one"])
         return ones(completions)
 
-    result = score(Rewards([logs_nan, logs_one, ones], optional=["logs_nan", "logs_one"]))
-    assert result.per_function[:, :2].isnan().all()
-    nan, one = result.failures
-    assert re.search(r"log_metric\('m', nan\)", nan)
-    assert "1 values for 2 responses" in one
-
-
-# ---------------------------------------------------------------------- failures
-
-
-def test_a_raising_function_leaves_its_values_out_and_its_traceback_behind() -> None:
-    result = score(Rewards([raising, ones], optional=["raising"]))
+    functions = [raising, logs_nan, logs_one, ones]
+    result = score(Rewards(functions, optional=["raising", "logs_nan", "logs_one"]))
     assert result.scores.tolist() == [1.0, 1.0]
-    assert result.per_function[:, 0].isnan().all()
-    (failure,) = result.failures
-    assert failure.startswith("raising: Traceback")
-    assert "KeyError: 'broken for 2'" in failure
+    assert result.per_function[:, :3].isnan().all()
     assert result.metrics["raising/unscored_fraction"] == 1.0
+    for failure, said in zip(
+        result.failures,
+        [r"raising: Traceback(?s:.*)KeyError: 'broken for 2'", r"'m', nan", "1 values for 2 resp"],
+        strict=True,
+    ):
+        assert re.search(said, failure)
 
 
 def test_failures_are_counted_over_the_run_and_not_only_in_a_row() -> None:
@@ -153,11 +149,9 @@ def test_failures_are_counted_over_the_run_and_not_only_in_a_row() -> None:
 
 
 def test_a_batch_that_fails_in_part_counts_in_part() -> None:
-    def half(**_: Any) -> list[float]:
-        return [math.inf, 1.0]
-
     # each batch counts for 0.5, less half of a tenth: 0.45
-    rewards = Rewards([half, ones], optional=["half"], max_failures=1)
+    half = {"half": lambda completions: [math.inf, 1.0], "ones": ones}
+    rewards = Rewards(half, optional=["half"], max_failures=1)
     for _ in range(2):
         score(rewards)
     with pytest.raises(RewardError, match="'half' failed in 1 batches"):
@@ -191,25 +185,18 @@ def test_too_many_unscorable_responses_stop_the_run() -> None:
 # ---------------------------------------------------------------------- time
 
 
-def sleeping(seconds: float, value: float) -> Any:
-    def sleeps(completions: Sequence[str]) -> list[float]:
-        time.sleep(seconds)
-        return [value] * len(completions)
-
-    return sleeps
-
-
 def test_functions_run_at_the_same_time() -> None:
+    def sleeps(completions: Sequence[str]) -> list[float]:
+        time.sleep(0.3)
+        return ones(completions)
+
     async def sleeps_async(completions: Sequence[str]) -> list[float]:
         await asyncio.sleep(0.3)
-        return [4.0] * len(completions)
+        return ones(completions)
 
-    functions = {"a": sleeping(0.3, 1.0), "b": sleeping(0.3, 2.0), "c": sleeps_async}
     start = time.monotonic()
-    result = score(Rewards(functions))
-    elapsed = time.monotonic() - start
-    assert result.scores.tolist() == [7.0, 7.0]
-    assert 0.3 <= elapsed < 0.8  # one after the other: 0.9 s
+    assert score(Rewards({"a": sleeps, "b": sleeps, "c": sleeps_async})).scores.tolist() == [3, 3]
+    assert 0.3 <= time.monotonic() - start < 0.8  # one after the other: 0.9 s
 
 
 def test_a_slow_async_function_is_cancelled() -> None:
@@ -249,7 +236,6 @@ def test_a_late_result_is_not_mixed_into_a_later_call() -> None:
     assert second.metrics["value"] == 200.0
     assert second.extras["value"] == [200.0, 200.0]
     assert second.per_function[:, 0].tolist() == [200.0, 200.0]
-    assert "value" not in first.metrics
     assert first.extras == {}
 
 
@@ -274,7 +260,7 @@ def test_the_default_timeout_spares_functions_that_end_by_themselves(
 ) -> None:
     class Slow(RewardFunction):
         def __call__(self, *, completions: Sequence[Any], **columns: Any) -> list[float]:
-            time.sleep(0.4)
+            time.sleep(0.3)
             return [1.0] * len(completions)
 
     class Computing(Slow):
@@ -282,31 +268,26 @@ def test_the_default_timeout_spares_functions_that_end_by_themselves(
 
     assert 600 <= rewards_module._TIMEOUT_S <= 7200  # of the phase: see Deadlines
     monkeypatch.setattr(rewards_module, "_TIMEOUT_S", 0.1)
-    assert score(Rewards([Computing()])).scores.tolist() == [1.0, 1.0]
-    (failure,) = score(Rewards([Slow(), ones], optional=["slow"])).failures
-    assert failure.startswith("slow: no result after 0.1 s")
-    (failure,) = score(Rewards([Computing(), ones], timeout=0.1, optional=["computing"])).failures
-    assert failure.startswith("computing: no result after 0.1 s")
+    assert not score(Rewards([Computing()])).failures
+    for function, options in ((Slow(), {}), (Computing(), {"timeout": 0.1})):
+        rewards = Rewards([function], max_unscorable_fraction=1.0, **options)
+        assert "no result after 0.1 s" in score(rewards).failures[0]
     assert LearnedReward.ends_by_itself
 
 
 def test_a_function_can_ask_whether_it_has_run_out_of_time() -> None:
-    asked: list[bool] = []
     ended = threading.Event()
 
     def computes(completions: Sequence[str]) -> list[float]:
-        asked.append(out_of_time())
-        for _ in range(100):
+        assert not out_of_time()
+        while not out_of_time():
             time.sleep(0.02)
-            if out_of_time():
-                ended.set()
-                break
+        ended.set()
         return ones(completions)
 
     result = score(Rewards([computes, ones], timeout=0.2, optional=["computes"]))
     assert result.failures[0].startswith("computes: no result after 0.2 s")
     assert ended.wait(1)
-    assert asked == [False]
     assert not out_of_time()  # there is no call here
 
 
@@ -327,28 +308,20 @@ def test_preparing_happens_in_the_callers_thread_and_outside_the_timeout() -> No
 # ---------------------------------------------------------------------- kinds of functions
 
 
-def scaled(completions: Sequence[str], factor: float) -> list[float]:
-    return [factor] * len(completions)
-
-
 def test_every_kind_of_function_is_called() -> None:
-    def returns_awaitable(completions: Sequence[str]) -> Any:
-        return halves(completions)
-
     functions = {
         "function": ones,
         "async": halves,
         "object": PlainClass(),
         "async object": AsyncQuarters(),
-        "partial": functools.partial(scaled, factor=7.0),
         "async partial": functools.partial(halves),
         "class": PlainClass,
-        "awaitable": returns_awaitable,
+        "awaitable": lambda completions: halves(completions),
         "path": "tests.rewards.test_rewards.ones",
         "class path": "tests.rewards.test_rewards.PlainClass",
     }
     result = score(Rewards(functions))
-    assert result.per_function[0].tolist() == [1.0, 0.5, 3.0, 0.25, 7.0, 0.5, 3.0, 0.5, 1.0, 3.0]
+    assert result.per_function[0].tolist() == [1.0, 0.5, 3.0, 0.25, 0.5, 3.0, 0.5, 1.0, 3.0]
 
 
 def test_copies_and_pickles_work_like_the_original() -> None:
@@ -368,20 +341,16 @@ def positional(completions: Sequence[str], /) -> list[float]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"functions": []}, "functions is empty"),
         ({"functions": "exact_match"}, "must be a list"),
         ({"functions": ["exact_mach"]}, "did you mean 'exact_match'"),
         ({"functions": ["regex_format"]}, "needs pattern: .*class_path.*RegexFormat"),
-        ({"functions": [3]}, "3 cannot be called"),
         ({"functions": [positional]}, "'completions' by position only"),
         ({"functions": [ones, ones]}, "2 reward functions are called 'ones'.*mapping"),
         ({"functions": [ones], "weights": [1.0, 2.0]}, r"2 entries for 1 reward.*\(ones\)"),
         ({"functions": [ones], "weights": {"one": 1.0}}, "'one'; did you mean 'ones'"),
         ({"functions": {"a": ones, "b": ones}, "weights": {"a": 1.0}}, "lacks 'b'"),
-        ({"functions": [ones], "weights": [math.inf]}, "'ones' is inf"),
         ({"functions": [ones], "weights": [0.0]}, "every weight is 0"),
         ({"functions": [ones], "timeout": 0.0}, "timeout is 0.0"),
-        ({"functions": [ones], "max_unscorable_fraction": 1.5}, "max_unscorable_fraction is 1.5"),
         ({"functions": [ones], "max_failures": 0}, "max_failures is 0"),
         ({"functions": [ones], "optional": ["one"]}, "optional: .*'one'; did you mean 'ones'"),
     ],

@@ -23,21 +23,10 @@ def value(function: RewardFunction, completion: Completion, **columns: Any) -> f
     return None if math.isnan(score) else score
 
 
-@pytest.mark.parametrize(
-    ("completion", "text"),
-    [
-        ([{"role": "assistant", "content": None}, {"role": "assistant", "content": "b"}], "\nb"),
-        ([{"role": "tool", "content": "x"}, {"role": "assistant", "content": "a"}], "a"),
-        (
-            [{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}],
-            "a",
-        ),
-    ],
-)
-def test_the_text_of_a_completion_is_what_the_assistant_said(
-    completion: Completion, text: str
-) -> None:
-    assert completion_text(completion) == text
+def test_the_text_of_a_completion_is_what_the_assistant_said() -> None:
+    said = {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}
+    called = {"role": "assistant", "content": None}
+    assert completion_text([said, {"role": "tool", "content": "x"}, called]) == "a\n"
 
 
 @pytest.mark.parametrize(

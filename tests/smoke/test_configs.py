@@ -37,6 +37,17 @@ TINY = {
         "--data.val_size=8",
     ],
 }
+SIZES = ["--data.train.init_args.size=40", "--data.val.init_args.size=8"]
+TINY_VISION = {
+    "RLOO": ["--model.policy.source={model}", *SIZES],
+    "RewardModel": [
+        "--model.model.source={model}",
+        "--data.train.init_args.pairs=40",
+        "--data.val.init_args.pairs=8",
+        "--data.num_workers=0",
+    ],
+    "PPO": ["--model.policy.source={model}", "--model.critic.model={model}", *SIZES],
+}
 TRIAL = [
     "--trainer.fast_dev_run=true",
     "--trainer.accelerator=cpu",
@@ -125,9 +136,12 @@ def test_a_config_parses_as_it_is(files: list[str], capsys: pytest.CaptureFixtur
     assert {"model", "data", "trainer"} <= yaml.safe_load(shown.out).keys()
 
 
-@pytest.mark.parametrize("path", [p for p in CONFIGS if p not in STRATEGIES], ids=_name)
+@pytest.mark.parametrize(
+    "path", [*(path for path in CONFIGS if path not in STRATEGIES), *VISION], ids=_name
+)
 def test_a_config_trains_a_step(
     path: Path,
+    request: pytest.FixtureRequest,
     model_folder: str,
     reward_folder: str,
     tmp_path: Path,
@@ -137,40 +151,18 @@ def test_a_config_trains_a_step(
     config = yaml.safe_load(path.read_text())
     if "data" not in config:
         config = yaml.safe_load(BASE.read_text())
-    folders = {"model": model_folder, "reward": reward_folder}
-    tiny = [flag.format(**folders) for flag in TINY[_class(config, "model")]]
-    if config["model"]["init_args"].get("critic", {}).get("model"):
-        tiny.append(f"--model.critic.model={reward_folder}")
+    if path in VISION:
+        tiny = TINY_VISION[_class(config, "model")]
+        folders = {"model": request.getfixturevalue("tiny_vlm")}
+        files, data = _with_overlay(path), []
+    else:
+        tiny = TINY[_class(config, "model")]
+        folders = {"model": model_folder, "reward": reward_folder}
+        files, data = _with_base(path), _small_data(config, tmp_path)
+        if config["model"]["init_args"].get("critic", {}).get("model"):
+            data.append(f"--model.critic.model={reward_folder}")
 
-    status = run(["fit", *_with_base(path), *tiny, *_small_data(config, tmp_path), *TRIAL])
-
-    assert "error:" not in capsys.readouterr().err
-    assert "`max_steps=1` reached" in caplog.text
-    assert status == 0
-
-
-@pytest.mark.parametrize("path", VISION, ids=_name)
-def test_a_config_for_images_trains_a_step_on_a_cpu(
-    path: Path,
-    tiny_vlm: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class_name = _class(yaml.safe_load(path.read_text()), "model")
-    flags = {
-        "RewardModel": [
-            f"--model.model.source={tiny_vlm}",
-            "--data.train.init_args.pairs=40",
-            "--data.val.init_args.pairs=8",
-            "--data.num_workers=0",
-        ],
-        "RLOO": [f"--model.policy.source={tiny_vlm}"],
-        "PPO": [f"--model.policy.source={tiny_vlm}", f"--model.critic.model={tiny_vlm}"],
-    }[class_name]
-    if class_name != "RewardModel":
-        flags += ["--data.train.init_args.size=40", "--data.val.init_args.size=8"]
-
-    status = run(["fit", *_with_overlay(path), *flags, *TRIAL])
+    status = run(["fit", *files, *(flag.format(**folders) for flag in tiny), *data, *TRIAL])
 
     assert "error:" not in capsys.readouterr().err
     assert "`max_steps=1` reached" in caplog.text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import yaml
@@ -56,16 +56,13 @@ def locate_refusal(
     files: Sequence[ConfigFile],
     arguments: Sequence[str],
 ) -> tuple[str, str]:
-    """Find the option or the class that a constructor's message is about.
+    """Find the option or the class that a constructor's message is about, as `locate` tells it.
 
     Args:
         sentence: The message; the option that it starts with or quotes is taken for the culprit.
         classes: Names of the classes under construction, the innermost first.
         files: The config files.
         arguments: The command line, which overrules the files.
-
-    Returns:
-        As `locate`.
     """
     mentioned = _mentioned_options(sentence)
     for argument in reversed(arguments):
@@ -84,8 +81,8 @@ def _locate_class(
     file: ConfigFile, name: str, mentioned: Sequence[tuple[str, ...]]
 ) -> tuple[str, str] | None:
     """Find the entry of a class, and of its mentioned options the first that is there."""
-    for keys, node in _mappings(file.root):
-        entry = {key.value: value for key, value in node.value}
+    for keys, node in walk(file.root):
+        entry = {key.value: value for key, value in _entries(node)}
         if "class_path" not in entry or _last_name(entry["class_path"].value) != name:
             continue
         for path in mentioned:
@@ -103,9 +100,9 @@ def _locate_only_mention(
     found = {
         (f"{file.path}:{trail.line}", dotted((*keys, *trail.keys)))
         for file in files
-        for keys, node in _mappings(file.root)
+        for keys, node in walk(file.root)
         for path in mentioned
-        if path[0] in (key.value for key, _ in node.value)
+        if path[0] in (key.value for key, _ in _entries(node))
         and not (trail := _follow(node, path, node)).left
     }
     return found.pop() if len(found) == 1 else ("", "")
@@ -118,10 +115,8 @@ def _mentioned_options(sentence: str) -> list[tuple[str, ...]]:
     return [tuple((first or second).split(".")) for first, second in found]
 
 
-def _mappings(node: yaml.Node) -> Iterator[tuple[tuple[str, ...], yaml.MappingNode]]:
-    for keys, below in walk(node):
-        if isinstance(below, yaml.MappingNode):
-            yield keys, below
+def _entries(node: yaml.Node) -> list[tuple[yaml.Node, yaml.Node]]:
+    return node.value if isinstance(node, yaml.MappingNode) else []
 
 
 def _follow(node: yaml.Node, path: tuple[str | InClass, ...], parent: yaml.Node) -> _Trail:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import logging
 import re
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
-from lrlhf.rewards.function import Completion, RewardFunction, column_of, completion_text
-from lrlhf.rewards.functions import expressions
+from lrlhf.rewards.function import (
+    Completion,
+    RewardFunction,
+    check_positive,
+    column_of,
+    completion_text,
+)
 from lrlhf.rewards.functions.one_by_one import (
-    OneByOne,
     TextPattern,
     UnjudgedError,
     judged,
@@ -21,6 +27,7 @@ from lrlhf.rewards.reward_values import shorten
 
 logger = logging.getLogger(__name__)
 
+_COMPARE = "expressions.py:compare"
 _MARK = "####"
 _MAX_LENGTH = 1000  # a policy may write digits until it is stopped; Python refuses 4300
 _CURRENCY = "$€£¥"
@@ -67,8 +74,7 @@ class NumericAnswer(RewardFunction):
         use_math_verify: bool | Literal["auto"] = "auto",
         timeout: float = 10.0,
     ) -> None:
-        if not timeout > 0:
-            raise ValueError(f"timeout is {timeout}; it must be above 0")
+        check_positive(timeout=timeout)
         if not 0 <= tolerance < 1:
             raise ValueError(f"tolerance is {tolerance}; it must lie in [0, 1)")
         self._answer_column = answer_column
@@ -89,9 +95,11 @@ class NumericAnswer(RewardFunction):
             ImportError: It must be used and is not installed.
         """
         if self._use_math_verify is True:
-            if not expressions.available():
-                raise ImportError(expressions.MISSING)
-            _comparing().start()
+            if not _has_math_verify():
+                raise ImportError(
+                    "use_math_verify needs the package math-verify: pip install 'lrlhf[math]'"
+                )
+            shared(_COMPARE).start()
 
     def __call__(self, *, completions: Sequence[Completion], **columns: Any) -> list[float | None]:
         answers = column_of(columns, self._answer_column, setting="answer_column")
@@ -107,11 +115,11 @@ class NumericAnswer(RewardFunction):
         right = only_number(right_text)
         if right is not None:
             given = self._given_number(text)
-            if given is not None and self._close(given, right):
+            if given is not None and abs(given - right) <= self._tolerance * max(1, abs(right)):
                 return 1.0
             if self._use_math_verify is not True:
                 return 0.0
-        elif self._use_math_verify is False or not expressions.available():
+        elif self._use_math_verify is False or not _has_math_verify():
             self._tell(answer)
             return None
         given_text = self._given_text(text)
@@ -121,15 +129,16 @@ class NumericAnswer(RewardFunction):
         if right in self._unreadable:
             return None
         try:
-            return _comparing().ask(share * self._timeout, right=right, given=given)
+            return shared(_COMPARE).ask(share * self._timeout, right=right, given=given)
         except UnjudgedError:
-            if self._readable(right):
+            self._check_readable(right)
+            if right not in self._unreadable:
                 raise  # it was the response
             return None
 
-    def _readable(self, right: str) -> bool:
+    def _check_readable(self, right: str) -> None:
         try:
-            _comparing().ask(self._timeout, right=right, given=right)
+            shared(_COMPARE).ask(self._timeout, right=right, given=right)
         except UnjudgedError as error:
             self._unreadable.add(right)
             logger.warning(
@@ -138,8 +147,6 @@ class NumericAnswer(RewardFunction):
                 shorten(right),
                 str(error).splitlines()[-1],
             )
-            return False
-        return True
 
     def _given_number(self, text: str) -> Fraction | None:
         if self._which == "boxed":
@@ -165,9 +172,6 @@ class NumericAnswer(RewardFunction):
         lines = [line for line in text.splitlines() if line.strip()]
         return lines[0 if self._which == "first" else -1] if lines else None
 
-    def _close(self, given: Fraction, right: Fraction) -> bool:
-        return abs(given - right) <= self._tolerance * max(Fraction(1), abs(right))
-
     def _tell(self, answer: object) -> None:
         if not self._told:
             self._told = True
@@ -179,8 +183,9 @@ class NumericAnswer(RewardFunction):
             )
 
 
-def _comparing() -> OneByOne:
-    return shared("expressions.py:Comparer")
+@functools.cache
+def _has_math_verify() -> bool:
+    return importlib.util.find_spec("math_verify") is not None
 
 
 def _right_part(answer: str) -> str:

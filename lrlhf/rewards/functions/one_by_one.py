@@ -17,7 +17,7 @@ from typing import Any
 import regex
 
 from lrlhf.rewards.dispatch import while_wanted
-from lrlhf.rewards.function import PartialValues, RewardError
+from lrlhf.rewards.function import PartialValues, RewardError, first_of
 from lrlhf.rewards.isolation.isolated_worker import Worker, WorkerError
 from lrlhf.rewards.reward_values import finite_number
 
@@ -56,13 +56,8 @@ def judged(score: Callable[[int, float], float | None], count: int) -> list[floa
             reasons[row] = str(error)
     if not reasons:
         return values
-    first = min(reasons)
-    *details, summary = reasons[first].splitlines()
-    told = (
-        f"{len(reasons)} of {count} responses could not be judged and count 0, the first is "
-        f"response {first}: {summary}"
-    )
-    return PartialValues(values, "\n".join([*details, told]), failed=len(reasons))
+    what = f"{len(reasons)} of {count} responses could not be judged and count 0"
+    return PartialValues(values, first_of(reasons, what), failed=len(reasons))
 
 
 class OneByOne:

@@ -12,6 +12,7 @@ from lrlhf.rewards.function import (
     LogMetric,
     RewardError,
     RewardFunction,
+    check_positive,
     column_of,
     completion_text,
 )
@@ -40,9 +41,8 @@ class ReasoningGymScore(RewardFunction):
     def __init__(
         self, strict: bool = False, extract: str | None = None, timeout: float = 10.0
     ) -> None:
+        check_positive(timeout=timeout)
         self._strict = strict
-        if not timeout > 0:
-            raise ValueError(f"timeout is {timeout}; it must be above 0")
         self._extract = None if extract is None else TextPattern(extract, "extract")
         self._timeout = timeout
 
@@ -57,13 +57,12 @@ class ReasoningGymScore(RewardFunction):
     def __call__(
         self, *, completions: Sequence[Completion], log_metric: LogMetric, **columns: Any
     ) -> list[float | None]:
-        names = ("question", "answer", "metadata")
+        data = {
+            name: column_of(columns, name, setting="the data's source")
+            for name in ("question", "answer", "metadata")
+        }
         entries = [
-            dict(zip(names, values, strict=True))
-            for values in zip(
-                *(column_of(columns, name, setting="the data's source") for name in names),
-                strict=True,
-            )
+            {name: values[row] for name, values in data.items()} for row in range(len(completions))
         ]
         unreadable: set[int] = set()
 

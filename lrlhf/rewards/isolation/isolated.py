@@ -18,9 +18,10 @@ from lrlhf.rewards.function import (
     PartialValues,
     RewardError,
     check_positive,
+    first_of,
 )
 from lrlhf.rewards.isolation.isolated_worker import Worker, WorkerError
-from lrlhf.rewards.lookup import NamedFunction, bind_functions, chosen_arguments, default_name
+from lrlhf.rewards.lookup import NamedFunction, bind_functions, chosen_arguments
 from lrlhf.rewards.reward_values import Journal, check_values
 
 logger = logging.getLogger(__name__)
@@ -222,13 +223,8 @@ class IsolatedReward(CopiesStartAfresh):
         values = [found.values.get(row) for row in range(count)]
         if not found.failures:
             return values
-        first = min(found.failures)
-        *details, summary = found.failures[first].splitlines()
-        told = (
-            f"{self._name} failed on {len(found.failures)} of {count} responses, the first is "
-            f"response {first}: {summary}"
-        )
-        failure = "\n".join([*details, told])
+        what = f"{self._name} failed on {len(found.failures)} of {count} responses"
+        failure = first_of(found.failures, what)
         if len(found.failures) == count:
             raise IsolatedFailureError(failure)
         return PartialValues(values, failure)
@@ -245,7 +241,7 @@ def _portable(function: NamedFunction) -> tuple[str, str | bytes]:
     home = inner.__module__ if inspect.isroutine(inner) else type(inner).__module__
     if home == "__main__":
         raise ValueError(
-            f"function {default_name(inner)!r} is defined in the script that was started, where "
+            f"function {bound.name!r} is defined in the script that was started, where "
             "another process does not find it: move it to a module, and give its import path"
         )
     try:

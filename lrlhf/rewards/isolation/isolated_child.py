@@ -16,13 +16,11 @@ import pkgutil
 import resource
 import runpy
 import signal
-import struct
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
-_LENGTH = struct.Struct(">Q")
 _GRACE_S = 5
 _LOADING_BYTES = 16 * 2**30
 """Address space for the imports on top of the limit: libraries reserve more than they use."""
@@ -33,7 +31,7 @@ _MAX_TRACEBACK = 4000
 class Child:
     """Loads one reward function, and calls it as often as the parent asks.
 
-    A request is a length and a pickle, a reply is a line of JSON.
+    A request is a pickle, a reply is a line of JSON.
     """
 
     def __init__(self, requests: BinaryIO, replies: BinaryIO) -> None:
@@ -66,7 +64,7 @@ class Child:
             self._reply(_failure(error))
             return False
         everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-        named = [p.name for p in parameters if p.kind not in _NOT_BY_NAME]
+        named = [p.name for p in parameters if p.kind in _BY_NAME]
         required = [p.name for p in parameters if p.name in named and p.default is p.empty]
         if memory is not None:
             _limit_memory(memory + _address_space())
@@ -74,8 +72,16 @@ class Child:
         return True
 
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        notes = Notes()
-        loggers = {"log_metric": notes.log_metric, "log_extra": notes.log_extra}
+        metrics: list[tuple[str, float]] = []
+        extras: dict[str, list[Any]] = {}
+
+        def log_metric(name: str, value: float) -> None:
+            metrics.append((str(name), float(value)))
+
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            extras[str(column)] = json.loads(json.dumps(list(values), default=_described))
+
+        loggers = {"log_metric": log_metric, "log_extra": log_extra}
         arguments = request["arguments"] | {name: loggers[name] for name in request["loggers"]}
         # should the parent be gone, the kernel ends the call
         signal.setitimer(signal.ITIMER_REAL, request["seconds"] + _GRACE_S)
@@ -88,42 +94,24 @@ class Child:
             return _failure(error)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        return {"values": values, "metrics": notes.metrics, "extras": notes.extras}
+        return {"values": values, "metrics": metrics, "extras": extras}
 
     def _read(self) -> Any:
         """Return what the parent sends next, None at the end.
 
         A pickle is read here, and only here: it comes from the parent, never the other way.
         """
-        head = self._requests.read(_LENGTH.size)
-        if len(head) < _LENGTH.size:
+        try:
+            return pickle.load(self._requests)
+        except (EOFError, pickle.UnpicklingError):  # the parent may end in the midst of one
             return None
-        return pickle.loads(self._requests.read(*_LENGTH.unpack(head)))
 
     def _reply(self, reply: Mapping[str, Any]) -> None:
         self._replies.write(json.dumps(reply).encode() + b"\n")
         self._replies.flush()
 
 
-class Notes:
-    """What the function logs during one call; the parent judges it."""
-
-    def __init__(self) -> None:
-        self.metrics: list[tuple[str, float]] = []
-        self.extras: dict[str, list[Any]] = {}
-
-    def log_metric(self, name: str, value: float) -> None:
-        self.metrics.append((str(name), float(value)))
-
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        self.extras[str(column)] = json.loads(json.dumps(list(values), default=_described))
-
-
-_NOT_BY_NAME = (
-    inspect.Parameter.VAR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-    inspect.Parameter.POSITIONAL_ONLY,
-)
+_BY_NAME = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _loaded(source: str | bytes) -> Callable[..., Any]:

@@ -9,7 +9,6 @@ import os
 import pickle
 import selectors
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,6 @@ from typing import Any
 
 from lrlhf.rewards.function import RewardError
 
-_LENGTH = struct.Struct(">Q")
 _CHUNK = 2**16
 _TAIL = 2000
 _MAX_REPLY = 16 * 10**6
@@ -144,9 +142,7 @@ class Worker:
 
     def _told(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         try:
-            content = pickle.dumps(request)
-            line = self._exchange(_LENGTH.pack(len(content)) + content, timeout)
-            reply = json.loads(line)
+            reply = json.loads(self._exchange(pickle.dumps(request), timeout))
             if not isinstance(reply, dict):
                 raise WorkerError(f"its reply is a JSON {type(reply).__name__}, not an object")
         except BaseException as error:

@@ -12,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import httpx
-
 from lrlhf.rewards.function import (
     Completion,
     CopiesStartAfresh,
@@ -206,7 +204,7 @@ class RemoteReward(CopiesStartAfresh):
         deadline = asyncio.get_running_loop().time() + limit + self._max_wait
         async with new_client(self._verify, self._max_concurrency) as client:
             asked = _Asked(
-                self._exchange(client),
+                Exchange(client, self._timeout, self._token()),
                 asyncio.Semaphore(self._max_concurrency),
                 log_metric,
                 deadline if math.isfinite(deadline) else None,
@@ -293,9 +291,6 @@ class RemoteReward(CopiesStartAfresh):
             )
         return True
 
-    def _exchange(self, client: httpx.AsyncClient) -> Exchange:
-        return Exchange(client, self._timeout, self._token())
-
     def _token(self) -> str | None:
         """Read the token, which is kept nowhere but in the connections."""
         try:
@@ -316,7 +311,7 @@ class RemoteReward(CopiesStartAfresh):
         """Wait for the first service, and compare what models they have."""
         until = time.monotonic() + self._startup_timeout
         async with new_client(self._verify, self._max_concurrency) as client:
-            exchange = self._exchange(client)
+            exchange = Exchange(client, self._timeout, self._token())
             while True:
                 greetings = (self._greet(exchange, service) for service in self._services)
                 silent = [text for text in await asyncio.gather(*greetings) if text]
