@@ -233,8 +233,7 @@ def _check_checkpoint(path: str | None) -> None:
     """Refuse a checkpoint that is not there before anything is loaded."""
     if path is None or path in _CHECKPOINT_WORDS or "://" in path or Path(path).exists():
         return
-    folder = Path(path).parent
-    siblings = [entry.name for entry in folder.glob("*.ckpt")]
+    siblings = [entry.name for entry in Path(path).parent.glob("*.ckpt")]
     raise ConfigError(
         f"ckpt_path: no file {path}{hint(Path(path).name, siblings, listed_as='there')}"
     )

@@ -84,7 +84,7 @@ class Dispatcher:
         under_way = [self._start(call) for call in calls]
         outcomes = []
         for call, (future, given_up) in zip(calls, under_way, strict=True):
-            limit = self._limit(call)
+            limit = None if call.unlimited else self._timeout
             left = None if limit is None else max(0.0, started + limit - time.monotonic())
             try:
                 error = future.exception(left)
@@ -97,9 +97,6 @@ class Dispatcher:
                 outcomes.append(Outcome(value, error))
         return outcomes
 
-    def _limit(self, call: Call) -> float | None:
-        return None if call.unlimited else self._timeout
-
     def _start(self, call: Call) -> tuple[Future[Any], threading.Event]:
         under_way: tuple[Future[Any], threading.Event] = Future(), threading.Event()
         threading.Thread(
@@ -108,7 +105,7 @@ class Dispatcher:
         return under_way
 
     def _work(self, call: Call, future: Future[Any], given_up: threading.Event) -> None:
-        limit = self._limit(call)
+        limit = None if call.unlimited else self._timeout
         lock = self._busy.setdefault(call.name, threading.Lock())
         if not lock.acquire(timeout=-1 if limit is None else limit):
             return  # an earlier call still hangs

@@ -208,21 +208,10 @@ class Rewards:
         limited: bool,
     ) -> RewardResult:
         per_function = torch.full(weights.shape, math.nan, dtype=torch.float32)
-        metrics: dict[str, list[float]] = defaultdict(list)
-        extras: dict[str, list[Any]] = {}
+        metrics, extras = _logged(asked, len(weights))
         failures: dict[str, str] = {}
         for entry, outcome in zip(asked, outcomes, strict=True):
             name = entry.bound.name
-            logged = entry.journal.close()
-            for metric, numbers in logged.metrics.items():
-                metrics[metric] += numbers
-            for column, entries in logged.extras.items():
-                # a second column of a name gets its function's
-                place = extras.setdefault(
-                    column if column not in extras else f"{name}/{column}", [None] * len(weights)
-                )
-                for row, value in zip(entry.rows, entries, strict=True):
-                    place[row] = value
             values, failure = self._read(entry, outcome)
             column_number = self.names.index(name)
             per_function[entry.rows, column_number] = torch.tensor(values, dtype=torch.float32)
@@ -239,12 +228,11 @@ class Rewards:
             f"{name}/unscored_fraction": fraction
             for name, fraction in zip(self.names, missing.tolist(), strict=True)
         }
-        means = {name: math.fsum(numbers) / len(numbers) for name, numbers in metrics.items()}
         return RewardResult(
             scores=scores,
             per_function=per_function,
             names=self.names,
-            metrics=means | unscored,
+            metrics=metrics | unscored,
             extras=extras,
             failures=[*failures.values()],
         )
@@ -314,6 +302,24 @@ class Rewards:
             f"more time with timeout, {advice}or accept more with max_unscorable_fraction. First "
             f"failure: {first}"
         )
+
+
+def _logged(asked: Sequence[_Asked], count: int) -> tuple[dict[str, float], dict[str, list[Any]]]:
+    """Return the means of all metrics, and every column spread over all responses."""
+    metrics: dict[str, list[float]] = defaultdict(list)
+    extras: dict[str, list[Any]] = {}
+    for entry in asked:
+        logged = entry.journal.close()
+        for name, numbers in logged.metrics.items():
+            metrics[name] += numbers
+        for column, values in logged.extras.items():
+            # a second column of a name gets its function's
+            name = column if column not in extras else f"{entry.bound.name}/{column}"
+            extras[name] = [None] * count
+            for row, value in zip(entry.rows, values, strict=True):
+                extras[name][row] = value
+    means = {name: math.fsum(numbers) / len(numbers) for name, numbers in metrics.items()}
+    return means, extras
 
 
 def _explain(error: BaseException) -> str:

@@ -192,23 +192,21 @@ def spoiled_texts(draw: st.DrawFn) -> bytes:
     lines = [line for line in lines if not line.startswith(b"#")]
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, len(lines) - 1))
-        how = draw(st.sampled_from(["snippet", "line", "double", "drop", "indent", "cut", "bytes"]))
         line = lines[place]
         column = draw(st.integers(0, len(line)))
-        if how == "snippet":
-            lines[place] = line[:column] + draw(st.sampled_from(SNIPPETS)) + line[column:]
-        elif how == "line":
-            lines.insert(place, draw(st.sampled_from(SNIPPETS)) + b"\n")
-        elif how == "double":
-            lines.insert(place, line)
-        elif how == "drop" and len(lines) > 1:
-            del lines[place]
-        elif how == "indent":
-            lines[place] = b" " * draw(st.integers(1, 5)) + line
-        elif how == "cut":
-            lines = [*lines[:place], line[:column]]
-        else:
-            lines[place] = line[:column] + draw(st.binary(max_size=4)) + line[column:]
+        odd = draw(st.sampled_from(SNIPPETS) | st.binary(max_size=4))
+        lines[place] = draw(
+            st.sampled_from(
+                [
+                    line[:column] + odd + line[column:],
+                    odd + b"\n" + line,
+                    line + line,
+                    b"",
+                    b" " * draw(st.integers(1, 5)) + line,
+                    line[:column],
+                ]
+            )
+        )
     return b"".join(lines)
 
 

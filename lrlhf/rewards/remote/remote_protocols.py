@@ -34,8 +34,13 @@ class Responses(NamedTuple):
 
     def part(self, rows: slice) -> Responses:
         """Return some of the responses."""
-        columns = {name: values[rows] for name, values in self.columns.items()}
-        return Responses(*(values[rows] for values in self[:4]), columns)
+        return Responses(
+            prompts=self.prompts[rows],
+            completions=self.completions[rows],
+            images=self.images[rows],
+            videos=self.videos[rows],
+            columns={name: values[rows] for name, values in self.columns.items()},
+        )
 
 
 class Protocol(ABC):

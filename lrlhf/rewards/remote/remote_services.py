@@ -9,7 +9,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from lrlhf.rewards.function import RewardError
@@ -111,26 +111,20 @@ class Service:
             )
 
 
-class Services:
+class Services(list[Service]):
     """All addresses that give the same scores; at least one."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        self._services = [Service(url) for url in urls]
+    def __init__(self, urls: Iterable[str]) -> None:
+        super().__init__(Service(url) for url in urls)
         self._turn = itertools.count()
-
-    def __iter__(self) -> Iterator[Service]:
-        return iter(self._services)
-
-    def __len__(self) -> int:
-        return len(self._services)
 
     async def next(self, tried: Collection[Service] = ()) -> Service:
         """Wait for a service that may be asked, and return the least busy one.
 
         Those that were tried are asked only if no other one is ready.
         """
-        while not (ready := [service for service in self._services if not service.ready_in()]):
-            wait = min(service.ready_in() for service in self._services)
+        while not (ready := [service for service in self if not service.ready_in()]):
+            wait = min(service.ready_in() for service in self)
             # an infinite wait ends with the request that tries the service
             await asyncio.sleep(with_jitter(wait if math.isfinite(wait) else _LEAST_WAIT_S))
         fresh = [service for service in ready if service not in tried] or ready
@@ -143,7 +137,7 @@ class Services:
         Raises:
             RewardError: They have different ones.
         """
-        versions = {service.version: service.url for service in self._services if service.version}
+        versions = {service.version: service.url for service in self if service.version}
         if len(versions) > 1:
             said = "; ".join(f"{url} has {version}" for version, url in versions.items())
             raise RewardError(
@@ -154,8 +148,7 @@ class Services:
     def complaints(self) -> str:
         """Return what each service last failed with."""
         return "; ".join(
-            f"{service.url}: {service.last_error or 'not asked in time'}"
-            for service in self._services
+            f"{service.url}: {service.last_error or 'not asked in time'}" for service in self
         )
 
 
