@@ -115,7 +115,8 @@ class NumericAnswer(RewardFunction):
         right = only_number(right_text)
         if right is not None:
             given = self._given_number(text)
-            if given is not None and abs(given - right) <= self._tolerance * max(1, abs(right)):
+            accepted = self._tolerance * max(Fraction(1), abs(right))
+            if given is not None and abs(given - right) <= accepted:
                 return 1.0
             if self._use_math_verify is not True:
                 return 0.0
