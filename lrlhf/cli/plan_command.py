@@ -21,9 +21,6 @@ def describe_run(config: Namespace) -> Iterator[str]:
     Modules that generate ``num_generations`` responses per prompt and have a group of options
     ``update`` get a batch plan, whatever their class; reward models get the size of their steps.
 
-    Args:
-        config: Parsed config of ``fit``.
-
     Yields:
         Paragraphs, as they are known: memory takes up to a minute to work out.
 
@@ -34,19 +31,24 @@ def describe_run(config: Namespace) -> Iterator[str]:
     model, trainer = sections["model"], sections["trainer"]
     data = sections.get("data") or {"class_path": "no data module"}
     options, batch_size = options_of(model), options_of(data).get("batch_size")
-    ranks = _ranks(sections)
+    for option in ("gpus", "gpu_memory"):
+        if (given := sections.get(option)) is not None and given <= 0:
+            raise ValueError(f"--{option.replace('_', '-')} is {given}; it must be above 0")
+    gpus, gib = sections.get("gpus"), sections.get("gpu_memory")
+    ranks = processes(trainer) if gpus is None else Quantity("processes", gpus, "--gpus")
+    device_size = None if gib is None else round(gib * 2**30)
     title = f"{model['class_path']} on {data['class_path']}\n\n"
     if not isinstance(batch_size, int):
         reason = f"{data['class_path']} has no option batch_size"
     elif is_a(model, RewardModel):
         yield title + _pair_tables(batch_size, trainer, ranks)
-        yield memory_report(sections, None, ranks.number or 1, _device_size(sections))
+        yield memory_report(sections, None, ranks.number or 1, device_size)
         return
     elif "num_generations" in options and "update" in options:
         plan = _batch_plan(batch_size, model, ranks)
         yield title + _iteration_tables(plan, trainer, ranks)
         if is_a(model, TrainingModule):
-            yield memory_report(sections, plan, ranks.number or 1, _device_size(sections))
+            yield memory_report(sections, plan, ranks.number or 1, device_size)
         return
     else:
         reason = f"it is unknown how {model['class_path']} uses a batch"
@@ -101,19 +103,3 @@ def _pair_tables(batch_size: int, trainer: Mapping[str, Any], ranks: Quantity) -
         Quantity("pairs", pairs, origin),
     ]
     return f"{table_of('the run', [ranks, steps])}\n\n{table_of('one optimizer step', step)}"
-
-
-def _ranks(sections: Mapping[str, Any]) -> Quantity:
-    given = sections.get("gpus")
-    if given is None:
-        return processes(sections["trainer"])
-    if given < 1:
-        raise ValueError(f"--gpus is {given}; it must be 1 or more")
-    return Quantity("processes", given, "--gpus")
-
-
-def _device_size(sections: Mapping[str, Any]) -> int | None:
-    gib = sections.get("gpu_memory")
-    if gib is not None and gib <= 0:
-        raise ValueError(f"--gpu-memory is {gib}; it must be above 0")
-    return None if gib is None else round(gib * 2**30)

@@ -4,8 +4,8 @@ from lrlhf.models.backbone import allow_packing, hidden_states, packs
 from lrlhf.models.compiling import compile_layers, is_compiled
 from lrlhf.models.experts import check_has_experts
 from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead
-from lrlhf.models.loading.checkpoint_names import CheckpointNames
 from lrlhf.models.loading.export import (
+    CheckpointNames,
     check_mergeable,
     merged_state_dict,
     merged_weights,
@@ -14,10 +14,10 @@ from lrlhf.models.loading.export import (
 )
 from lrlhf.models.loading.model_sources import SourceError, cache_dir, load_config, resolve_source
 from lrlhf.models.loading.pretrained import CausalLM, LoRA, PretrainedSpec
-from lrlhf.models.loading.score_model import ScoreModel
 from lrlhf.models.loading.tokenization import eos_token_ids, load_processor, load_tokenizer
 from lrlhf.models.media_inputs import (
     backbone_inputs,
+    check_media,
     forget_offsets,
     looking_once,
     media_modules,
@@ -29,7 +29,7 @@ from lrlhf.models.media_inputs import (
 from lrlhf.models.modes import evaluating
 from lrlhf.models.output_head import check_output_head, is_tied, plain_model
 from lrlhf.models.reference import ReferencePolicy, frozen_reference
-from lrlhf.models.reward_network import RewardNetwork
+from lrlhf.models.reward_network import RewardNetwork, ScoreModel
 from lrlhf.models.scorers import HeadedBackbone, StockClassifier
 from lrlhf.models.token_logprobs import (
     SequenceOutputs,
@@ -60,6 +60,7 @@ __all__ = [
     "backbone_inputs",
     "cache_dir",
     "check_has_experts",
+    "check_media",
     "check_mergeable",
     "check_output_head",
     "compile_layers",

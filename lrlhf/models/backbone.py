@@ -23,12 +23,12 @@ from lrlhf.models.media_inputs import (
 )
 from lrlhf.models.modes import ModelRefusalError, evaluating, refusals, trial
 from lrlhf.models.output_head import body_of, plain_model
-from lrlhf.models.packed.attention_trial import COMPARED_ATTENTION, comparing
 from lrlhf.models.packed.packed_attention import (
-    OWN_ATTENTION,
+    COMPARED_ATTENTION,
     PACKED_ATTENTION,
     PACKED_OWN_ATTENTION,
     SEGMENTS,
+    comparing,
 )
 from lrlhf.models.packed.packing import Compacted, Packed, compact, find_trees, pack
 from lrlhf.types import Media, SequenceBatch
@@ -89,9 +89,11 @@ def hidden_states(
         options: Further arguments of the forward pass.
     """
     rows = compact(batch.input_ids, batch.attention_mask)
-    packed = _packed(plain, rows, batch, share=share) if packs(plain, batch) else None
-    if packed is not None and packed.tokens == 0:
-        packed = None
+    packed = None
+    if packs(plain, batch):
+        marks = tuple(placeholder_ids(plain.config).values())
+        trees = find_trees(rows, batch.group_ids if share else None, batch.media, marks)
+        packed = pack(rows, trees) if any(tree.tokens for tree in trees) else None
     inputs = _inputs(plain, rows, batch.media, packed)
     captured: list[Tensor] = []
     handle = None if layer is None else layer.register_forward_hook(_capture(captured))
@@ -104,18 +106,12 @@ def hidden_states(
     shape = states.shape[:2]
     if packed is None:
         places = torch.arange(shape.numel(), device=states.device).view(shape)
+        computed, windows = rows.attention_mask, []
     else:
-        places = packed.index
-    return HiddenStates(
-        rows=rows,
-        states=states.flatten(0, 1),
-        places=places,
-        computed=rows.attention_mask
-        if packed is None
-        else torch.ones(shape, dtype=torch.bool, device=states.device),
-        router_logits=output.get("router_logits"),
-        windows=[] if packed is None else packed.segments.windows,
-    )
+        places, windows = packed.index, packed.segments.windows
+        computed = torch.ones(shape, dtype=torch.bool, device=states.device)
+    flat, routers = states.flatten(0, 1), output.get("router_logits")
+    return HiddenStates(rows, flat, places, computed, routers, windows)
 
 
 def _capture(captured: list[Tensor]) -> Any:
@@ -125,27 +121,19 @@ def _capture(captured: list[Tensor]) -> Any:
     return hook
 
 
-def _packed(
-    plain: PreTrainedModel, rows: Compacted, batch: SequenceBatch, *, share: bool
-) -> Packed:
-    groups = batch.group_ids if share else None
-    marks = tuple(placeholder_ids(plain.config).values())
-    return pack(rows, find_trees(rows, groups, batch.media, marks))
-
-
 def _inputs(
     plain: PreTrainedModel,
     rows: Compacted,
     media: tuple[Media | None, ...] | None,
     packed: Packed | None,
 ) -> dict[str, Any]:
+    check_media(plain, rows.input_ids, media)
     if packed is None:
         return backbone_inputs(plain, rows.input_ids, rows.attention_mask, media)
     ids = rows.input_ids.flatten()[packed.source][None]
     shown = None if media is None else [media[tree.rows[0]] for tree in packed.trees]
-    check_media(plain, rows.input_ids, media)
     ones = torch.ones_like(ids, dtype=torch.bool)
-    inputs = backbone_inputs(plain, ids, ones, shown, checked=True)
+    inputs = backbone_inputs(plain, ids, ones, shown)
     if media is not None and numbers_media(plain, media):
         numbers = media_position_ids(plain, rows.input_ids, rows.attention_mask, media)
         positions = numbers.flatten(1)[:, packed.source][:, None]
@@ -164,12 +152,7 @@ def _inputs(
 
 
 def packs(plain: PreTrainedModel, batch: SequenceBatch | None = None) -> bool:
-    """Tell whether rows go through this model as one packed row.
-
-    Args:
-        plain: The model, without adapters around it.
-        batch: The rows; None: some without images and videos.
-    """
+    """Tell whether rows, by default without images, go through a plain model as one packed row."""
     packing = (PACKED_ATTENTION, PACKED_OWN_ATTENTION)
     if _attention_config(plain)._attn_implementation not in packing:
         return False
@@ -188,8 +171,9 @@ def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
     attention of its own file instead, packed or not.
 
     Args:
-        model: With its weights, on any device but meta. Its config names another attention
-            afterwards, which computes the same, and knows packed rows.
+        model: With its weights. Its config names another attention afterwards, which computes the
+            same, and knows packed rows. On the meta device, where nothing can be tried, the trial
+            is taken to succeed.
 
     Returns:
         Whether it will.
@@ -198,18 +182,21 @@ def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
     config = _attention_config(plain)
     if packs(plain):
         return True
-    if plain.device.type == "meta":
-        return False
     reason = _obstacle(plain)
-    if config._attn_implementation == "sdpa":
-        fitting, expected = _fitting(plain)
-        reason = reason or _difference(plain, fitting, expected)
-        config._attn_implementation = fitting.padded if reason else fitting.packed
+    if plain.device.type == "meta":
+        if reason is None:
+            bounded = getattr(config, "attn_logit_softcapping", None) is not None
+            config._attn_implementation = PACKED_OWN_ATTENTION if bounded else PACKED_ATTENTION
+        return reason is None
     # an encoder is not expected to pack, and other attention was asked for
-    expects = config._attn_implementation in ("sdpa", OWN_ATTENTION)
+    expected = config._attn_implementation == "sdpa" and not _sees_what_follows(plain)
+    if config._attn_implementation == "sdpa":
+        padded, packed = _fitting(plain)
+        reason = reason or _difference(plain, padded, packed)
+        config._attn_implementation = padded if reason else packed
     if reason is not None:
         logger.log(
-            logging.WARNING if expects and not _sees_what_follows(plain) else logging.INFO,
+            logging.WARNING if expected else logging.INFO,
             "%s computes padded rows, and what several rows begin with in each of them: %s.",
             type(plain).__name__,
             reason,
@@ -219,50 +206,26 @@ def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
     return reason is None
 
 
-def assume_packing(model: PreTrainedModel | PeftModel) -> None:
-    """Let a model without weights pack rows as `allow_packing` would, without their trial."""
-    plain = plain_model(model)
+def _fitting(plain: PreTrainedModel) -> tuple[str, str]:
+    """Name the attention that computes all that the layers ask for, in padded and packed rows."""
     config = _attention_config(plain)
-    if config._attn_implementation != "sdpa":
-        return
-    obstacle, (fitting, _) = _obstacle(plain), _fitting(plain)
-    config._attn_implementation = fitting.padded if obstacle else fitting.packed
-
-
-class _Attention(NamedTuple):
-    """Names of the attention of a model, in padded and in packed rows."""
-
-    padded: str
-    packed: str
-
-
-def _fitting(plain: PreTrainedModel) -> tuple[_Attention, HiddenStates | None]:
-    """Find the attention that computes all that the layers ask for.
-
-    Returns:
-        The attention, and what it makes of the rows of the trial; None: it was not compared.
-    """
-    config = _attention_config(plain)
-    states, asking = None, []
+    asking: list[str] = []
     try:
         config._attn_implementation = COMPARED_ATTENTION
         with refusals(), comparing() as asking:
-            if plain.device.type == "meta":
-                _pass_without_weights(plain)
-            else:
-                states = _trial(plain)
+            _trial(plain)
     except ModelRefusalError as error:
         logger.debug("the attention of %s was not compared: %s", type(plain).__name__, error)
     finally:
         config._attn_implementation = "sdpa"
     if not asking:
-        return _Attention("sdpa", PACKED_ATTENTION), states
+        return "sdpa", PACKED_ATTENTION
     logger.info(
         "%s asks for more than sdpa computes: its attention is that of its own file, which "
         "transformers calls eager and which takes more memory.",
         type(plain).__name__,
     )
-    return _Attention(OWN_ATTENTION, PACKED_OWN_ATTENTION), states
+    return "eager", PACKED_OWN_ATTENTION
 
 
 def _obstacle(plain: PreTrainedModel) -> str | None:
@@ -296,35 +259,26 @@ def _attention_config(plain: PreTrainedModel) -> Any:
     return body.get_decoder().config
 
 
-def _difference(
-    plain: PreTrainedModel, attention: _Attention, padded: HiddenStates | None
-) -> str | None:
-    """Say what keeps packed rows from being the same as padded ones.
-
-    Args:
-        plain: The model.
-        attention: That is to be compared.
-        padded: What it makes of the rows of the trial; None: to be computed.
-    """
+def _difference(plain: PreTrainedModel, padded: str, packed: str) -> str | None:
+    """Say what keeps rows with ``packed`` attention from being the same as with ``padded``."""
     config = _attention_config(plain)
-    before = config._attn_implementation
+    found = []
     try:
-        config._attn_implementation = attention.padded
         with refusals():
-            padded = padded or _trial(plain)
-            config._attn_implementation = attention.packed
-            packed = _trial(plain)
+            for attention in (padded, packed):
+                config._attn_implementation = attention
+                found.append(_trial(plain))
     except ModelRefusalError as error:
         return f"it refuses them ({error})"
     finally:
-        config._attn_implementation = before
-    expected, actual = (one.of(one.rows.attention_mask).float() for one in (padded, packed))
+        config._attn_implementation = "sdpa"
+    expected, actual = (one.of(one.rows.attention_mask).float() for one in found)
     # 16 bits round the two orders of work differently
     exact = plain.dtype in (torch.float32, torch.float64)
     scale = expected.abs().amax(dim=1, keepdim=True)
     if ((actual - expected).abs() > (1e-4 if exact else 2e-2) * scale).any():
         return "its hidden states would differ"
-    if sum(window is not None for window in packed.windows) < _windowed_layers(plain):
+    if sum(window is not None for window in found[1].windows) < _windowed_layers(plain):
         return "its layers do not say how far they see"
     return None
 
@@ -360,15 +314,6 @@ def _trial(plain: PreTrainedModel) -> HiddenStates:
     )
     with evaluating(plain):
         return hidden_states(plain, batch)
-
-
-@trial()
-def _pass_without_weights(plain: PreTrainedModel) -> None:
-    """Run the layers of a model on the meta device, where no padding can be looked for."""
-    ids = torch.zeros(1, 7, dtype=torch.long, device="meta")
-    mask = torch.ones(1, 1, 7, 7, dtype=torch.bool, device="meta")
-    with evaluating(plain):
-        plain.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
 
 
 def _sees_images_both_ways(plain: PreTrainedModel) -> bool:

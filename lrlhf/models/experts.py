@@ -22,17 +22,14 @@ def load_balancing_loss(
 ) -> Float[Tensor, ""]:
     """Compute the auxiliary loss of a mixture of experts as the model's own code does.
 
-    Args:
-        model: The language model, without adapters around it.
-        router_logits: Of every layer with experts, from the model's forward pass.
-        attention_mask: Padding is not routed on purpose, so it does not count.
+    ``router_logits`` are those of every layer with experts; padding is not routed on purpose, so it
+    does not count.
 
     Reference:
         Fedus et al. 2021 (Switch Transformers), eq. 4, https://arxiv.org/abs/2101.03961
     """
     check_has_experts(model)
-    function = _family_loss(model)
-    assert function is not None
+    function: Any = _family_loss(model)
     loss: Tensor = function(
         router_logits,
         router_logits[0].shape[-1],
@@ -48,11 +45,7 @@ def has_experts(model: PreTrainedModel | PeftModel) -> bool:
 
 
 def check_has_experts(model: PreTrainedModel | PeftModel) -> None:
-    """Check that a load-balancing loss of the model exists.
-
-    Raises:
-        ValueError: The model has no experts, or its family no such loss.
-    """
+    """Raise `ValueError` for a model without experts, or of a family without such a loss."""
     model = plain_model(model)
     if _family_loss(model) is None or not has_experts(model):
         raise ValueError(
@@ -65,5 +58,5 @@ def _family_loss(model: PreTrainedModel) -> Callable[..., Tensor] | None:
     return vars(sys.modules[class_of(model).__module__]).get("load_balancing_loss_func")
 
 
-def _text_config(model: PreTrainedModel) -> dict[str, Any]:
-    return dict(model.config.get_text_config().to_dict())
+def _text_config(model: PreTrainedModel) -> Any:
+    return model.config.get_text_config().to_dict()

@@ -110,11 +110,6 @@ class ValueHead(nn.Module):
         self.register_buffer("scale", torch.ones(1) if relative else None)
         self.register_buffer("shift", torch.zeros(1) if relative else None)
 
-    @property
-    def relative(self) -> bool:
-        """Whether values are distances from ``shift`` in units of ``scale``."""
-        return self.scale is not None
-
     def measure_in(self, scale: float, shift: float) -> None:
         """Set unit and origin of the values; its weights stay as they are.
 
@@ -208,16 +203,12 @@ class BoundedScale(nn.Module):
         return torch.exp(self.bound * torch.tanh(self.log_scale / self.bound))
 
 
-class RMSNormedSiLU(nn.Module):
+class RMSNormedSiLU(nn.RMSNorm):
     """Root-mean-square norm with learnt gains, then SiLU."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Float[Tensor, "*B H"]) -> Float[Tensor, "*B H"]:
         """Normalise and gate."""
-        return F.silu(F.rms_norm(x, (x.shape[-1],), self.weight, eps=1e-6))
+        return F.silu(super().forward(x))
 
 
 def _projection(size: int, kind: HeadKind, generator: torch.Generator) -> nn.Module:
@@ -227,7 +218,7 @@ def _projection(size: int, kind: HeadKind, generator: torch.Generator) -> nn.Mod
     if kind == "linear":
         return output
     return nn.Sequential(
-        _linear(size, size, generator, std=size**-0.5), RMSNormedSiLU(size), output
+        _linear(size, size, generator, std=size**-0.5), RMSNormedSiLU(size, eps=1e-6), output
     )
 
 

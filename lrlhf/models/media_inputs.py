@@ -68,10 +68,8 @@ def backbone_inputs(
     input_ids: Int[Tensor, "B T"],
     attention_mask: Bool[Tensor, "B T"],
     media: Sequence[Media | None] | None,
-    *,
-    checked: bool = False,
 ) -> dict[str, Any]:
-    """Build the arguments of a forward pass over the body of a model.
+    """Build the arguments of a forward pass over the body of a model, see also `check_media`.
 
     Rows that share their `Media` object share its features: the encoder sees it once. Position ids
     are left to the model, which numbers image and video tokens in its own way (M-RoPE).
@@ -81,15 +79,9 @@ def backbone_inputs(
         input_ids: Placeholders included, as many as the media have features.
         attention_mask: Padding on either side.
         media: Of each row, or of a packed row those in it, one after the other.
-        checked: They have gone through `check_media` as rows by themselves.
-
-    Raises:
-        ValueError: The model sees no images or videos, or a row's media do not fit its tokens.
     """
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask.long()}
     ids = placeholder_ids(model.config)
-    if not checked:
-        check_media(model, input_ids, media)
     if not ids:
         return inputs
     shown = [entry for entry in media or () if entry is not None]
@@ -151,14 +143,7 @@ def media_position_ids(
     attention_mask: Bool[Tensor, "B T"],
     media: Sequence[Media | None],
 ) -> Int[Tensor, "3 B T"]:
-    """Let a model number the tokens of rows in its own way (M-RoPE), see `numbers_media`.
-
-    Args:
-        model: One whose positions depend on what is shown.
-        input_ids: Placeholders included.
-        attention_mask: Padding on either side.
-        media: Of each row.
-    """
+    """Let a model number the tokens of rows in its own way (M-RoPE), see `numbers_media`."""
     number: Any = _body(model).compute_3d_position_ids
     inputs = {
         "input_ids": input_ids,
@@ -183,10 +168,7 @@ def numbers_media(model: PreTrainedModel, media: Sequence[Media | None] | None) 
 
 
 def forget_offsets(model: PreTrainedModel) -> None:
-    """Forget how far positions were moved by the images of an earlier prompt (M-RoPE).
-
-    The model keeps it between calls, and would add it to prompts without images too.
-    """
+    """Forget how far an earlier prompt's images moved positions (M-RoPE): the model keeps it."""
     body = _body(model)
     if _OFFSETS in vars(body):
         setattr(body, _OFFSETS, None)
@@ -215,11 +197,7 @@ def looking_once() -> Iterator[None]:
 
 
 def media_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the parts of a model's body that only images and videos reach.
-
-    That is every direct part but the language model: encoders, and what fits their features to
-    the language model.
-    """
+    """Return the parts of a model's body that only images and videos reach: all but the text's."""
     if not placeholder_ids(model.config):
         return []
     body = _body(model)

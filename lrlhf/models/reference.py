@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Self
 
@@ -33,77 +32,15 @@ from lrlhf.models.token_logprobs import sequence_logprobs
 from lrlhf.types import SequenceBatch
 
 
-class ReferencePolicy(ABC):
-    """Log-probabilities of a policy that gets no gradient.
+class ReferencePolicy:
+    """Log-probabilities of a policy that gets no gradient, from a model of its own.
 
     It is deliberately no ``nn.Module``: as an attribute of one it would be trained, sharded and
     saved with it.
-    """
-
-    model: PreTrainedModel | PeftModel
-    """What its passes go through."""
-
-    @abstractmethod
-    def logprobs(
-        self, batch: SequenceBatch, *, temperature: float = 1.0, chunk_size: int = 1024
-    ) -> Float[Tensor, "B T"]:
-        """Compute what :func:`lrlhf.models.sequence_logprobs` does, without gradient."""
-
-    @abstractmethod
-    def mix(self, policy: PreTrainedModel | PeftModel, alpha: float) -> None:
-        """Move the reference towards the policy: ``α·policy + (1 - α)·reference`` (TR-DPO)."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return what a checkpoint needs: the weights if ``mix`` ever changed them, else nothing.
-
-        A reference that never moved is rebuilt from its source when a run resumes.
-        """
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what ``state_dict`` returned; an empty state changes nothing."""
-
-    @abstractmethod
-    def split(self, shard: Callable[[nn.Module], None]) -> None:
-        """Split a model of its own over the ranks.
-
-        Args:
-            shard: Splits a model in place.
-        """
-
-    @abstractmethod
-    def rest(self, *, offload: bool) -> None:
-        """Free what passes over it have gathered, and with ``offload`` its place on the device."""
-
-    @abstractmethod
-    def to(self, device: torch.device | str) -> Self:
-        """Move to ``device``."""
-
-
-def frozen_reference(
-    model: PreTrainedModel | PeftModel, spec: CausalLM | None = None
-) -> ReferencePolicy:
-    """Build the reference of a policy, before the policy's first update or restored checkpoint.
 
     Args:
-        model: The policy as it starts.
-        spec: Another model as the reference, with the policy's tokenizer. None: the policy as it
-            is now, as a frozen copy, or with LoRA the policy itself, asked as it was: with its
-            adapters switched off where they are new, which costs no memory, or with a copy of
-            those that have learnt something before.
+        model: What its passes go through; frozen.
     """
-    if spec is not None:
-        return _FrozenModel(spec.load(trainable=False))
-    if isinstance(model, PeftModel):
-        return _WithFirstAdapters(model)
-    duplicate = copy.deepcopy(model)
-    duplicate.gradient_checkpointing_disable()
-    return _FrozenModel(duplicate)
-
-
-class _FrozenModel(ReferencePolicy):
-    """A model of its own."""
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -113,10 +50,12 @@ class _FrozenModel(ReferencePolicy):
     def logprobs(
         self, batch: SequenceBatch, *, temperature: float = 1.0, chunk_size: int = 1024
     ) -> Float[Tensor, "B T"]:
+        """Compute what :func:`lrlhf.models.sequence_logprobs` does, without gradient."""
         return sequence_logprobs(self.model, batch, temperature=temperature, chunk_size=chunk_size)
 
     @torch.no_grad()
     def mix(self, policy: PreTrainedModel | PeftModel, alpha: float) -> None:
+        """Move the reference towards the policy: ``α·policy + (1 - α)·reference`` (TR-DPO)."""
         if not 0.0 <= alpha <= 1.0:
             raise ValueError(f"The share of the policy in the reference is {alpha}, not in [0, 1].")
         settle(policy)
@@ -140,30 +79,60 @@ class _FrozenModel(ReferencePolicy):
         self._moved = True
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Return what a checkpoint needs: the weights if ``mix`` ever changed them, else nothing.
+
+        A reference that never moved is rebuilt from its source when a run resumes.
+        """
         return state_of(self.model) if self._moved else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what ``state_dict`` returned; an empty state changes nothing."""
         if state:
             load_state(self.model, state)
             self._moved = True
 
     def split(self, shard: Callable[[nn.Module], None]) -> None:
+        """Split a model of its own over the ranks, with what splits a model in place."""
         shard(self.model)
 
     def rest(self, *, offload: bool) -> None:
+        """Free what passes over it have gathered, and with ``offload`` its place on the device."""
         settle(self.model)
         if offload:
             self.to("cpu")
 
     def to(self, device: torch.device | str) -> Self:
-        # what is split lies where the strategy has put it
+        """Move to ``device``; what is split lies where the strategy has put it."""
         if not has_split_weights(self.model):
             nn.Module.to(self.model, device)
         return self
 
 
+def frozen_reference(
+    model: PreTrainedModel | PeftModel, spec: CausalLM | None = None
+) -> ReferencePolicy:
+    """Build the reference of a policy, before the policy's first update or restored checkpoint.
+
+    Args:
+        model: The policy as it starts.
+        spec: Another model as the reference, with the policy's tokenizer. None: the policy as it
+            is now, as a frozen copy, or with LoRA the policy itself, asked as it was: with its
+            adapters switched off where they are new, which costs no memory, or with a copy of
+            those that have learnt something before.
+    """
+    if spec is not None:
+        return ReferencePolicy(spec.load(trainable=False))
+    if isinstance(model, PeftModel):
+        return _WithFirstAdapters(model)
+    duplicate = copy.deepcopy(model)
+    duplicate.gradient_checkpointing_disable()
+    return ReferencePolicy(duplicate)
+
+
 class _WithFirstAdapters(ReferencePolicy):
     """The policy itself, with the adapters that it started with while it is asked."""
+
+    model: PeftModel
 
     def __init__(self, policy: PeftModel) -> None:
         self.model = policy
@@ -180,16 +149,13 @@ class _WithFirstAdapters(ReferencePolicy):
     def logprobs(
         self, batch: SequenceBatch, *, temperature: float = 1.0, chunk_size: int = 1024
     ) -> Float[Tensor, "B T"]:
+        first = self._first
+        was = adapters_disabled(self.model) if first is None else replaced(self.model, first)
         # what is seen with the policy's adapters is not what the reference sees
-        with looking_once(), self._as_it_was(), evaluating(self.model):
+        with looking_once(), was, evaluating(self.model):
             return sequence_logprobs(
                 self.model, batch, temperature=temperature, chunk_size=chunk_size
             )
-
-    def _as_it_was(self) -> contextlib.AbstractContextManager[None]:
-        if self._first is None:
-            return adapters_disabled(self.model)
-        return replaced_weights(self.model, self._first)
 
     def mix(self, policy: PreTrainedModel | PeftModel, alpha: float) -> None:
         raise ValueError(
@@ -248,13 +214,8 @@ def _adapters_do_nothing(model: PeftModel) -> bool:
 
 @contextlib.contextmanager
 @torch.no_grad()
-def replaced_weights(model: nn.Module, parts: Mapping[str, Tensor]) -> Iterator[None]:
-    """Have other values in some of a model's weights, and put its own back, whatever happens.
-
-    Args:
-        model: Whole or split.
-        parts: This rank's parts of the values, by name.
-    """
+def replaced(model: nn.Module, parts: Mapping[str, Tensor]) -> Iterator[None]:
+    """Have other values in this rank's parts of some weights, and put its own back at the end."""
     settle(model)
     weights = {name: w for name, w in model.named_parameters() if name in parts}
     own = {name: own_part(weight).clone() for name, weight in weights.items()}
@@ -274,23 +235,12 @@ def replaced_weights(model: nn.Module, parts: Mapping[str, Tensor]) -> Iterator[
 
 @contextlib.contextmanager
 def adapters_disabled(model: PeftModel) -> Iterator[None]:
-    """Switch every adapter off, and put each back as it was, whatever happens in between.
-
-    PEFT's own context manager leaves every adapter weight trainable, also those that were frozen.
-    """
-    layers = [
-        module
-        for module in model.modules()
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
-    ]
-    enabled = [not layer.disable_adapters for layer in layers]
+    """Switch the adapters off and on again; PEFT itself leaves all of their weights trainable."""
     trainable = [(weight, weight.requires_grad) for weight in model.parameters()]
     try:
-        for layer in layers:
-            layer.enable_adapters(False)
+        model.base_model.disable_adapter_layers()
         yield
     finally:
-        for layer, was_enabled in zip(layers, enabled, strict=True):
-            layer.enable_adapters(was_enabled)
+        model.base_model.enable_adapter_layers()
         for weight, was_trainable in trainable:
             weight.requires_grad_(was_trainable)

@@ -149,6 +149,10 @@ class HeadedBackbone(Scorer):
         doubtful = [w for w in plain.parameters() if w.requires_grad and id(w) not in known]
         if not blocks or not doubtful:
             return
+        if plain.device.type == "meta":  # nothing can be probed; above a block nothing is used
+            for weight in doubtful if self.config.layer != -1 else ():
+                weight.requires_grad_(False)
+            return
         tokens = torch.zeros((1, 2), dtype=torch.long, device=plain.device)
         mask = torch.ones_like(tokens, dtype=torch.bool)
         probe = SequenceBatch(input_ids=tokens, attention_mask=mask, response_mask=mask)

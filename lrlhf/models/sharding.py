@@ -26,15 +26,12 @@ class CheckpointMismatchError(ValueError):
 
 
 def within(model: nn.Module, compute: Callable[[], ResultT]) -> ResultT:
-    """Run a function as if it were the model's forward pass.
+    """Run a function as if it were the forward pass of the outermost module.
 
     Log-probabilities are computed from parts of a model, its body and then, in chunks, its output
     head. The hooks that gather split weights, prepare their gradients and free them again are on
-    the outermost module, and run only when that is called.
-
-    Args:
-        model: The outermost module, as it was handed to the strategy.
-        compute: Uses the model's parts; what it returns goes through the hooks.
+    the outermost module, and run only when that is called; what the function returns goes through
+    them.
     """
     outer = vars(model).get("forward")
 
@@ -110,15 +107,7 @@ def own_part(weight: Tensor) -> Tensor:
 
 
 def part_of(weight: Tensor, full: Tensor) -> Tensor:
-    """Cut out of a whole tensor what belongs to this rank, as ``weight`` is split.
-
-    Args:
-        weight: As the model has it.
-        full: Of the whole weight's shape, on the CPU or the weight's device.
-
-    Returns:
-        Of the shape of ``own_part(weight)``.
-    """
+    """Cut this rank's ``own_part(weight)`` out of a whole tensor, on the CPU or its device."""
     if isinstance(weight, DTensor):
         local: Tensor = like(weight, full).to_local()
         return local
@@ -134,16 +123,10 @@ def like(weight: DTensor, full: Tensor) -> DTensor:
 
 
 def of_parts(weight: Tensor, part: Tensor, *, holder: int) -> Tensor:
-    """Describe for a checkpoint a tensor that is split as ``weight`` is; all ranks must call it.
+    """Describe for a checkpoint a part of what is split as ``weight`` is; all ranks must call it.
 
-    Args:
-        weight: As the model has it.
-        part: This rank's part of the tensor.
-        holder: Rank that keeps the tensor, if it has to be put together to be described.
-
-    Returns:
-        A `DTensor` where the weight is one; the part where it is the whole; else the whole tensor,
-        on ranks that do not hold it on the meta device.
+    A `DTensor` where the weight is one; the part where it is the whole; else the whole tensor, put
+    together, on ranks other than ``holder`` on the meta device.
     """
     if isinstance(weight, DTensor):
         return DTensor.from_local(
@@ -183,11 +166,11 @@ def load_state(
     strict: bool = True,
     write: Callable[[Tensor, Tensor], None] = _write_part,
 ) -> None:
-    """Copy stored weights into a model, each rank its own parts.
+    """Copy stored weights, whole tensors by name, into a model, each rank its own parts.
 
     Args:
         model: Whole or split.
-        stored: Whole tensors by name; those of a tied weight are read once.
+        stored: Those of a tied weight are read once.
         strict: Refuse names that only one of the two has.
         write: Copies a stored tensor into a weight.
 
@@ -234,11 +217,7 @@ def stored_like(stored: Mapping[str, Any], name: str, weight: Tensor) -> Any:
 
 
 def check_same_names(what: str, stored: Collection[str], own: Collection[str]) -> None:
-    """Refuse names that are only in one of the two.
-
-    Raises:
-        CheckpointMismatchError: Names the first of them.
-    """
+    """Raise `CheckpointMismatchError` for names that are only in one of the two."""
     if different := sorted(set(stored) ^ set(own)):
         where = what if different[0] in stored else "the model"
         raise CheckpointMismatchError(
@@ -249,12 +228,9 @@ def check_same_names(what: str, stored: Collection[str], own: Collection[str]) -
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Hold all weights whole on this rank.
+    """Hold all weights whole on this rank; all ranks must enter and leave together.
 
     Inside, no forward pass waits for another rank, so each may run as many as it likes.
-
-    Args:
-        model: The outermost module. All ranks must enter and leave together.
     """
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
@@ -279,11 +255,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole_weights(module: nn.Module) -> Iterator[None]:
-    """Put whole weights in the place of split ones, to be read; forward passes are no use here.
-
-    Args:
-        module: Usually a single layer: all of its weights exist whole at the same time.
-    """
+    """Put whole weights in the place of a layer's split ones, to be read, not to be run."""
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     for owner in module.modules():
         for name, weight in owner.named_parameters(recurse=False):
@@ -299,11 +271,7 @@ def whole_weights(module: nn.Module) -> Iterator[None]:
 
 
 def make_whole(model: nn.Module) -> None:
-    """Give a model ordinary weights on the CPU, once nothing runs it any more.
-
-    Args:
-        model: Split by FSDP2, settled; all ranks must call this.
-    """
+    """Give a model that FSDP2 has split, settled, ordinary weights on the CPU; for all ranks."""
     known: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):

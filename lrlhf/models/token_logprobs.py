@@ -15,7 +15,6 @@ from lrlhf.functional.logprobs import LogprobsAndEntropy, token_logprobs
 from lrlhf.models.backbone import hidden_states
 from lrlhf.models.experts import load_balancing_loss
 from lrlhf.models.output_head import output_head, plain_model
-from lrlhf.models.packed.packing import Compacted
 from lrlhf.models.sharding import within
 from lrlhf.types import SequenceBatch
 
@@ -67,7 +66,7 @@ def sequence_outputs(
         return body, token_logprobs(
             body.predicting,
             output_head(plain).fastest(),
-            body.rows.input_ids[body.asked],
+            body.targets,
             temperature=temperature,
             chunk_size=chunk_size,
             return_entropy=entropy,
@@ -125,60 +124,43 @@ def sequence_values(
 class _Body(NamedTuple):
     """Hidden states of the positions that predict a response token."""
 
-    rows: Compacted
-    asked: Bool[Tensor, "B T"]
-    counts: Bool[Tensor, "B T"]
     predicting: Float[Tensor, "M H"]
+    targets: Int[Tensor, " M"]
+    """The tokens that they predict."""
+    asked: Bool[Tensor, "B T"]
+    """Where those are, in rows whose attended tokens come first."""
+    counts: Bool[Tensor, "B T"]
+    order: Int[Tensor, "B T"]
     computed: Bool[Tensor, "R L"]
     router_logits: tuple[Tensor, ...] | None
 
     def spread(self, values: Float[Tensor, " M"]) -> Float[Tensor, "B T"]:
-        return _spread(values, self.asked, self.counts, self.rows.order)
+        """Put values where they were asked for, zero elsewhere, in the original columns."""
+        asked, counts = self.asked, self.counts
+        spread = torch.zeros(asked.shape, dtype=values.dtype, device=values.device)
+        spread = spread.masked_scatter(asked, values).masked_fill(~counts, 0.0)
+        return torch.zeros_like(spread).scatter(1, self.order, spread)
 
 
 def _run(plain: PreTrainedModel, batch: SequenceBatch, *, router_logits: bool) -> _Body:
     options: dict[str, Any] = {"output_router_logits": True} if router_logits else {}
-    hidden = hidden_states(
-        plain,
-        batch,
-        # experts are balanced over the tokens of whole rows
-        share=not router_logits,
-        use_cache=False,
-        **options,
-    )
+    # experts are balanced over the tokens of whole rows
+    hidden = hidden_states(plain, batch, share=not router_logits, use_cache=False, **options)
     rows = hidden.rows
     counts = (batch.response_mask & batch.attention_mask).gather(1, rows.order)
     counts[:, 0] = False  # nothing precedes it
-    asked = _at_least_one(counts)
+    # of a batch without responses one position is asked for, and masked, so that every parameter
+    # is used: under DDP one without a gradient on one rank stops all of them
+    asked = counts.clone()
+    asked[:1, 1:2] |= ~counts.any()
     predicting = torch.zeros_like(asked)
     predicting[:, :-1] = asked[:, 1:]
     return _Body(
-        rows=rows,
+        predicting=hidden.of(predicting),
+        targets=rows.input_ids[asked],
         asked=asked,
         counts=counts,
-        predicting=hidden.of(predicting),
+        order=rows.order,
         computed=hidden.computed,
         router_logits=hidden.router_logits if router_logits else None,
     )
-
-
-def _at_least_one(counts: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """Ask for one position of a batch without responses, so that every parameter is used.
-
-    Under DDP a parameter without a gradient on one rank stops all of them. Its value is masked.
-    """
-    asked = counts.clone()
-    asked[:1, 1:2] |= ~counts.any()
-    return asked
-
-
-def _spread(
-    values: Float[Tensor, " N"],
-    asked: Bool[Tensor, "B T"],
-    counts: Bool[Tensor, "B T"],
-    order: Int[Tensor, "B T"],
-) -> Float[Tensor, "B T"]:
-    """Put the values where they were asked for, zero elsewhere, in the original columns."""
-    spread = torch.zeros(asked.shape, dtype=values.dtype, device=values.device)
-    spread = spread.masked_scatter(asked, values).masked_fill(~counts, 0.0)
-    return torch.zeros_like(spread).scatter(1, order, spread)

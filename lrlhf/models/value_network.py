@@ -18,7 +18,7 @@ from lrlhf.models.loading.export import merged_state_dict, save_model
 from lrlhf.models.loading.model_sources import resolve_source
 from lrlhf.models.loading.pretrained import PretrainedSpec
 from lrlhf.models.loading.reward_files import load_backbone, load_scorer
-from lrlhf.models.modes import trial
+from lrlhf.models.modes import evaluating, trial
 from lrlhf.models.output_head import plain_model
 from lrlhf.models.scorers import HeadedBackbone
 from lrlhf.models.token_logprobs import sequence_values
@@ -104,10 +104,9 @@ class ValueModel(PretrainedSpec):
                 f"source {self.source!r} is a reward model that reads block {reward.config.layer}; "
                 "a critic reads the last hidden state: start it from the model below"
             )
-        name = self.reward_head or reward.head_names[0]
-        if name not in reward.head_names or (
-            self.reward_head is None and len(reward.head_names) > 1
-        ):
+        only = reward.head_names[0] if len(reward.head_names) == 1 else None
+        name = self.reward_head or only
+        if name not in reward.head_names:
             raise ValueError(
                 f"reward_head is {self.reward_head!r}, and the reward model {self.source!r} has "
                 f"{', '.join(reward.head_names)}: choose one of them"
@@ -125,8 +124,7 @@ class ValueModel(PretrainedSpec):
                 "last, or start the critic from the language model below"
             )
         head = new_value_head(reward.backbone, self.head, relative=False)
-        scores = reward.heads[name]
-        head.copy_reward(scores)  # type: ignore[arg-type]
+        head.copy_reward(reward.heads[name])  # type: ignore[arg-type]
         return head
 
     def _stored_head(self, body: PreTrainedModel | PeftModel, path: Path) -> ValueHead:
@@ -153,15 +151,12 @@ def new_value_head(
 @trial()
 def _check_causal(model: PreTrainedModel) -> None:
     """Compare the first state of two texts that differ in the last token only."""
+    if model.device.type == "meta":  # a plan of a run's memory: there is nothing to compare
+        return
     tokens = torch.tensor([[1, 1], [1, 2]], device=model.device)
-    training = model.training
-    model.train(False)
-    try:
-        hidden = model.base_model(
-            input_ids=tokens, attention_mask=torch.ones_like(tokens)
-        ).last_hidden_state.float()
-    finally:
-        model.train(training)
+    with evaluating(model):
+        output = model.base_model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    hidden = output.last_hidden_state.float()
     if (hidden[0, 0] - hidden[1, 0]).abs().max() > 1e-2 * hidden.abs().max():
         raise ValueError(
             f"{type(model).__name__} lets a token see what follows it, so its values would know "

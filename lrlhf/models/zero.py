@@ -36,11 +36,7 @@ _offload_of = WeakIdKeyDictionary()
 
 
 def load_deepspeed() -> Any:
-    """Import DeepSpeed, which takes seconds and is not installed everywhere.
-
-    Raises:
-        ImportError: It is not installed.
-    """
+    """Import DeepSpeed, which takes seconds, or raise `ImportError` if it is not installed."""
     try:
         return importlib.import_module("deepspeed")
     except ModuleNotFoundError as error:
@@ -104,15 +100,7 @@ def partition_of(weight: Tensor, full: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whole_of_partitions(weight: Tensor, part: Tensor) -> Tensor:
-    """Put the pieces of all ranks together to a tensor of the weight's shape.
-
-    Args:
-        weight: As the model has it.
-        part: This rank's piece, of the weight itself or of something with one value per entry.
-
-    Returns:
-        On the device that ranks talk through.
-    """
+    """Put all ranks' pieces, of a weight or of one value per entry, together in its shape."""
     split: Any = weight
     device = load_deepspeed().accelerator.get_accelerator().current_device_name()
     own = part.detach().to(device).contiguous()
@@ -123,10 +111,7 @@ def whole_of_partitions(weight: Tensor, part: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def gathered_for_generation(model: nn.Module) -> Iterator[None]:
-    """Hold all weights whole, without any collective inside.
-
-    Ranks may run different numbers of forward passes inside; all must enter and leave together.
-    """
+    """Hold all weights whole, without any collective inside; all ranks enter and leave together."""
     weights = [weight for weight in model.parameters() if is_partitioned(weight)]
     if not weights or all(map(_is_held, weights)):
         yield
@@ -144,10 +129,10 @@ def gathered_for_generation(model: nn.Module) -> Iterator[None]:
 
 
 def settle(model: nn.Module) -> None:
-    """Free what was gathered, so that each weight is what its pieces say.
+    """Free what was gathered, so that each weight is what its pieces say; not within a pass.
 
     Small weights stay whole between passes, and after a pass without gradients others are on their
-    way. Not to be called within a pass.
+    way.
     """
     weights = [weight for weight in model.parameters() if is_partitioned(weight)]
     for offload in _offloads_of([weight for weight in weights if not _is_held(weight)]):
@@ -155,10 +140,7 @@ def settle(model: nn.Module) -> None:
 
 
 def make_whole(model: nn.Module) -> None:
-    """Give a model ordinary weights again, on the CPU; all ranks must call it.
-
-    Its engine must be closed after this.
-    """
+    """Give a model ordinary weights on the CPU; all ranks must, and then close its engine."""
     settle(model)
     whole: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -32,12 +32,9 @@ def is_a(entry: Any, base: type) -> bool:
 
 
 def spec_of(entry: str | Mapping[str, Any], cls: type[SpecT], **defaults: Any) -> SpecT:
-    """Build the description of a model that a config gives.
+    """Build the description of a model that a config gives: a source, or options.
 
-    Args:
-        entry: A source, or options.
-        cls: What describes such a model.
-        defaults: Options that a plain source is used with.
+    ``defaults`` are the options that a plain source is used with.
     """
     if isinstance(entry, str):
         return cls(source=entry, **defaults)

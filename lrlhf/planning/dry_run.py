@@ -1,12 +1,11 @@
-"""Single passes of training with random weights, to measure what they allocate."""
+"""Single passes of training on tensors without numbers, to count what they allocate."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,6 @@ from transformers import DynamicCache, PreTrainedModel
 from lrlhf.models.packed.packing import Tree, known_trees
 from lrlhf.planning.live_bytes import LiveBytes, Usage
 from lrlhf.types import SequenceBatch
-
-ResultT = TypeVar("ResultT")
 
 _PRECISIONS = {
     "bf16-mixed": torch.bfloat16,
@@ -56,56 +53,45 @@ class Shape(NamedTuple):
             if size
         ]
 
-    def batch(self, device: torch.device) -> SequenceBatch:
+    def batch(self) -> SequenceBatch:
         """Make a batch of this shape, a row of it shorter, so that attention needs a mask."""
         size = (self.rows, self.tokens)
-        mask = torch.ones(size, dtype=torch.bool, device=device)
+        mask = torch.ones(size, dtype=torch.bool)
         mask[:1, 0] = self.rows == 1
-        response = torch.ones(size, dtype=torch.bool, device=device)
+        response = torch.ones(size, dtype=torch.bool)
         response[:, : self.tokens - self.new_tokens if self.new_tokens else 0] = False
         return SequenceBatch(
-            input_ids=torch.zeros(size, dtype=torch.long, device=device),
+            input_ids=torch.zeros(size, dtype=torch.long),
             attention_mask=mask,
             response_mask=response,
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """Runs single passes and measures what they allocate beside the weights.
+    """Runs single passes of the code that trains, and counts what they allocate.
 
-    The weights are random numbers, so nothing is downloaded or loaded. Without a GPU, or where a
-    model does not fit on it, the same code runs on fake tensors, which have shapes and no numbers.
+    The passes run on fake tensors, which have shapes and no numbers: no weights are needed, and no
+    memory, whatever the size of the model.
 
     Args:
-        device: The GPU; None: there is none.
         precision: ``trainer.precision``.
         casts_weights: A mixed precision casts weights before a pass, rather than at each product.
     """
 
-    device: torch.device | None
-    precision: object
-    casts_weights: bool
+    def __init__(self, precision: object, *, casts_weights: bool) -> None:
+        self.casts_weights = casts_weights
+        self._dtype = _PRECISIONS.get(str(precision))
 
     def forward(
         self, model: nn.Module, compute: Callable[[SequenceBatch], Any], shape: Shape
     ) -> Usage:
-        """Measure a pass without gradients.
-
-        Args:
-            model: On the meta device; all that ``compute`` uses.
-            compute: The pass.
-            shape: Of its batch.
-        """
-
-        def run(device: torch.device) -> Usage:
-            model.eval()
-            batch = shape.batch(device)
-            with _live_bytes(model, batch, shape) as live, torch.no_grad(), self._autocast(device):
+        """Count a pass without gradients; ``compute`` uses the model, on the meta device."""
+        model.eval()
+        with self._weights(model), torch.no_grad():
+            batch = shape.batch()
+            with _live_bytes(model, batch, shape) as live, self._autocast():
                 compute(batch)
-            return live.peak()
-
-        return self._measured(model, run)
+        return live.peak()
 
     def update(
         self,
@@ -115,19 +101,18 @@ class DryRun:
         *,
         accumulates: bool,
     ) -> Usage:
-        """Measure a forward and a backward pass.
+        """Count a forward and a backward pass.
 
         Args:
             model: On the meta device; some of its weights require gradients.
             compute: From a batch to a number to differentiate.
             shape: Of the batch.
-            accumulates: Gradients of all weights exist already, and those of the pass are added
-                to them. Then they do not count; else they do, from when each is complete.
+            accumulates: Gradients of all weights exist already, and do not count; else they do,
+                from when each is complete.
         """
-
-        def run(device: torch.device) -> Usage:
-            model.train()
-            batch = shape.batch(device)
+        model.train()
+        with self._weights(model):
+            batch = shape.batch()
             trained = [weight for weight in model.parameters() if weight.requires_grad]
             for weight in trained if accumulates else ():
                 weight.grad = torch.zeros_like(weight)
@@ -140,117 +125,79 @@ class DryRun:
 
                 for weight in trained:
                     weight.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
-                with self._autocast(device):
+                with self._autocast():
                     loss = compute(batch)
                 loss.backward()  # type: ignore[no-untyped-call]
-            return live.peak()
+        return live.peak()
 
-        return self._measured(model, run)
-
+    @torch.no_grad()
     def generation(
         self, plain: PreTrainedModel, prompts: Shape, *, copies: int, new_tokens: int
     ) -> tuple[Usage, Usage]:
-        """Measure the two ends of what `lrlhf.rollout.TransformersEngine` does.
+        """Count the two ends of what `lrlhf.rollout.TransformersEngine` does.
 
-        Args:
-            plain: Causal language model on the meta device.
-            prompts: Those that are answered at the same time.
-            copies: Responses to each.
-            new_tokens: Of each response.
-
-        Returns:
-            While the prompts are computed, and while the last token of all responses is sampled.
+        While ``prompts`` are computed together, and while the last of ``new_tokens`` tokens of
+        ``copies`` responses to each is sampled.
         """
         rows, tokens = prompts.rows * copies, prompts.tokens
         first = prompts._replace(tokens=max(1, tokens - 1))
-
-        def prefill(cache: DynamicCache, device: torch.device) -> Usage:
-            batch = first.batch(device)
-            with _live_bytes(plain, batch, first) as live, self._autocast(device, cached=True):
+        plain.train(False)
+        with self._weights(plain):
+            cache, batch = DynamicCache(config=plain.config), first.batch()
+            with _live_bytes(plain, batch, first) as live, self._autocast(cached=True):
                 _next_logits(plain, batch.input_ids, batch.input_ids, cache)
-                kept = _bytes_of(_tensors_of(cache))
-            return _with_cache(live.peak(), kept)
-
-        def last_token(cache: DynamicCache, device: torch.device) -> Usage:
-            with self._autocast(device):
+            begin = _with_cache(live.peak(), _bytes_of(cache))
+            with self._autocast():
                 cache.batch_repeat_interleave(copies)
-                longest = torch.zeros((rows, tokens + new_tokens), dtype=torch.long, device=device)
+                longest = torch.zeros((rows, tokens + new_tokens), dtype=torch.long)
                 _next_logits(plain, longest[:, tokens - 1 : -2], longest[:, :-2], cache)
-            keys = _tensors_of(cache)
-            kept, batch = _bytes_of(keys), first.batch(device)
+            kept, keys = _bytes_of(cache), _tensors_of(cache)
             with _live_bytes(plain, batch, first, cache=keys) as live:
                 keys.clear()  # each is freed when a longer one takes its place
-                with self._autocast(device, cached=True):
+                with self._autocast(cached=True):
                     logits = _next_logits(plain, longest[:, -1:], longest[:, :-1], cache)
                     _probabilities(logits)
-            return _with_cache(live.peak(), kept)
-
-        @torch.no_grad()
-        def run(device: torch.device) -> tuple[Usage, Usage]:
-            plain.train(False)
-            cache = DynamicCache(config=plain.config)
-            return prefill(cache, device), last_token(cache, device)
-
-        return self._measured(plain, run)
-
-    def _measured(self, model: nn.Module, run: Callable[[torch.device], ResultT]) -> ResultT:
-        if self.device is not None:
-            try:
-                with _with_weights(model, self.device, self._pass_dtype):
-                    return run(self.device)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
-        shapes, device = FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu")
-        with shapes, _with_weights(model, device, self._pass_dtype):
-            return run(device)
-
-    @property
-    def _pass_dtype(self) -> torch.dtype | None:
-        """Precision of the weights when a pass begins; None: the one that they are kept in."""
-        return _PRECISIONS.get(str(self.precision)) if self.casts_weights else None
+            return begin, _with_cache(live.peak(), kept)
 
     @contextlib.contextmanager
-    def _autocast(self, device: torch.device, *, cached: bool = False) -> Iterator[None]:
+    def _weights(self, model: nn.Module) -> Iterator[None]:
+        """Give a model of the meta device fake weights on the CPU; tied ones stay tied."""
+        skeleton: list[tuple[Any, str, Tensor]] = [
+            (tensors, name, tensor)
+            for module in model.modules()
+            for tensors in (module._parameters, module._buffers)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        ]
+        weights: dict[int, Tensor] = {}
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            for tensors, name, tensor in skeleton:
+                if id(tensor) not in weights:
+                    weights[id(tensor)] = self._fake(tensor)
+                tensors[name] = weights[id(tensor)]
+            try:
+                yield
+            finally:
+                for tensors, name, tensor in skeleton:
+                    tensors[name] = tensor
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        casts = self.casts_weights and tensor.is_floating_point()
+        dtype = self._dtype if casts and self._dtype is not None else tensor.dtype
+        fake = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake
+
+    @contextlib.contextmanager
+    def _autocast(self, *, cached: bool = False) -> Iterator[None]:
         """Autocast as Lightning does, or as the engine does, which casts each weight once."""
-        dtype = _PRECISIONS.get(str(self.precision))
-        if dtype is None:
+        if self._dtype is None:
             yield
             return
-        with torch.autocast(device.type, dtype=dtype, cache_enabled=cached):
+        with torch.autocast("cpu", dtype=self._dtype, cache_enabled=cached):
             yield
         torch.clear_autocast_cache()
-
-
-@contextlib.contextmanager
-def _with_weights(
-    model: nn.Module, device: torch.device, dtype: torch.dtype | None
-) -> Iterator[None]:
-    """Give a model of the meta device random weights; tied ones stay tied."""
-    skeleton: list[tuple[Any, str, Tensor]] = []
-    weights: dict[int, Tensor] = {}
-
-    def weight_for(tensor: Tensor) -> Tensor:
-        if id(tensor) not in weights:
-            floating = tensor.is_floating_point()
-            kept = dtype if dtype is not None and floating else tensor.dtype
-            new = torch.zeros(tensor.shape, dtype=kept, device=device)
-            if floating:
-                new.normal_(std=0.02)
-            if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            weights[id(tensor)] = new
-        return weights[id(tensor)]
-
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            skeleton += [(tensors, name, one) for name, one in tensors.items() if one is not None]
-    for tensors, name, tensor in skeleton:
-        tensors[name] = weight_for(tensor)
-    try:
-        yield
-    finally:
-        for tensors, name, tensor in skeleton:
-            tensors[name] = tensor
 
 
 @contextlib.contextmanager
@@ -265,7 +212,6 @@ def _live_bytes(
     inputs = (batch.input_ids, batch.attention_mask, batch.response_mask)
     live = LiveBytes(
         known=[*model.parameters(), *model.buffers(), *inputs, *known],
-        device=batch.input_ids.device,
         cache=cache,
         vocabulary=shape.vocabulary,
         selected=shape.rows * max(1, shape.new_tokens),
@@ -301,5 +247,5 @@ def _tensors_of(cache: DynamicCache) -> list[Tensor]:
     ]
 
 
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+def _bytes_of(cache: DynamicCache) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in _tensors_of(cache))

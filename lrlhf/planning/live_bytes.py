@@ -1,15 +1,14 @@
-"""Counts the bytes of the tensors that a pass allocates, each from its creation to its end."""
+"""Counts the bytes of the fake tensors of a pass, each from its creation to its end."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -37,52 +36,33 @@ class Usage(NamedTuple):
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the bytes of the tensors that are created inside, for as long as they live.
 
-    Real tensors and fake ones are counted alike. On a GPU the peak of its allocator, in which the
-    workspaces of kernels are contained, replaces the sum where it is larger.
-
     Args:
         known: Tensors that exist already and do not count: weights and inputs.
         cache: Keys and values that exist already and count.
         vocabulary: Length of a row of logits; None: there are none.
-        selected: How many positions of a fake mask are True, which shapes alone do not tell.
-        device: Where the tensors are.
+        selected: How many positions of a mask are True, which shapes alone do not tell.
     """
 
     def __init__(
         self,
         *,
         known: Iterable[Tensor],
-        device: torch.device,
         cache: Iterable[Tensor] = (),
         vocabulary: int | None = None,
         selected: int = 0,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._vocabulary, self._selected, self._device = vocabulary, selected, device
+        self._vocabulary, self._selected = vocabulary, selected
         self._live: dict[int, tuple[weakref.ref[Any], str, int]] = {}
         self._now: Counter[str] = Counter()
         self._at_peak: Mapping[str, int] = {}
         for tensor in cache:
             self._count(tensor, "cache")
-        self._before = -self._now.total()
-        self._allocated = 0
-
-    def __enter__(self) -> Self:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before += torch.cuda.memory_allocated(self._device)
-        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
-
-    def __exit__(self, *args: object) -> None:
-        super().__exit__(*args)  # type: ignore[no-untyped-call]
-        if self._device.type == "cuda":
-            self._allocated = torch.cuda.max_memory_allocated(self._device) - self._before
 
     def peak(self) -> Usage:
         """Return what was alive when it was most."""
-        counted = Usage(**self._at_peak)
-        return counted.plus(Usage(activations=max(0, self._allocated - counted.total)))
+        return Usage(**self._at_peak)
 
     def move(self, tensor: Tensor, column: str) -> None:
         """Count a tensor in another column from now on."""
@@ -110,11 +90,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor.is_floating_point() and tensor.untyped_storage()._cdata in self._known
 
     def _selection(self, func: Any, args: tuple[Any, ...]) -> Tensor | None:
-        """Answer, for fake tensors, what depends on how many entries of a mask are True."""
-        if not args or not isinstance(args[0], FakeTensor):
-            return None
+        """Answer what depends on how many entries of a mask are True."""
         if func is torch.ops.aten.masked_select.default:
-            return args[0].new_empty(self._selected)
+            return args[0].new_empty(self._selected)  # type: ignore[no-any-return]
         if func is not torch.ops.aten.index.Tensor:
             return None
         tensor, indices = args

@@ -6,19 +6,20 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lrlhf.models import HeadedBackbone, RewardNetwork, ScoreModel, plain_model
+from lrlhf.models.loading.meta import skeleton
 from lrlhf.modules.policy.batch_plan import BatchPlan
-from lrlhf.planning.dry_run import DryRun
+from lrlhf.planning.config_entries import options_of, spec_of
+from lrlhf.planning.dry_run import DryRun, Shape
 from lrlhf.planning.memory_phases import PhaseList
-from lrlhf.planning.policy_memory import add_policy_phases
-from lrlhf.planning.reward_model_memory import add_reward_model_phases
-from lrlhf.planning.strategy_shares import strategy_of
+from lrlhf.planning.policy_memory import add_policy_phases, note_media
+from lrlhf.planning.strategy_shares import strategy_of, weights_of
 
 _GIB, _MIB = 2**30, 2**20
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV cache")
@@ -26,6 +27,8 @@ _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV
 _USABLE = 0.9
 """Share of a GPU's memory that tensors can have: the rest is for CUDA's context, the buffers of
 NCCL and cuBLAS, and what lies idle between tensors."""
+
+_SMALLER = "gradient_checkpointing, lora, dtype: bfloat16, or trainer.strategy: fsdp2 on more GPUs"
 
 
 def memory_report(
@@ -36,8 +39,8 @@ def memory_report(
     Args:
         sections: The config, with its groups ``model``, ``data`` and ``trainer``.
         plan: Sizes of an iteration of a policy; None: it is a reward model.
-        ranks: Processes of the run, one on each device.
-        device_size: Bytes of a device; None: not known.
+        ranks: Processes of the run.
+        device_size: Bytes of the device of each; None: not known.
     """
     trainer = sections["trainer"]
     strategy = strategy_of(trainer, ranks)
@@ -45,18 +48,14 @@ def memory_report(
         return f"no memory table: it is unknown what {trainer['strategy']!r} keeps on each process"
     here = trainer["accelerator"] in {"auto", "gpu", "cuda"} and CUDAAccelerator.is_available()
     phases = PhaseList(
-        dry_run=DryRun(
-            device=torch.device("cuda", torch.cuda.current_device()) if here else None,
-            precision=trainer["precision"],
-            casts_weights=strategy.kind != "replicated",
-        ),
+        dry_run=DryRun(trainer["precision"], casts_weights=strategy.kind != "replicated"),
         strategy=strategy,
         on_gpu=here or device_size is not None or trainer["accelerator"] in {"gpu", "cuda"},
         device_size=device_size,
     )
     try:
         if plan is None:
-            add_reward_model_phases(phases, sections["model"], sections["data"])
+            _add_reward_model_phases(phases, sections["model"], sections["data"])
         else:
             add_policy_phases(phases, sections["model"], sections["data"], plan)
     except (ValueError, RuntimeError, NotImplementedError) as error:
@@ -64,6 +63,25 @@ def memory_report(
         return f"no memory table: {' '.join(str(error).split())}"
     parts = [_table(phases), "\n".join(_advice(phases)), "\n".join(phases.notes)]
     return "\n\n".join(part for part in parts if part)
+
+
+def _add_reward_model_phases(phases: PhaseList, model: Any, data: Any) -> None:
+    """Add the phases of an optimizer step over pairs, from the config's entries."""
+    options, pairs = options_of(model), int(options_of(data)["batch_size"])
+    spec = spec_of(options["model"], ScoreModel)
+    body = skeleton(spec, body=True)
+    network, plain = RewardNetwork(HeadedBackbone(body, spec.head_config())), plain_model(body)
+    note_media(phases, plain)
+    # Lightning frees the gradients of a step after the forward pass of the next
+    weights = weights_of(network, plain, quantization=spec.quantization)
+    shares = phases.hold(weights, options_of(options["optimizer"]), accumulates=True)
+    usage = phases.dry_run.update(
+        network,
+        lambda batch: network(batch).sum(),
+        Shape(2 * pairs, phases.tokens_of(data, "max_tokens", "texts")),
+        accumulates=True,
+    )
+    phases.add_update("reward model", shares, usage, f"data.batch_size (now {pairs})")
 
 
 def _table(phases: PhaseList) -> str:
@@ -86,20 +104,19 @@ def _table(phases: PhaseList) -> str:
 
 
 def _advice(phases: PhaseList) -> list[str]:
-    """Say what would make the phases fit that do not, those with the same remedy together."""
+    """Say which options would make the phases fit that do not, those with the same together."""
     if phases.device_size is None:
         return []
     usable = _USABLE * phases.device_size
-    failing: dict[str, list[str]] = {}
+    room = f"{usable / _GIB:.1f} GiB, {_USABLE:.0%} of each GPU"
+    failing: dict[str | None, list[str]] = {}
     for phase in phases.phases:
         if phase.usage.total > usable:
-            turned = phase.turned_down(round(usable))
-            remedy = " or ".join([*([turned] if turned else []), *phases.smaller])
-            failing.setdefault(remedy, []).append(phase.name)
-    room = f"{usable / _GIB:.1f} GiB, {_USABLE:.0%} of each GPU"
+            failing.setdefault(phase.option, []).append(phase.name)
     if not failing:
         return [f"every phase fits into {room}"]
     return [
-        f"does not fit into {room}: {', '.join(names)}; change {remedy}"
-        for remedy, names in failing.items()
+        f"does not fit into {room}: {', '.join(names)}; use "
+        + (_SMALLER if option is None else f"a smaller {option}, {_SMALLER}")
+        for option, names in failing.items()
     ]

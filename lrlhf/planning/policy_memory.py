@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lrlhf.functional.algorithm import Algorithm
 from lrlhf.functional.algorithms import ALGORITHMS, ALIASES, resolve_algorithm
@@ -15,19 +16,21 @@ from lrlhf.models import (
     CausalLM,
     PretrainedSpec,
     SourceError,
+    ValueHead,
     ValueModel,
+    ValueNetwork,
     new_value_head,
     packs,
     plain_model,
     sequence_outputs,
 )
-from lrlhf.models.loading.meta import body_skeleton, policy_skeleton, value_skeleton
+from lrlhf.models.loading.meta import skeleton
 from lrlhf.models.media_inputs import placeholder_ids
 from lrlhf.modules.policy.batch_plan import BatchPlan
 from lrlhf.planning.config_entries import is_a, options_of, spec_of
 from lrlhf.planning.dry_run import Shape
 from lrlhf.planning.live_bytes import Usage
-from lrlhf.planning.memory_phases import Dial, PhaseList
+from lrlhf.planning.memory_phases import PhaseList
 from lrlhf.planning.strategy_shares import Shares, weights_of
 from lrlhf.rewards import LearnedReward
 from lrlhf.rollout import TransformersEngine
@@ -38,16 +41,15 @@ _GIB = 2**30
 
 
 def add_policy_phases(phases: PhaseList, model: Any, data: Any, plan: BatchPlan) -> None:
-    """Add the phases of an iteration.
-
-    Args:
-        phases: To add them to.
-        model: The config's entry of the module.
-        data: That of the data module.
-        plan: Responses and optimizer steps.
-    """
+    """Add the phases of an iteration, from the config's entries of the module and the data."""
     prompt_tokens = phases.tokens_of(data, "max_prompt_tokens", "prompts")
     _PolicyMemory(phases, options_of(model), plan, prompt_tokens).add_phases()
+
+
+def note_media(phases: PhaseList, plain: PreTrainedModel) -> None:
+    """Say of a model that sees images that they are not counted."""
+    if placeholder_ids(plain.config):
+        phases.note("not counted: what looks at images and videos, and their tokens")
 
 
 class _PolicyMemory:
@@ -62,18 +64,19 @@ class _PolicyMemory:
         self._prompt_tokens = prompt_tokens
         self._new_tokens = int(options_of(options["sampling"])["max_new_tokens"])
         self._spec = spec_of(options["policy"], CausalLM)
-        self._policy = policy_skeleton(self._spec)
+        self._policy = skeleton(self._spec)
         self._plain = plain_model(self._policy)
         self._vocabulary = int(self._plain.config.get_text_config().vocab_size)
-        critic, self._critic, self._head = options_of(options.get("critic")), None, None
-        self._critic_options = critic
+        critic = self._critic_options = options_of(options.get("critic"))
+        self._critic: ValueNetwork | None = None
+        self._head: ValueHead | None = None
         kind = critic.get("head", "linear")
         if critic.get("model") is not None:
-            self._critic = value_skeleton(spec_of(critic["model"], ValueModel, head=kind))
+            body = skeleton(spec_of(critic["model"], ValueModel, head=kind), body=True)
+            self._critic = ValueNetwork(body, new_value_head(body, kind))
         elif critic:
             self._head = new_value_head(self._policy, kind)
-        if placeholder_ids(self._plain.config):
-            phases.note("not counted: what looks at images and videos, and their tokens")
+        note_media(phases, self._plain)
 
     def add_phases(self) -> None:
         """Hold all models, then measure phase by phase."""
@@ -88,40 +91,32 @@ class _PolicyMemory:
         for name, (model, options) in rewards.items():
             self._add_scoring(name, model, options)
         before = self._micro_batch(self._plan.responses_per_rank)
-        dial = _micro_batch_dial(before)
+        option = _micro_batch_option(before)
         usage = phases.dry_run.forward(self._trained_with_policy, self._loss, before)
-        phases.add("log-probabilities", usage, Usage(policy.gathered), dial=dial)
+        phases.add("log-probabilities", usage, Usage(policy.gathered), option=option)
         if self._critic is not None:
             usage = phases.dry_run.forward(self._critic, self._critic, before)
-            phases.add("values", usage, Usage(critic.gathered), dial=dial)
+            phases.add("values", usage, Usage(critic.gathered), option=option)
         # strategies that cast weights keep gradients of their own in full precision
         exist = accumulates or phases.dry_run.casts_weights
-        usage = phases.dry_run.update(
-            self._trained_with_policy, self._loss, update, accumulates=exist
-        )
-        phases.add_update("policy", policy, usage, _micro_batch_dial(update))
+        option, measure = _micro_batch_option(update), phases.dry_run.update
+        usage = measure(self._trained_with_policy, self._loss, update, accumulates=exist)
+        phases.add_update("policy", policy, usage, option)
         if (network := self._critic) is not None:
-            usage = phases.dry_run.update(
-                network, lambda batch: network(batch).sum(), update, accumulates=exist
-            )
-            phases.add_update("critic", critic, usage, _micro_batch_dial(update))
-
-    # ------------------------------------------------------------------ models
+            usage = measure(network, lambda batch: network(batch).sum(), update, accumulates=exist)
+            phases.add_update("critic", critic, usage, option)
 
     def _hold_trained(self, *, accumulates: bool) -> tuple[Shares, Shares]:
         phases, critic = self._phases, self._critic_options
         weights = weights_of(self._policy, self._plain, quantization=self._spec.quantization)
-        phases.suggest("policy", self._options["policy"])
-        policy = phases.hold(
-            weights, options_of(self._options["optimizer"]), accumulates=accumulates
-        )
+        optimizer = options_of(self._options["optimizer"])
+        policy = phases.hold(weights, optimizer, accumulates=accumulates)
         if self._head is not None:
             weights = weights_of(self._head)
         elif self._critic is not None:
             quantization = options_of(critic["model"]).get("quantization")
             backbone = plain_model(self._critic.backbone)
             weights = weights_of(self._critic, backbone, quantization=quantization)
-            phases.suggest("critic.model", critic["model"])
         else:
             return policy, policy
         optimizer = options_of(critic.get("optimizer"))
@@ -133,12 +128,11 @@ class _PolicyMemory:
         if given is not None:
             return bool(given)
         algorithm = self._options.get("algorithm")
-        estimator = options_of(self._options.get("advantage")).get("estimator")
-        if algorithm is None and estimator in {*ALGORITHMS, *ALIASES}:
-            algorithm = estimator
         if isinstance(algorithm, Mapping):
             return bool(options_of(algorithm).get("kl_coef", Algorithm.kl_coef))
-        return bool(resolve_algorithm(algorithm or "rloo").kl_coef)
+        estimator = options_of(self._options.get("advantage")).get("estimator")
+        named = estimator if estimator in {*ALGORITHMS, *ALIASES} else "rloo"
+        return bool(resolve_algorithm(algorithm or named).kl_coef)
 
     def _hold_reference(self) -> None:
         reference = options_of(self._options.get("reference"))
@@ -150,7 +144,7 @@ class _PolicyMemory:
             spec = self._spec
         else:  # the policy without its adapters
             return
-        model = policy_skeleton(spec, trainable=False)
+        model = skeleton(spec, trainable=False)
         self._phases.hold(weights_of(model, plain_model(model), quantization=spec.quantization))
 
     def _reward_models(self) -> Iterator[tuple[str, tuple[nn.Module, Mapping[str, Any]]]]:
@@ -164,7 +158,7 @@ class _PolicyMemory:
             keys = ("source", "dtype", "attn_implementation", "trust_remote_code")
             given = {"dtype": "auto"} | {key: options[key] for key in keys if key in options}
             try:
-                model = body_skeleton(PretrainedSpec(**given), trainable=False)
+                model = skeleton(PretrainedSpec(**given), body=True, trainable=False)
             except SourceError as error:
                 self._phases.note(f"not counted: the reward model reward {name}: {error}")
                 continue
@@ -204,17 +198,16 @@ class _PolicyMemory:
             copies=copies,
             new_tokens=self._new_tokens,
         )
-        dial = Dial("engine.max_batch_size", prompts * copies, copies)
+        option = f"engine.max_batch_size (now {prompts * copies})"
         gathered = Usage(policy.gathered_to_generate)
         for name, usage in zip(("prompts", "last token"), ends, strict=True):
-            self._phases.add(f"generate: {name}", usage, gathered, dial=dial)
+            self._phases.add(f"generate: {name}", usage, gathered, option=option)
 
     def _lent_to_vllm(self, options: Mapping[str, Any]) -> tuple[int, int]:
         """Bytes of vLLM's weights, and of its keys and values."""
         on_gpu, size = self._phases.on_gpu, self._phases.device_size
-        dtype = options.get("dtype", "auto")
-        if dtype == "auto":
-            dtype = "bfloat16" if on_gpu else "float32"
+        automatic = "bfloat16" if on_gpu else "float32"
+        dtype = options.get("dtype", "auto").replace("auto", automatic)
         weights = weights_of(self._policy).whole.number * getattr(torch, dtype).itemsize
         cache_gib = options.get("kv_cache_gib") or (None if on_gpu else 1.0)
         if cache_gib is not None:
@@ -237,8 +230,8 @@ class _PolicyMemory:
             ),
             Shape(rows, self._prompt_tokens + self._new_tokens),
         )
-        dial = Dial(f"model.rewards.functions.{name}.batch_size", rows, 1)
-        self._phases.add(f"score responses: {name}", usage, dial=dial)
+        option = f"model.rewards.functions.{name}.batch_size (now {rows})"
+        self._phases.add(f"score responses: {name}", usage, option=option)
 
     # ------------------------------------------------------------------ micro-batches
 
@@ -250,12 +243,8 @@ class _PolicyMemory:
 
     def _micro_batch(self, rows: int) -> Shape:
         """The longest texts that go through a model at the same time, of so many."""
-        budget, prompt, new = (
-            self._update["micro_batch_tokens"],
-            self._prompt_tokens,
-            self._new_tokens,
-        )
-        if budget is not None:
+        prompt, new = self._prompt_tokens, self._new_tokens
+        if (budget := self._update["micro_batch_tokens"]) is not None:
             whole = prompt + self._shared * new
             if budget >= whole:
                 rows = min(rows, budget // whole * self._shared)
@@ -286,6 +275,6 @@ class _PolicyMemory:
         return values
 
 
-def _micro_batch_dial(shape: Shape) -> Dial:
+def _micro_batch_option(shape: Shape) -> str:
     tokens = sum(tree.tokens for tree in shape.trees())
-    return Dial("update.micro_batch_tokens", tokens, shape.tokens, chunked=True)
+    return f"update.micro_batch_tokens (now {tokens})"

@@ -44,14 +44,12 @@ class Weights(NamedTuple):
         frozen: The others, buffers included.
         block: The largest of the repeated blocks.
         around: What is not in a block: embeddings, norms, heads.
-        largest: The largest weight that learns.
     """
 
     trained: Part
     frozen: Part
     block: Part
     around: Part
-    largest: Part
 
     @property
     def whole(self) -> Part:
@@ -62,13 +60,7 @@ class Weights(NamedTuple):
 def weights_of(
     model: nn.Module, plain: PreTrainedModel | None = None, *, quantization: str | None = None
 ) -> Weights:
-    """Count a model's weights.
-
-    Args:
-        model: All that is counted.
-        plain: The `transformers` model in it; None: there is none, as in a head.
-        quantization: ``4bit``, ``8bit`` or None, of its frozen linear layers but the output head.
-    """
+    """Count a model's weights; ``quantization`` is of the frozen linear layers in ``plain``."""
     quantised: set[int] = set()
     if quantization and plain is not None:
         head = plain.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -86,36 +78,24 @@ def weights_of(
     frozen = Part().plus(*(part(tensor) for tensor in tensors if not tensor.requires_grad))
     repeated = nn.ModuleList() if plain is None else blocks_of(plain)
     blocks = [Part().plus(*map(part, block.parameters())) for block in repeated]
-    largest = max(trained, key=lambda one: one.size, default=Part())
     whole, inside = frozen.plus(*trained), Part().plus(*blocks)
     around = Part(whole.number - inside.number, whole.size - inside.size)
     block = max(blocks, key=lambda one: one.size, default=Part())
-    return Weights(Part().plus(*trained), frozen, block, around, largest)
+    return Weights(Part().plus(*trained), frozen, block, around)
 
 
 class OptimizerNeeds(NamedTuple):
-    """What an optimizer allocates, in multiples of the bytes of the weights that it moves.
-
-    Attributes:
-        states: What it remembers.
-        step: For the duration of a step, over all its weights.
-        step_largest: The same over the largest of its weights, where it takes one after another.
-    """
+    """What an optimizer keeps, and what it needs for a step, in multiples of its weights' bytes."""
 
     states: float = 0.0
     step: float = 0.0
-    step_largest: float = 0.0
 
 
 def optimizer_needs(options: Mapping[str, Any], *, on_gpu: bool) -> OptimizerNeeds:
     """Find out what an optimizer keeps, by letting it take a step on one small weight.
 
-    On GPUs PyTorch's optimizers work on all weights at once, on CPUs on one after another; AdamW
-    then holds one copy of all, or two of one. A fused AdamW holds none.
-
-    Args:
-        options: Of `OptimizerConfig`.
-        on_gpu: Where it will run.
+    On GPUs PyTorch's optimizers work on all weights at once, and hold a copy of all meanwhile,
+    unless they are fused; on CPUs they work on one after another.
     """
     weight = nn.Parameter(torch.zeros(64, 64))
     built = OptimizerConfig(**options).build([("weight", weight)], total_steps=1).optimizer
@@ -126,10 +106,8 @@ def optimizer_needs(options: Mapping[str, Any], *, on_gpu: bool) -> OptimizerNee
         for value in built.state[weight].values()
         if isinstance(value, torch.Tensor) and value.dim() > 0
     )
-    states = kept / weight.nbytes
-    if built.param_groups[0].get("fused"):
-        return OptimizerNeeds(states)
-    return OptimizerNeeds(states, step=1.0) if on_gpu else OptimizerNeeds(states, step_largest=2.0)
+    copies = on_gpu and not built.param_groups[0].get("fused")
+    return OptimizerNeeds(kept / weight.nbytes, step=float(copies))
 
 
 class Shares(NamedTuple):
@@ -178,19 +156,8 @@ class Strategy:
     offloads_weights: bool = False
     offloads_optimizer: bool = False
 
-    @property
-    def shards_weights(self) -> bool:
-        """Whether weights are gathered for each pass."""
-        return self.kind == "fsdp2" or self.stage == 3
-
     def shares(self, weights: Weights, optimizer: OptimizerNeeds, *, accumulates: bool) -> Shares:
-        """Work out what one process has of a model.
-
-        Args:
-            weights: Of the model.
-            optimizer: What moves those that learn.
-            accumulates: An optimizer step adds up the gradients of several micro-batches.
-        """
+        """Work out what one process has of a model; arguments as of `PhaseList.hold`."""
         match self.kind:
             case "replicated":
                 shares = Shares(Usage(weights.whole.size), gradients=weights.trained.size)
@@ -206,9 +173,7 @@ class Strategy:
                 moved = 0 if self.offloads_optimizer else master
                 shares = self._zero(weights, moved)
         resident = shares.resident._replace(optimizer=round(moved * optimizer.states))
-        largest = moved * weights.largest.size / max(1, weights.trained.size)
-        step = round(moved * optimizer.step + largest * optimizer.step_largest)
-        return shares._replace(resident=resident, step=step)
+        return shares._replace(resident=resident, step=round(moved * optimizer.step))
 
     def _fsdp2(self, weights: Weights, *, accumulates: bool) -> Shares:
         whole, trained = weights.whole, weights.trained
@@ -249,12 +214,7 @@ class Strategy:
 
 
 def strategy_of(trainer: Mapping[str, Any], ranks: int) -> Strategy | None:
-    """Read ``trainer.strategy``; None: it is unknown what that keeps where.
-
-    Args:
-        trainer: Options of the trainer.
-        ranks: Processes of the run.
-    """
+    """Read ``trainer.strategy`` for so many processes; None: it is unknown what it keeps where."""
     entry = trainer.get("strategy", "auto")
     options = entry.get("init_args") or {} if isinstance(entry, Mapping) else {}
     name = str(entry["class_path"] if isinstance(entry, Mapping) else entry).rpartition(".")[2]

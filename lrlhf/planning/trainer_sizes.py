@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
@@ -14,35 +14,23 @@ _DEFAULT_EPOCHS = 1000
 """What Lightning takes where neither epochs nor steps are given."""
 
 
-class _Devices(NamedTuple):
-    number: int
-    origin: str
-
-
 def processes(trainer: Mapping[str, Any]) -> Quantity:
-    """Count the processes of a run, one per device.
+    """Count the processes of a run, one per device, from the options of ``trainer``.
 
-    Args:
-        trainer: Options of ``trainer``. Devices that it leaves to Lightning are those of this
-            machine; what cannot be known is taken for 1, and the origin says so.
+    Devices that they leave to Lightning are those of this machine; what cannot be known is taken
+    for 1, and the origin says so.
 
     Raises:
         ValueError: ``trainer.devices`` is neither a number, a list nor "auto".
     """
-    devices = _devices(trainer["accelerator"], trainer["devices"])
-    nodes = trainer["num_nodes"]
-    origin = devices.origin if nodes == 1 else f"{devices.origin} × trainer.num_nodes ({nodes})"
-    return Quantity("processes", devices.number * nodes, origin)
+    devices, origin = _devices(trainer["accelerator"], trainer["devices"])
+    if (nodes := trainer["num_nodes"]) != 1:
+        origin = f"{origin} × trainer.num_nodes ({nodes})"
+    return Quantity("processes", devices * nodes, origin)
 
 
 def training_steps(trainer: Mapping[str, Any], what: str, *, batches_per_step: int = 1) -> Quantity:
-    """Count the steps of a run, as far as the options alone tell.
-
-    Args:
-        trainer: Options of ``trainer``.
-        what: Unit of ``trainer.max_steps`` for the module.
-        batches_per_step: Batches that are accumulated for each of them.
-    """
+    """Count the steps of a run, called ``what``, as far as the trainer's options alone tell."""
     if trainer["fast_dev_run"]:
         batches = int(trainer["fast_dev_run"])
         return Quantity(what, math.ceil(batches / batches_per_step), "trainer.fast_dev_run")
@@ -64,12 +52,14 @@ def training_steps(trainer: Mapping[str, Any], what: str, *, batches_per_step: i
     return Quantity(what, None, endless if epochs == -1 else f"{epochs} epoch(s) over the data")
 
 
-def _devices(accelerator: Any, devices: Any) -> _Devices:
+def _devices(accelerator: str, devices: Any) -> tuple[int, str]:
+    """Count the devices of a node, and say where the number comes from."""
+    given = f"trainer.devices {devices}"
     if isinstance(devices, list):
-        return _Devices(len(devices), f"trainer.devices {devices}")
+        return len(devices), given
     text = str(devices).strip()
     if text in {"auto", "-1"}:
-        return _devices_here(accelerator, text)
+        return _devices_here(accelerator, given)
     # as for Lightning, "2" are two devices and "0,1" or "3," those with these numbers
     listed = [part for part in text.split(",") if part.strip()]
     if not listed or not all(part.strip().isdigit() for part in listed) or text == "0":
@@ -77,18 +67,14 @@ def _devices(accelerator: Any, devices: Any) -> _Devices:
             f"trainer.devices is {devices!r}; give a number above 0, a list of device numbers, or "
             "auto"
         )
-    return _Devices(len(listed) if "," in text else int(text), f"trainer.devices {text}")
+    return len(listed) if "," in text else int(text), given
 
 
-def _devices_here(accelerator: Any, text: str) -> _Devices:
-    asked = f"trainer.devices {text}"
-    if accelerator == "cpu":
-        return _Devices(1, f"{asked}, 1 on a CPU")
-    wants_cuda, wants_mps = accelerator in {"auto", "gpu", "cuda"}, accelerator in {"gpu", "mps"}
-    if wants_cuda and CUDAAccelerator.is_available():
-        return _Devices(CUDAAccelerator.auto_device_count(), f"{asked}, the GPUs of this machine")
-    if (wants_mps or accelerator == "auto") and MPSAccelerator.is_available():
-        return _Devices(1, f"{asked}, the GPU of this machine")
-    if accelerator == "auto":
-        return _Devices(1, f"{asked}, 1 on the CPU of this machine")
-    return _Devices(1, f"{asked}, assumed: this machine has no such device")
+def _devices_here(accelerator: str, given: str) -> tuple[int, str]:
+    if accelerator in {"auto", "gpu", "cuda"} and CUDAAccelerator.is_available():
+        return CUDAAccelerator.auto_device_count(), f"{given}, the GPUs of this machine"
+    if accelerator in {"auto", "gpu", "mps"} and MPSAccelerator.is_available():
+        return 1, f"{given}, the GPU of this machine"
+    if accelerator in {"auto", "cpu"}:
+        return 1, f"{given}, 1 on a CPU"
+    return 1, f"{given}, assumed: this machine has no such device"

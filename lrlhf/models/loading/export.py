@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -15,10 +16,19 @@ from peft.utils.integrations import dequantize_bnb_weight
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
-from lrlhf.models.loading.checkpoint_names import conversions_of
 from lrlhf.models.output_head import plain_model
 from lrlhf.models.sharding import class_of, has_split_weights, settle, whole, whole_weights
+
+_CONVERSIONS = "_weight_conversions"
 
 
 def save_model(
@@ -48,7 +58,7 @@ def save_model(
     else:
         skeleton = skeleton_of(plain)
         # what ``from_pretrained`` did to names and shapes, which is undone here
-        vars(skeleton).update(conversions_of(plain))
+        vars(skeleton).update(_conversions_of(plain))
         skeleton.save_pretrained(folder, state_dict=weights)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -71,13 +81,9 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
 def merged_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
     """Return a model's weights under their original names, its active LoRA adapters added in.
 
-    Quantised weights are restored, and split ones put together in main memory. Tensors that none
-    of this concerns are shared, not copied.
-
-    Args:
-        model: A model that PEFT has put LoRA layers into, or any other. If its weights are split,
-            all ranks must call this.
-        keep: Off, this rank only brings its parts, and gets nothing.
+    Quantised weights are restored, and split ones put together in main memory: then all ranks must
+    call this, and those that do not ``keep`` only bring their parts. Tensors that none of this
+    concerns are shared, not copied.
 
     Raises:
         ValueError: It has adapters of another kind than LoRA.
@@ -100,9 +106,7 @@ def merged_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tenso
 def merged_weights(model: nn.Module, *, tied_once: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Go through what `merged_state_dict` returns; merged layers exist one at a time.
 
-    Args:
-        model: See there.
-        tied_once: Leave out further names of a tensor that came before.
+    ``tied_once`` leaves out further names of a tensor that came before.
     """
     settle(model)
     changed: dict[str, nn.Module] = {}
@@ -124,11 +128,7 @@ def merged_weights(model: nn.Module, *, tied_once: bool = False) -> Iterator[tup
 
 
 def check_mergeable(model: nn.Module) -> None:
-    """Check that every adapter of a model can be added to the weights, before it is trained.
-
-    Raises:
-        ValueError: Some cannot; names the first.
-    """
+    """Raise `ValueError` for the first adapter that cannot be added to the weights."""
     for name, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer) and (obstacle := _unmergeable(layer)):
             raise ValueError(
@@ -187,3 +187,50 @@ def _dense(layer: nn.Module) -> dict[str, Tensor]:
     quantised = layer.get_parameter("weight")
     state = layer.state if type(quantised).__name__ == "Int8Params" else None
     return {**parts, "weight": dequantize_bnb_weight(quantised, state).detach()}
+
+
+def _conversions_of(model: PreTrainedModel) -> dict[str, Any]:
+    """Return what ``from_pretrained`` noted on a model about names; empty: it was not loaded so."""
+    return {key: value for key, value in vars(model).items() if key == _CONVERSIONS}
+
+
+class CheckpointNames:
+    """Gives weights the names and shapes that checkpoints of a family have, one after another.
+
+    ``from_pretrained`` renames the weights of many families, and stacks those of experts;
+    ``save_pretrained`` undoes it for a whole model at once. ``names`` are those that the weights of
+    a model, whole, split or with adapters, have in memory without adapters.
+    """
+
+    def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
+        self._model = model
+        conversions = _conversions_of(model).get(_CONVERSIONS)
+        if conversions is None:
+            # of a model that was built from its config; see `revert_weight_conversion`
+            known = get_model_conversion_mapping(model, add_legacy=False)
+            conversions = [one for one in known if not isinstance(one, PrefixChange)]
+        undone = [conversion.reverse_transform() for conversion in reversed(conversions)]
+        self._renamings = [one for one in undone if isinstance(one, WeightRenaming)]
+        self._converters = [one for one in undone if isinstance(one, WeightConverter)]
+        self._sizes = Counter(self._renamed(name)[0] for name in names)
+
+    def convert(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Go through weights as checkpoints have them.
+
+        Those that become one weight together wait for each other; a weight that becomes several,
+        such as a stack of experts, is cut into views of it.
+        """
+        waiting: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for name, weight in weights:
+            renamed, source = self._renamed(name)
+            if source is None:
+                yield renamed, weight
+                continue
+            waiting[renamed][name] = weight
+            if len(waiting[renamed]) == self._sizes[renamed]:
+                yield from revert_weight_conversion(self._model, waiting.pop(renamed)).items()
+        assert not waiting, f"weights that wait for others: {sorted(waiting)}"
+
+    def _renamed(self, name: str) -> tuple[str, str | None]:
+        """Return a weight's new name, or that of a group, and what in it is converted."""
+        return rename_source_key(name, self._renamings, self._converters, reverse=True)

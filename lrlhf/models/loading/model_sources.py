@@ -5,22 +5,33 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import hashlib
 import importlib.util
 import logging
 import os
 import re
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
-
-from lrlhf.models.loading.gguf import converted_folder
+import torch
+from filelock import FileLock
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedConfig,
+)
 
 _logger = logging.getLogger(__name__)
 
 _PACKAGE_PREFIX = "package:"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_ADAPTER_CONFIG = "adapter_config.json"
+_GGUF_LAYOUT = b"1"
+"""Part of the names of converted folders: raise it when the conversion writes something else."""
 
 
 class SourceError(ValueError):
@@ -51,10 +62,11 @@ def resolve_source(source: str) -> str:
 
     Raises:
         SourceError: Nothing usable is there.
+        ValueError: The file is no GGUF file, or does not fill every weight of its model.
     """
     found = locate(source)
     if isinstance(found, Path) and found.suffix == ".gguf":
-        found = converted_folder(found, cache_dir() / "models")
+        found = _converted_folder(found)
     return str(found)
 
 
@@ -150,7 +162,7 @@ def _model_at(path: Path, source: str) -> Path:
         raise SourceError(f"source {source!r} is a file; give its folder, or a .gguf file.")
     if (path / "config.json").is_file():
         return path
-    if (path / _ADAPTER_CONFIG).is_file():
+    if (path / "adapter_config.json").is_file():
         raise SourceError(
             f"source {source!r} holds a LoRA adapter without its base model. Merge the adapter "
             "into the model first (peft: merge_and_unload), and give that folder."
@@ -164,18 +176,68 @@ def _only_gguf(folder: Path, source: str) -> Path:
         return files[0]
     if files:
         names = ", ".join(file.name for file in files)
-        raise SourceError(
-            f"source {source!r} holds {len(files)} .gguf files ({names}); name one of them, "
-            f"for example {source.rstrip('/')}/{files[0].name}"
-        )
-    inner = sorted(config.parent.name for config in folder.glob("*/config.json"))
-    hint = f" Did you mean {source.rstrip('/')}/{inner[0]}?" if inner else ""
-    raise SourceError(f"source {source!r} holds neither config.json nor a .gguf file.{hint}")
+        raise SourceError(f"source {source!r} holds {len(files)} .gguf files ({names}); name one")
+    raise SourceError(f"source {source!r} holds neither config.json nor a .gguf file.")
 
 
 def _nearest_sibling(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f" The folder {path.parent} does not exist either."
-    names = [entry.name for entry in path.parent.iterdir()]
+    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=3)
     return f" Near matches in {path.parent}: {', '.join(near)}." if near else ""
+
+
+def _converted_folder(file: Path) -> Path:
+    """Return the model folder made of a GGUF file, converting it if that was not done before.
+
+    The folder holds bfloat16 safetensors, the tokenizer with its chat template, and a generation
+    config. It appears by one rename, so it is complete or absent, and a lock keeps two processes
+    from converting at the same time. Its name carries a hash of the file's content.
+    """
+    parent = cache_dir() / "models"
+    with file.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise ValueError(f"{file} is not a GGUF file: it does not start with 'GGUF'.")
+        stream.seek(0)
+        digest = hashlib.file_digest(stream, "sha256")
+    digest.update(_GGUF_LAYOUT)
+    folder = parent / f"{file.stem}-{digest.hexdigest()[:12]}"
+    if folder.is_dir():
+        return folder
+    parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(parent / f".{folder.name}.lock"):
+        if not folder.is_dir():  # another process may have made it while this one waited
+            _convert_atomically(file, folder)
+    return folder
+
+
+def _convert_atomically(file: Path, folder: Path) -> None:
+    _logger.info("Dequantising %s into %s; this happens once.", file.name, folder)
+    started = time.monotonic()
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # what a killed process may have left
+    try:
+        _convert(file, partial)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    _logger.info("Dequantised %s in %.0f s.", file.name, time.monotonic() - started)
+
+
+def _convert(file: Path, target: Path) -> None:
+    location = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    tokenizer = AutoTokenizer.from_pretrained(**location)
+    auto_class: Any = AutoModelForCausalLM  # its annotations leave the report out
+    model, report = auto_class.from_pretrained(
+        **location,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+        output_loading_info=True,
+    )
+    if report["missing_keys"] or report["mismatched_keys"]:
+        lacking = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
+        raise ValueError(f"{file} does not fill the weights {', '.join(lacking[:5])} of its model.")
+    # transformers reads the end token from the file's header into the tokenizer only in some cases
+    if model.generation_config.eos_token_id is None:
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import peft
@@ -29,7 +31,6 @@ from transformers import (
 from lrlhf.models.backbone import allow_packing
 from lrlhf.models.compiling import compile_layers
 from lrlhf.models.loading.export import check_mergeable
-from lrlhf.models.loading.freezing import freeze_modules
 from lrlhf.models.loading.model_sources import (
     explained,
     load_config,
@@ -104,17 +105,18 @@ class PretrainedSpec:
                 "adapted layers with lora.target_modules instead."
             )
 
+    @property
+    def of_hub(self) -> dict[str, Any]:
+        """What a hub id is loaded with, as keywords."""
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer that lies beside the model."""
-        return load_tokenizer(
-            self.source, revision=self.revision, trust_remote_code=self.trust_remote_code
-        )
+        return load_tokenizer(self.source, **self.of_hub)
 
     def load_processor(self) -> ProcessorMixin | None:
         """Load what turns images and videos into the model's input; None of a text model."""
-        return load_processor(
-            self.source, revision=self.revision, trust_remote_code=self.trust_remote_code
-        )
+        return load_processor(self.source, **self.of_hub)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,30 +133,27 @@ class CausalLM(PretrainedSpec):
             ValueError: The source leads to no model, an option does not fit it, or its output
                 head computes logits in a way that this library does not know.
         """
-        model = load_pretrained(self, self._auto_class(), trainable=trainable)
+        auto_class = language_model_class(load_config(self.source, **self.of_hub))
+        model = load_pretrained(self, auto_class, trainable=trainable)
         check_output_head(model)
         allow_packing(model)
         return finish_for_training(model, self, trainable=trainable, task_type="CAUSAL_LM")
 
-    def _auto_class(self) -> Any:
-        config = load_config(
-            self.source, revision=self.revision, trust_remote_code=self.trust_remote_code
-        )
-        seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        return AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+
+def language_model_class(config: PreTrainedConfig) -> Any:
+    """Return the auto class of a model with an output head."""
+    seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if seeing else AutoModelForCausalLM
 
 
-def load_pretrained(
-    spec: PretrainedSpec, auto_class: Any, *, trainable: bool, **options: Any
-) -> PreTrainedModel:
-    """Load the weights that ``spec`` names into the class that ``auto_class`` picks.
+def load_pretrained(spec: PretrainedSpec, auto_class: Any, *, trainable: bool) -> PreTrainedModel:
+    """Load the weights that ``spec`` names into the class that ``auto_class`` picks, no adapters.
 
     Args:
-        spec: Source and loading options; adapters are not added here.
+        spec: Source and loading options.
         auto_class: ``AutoModel``, ``AutoModelForCausalLM``, ...
         trainable: Whether the weights will be trained, which a quantised model cannot without
             adapters.
-        options: Fields to override in the model's config.
 
     Raises:
         ValueError: The source leads to no model, or lacks weights that the class needs.
@@ -165,12 +164,11 @@ def load_pretrained(
             "Add `lora: {}` to train adapters, or drop quantization."
         )
     location = resolve_source(spec.source)
-    shared = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
     if spec.trust_remote_code:
         warn_of_remote_code(spec.source)
     quantization = _bitsandbytes(spec)
     with explained(spec.source):
-        config = AutoConfig.from_pretrained(location, **shared, **options)
+        config = AutoConfig.from_pretrained(location, **spec.of_hub)
         if not spec.dropout:
             clear_dropout(config)
         model, report = auto_class.from_pretrained(
@@ -181,7 +179,7 @@ def load_pretrained(
             quantization_config=quantization,
             use_safetensors=None,  # safetensors where there is one, else a weights_only pickle
             output_loading_info=True,
-            **shared,
+            **spec.of_hub,
         )
     _check_complete(report, spec.source, type(model).__name__)
     _keep_4_bit_layout(model)
@@ -192,23 +190,16 @@ def load_pretrained(
     return model  # type: ignore[no-any-return]
 
 
-def keep_no_cache(model: PreTrainedModel) -> None:
-    """Have a body that generates nothing keep no keys and values of its passes."""
-    for config in (model.config, model.config.get_text_config()):
-        config.use_cache = False
-
-
 def finish_for_training(
     model: PreTrainedModel, spec: PretrainedSpec, *, task_type: str, trainable: bool = True
 ) -> PreTrainedModel | peft.PeftModel:
     """Add the adapters, the activation recomputing and the freezing that ``spec`` asks for.
 
-    Args:
-        model: As it was loaded.
-        spec: What it was loaded from.
-        task_type: PEFT's name for what the model does.
-        trainable: False: everything is frozen, and nothing added.
+    ``task_type`` is PEFT's name for what the model does. Not ``trainable``, all of it is frozen.
     """
+    if task_type != "CAUSAL_LM":  # it generates nothing: keys and values are not kept
+        for config in (model.config, model.config.get_text_config()):
+            config.use_cache = False
     if not trainable:
         return model.requires_grad_(False)
     freeze_modules(body_of(model), spec.freeze)
@@ -224,6 +215,25 @@ def finish_for_training(
             # the inputs of the first block come from frozen embeddings
             model.enable_input_require_grads()  # type: ignore[no-untyped-call]
     return finished
+
+
+def freeze_modules(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Switch the gradient of all modules off whose name fits a shell pattern, and inside them.
+
+    Raises:
+        ValueError: A pattern matches no module.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    for pattern in patterns:
+        matching = [module for name, module in modules.items() if fnmatchcase(name, pattern)]
+        if not matching:
+            near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.3)
+            raise ValueError(
+                f"freeze: {pattern!r} matches no module of {type(model).__name__}. "
+                f"Near matches: {', '.join(near) or ', '.join(list(modules)[:3])}."
+            )
+        for module in matching:
+            module.requires_grad_(False)
 
 
 def clear_dropout(config: PreTrainedConfig) -> None:

@@ -32,7 +32,6 @@ from lrlhf.models.loading.model_sources import explained, load_config, resolve_s
 from lrlhf.models.loading.pretrained import (
     PretrainedSpec,
     finish_for_training,
-    keep_no_cache,
     load_pretrained,
 )
 from lrlhf.models.output_head import plain_model
@@ -44,13 +43,7 @@ _SCORE = "projection.weight"
 
 
 def save_scorer(scorer: Scorer, folder: Path | None, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write a scorer and its tokenizer, adapters merged.
-
-    Args:
-        scorer: Either kind.
-        folder: Created where it does not exist; None: see `save_model`.
-        tokenizer: Its padding token goes into the plain classifier's config, which needs it.
-    """
+    """Write a scorer, adapters merged, and its tokenizer; folder as of `save_model`."""
     if isinstance(scorer, StockClassifier):
         save_model(scorer.model, folder, tokenizer)
     elif isinstance(scorer, HeadedBackbone):
@@ -62,10 +55,6 @@ def save_scorer(scorer: Scorer, folder: Path | None, tokenizer: PreTrainedTokeni
 def load_scorer(spec: PretrainedSpec, *, trainable: bool) -> Scorer | None:
     """Load a trained scorer, or None where ``spec.source`` holds no reward model.
 
-    Args:
-        spec: Source and loading options.
-        trainable: Add the adapters that ``spec`` asks for; False: freeze everything.
-
     Raises:
         ValueError: The folder's head files do not fit together.
     """
@@ -74,9 +63,7 @@ def load_scorer(spec: PretrainedSpec, *, trainable: bool) -> Scorer | None:
         folder = _head_folder(location, spec.revision)
         if (folder / HEAD_CONFIG).is_file():
             return _load_headed(spec, folder, trainable=trainable)
-        config = load_config(
-            spec.source, revision=spec.revision, trust_remote_code=spec.trust_remote_code
-        )
+        config = load_config(spec.source, **spec.of_hub)
     names = config.architectures or []
     if not any(name.endswith("ForSequenceClassification") for name in names):
         return None
@@ -86,21 +73,9 @@ def load_scorer(spec: PretrainedSpec, *, trainable: bool) -> Scorer | None:
 
 
 def load_backbone(spec: PretrainedSpec, *, trainable: bool) -> PreTrainedModel | PeftModel:
-    """Load the body of a model, without any head.
-
-    Args:
-        spec: Source and loading options.
-        trainable: Add the adapters that ``spec`` asks for; False: freeze everything.
-    """
+    """Load the body of a model, without any head; arguments as of `load_pretrained`."""
     body = load_pretrained(spec, AutoModel, trainable=trainable)
-    return _finished(body, spec, trainable=trainable, task_type="FEATURE_EXTRACTION")
-
-
-def _finished(
-    model: PreTrainedModel, spec: PretrainedSpec, *, trainable: bool, task_type: str
-) -> PreTrainedModel | PeftModel:
-    keep_no_cache(model)
-    return finish_for_training(model, spec, trainable=trainable, task_type=task_type)
+    return finish_for_training(body, spec, trainable=trainable, task_type="FEATURE_EXTRACTION")
 
 
 def _head_folder(location: str, revision: str | None) -> Path:
@@ -137,8 +112,11 @@ def _load_classifier(spec: PretrainedSpec, *, trainable: bool) -> Scorer:
     model = load_pretrained(spec, AutoModelForSequenceClassification, trainable=trainable)
     score = dict(model.named_children()).get("score")
     if not isinstance(score, nn.Linear) or score.bias is not None:
-        return StockClassifier(_finished(model, spec, trainable=trainable, task_type="SEQ_CLS"))
-    body = _finished(model.base_model, spec, trainable=trainable, task_type="FEATURE_EXTRACTION")
+        finished = finish_for_training(model, spec, trainable=trainable, task_type="SEQ_CLS")
+        return StockClassifier(finished)
+    body = finish_for_training(
+        model.base_model, spec, trainable=trainable, task_type="FEATURE_EXTRACTION"
+    )
     scorer = HeadedBackbone(body, HeadConfig())
     (projection,) = scorer.heads.parameters()
     projection.data.copy_(score.weight.data)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
+from typing import Any
 
 from transformers import (
     AutoProcessor,
@@ -61,42 +61,31 @@ def load_processor(
         trust_remote_code: Run Python code that comes with the processor.
 
     Returns:
-        None where the model reads text only.
+        What does so; None where the model reads text only.
 
     Raises:
         ValueError: The model sees images, and its processor cannot be loaded.
     """
-    location = resolve_source(source)
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
-    if not placeholder_ids(
-        load_config(source, revision=revision, trust_remote_code=trust_remote_code)
-    ):
+    config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    if not placeholder_ids(config):
         return None
+    reason: Exception | None = None
+    processor: Any = None
     with explained(source):
         try:
-            processor = AutoProcessor.from_pretrained(location, **options)  # type: ignore[no-untyped-call]
+            processor = AutoProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+                resolve_source(source), revision=revision, trust_remote_code=trust_remote_code
+            )
         except (ImportError, ValueError, AttributeError) as error:
-            raise ValueError(_processor_advice(source, str(error))) from error
+            reason = error
     if not isinstance(processor, ProcessorMixin):
-        raise ValueError(_processor_advice(source, f"it has a {type(processor).__name__} only"))
+        raise ValueError(
+            f"source {source!r} is a vision-language model without a usable processor "
+            f"({reason or f'it has a {type(processor).__name__} only'}); put its "
+            "preprocessor_config.json and processor_config.json beside the model, and install "
+            "what it may need: pip install 'lrlhf[vision]'"
+        ) from reason
     return processor
-
-
-def _processor_advice(source: str, reason: str) -> str:
-    missing = [
-        package
-        for package in ("torchvision", "num2words")
-        if importlib.util.find_spec(package) is None
-    ]
-    remedy = (
-        f"the processor may need {' and '.join(missing)}: pip install 'lrlhf[vision]'"
-        if missing
-        else "put its preprocessor_config.json and processor_config.json beside the model"
-    )
-    return (
-        f"source {source!r} is a vision-language model without a usable processor ({reason}); "
-        f"{remedy}"
-    )
 
 
 def _pad_with_eos(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
@@ -127,7 +116,8 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
         model.config.get_text_config().to_dict().get("eos_token_id"),
         tokenizer.eos_token_id,
     )
-    ids = frozenset().union(*map(_as_ids, declared))
+    several = [ids if isinstance(ids, list) else [ids] for ids in declared if ids is not None]
+    ids = frozenset[int]().union(*several)
     if not any(0 <= token < len(tokenizer) for token in ids):
         raise ValueError(
             f"No end-of-sequence token: the generation config, the config and the tokenizer "
@@ -135,9 +125,3 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
             "eos_token_id in the model's generation_config.json."
         )
     return ids
-
-
-def _as_ids(declared: int | list[int] | None) -> frozenset[int]:
-    if declared is None:
-        return frozenset()
-    return frozenset([declared] if isinstance(declared, int) else declared)

@@ -7,20 +7,21 @@ computes (Gemma 2's bounded scores) the attention that is written in the model's
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from lrlhf.models.modes import in_trial
-from lrlhf.models.packed.packing import BranchRun, Run, Segments
+from lrlhf.models.packed.packing import Segments
 
 PACKED_ATTENTION = "lrlhf_packed"
 """The name in a model's config of attention that computes segments with ``sdpa``."""
@@ -28,11 +29,17 @@ PACKED_ATTENTION = "lrlhf_packed"
 PACKED_OWN_ATTENTION = "lrlhf_packed_own"
 """Of the one that computes them as the model's own file does."""
 
-OWN_ATTENTION = "lrlhf_own"
-"""Of that where the model computes padded rows."""
+COMPARED_ATTENTION = "lrlhf_compared"
+"""Of the one that computes with ``sdpa``, and compares it with the model's own, layer by layer."""
 
 SEGMENTS = "packed_segments"
 """Keyword of a forward pass under which the segments travel to the attention."""
+
+_TOLERANCE = 1e-4
+_LARGE = 30.0
+"""Queries of trained models make scores of this size, those of new ones far smaller."""
+
+_differing: ContextVar[list[str]] = ContextVar("differing_attention")
 
 _BLOCK = 512
 """Queries of a long branch that are computed together: each block sees no key behind its end."""
@@ -120,8 +127,6 @@ def own_attention(
     )
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is None:
-            mask = _mask(segments, q.device, (q.shape[2], 0, 0), None)
         result: Tensor = compute(module, q, k, v, additive(module, q, k, mask), **options)[0]
         return result
 
@@ -144,14 +149,9 @@ def own_function(module: nn.Module) -> Callable[..., Any] | None:
 def additive(
     module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, *, is_causal: bool = True
 ) -> Tensor | None:
-    """Return what is added to scores to mask them as ``sdpa`` does with ``mask``.
+    """Return what is added to scores to mask them as ``sdpa`` does with ``mask``, if anything.
 
-    Args:
-        module: Says whether attention is causal where there is no mask.
-        query: `[B, Q, S, D]`.
-        key: `[B, K, T, D]`.
-        mask: True where a key is seen, or what is added already.
-        is_causal: What the call says of it.
+    Without a mask, attention is causal where both the module and the call say so.
     """
     if mask is None:
         queries, keys = query.shape[2], key.shape[2]
@@ -173,14 +173,6 @@ def _check_known(options: dict[str, Any]) -> None:
         raise ValueError(f"its attention is given {sorted(unknown)[0]!r}")
 
 
-def _in_segments(
-    attend: _Attend, segments: Segments, heads: _Heads, window: int | None
-) -> Float[Tensor, "1 N Q D"]:
-    segments.windows.append(window)
-    compute = _by_run if segments.table is None else _by_table
-    return compute(attend, segments, heads, window)[None]
-
-
 class _Attend(Protocol):
     """Computes attention of a batch, causal where there is no mask."""
 
@@ -198,112 +190,33 @@ _Heads: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values of all tokens, `[heads, N, D]` each."""
 
 
-def _by_run(
+def _in_segments(
     attend: _Attend, segments: Segments, heads: _Heads, window: int | None
-) -> Float[Tensor, "N Q D"]:
-    """Go through the runs, each as large as it is."""
-    query, key, value = heads
-    pieces: list[Tensor] = []
-    for run in segments.prefixes:
-        q, k, v = (_stacked(part, run) for part in (query, key, value))
-        mask = None
-        if window is not None and run.longest > window:
-            mask = _mask(segments, query.device, (run.longest, 0, 0), window)
-        pieces += _unstacked(attend(q, k, v, mask), run)
-    for branch in segments.branches:
-        q, k, v = (_stacked(part, branch.branches) for part in (query, key, value))
-        k, v = (_behind_prefix(stacked, part, branch) for stacked, part in ((k, key), (v, value)))
-        blocks = [
-            attend(
-                q[:, :, start:stop],
-                k[:, :, : branch.prefix + stop],
-                v[:, :, : branch.prefix + stop],
-                _mask(segments, query.device, (stop - start, start, branch.prefix), window),
-            )
-            for start, stop in _blocks(branch.branches.longest)
-        ]
-        pieces += _unstacked(torch.cat(blocks, dim=1), branch.branches)
-    return torch.cat(pieces)
-
-
-def _by_table(
-    attend: _Attend, segments: Segments, heads: _Heads, window: int | None
-) -> Float[Tensor, "N Q D"]:
-    """Take segments of similar length together, filled up to the longest of them."""
-    table = segments.table
-    assert table is not None
-
-    def cut(part: Tensor, places: Tensor) -> Tensor:
-        return part[:, places].transpose(0, 1)
-
-    query, key, value = heads
+) -> Float[Tensor, "1 N Q D"]:
+    """Go through the parts: no score exists of tokens in different ones."""
+    segments.windows.append(window)
     results: list[Tensor] = []
-    for places in table.prefixes:
-        longest, mask = places.shape[1], None
-        if window is not None and longest > window:
-            mask = _mask(segments, query.device, (longest, 0, 0), window)
-        results.append(attend(cut(query, places), cut(key, places), cut(value, places), mask))
-    for number, part in enumerate(table.branches):
-        behind = torch.cat([part.prefixes, part.branches], dim=1)
-        queries, keys, values = cut(query, part.branches), cut(key, behind), cut(value, behind)
-        prefix = part.prefixes.shape[1]
+    for number, part in enumerate(segments.parts):
+        prefix, longest = part.before.shape[1], part.own.shape[1]
+        behind = torch.cat([part.before, part.own], dim=1) if prefix else part.own
+        query, key, value = (
+            one[:, places].transpose(0, 1)
+            for one, places in zip(heads, (part.own, behind, behind), strict=True)
+        )
+        if not prefix and (window is None or longest <= window):
+            results.append(attend(query, key, value, None).flatten(0, 1))
+            continue
         blocks = [
             attend(
-                queries[:, :, start:stop],
-                keys[:, :, : prefix + stop],
-                values[:, :, : prefix + stop],
-                _table_mask(segments, number, (start, stop), window),
+                query[:, :, start:stop],
+                key[:, :, : prefix + stop],
+                value[:, :, : prefix + stop],
+                _mask(segments, number, (start, stop), window),
             )
-            for start, stop in _blocks(part.branches.shape[1])
+            for start, stop in _blocks(longest)
         ]
-        results.append(torch.cat(blocks, dim=1))
-    return torch.cat([result.flatten(0, 1) for result in results])[table.back]
-
-
-def _table_mask(
-    segments: Segments, number: int, block: tuple[int, int], window: int | None
-) -> Bool[Tensor, "R 1 B P+E"]:
-    """Return which keys the queries of a block see, of every branch of a part of the table."""
-    name = (number, *block, window or 0)
-    if name not in segments.masks:
-        assert segments.table is not None
-        part, (start, stop) = segments.table.branches[number], block
-        prefix = part.prefix_lengths[:, None, None]
-        own = torch.arange(start, stop, device=prefix.device)[:, None]
-        columns = torch.arange(part.prefixes.shape[1], device=prefix.device)
-        within = own - torch.arange(stop, device=prefix.device)
-        seen, mine = columns < prefix, within >= 0
-        if window is not None:
-            seen = seen & (prefix + own - columns < window)
-            mine &= within < window
-        shape = (len(part.branches), stop - start, -1)
-        mask = torch.cat([seen.expand(shape), mine.expand(shape)], dim=2)
-        segments.masks[name] = mask[:, None]
-    return segments.masks[name]
-
-
-def _stacked(part: Float[Tensor, "K N D"], run: Run) -> Float[Tensor, "S K L D"]:
-    """Cut the segments of a run out, filled up behind their ends, which nothing before sees."""
-    longest = run.longest
-    own = part[:, run.start : run.start + run.tokens]
-    if min(run.lengths) == longest:
-        return own.view(len(own), -1, longest, own.shape[-1]).transpose(0, 1)
-    cut = torch.split(own, list(run.lengths), dim=1)
-    return torch.stack([pad(one, (0, 0, 0, longest - one.shape[1])) for one in cut])
-
-
-def _unstacked(result: Float[Tensor, "S L Q D"], run: Run) -> Iterator[Float[Tensor, "N Q D"]]:
-    if min(run.lengths) == run.longest:
-        yield result.flatten(0, 1)
-    else:
-        yield from (one[:length] for one, length in zip(result, run.lengths, strict=True))
-
-
-def _behind_prefix(
-    stacked: Float[Tensor, "S K L D"], part: Float[Tensor, "K N D"], branch: BranchRun
-) -> Float[Tensor, "S K P+L D"]:
-    prefix = part[:, branch.prefix_start : branch.prefix_start + branch.prefix]
-    return torch.cat([prefix.expand(len(stacked), -1, -1, -1), stacked], dim=2)
+        results.append(torch.cat(blocks, dim=1).flatten(0, 1))
+    return torch.cat(results)[segments.back][None]
 
 
 def _blocks(length: int) -> Iterator[tuple[int, int]]:
@@ -312,40 +225,89 @@ def _blocks(length: int) -> Iterator[tuple[int, int]]:
 
 
 def _mask(
-    segments: Segments, device: torch.device, shape: tuple[int, int, int], window: int | None
-) -> Bool[Tensor, "1 1 L P+S+L"]:
-    """Return which keys some queries see.
+    segments: Segments, number: int, block: tuple[int, int], window: int | None
+) -> Bool[Tensor, "R 1 B P+E"]:
+    """Return which keys the queries of a block see, of every segment of a part.
 
-    Args:
-        segments: Keeps the masks of a pass.
-        device: Of the mask.
-        shape: Queries, queries before them in their segment, and keys of the prefix.
-        window: Keys that a query sees at most, itself included; None: all before it.
+    A query sees ``window`` keys at most, itself included; None: all before it.
     """
-    queries, before, prefix = shape
-    longest = prefix + before + queries
+    part, (start, stop) = segments.parts[number], block
     # most windows are wider than any row, and then all layers share one mask
-    kept = window if window is not None and window < longest else 0
-    name = (-1, queries, before, prefix, kept)
+    kept = window if window is not None and window < part.before.shape[1] + stop else 0
+    name = (number, *block, kept)
     if name not in segments.masks:
-        distance = (
-            torch.arange(prefix + before, longest, device=device)[:, None]
-            - torch.arange(longest, device=device)[None, :]
-        )
-        seen = distance >= 0
+        prefix = part.before_lengths[:, None, None]
+        own = torch.arange(start, stop, device=prefix.device)[:, None]
+        columns = torch.arange(part.before.shape[1], device=prefix.device)
+        distance = own - torch.arange(stop, device=prefix.device)
+        seen, mine = columns < prefix, distance >= 0
         if kept:
-            seen &= distance < kept
-        segments.masks[name] = seen[None, None]
+            seen = seen & (prefix + own - columns < kept)
+            mine &= distance < kept
+        shape = (len(part.own), stop - start, -1)
+        mask = torch.cat([seen.expand(shape), mine.expand(shape)], dim=2)
+        segments.masks[name] = mask[:, None]
     return segments.masks[name]
+
+
+# ------------------------------------------------------------------ whether sdpa is enough
+
+# ``transformers`` hands every attention function whatever the model passes on, and ``sdpa`` leaves
+# out what it does not know without a word: Gemma 2's bounded scores (``softcap``), attention sinks.
+# What a model means is the function in its own file, which the library calls ``eager``.
+
+
+@contextlib.contextmanager
+def comparing() -> Iterator[list[str]]:
+    """Note which layers ask for more than ``sdpa`` computes, by class, during the block."""
+    found: list[str] = []
+    token = _differing.set(found)
+    try:
+        yield found
+    finally:
+        _differing.reset(token)
+
+
+def compared_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention in a trial, see `COMPARED_ATTENTION`.
+
+    The two are compared in float32 on random queries and keys, small and large, whatever the
+    precision and the weights of the model are.
+    """
+    own = own_function(module)
+    options["dropout"] = 0.0
+    if own is not None:
+        mask = attention_mask
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.float()
+        numbers = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(part.shape, generator=numbers).to(part.device)
+            for part in (query, key, value)
+        )
+        q[:1] *= _LARGE
+        bias = additive(module, q, k, mask, is_causal=options.get("is_causal", True))
+        expected = own(module, q, k, v, bias, **options)[0]
+        actual = sdpa_attention_forward(module, q, k, v, bias, **options)[0]
+        if not torch.allclose(actual, expected, rtol=0, atol=_TOLERANCE * float(v.abs().max())):
+            _differing.get().append(type(module).__name__)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     PACKED_ATTENTION: packed_attention,
     PACKED_OWN_ATTENTION: own_attention,
-    OWN_ATTENTION: own_attention,
 }
 for _name, _function in FUNCTIONS.items():
     AttentionInterface.register(_name, _function)
 AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)
 AttentionMaskInterface.register(PACKED_OWN_ATTENTION, eager_mask)
-AttentionMaskInterface.register(OWN_ATTENTION, eager_mask)
+AttentionInterface.register(COMPARED_ATTENTION, compared_attention)
+AttentionMaskInterface.register(COMPARED_ATTENTION, sdpa_mask)

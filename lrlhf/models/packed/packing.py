@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -58,48 +58,16 @@ class Tree:
         return self.prefix + sum(self.branches)
 
 
-@dataclass(frozen=True)
-class Run:
-    """Consecutive segments of nearly equal length, whose attention is computed together."""
+class Part(NamedTuple):
+    """Segments of similar length, whose attention is computed together.
 
-    start: int
-    lengths: tuple[int, ...]
+    Places are those of tokens in the packed row; rows are filled up with their first.
+    """
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of all segments."""
-        return sum(self.lengths)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest segment."""
-        return max(self.lengths)
-
-
-class BranchRun(NamedTuple):
-    """Branches of one tree."""
-
-    branches: Run
-    prefix_start: int
-    prefix: int
-
-
-class BranchTable(NamedTuple):
-    """Places of the tokens of branches of similar length, and of the prefixes that they follow."""
-
-    prefixes: Int[Tensor, "R P"]
-    prefix_lengths: Int[Tensor, " R"]
-    branches: Int[Tensor, "R L"]
-
-
-class SegmentTable(NamedTuple):
-    """Places of the tokens of all segments, those behind a segment's end filled with its first."""
-
-    prefixes: tuple[Int[Tensor, "S P"], ...]
-    """Of similar length in each part."""
-    branches: tuple[BranchTable, ...]
-    back: Int[Tensor, " N"]
-    """Where each packed token is among the flattened parts, prefixes first."""
+    before: Int[Tensor, "R P"]
+    """Places of the prefix that each follows; P = 0: they are prefixes themselves."""
+    before_lengths: Int[Tensor, " R"]
+    own: Int[Tensor, "R L"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,10 +77,9 @@ class Segments:
     Attention functions read it. It is no tensor, so nothing casts, splits or copies it.
     """
 
-    prefixes: tuple[Run, ...]
-    branches: tuple[BranchRun, ...]
-    table: SegmentTable | None
-    """For devices on which few large operations are faster than many small ones."""
+    parts: tuple[Part, ...]
+    back: Int[Tensor, " N"]
+    """Where each packed token is among the flattened ``own`` of the parts."""
     masks: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     """Made by the first layer that needs them, read by the others."""
     windows: list[int | None] = field(default_factory=list)
@@ -130,22 +97,10 @@ class Packed:
     """Of every token of the rows, its place in the packed row; 0 behind a row's end."""
     segments: Segments
 
-    @property
-    def tokens(self) -> int:
-        """Tokens to compute."""
-        return len(self.source)
-
-
-RUN_BY_RUN = ("cpu",)
-"""Devices on which the attention of each run is computed by itself, without needless padding."""
 
 _SPREAD = 1.5
-"""On the others: of segments that are computed together the longest is less than so much longer
-than the shortest."""
-
-SIMILAR = 0.8
-"""Segments at least this share of the longest are computed together, filled up to its length."""
-
+"""Of segments that are computed together the longest is less than so much longer than the
+shortest."""
 
 _known: ContextVar[Sequence[Tree] | None] = ContextVar("known_trees", default=None)
 
@@ -215,12 +170,7 @@ def _tree(rows: Sequence[int], prefix: int, lengths: Sequence[int]) -> Tree:
 
 
 def pack(rows: Compacted, trees: Sequence[Tree]) -> Packed:
-    """Lay trees one after another.
-
-    Args:
-        rows: The rows.
-        trees: Of `find_trees`.
-    """
+    """Lay the trees of `find_trees` one after another."""
     width = rows.input_ids.shape[1]
     source: list[Tensor] = []
     index = torch.zeros(rows.input_ids.shape, dtype=torch.long)
@@ -246,79 +196,50 @@ def pack(rows: Compacted, trees: Sequence[Tree]) -> Packed:
 
 
 def _segments(trees: Sequence[Tree], device: torch.device) -> Segments:
-    prefixes = _runs(0, [tree.prefix for tree in trees])
-    branches: list[BranchRun] = []
     starts = list(accumulate((tree.prefix for tree in trees), initial=0))
-    start = starts[-1]
-    for tree, prefix_start in zip(trees, starts, strict=False):
-        branches += [
-            BranchRun(run, prefix_start, tree.prefix) for run in _runs(start, tree.branches)
-        ]
-        start += sum(tree.branches)
-    small = device.type in RUN_BY_RUN or not any(tree.tokens for tree in trees)
-    table = None if small else _table(trees, starts, device)
-    return Segments(tuple(prefixes), tuple(branches), table)
-
-
-def _table(trees: Sequence[Tree], starts: Sequence[int], device: torch.device) -> SegmentTable:
-    prefixes = [
-        (start, tree.prefix) for start, tree in zip(starts, trees, strict=False) if tree.prefix
-    ]
-    branches, start = [], starts[-1]
-    for tree, of_prefix in zip(trees, starts, strict=False):
+    prefixes, branches, end = [], [], starts[-1]
+    for start, tree in zip(starts, trees, strict=False):
+        prefixes.append(_Segment(start, tree.prefix, 0, 0))
         for length in tree.branches:
-            if length:
-                branches.append((start, length, of_prefix, tree.prefix))
-            start += length
-    whole = [_columns(part) for part in _alike(prefixes, 1)]
-    parts = [_branch_table(part) for part in _alike(branches, 1, 3)]
+            branches.append(_Segment(end, length, start, tree.prefix))
+            end += length
+    parts = [_part(alike) for alike in _alike(one for one in prefixes + branches if one.length)]
     # the first place that a token has among the flattened parts is its own
-    flat = torch.cat(
-        [*(one.flatten() for one in whole), *(one.branches.flatten() for one in parts)]
-    )
-    back = torch.full((start,), len(flat)).scatter_reduce(
+    flat = torch.cat([torch.empty(0, dtype=torch.long), *(part.own.flatten() for part in parts)])
+    back = torch.full((end,), len(flat)).scatter_reduce(
         0, flat, torch.arange(len(flat)), reduce="amin"
     )
-    return SegmentTable(
-        prefixes=tuple(one.to(device) for one in whole),
-        branches=tuple(BranchTable(*(value.to(device) for value in one)) for one in parts),
-        back=back.to(device),
-    )
+    moved = (Part(*(places.to(device) for places in part)) for part in parts)
+    return Segments(tuple(moved), back.to(device))
 
 
-def _alike(segments: Sequence[tuple[int, ...]], *lengths: int) -> list[Sequence[tuple[int, ...]]]:
-    """Put segments together whose lengths, at these places, differ by less than `_SPREAD`."""
-    parts: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+class _Segment(NamedTuple):
+    start: int
+    length: int
+    prefix_start: int
+    prefix: int
+
+
+def _alike(segments: Iterable[_Segment]) -> list[list[_Segment]]:
+    """Put segments together whose lengths, and those of their prefixes, are similar."""
+    parts: dict[tuple[int, ...], list[_Segment]] = {}
     for one in segments:
-        key = tuple(int(math.log(one[place], _SPREAD)) for place in lengths)
+        lengths = (one.length, one.prefix)
+        key = tuple(int(math.log(size, _SPREAD)) if size else -1 for size in lengths)
         parts.setdefault(key, []).append(one)
     return list(parts.values())
 
 
-def _columns(segments: Sequence[tuple[int, ...]]) -> Int[Tensor, "S L"]:
-    """Number the tokens of segments, given by start and length first."""
-    starts = torch.tensor([one[0] for one in segments])[:, None]
-    lengths = torch.tensor([one[1] for one in segments])[:, None]
-    columns = torch.arange(int(lengths.max()))
+def _part(segments: Sequence[_Segment]) -> Part:
+    return Part(
+        before=_places([(one.prefix_start, one.prefix) for one in segments]),
+        before_lengths=torch.tensor([one.prefix for one in segments]),
+        own=_places([(one.start, one.length) for one in segments]),
+    )
+
+
+def _places(runs: Sequence[tuple[int, int]]) -> Int[Tensor, "R L"]:
+    """Number the tokens of runs that are given by start and length."""
+    starts, lengths = (torch.tensor(numbers)[:, None] for numbers in zip(*runs, strict=True))
+    columns = torch.arange(max(length for _, length in runs))
     return starts + columns * (columns < lengths)
-
-
-def _branch_table(segments: Sequence[tuple[int, ...]]) -> BranchTable:
-    prefixes = [one[2:] for one in segments]
-    lengths = torch.tensor([length for _, length in prefixes])
-    return BranchTable(_columns(prefixes), lengths, _columns(segments))
-
-
-def _runs(start: int, lengths: Sequence[int]) -> list[Run]:
-    """Put neighbours of similar length together; those of length 0 are left out."""
-    runs: list[Run] = []
-    for length in lengths:  # longest first
-        if not length:
-            continue
-        last = runs[-1] if runs else None
-        if last is not None and length >= SIMILAR * last.lengths[0]:
-            runs[-1] = Run(last.start, (*last.lengths, length))
-        else:
-            runs.append(Run(start, (length,)))
-        start += length
-    return runs

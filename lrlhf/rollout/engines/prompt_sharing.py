@@ -20,6 +20,7 @@ from transformers import (
 
 from lrlhf.models import (
     backbone_inputs,
+    check_media,
     forget_offsets,
     numbers_media,
     repeat_offsets,
@@ -60,6 +61,7 @@ def prefill(
         input_ids = input_ids.repeat_interleave(num_generations, dim=0)
         mask = mask.repeat_interleave(num_generations, dim=0)
         media = repeated_media(media, num_generations)
+    check_media(model, input_ids[:, :-1], media)
     inputs = backbone_inputs(model, input_ids[:, :-1], mask[:, :-1].bool(), media)
     if not numbers_media(model, media):
         inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, :-1]
