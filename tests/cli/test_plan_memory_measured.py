@@ -120,18 +120,16 @@ def test_a_step_of_a_reward_model_needs_what_was_predicted(
     model_folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokens = PROMPT + NEW
-    _write(
-        "pairs.jsonl",
-        [
-            {
-                "prompt": "p" * 20,
-                # the end-of-sequence token comes behind
-                "chosen": f"{index:03d}".ljust(tokens - 21 - index % 3, "c"),
-                "rejected": f"{index:03d}".ljust(tokens - 31, "r"),
-            }
-            for index in range(16)
-        ],
-    )
+    rows = [
+        {
+            "prompt": "p" * 20,
+            # the end-of-sequence token comes behind
+            "chosen": f"{index:03d}".ljust(tokens - 21 - index % 3, "c"),
+            "rejected": f"{index:03d}".ljust(tokens - 31, "r"),
+        }
+        for index in range(16)
+    ]
+    _write("pairs.jsonl", rows)
     data = {"train": "pairs.jsonl", "batch_size": 8, "max_tokens": tokens}
     config = experiment("RewardModel", {"model": {"source": model_folder}}, data, **PROBED)
     Path("config.yaml").write_text(json.dumps(config))

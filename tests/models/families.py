@@ -44,24 +44,13 @@ def llama() -> PreTrainedModel:
 
 
 def gpt2() -> PreTrainedModel:
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=16,
-        n_layer=3,
-        n_head=2,
-        n_positions=64,
-        initializer_range=0.3,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return GPT2LMHeadModel(config)
+    return GPT2LMHeadModel(GPT2Config(**_SIZES))
 
 
 def gemma2() -> PreTrainedModel:
     # a cap of 1 bends every logit of this model: without it the log-probabilities are far off
-    return Gemma2ForCausalLM(
-        Gemma2Config(**_SIZES, head_dim=8, sliding_window=4, final_logit_softcapping=1.0)
-    )
+    options = {"head_dim": 8, "sliding_window": 4, "final_logit_softcapping": 1.0}
+    return Gemma2ForCausalLM(Gemma2Config(**_SIZES, **options))
 
 
 def cohere() -> PreTrainedModel:
@@ -76,14 +65,7 @@ def granite() -> PreTrainedModel:
     return GraniteForCausalLM(GraniteConfig(**_SIZES, logits_scaling=3.0))
 
 
-CAUSAL_FAMILIES: list[Callable[[], PreTrainedModel]] = [
-    llama,
-    gpt2,
-    gemma2,
-    cohere,
-    cohere2,
-    granite,
-]
+CAUSAL_FAMILIES = [llama, gpt2, gemma2, cohere, cohere2, granite]
 
 
 def bert() -> PreTrainedModel:

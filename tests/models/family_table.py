@@ -1,7 +1,7 @@
-"""What works with which family of language models, measured; writes the table of docs/models.md.
+"""What works with which family of language models, measured; for the table of docs/models.md.
 
-``python -m tests.models.family_table`` measures all families, in a minute or two; with names behind
-it, these.
+``python -m tests.models.family_table`` prints the lines of all families, in a minute or two; with
+names behind it, of these.
 """
 
 from __future__ import annotations
@@ -224,32 +224,14 @@ def stored_rows() -> dict[str, Row]:
     return rows
 
 
-def write(rows: dict[str, Row]) -> None:
-    """Put a table and its sums into the page, in the place of those that are there."""
-    names = (*COLUMNS, "why not")
-    lines = [f"| family | {' | '.join(names)} |", "|" + "---|" * (len(names) + 1)]
-    for family in sorted(rows):
-        lines.append(f"| `{family}` | {' | '.join(rows[family][name] for name in names)} |")
-    page = PAGE.read_text(encoding="utf-8")
-    start, end = page.index("| family |"), page.index("\n\n", page.index("| family |"))
-    page = page[:start] + "\n".join(lines) + page[end:]
-    for name in COLUMNS:
-        count = sum(bool(row[name]) for row in rows.values())
-        page = re.sub(
-            rf"- \*\*{name}\*\* \(\d+ of \d+\)", f"- **{name}** ({count} of {len(rows)})", page
-        )
-    PAGE.write_text(page, encoding="utf-8")
-
-
 def main(families: list[str]) -> None:
-    """Measure some families, or all, and write them into the page."""
+    """Measure some families, or all, and print their lines of the table."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    rows = {family: row for family, row in stored_rows().items() if family in FAMILIES}
     for family in families or FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
-            rows[family] = measure(family, Path(folder))
-    write(rows)
+            cells = " | ".join(measure(family, Path(folder)).values())
+        sys.stdout.write(f"| `{family}` | {cells} |\n")
 
 
 if __name__ == "__main__":

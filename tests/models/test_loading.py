@@ -1,6 +1,6 @@
-import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,73 +12,32 @@ from transformers import (
     BertModel,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerBase,
 )
 
 from lrlhf.models import CausalLM, LoRA, save_model, sequence_logprobs
-from lrlhf.models.loading.pretrained import _keep_4_bit_layout, load_pretrained
-from tests.models.families import llama, right_padded, seeded
+from lrlhf.models.loading.pretrained import _keep_4_bit_layout
+from tests.models.families import right_padded
 
 
-@pytest.fixture
-def dropping_folder(tmp_path: Path) -> str:
-    """A GPT-2 whose every dropout is 0.5."""
-    config = GPT2Config(
-        vocab_size=50,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        n_positions=64,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+def test_dropout_is_off_by_default_also_in_training_mode(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=64)
     config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.5
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    return str(tmp_path)
+    model, batch = CausalLM(source=str(tmp_path)).load().train(), right_padded([9, 6])
+    assert torch.equal(sequence_logprobs(model, batch), sequence_logprobs(model, batch))
+    assert (model.config.attn_pdrop, model.config.resid_pdrop) == (0.0, 0.0)
+    kept = CausalLM(source=str(tmp_path), dropout=True).load()
+    assert {m.p for m in kept.modules() if isinstance(m, nn.Dropout)} == {0.5}
 
 
 def trainable_names(model: nn.Module) -> set[str]:
     return {name for name, weight in model.named_parameters() if weight.requires_grad}
 
 
-def test_dropout_is_off_by_default_also_in_training_mode(dropping_folder: str) -> None:
-    model = CausalLM(source=dropping_folder).load().train()
-    batch = right_padded([9, 6])
-    assert_close(sequence_logprobs(model, batch), sequence_logprobs(model, batch), rtol=0, atol=0)
-    assert (model.config.attn_pdrop, model.config.resid_pdrop) == (0.0, 0.0)
-
-
-class Stubborn(LlamaForCausalLM):
-    """Has a dropout that no field of its config speaks of."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        self.drop = nn.Dropout(0.5)
-
-
-def test_dropout_outside_the_config_is_off_too(model_folder: str) -> None:
-    model = load_pretrained(CausalLM(source=model_folder), Stubborn, trainable=True)
-    assert model.drop.p == 0.0
-    kept = load_pretrained(CausalLM(source=model_folder, dropout=True), Stubborn, trainable=True)
-    assert kept.drop.p == 0.5
-
-
-def test_lora_trains_only_adapters_of_every_layer_but_the_output(model_folder: str) -> None:
-    model = CausalLM(source=model_folder, lora=LoRA(r=2, alpha=4)).load()
-    assert isinstance(model, PeftModel)
-    names = trainable_names(model)
-    # 2 blocks with 7 linear layers, each with A and B
-    assert len(names) == 2 * 7 * 2
-    assert all("lora_" in name for name in names)
-    assert model.peft_config["default"].r == 2
-    assert model.peft_config["default"].lora_alpha == 4
-
-
 def test_lora_options_reach_the_layers(model_folder: str) -> None:
     lora = LoRA(target_modules=["q_proj"], modules_to_save=["o_proj"], dropout=0.25)
-    model = CausalLM(source=model_folder, lora=lora).load()
+    model = CausalLM(source=model_folder, dtype="bfloat16", lora=lora).load()
     names = trainable_names(model)
     # 2 blocks: adapters A and B of one layer, a whole copy of another
     assert len([name for name in names if "q_proj.lora_" in name]) == 4
@@ -86,12 +45,24 @@ def test_lora_options_reach_the_layers(model_folder: str) -> None:
     assert len(names) == 6
     dropouts = {m.p for m in model.modules() if isinstance(m, nn.Dropout)}
     assert dropouts == {0.25}
+    adapters = {w.dtype for name, w in model.named_parameters() if "lora_" in name}
+    assert adapters == {torch.float32}
 
 
-def test_adapters_of_a_16_bit_model_are_float32(model_folder: str) -> None:
-    model = CausalLM(source=model_folder, dtype="bfloat16", lora=LoRA()).load()
-    trainable = {weight.dtype for weight in model.parameters() if weight.requires_grad}
-    assert trainable == {torch.float32}
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"quantization": "4bit"}, "quantization: 4bit cannot train"),
+        ({"quantization": "8bit"}, "quantization: 8bit cannot train"),
+        ({"lora": LoRA(target_modules=["lm_head"])}, "lora: lm_head shares its weights"),
+        ({"lora": LoRA(modules_to_save=["embed_tokens"])}, "lora: embed_tokens shares its weights"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    model_folder: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        CausalLM(source=model_folder, **options).load()
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(r=2)])
@@ -130,23 +101,6 @@ def test_code_beside_a_model_runs_only_if_the_user_says_so(tmp_path: Path) -> No
         CausalLM(source=str(tmp_path)).load()
     with pytest.raises(ZeroDivisionError, match="the code ran"):
         CausalLM(source=str(tmp_path), trust_remote_code=True).load()
-
-
-@pytest.mark.parametrize("bits", ["4bit", "8bit"])
-def test_a_quantised_model_trains_only_with_adapters(model_folder: str, bits: str) -> None:
-    with pytest.raises(ValueError, match=f"quantization: {bits} cannot train"):
-        CausalLM(source=model_folder, quantization=bits).load()
-
-
-def test_without_bitsandbytes_the_extra_is_named(
-    model_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name)
-    )
-    with pytest.raises(ValueError, match=r"pip install 'lrlhf\[quantization\]'"):
-        CausalLM(source=model_folder, quantization="4bit", lora=LoRA()).load()
 
 
 def test_4_bit_layers_do_not_pack_their_weights_anew_on_any_processor() -> None:
@@ -201,28 +155,6 @@ def test_a_saved_model_with_adapters_is_a_plain_one_with_the_same_logprobs(
     assert not isinstance(restored, PeftModel)
     assert_close(sequence_logprobs(restored, batch), expected, rtol=1e-4, atol=1e-4)
     assert len(CausalLM(source=str(tmp_path)).load_tokenizer()) == len(tokenizer)
-
-
-@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
-def test_adapters_on_one_end_of_tied_embeddings_are_refused(model_folder: str, name: str) -> None:
-    for lora in (LoRA(target_modules=[name]), LoRA(modules_to_save=[name])):
-        with pytest.raises(ValueError, match=f"lora: {name} shares its weights"):
-            CausalLM(source=model_folder, lora=lora).load()
-
-
-def test_adapters_on_an_untied_embedding_are_merged_too(tmp_path: Path) -> None:
-    seeded(llama).save_pretrained(tmp_path / "start")
-    lora = LoRA(r=2, target_modules=["embed_tokens", "lm_head"])
-    model = CausalLM(source=str(tmp_path / "start"), lora=lora).load()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.requires_grad:
-                weight.add_(0.3)
-    batch = right_padded([9, 6])
-    expected = sequence_logprobs(model, batch)
-    save_model(model, tmp_path / "end")
-    restored = CausalLM(source=str(tmp_path / "end")).load()
-    assert_close(sequence_logprobs(restored, batch), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])

@@ -4,11 +4,8 @@ What is expected comes from the processor and the forward pass of ``transformers
 at a time and without padding.
 """
 
-import contextlib
 import functools
 import inspect
-import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +24,6 @@ from lrlhf.models import (
     sequence_logprobs,
 )
 from lrlhf.models.media_inputs import media_modules, vision_encoder
-from lrlhf.rollout import micro_batch_rows
-from tests.batches import micro_batches
 from tests.conftest import build_language_model, build_tokenizer
 from tests.matrices import few_of
 from tests.vlms import (
@@ -120,35 +115,16 @@ def test_neither_order_nor_batch_mates_nor_what_rows_share_matter(vlm: Vlm) -> N
     assert_plain(vlm, [rows[index] for index in order])
 
 
-@torch.no_grad()
-def test_micro_batches_change_nothing(vlm: Vlm) -> None:
-    rows = sharing_media(rows_of(vlm))
-    batch = batch_of(rows)
-    limit = 2 * int(batch.lengths.max())
-    groups = micro_batch_rows(batch.lengths, max_tokens=limit)
-    parts = micro_batches(batch, max_tokens=limit)
-    assert len(parts) == len(groups) >= 2
-    plain = expected(vlm, rows)
-    with looking_once():
-        for part, group in zip(parts, groups, strict=True):
-            found = sequence_logprobs(vlm.model, part)[part.response_mask]
-            assert_close(found, torch.cat([plain[index] for index in group]), rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("family", few_of(VIDEO_FAMILIES, ("qwen3_vl", "smolvlm")))
 def test_clips_of_several_lengths_stand_in_one_batch(family: str) -> None:
     vlm = build_vlm(family)
     rows = [row(vlm, videos=[0]), row(vlm, videos=[1], question="why?"), row(vlm, [0])]
     rows.append(row(vlm, videos=[2, 4], answer="both"))
+    if family != "smolvlm":  # which reads a clip as images, and cannot tell them apart
+        rows.append(row(vlm, [1, 0], [1], question="beside?"))
     assert len(rows[0].input_ids) != len(rows[1].input_ids)
     for left in (False, True):
         assert_plain(vlm, rows, left=left)
-
-
-@pytest.mark.parametrize("family", ["qwen3_vl", "llava_onevision"])
-def test_a_row_shows_images_beside_a_clip(family: str) -> None:
-    vlm = build_vlm(family)
-    assert_plain(vlm, [row(vlm, [1, 0], [1]), row(vlm), row(vlm, [2]), row(vlm, videos=[0])])
 
 
 def weights_of(modules: list[nn.Module]) -> list[nn.Parameter]:
@@ -179,12 +155,6 @@ def assert_same_gradients(vlm: Vlm, rows: list[Row]) -> None:
             assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_gradients_are_those_of_the_plain_forward_pass(vlm: Vlm) -> None:
-    # in float64, so that the tolerance is not that of sums of large numbers
-    vlm.model.double()
-    assert_same_gradients(vlm, rows_of(vlm))
-
-
 def test_shared_media_are_encoded_once_and_get_the_gradient_of_every_row(
     vlm: Vlm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,9 +183,6 @@ def test_what_was_seen_is_remembered_only_inside_the_block(
     found = sequence_logprobs(vlm.model, batch)
     assert (looks.calls, looks.images) == (3, 9)
     assert_close(found, first, rtol=0, atol=0)
-    with looking_once():
-        sequence_logprobs(vlm.model, batch)
-    assert looks.calls == 4
 
 
 def test_two_models_do_not_remember_for_each_other() -> None:
@@ -277,16 +244,10 @@ def test_a_frozen_encoder_is_called_once_for_several_updates(
     for weight in [*body.parameters(recurse=False), *weights_of(media_modules(vlm.model))]:
         weight.requires_grad_(False)
     batch, looks = batch_of(rows_of(vlm)[:3]), Looks(vlm.model, monkeypatch)
-    sequence_logprobs(vlm.model, batch).sum().backward()
-    alone = gradients(vlm.model)
     with looking_once():
         for _ in range(2):
             sequence_logprobs(vlm.model, batch).sum().backward()
-            for name, gradient in gradients(vlm.model).items():
-                assert (gradient is None) == (alone[name] is None), name
-                if gradient is not None:
-                    assert_close(gradient, alone[name], msg=name)
-    assert looks.calls == 2
+    assert looks.calls == 1
 
 
 def without_encoder_outputs(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -315,59 +276,12 @@ def test_a_model_that_takes_no_encoder_outputs_takes_pixels(
     rows = rows_of(vlm)
     plain = expected(vlm, rows)
     calls = without_encoder_outputs(vlm.model, monkeypatch)
-    for left in (False, True):
-        batch = batch_of(rows, left=left)
-        with torch.no_grad():
-            logprobs = sequence_logprobs(vlm.model, batch)
-        assert_close(logprobs[batch.response_mask], torch.cat(plain), rtol=0, atol=1e-5)
+    batch = batch_of(rows, left=True)
     with torch.no_grad():
+        logprobs = sequence_logprobs(vlm.model, batch)
         sequence_logprobs(vlm.model, batch_of(rows[:1]))
-    assert calls == ["pixel_values", "pixel_values", "text"]
-
-
-@contextlib.contextmanager
-def positions_seen(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Note the position ids that reach the language model: time, height, width."""
-    seen: list[Tensor] = []
-
-    def note(_module: nn.Module, _args: Any, arguments: dict[str, Any]) -> None:
-        positions = arguments["position_ids"]
-        if positions is None:  # the language model then counts from 0
-            batch, length = arguments["inputs_embeds"].shape[:2]
-            positions = torch.arange(length).expand(3, batch, length)
-        seen.append(positions[-3:])
-
-    text_model: nn.Module = model.base_model.language_model
-    handle = text_model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
-@pytest.mark.parametrize("family", few_of(QWEN_FAMILIES, ("qwen2_vl", "qwen3_vl")))
-def test_positions_go_over_an_images_rows_and_columns_and_then_on(family: str) -> None:
-    vlm = build_vlm(family)
-    entry = row(vlm, [2, 0])
-    image = vlm.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    grids = entry.plain["image_grid_thw"].tolist()
-    assert grids[0] != grids[1]
-    # a text token advances all three by one; an image of h x w patches takes h/2 rows and w/2
-    # columns from where it stands, and what follows comes after the larger of the two
-    columns: list[tuple[int, int, int]] = []
-    start, place = 0, 0
-    while place < len(entry.input_ids):
-        if entry.input_ids[place] != image:
-            columns.append((start, start, start))
-            start, place = start + 1, place + 1
-            continue
-        _, height, width = grids.pop(0)
-        rows, across = height // 2, width // 2
-        columns += [(start, start + i, start + j) for i in range(rows) for j in range(across)]
-        start, place = start + max(rows, across), place + rows * across
-    with positions_seen(vlm.model) as seen, torch.no_grad():
-        sequence_logprobs(vlm.model, batch_of([entry], extra=0))
-    assert seen[0][:, 0].T.tolist() == [list(column) for column in columns]
+    assert_close(logprobs[batch.response_mask], torch.cat(plain), rtol=0, atol=1e-5)
+    assert calls == ["pixel_values", "text"]
 
 
 @pytest.mark.parametrize("family", few_of(QWEN_FAMILIES, ("qwen2_vl", "qwen3_vl")))
@@ -379,15 +293,9 @@ def test_a_text_is_not_moved_by_the_images_of_an_earlier_batch(family: str) -> N
     with torch.no_grad():
         vlm.model(**rows[2].plain)  # the plain forward pass leaves its offset behind
         sequence_logprobs(vlm.model, batch_of(rows))
-        with positions_seen(vlm.model) as seen:
-            batch = batch_of(texts)
-            logprobs = sequence_logprobs(vlm.model, replace(batch, media=None))
+        batch = batch_of(texts)
+        logprobs = sequence_logprobs(vlm.model, replace(batch, media=None))
     assert_close(logprobs[batch.response_mask], torch.cat(fresh), rtol=0, atol=1e-5)
-    (positions,) = seen
-    for index, entry in enumerate(texts):
-        length = len(entry.input_ids)
-        counted = torch.arange(length).expand(3, length)
-        assert torch.equal(positions[:, index, :length], counted)
 
 
 def test_a_text_model_takes_no_media() -> None:
@@ -411,10 +319,6 @@ def test_the_media_of_another_row_are_refused(vlm: Vlm) -> None:
     _, one, three, *_ = rows_of(vlm)
     assert one.media is not None
     assert three.media is not None
-    numbers = {one.media.tokens["image"], three.media.tokens["image"]}
-    with pytest.raises(ValueError) as raised:  # noqa: PT011  # what it says is looked at below
-        sequence_logprobs(vlm.model, batch_of([replace(one, media=three.media)]))
-    assert numbers <= {int(number) for number in re.findall(r"\d+", str(raised.value))}
     # as many in all as there should be
     swapped = [replace(one, media=three.media), replace(three, media=one.media)]
     with pytest.raises(ValueError, match="do not belong together"):

@@ -11,14 +11,12 @@ import peft
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from transformers import (
-    FalconConfig,
-    FalconForCausalLM,
     FalconMambaConfig,
     FalconMambaForCausalLM,
-    JambaConfig,
-    JambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -40,7 +38,6 @@ from lrlhf.models import (
 )
 from lrlhf.models.backbone import HiddenStates
 from lrlhf.models.packed import packed_attention as attention
-from lrlhf.models.packed import packing
 from lrlhf.models.packed.packing import Tree, compact, find_trees, pack
 from lrlhf.types import SequenceBatch
 from tests.matrices import few_of
@@ -75,36 +72,28 @@ def qwen2() -> PreTrainedModel:
 PACKED_FAMILIES = [llama, gpt2, gemma2, cohere, cohere2, granite, mistral, qwen2]
 
 
-def responses(
-    prompts: list[int], answers: list[list[int]], *, shuffle: bool = True
-) -> SequenceBatch:
+def responses(prompts: list[int], answers: list[list[int]]) -> SequenceBatch:
     """Random prompts of the given lengths, each with answers of the given lengths."""
     generator = torch.Generator().manual_seed(5)
 
     def draw(length: int) -> list[int]:
         return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
 
-    texts, groups = [], []
+    rows, groups, begin = [], [], []
     for group, (length, own) in enumerate(zip(prompts, answers, strict=True)):
         prompt = draw(length)
-        texts += [(prompt, draw(answer)) for answer in own]
+        rows += [torch.tensor([*prompt, *draw(answer)]) for answer in own]
         groups += [group] * len(own)
-    width = max(len(prompt) + len(answer) for prompt, answer in texts) + 2
-    ids = torch.zeros(len(texts), width, dtype=torch.long)
-    mask, response = torch.zeros_like(ids).bool(), torch.zeros_like(ids).bool()
-    for index, (prompt, answer) in enumerate(texts):
-        whole = [*prompt, *answer]
-        ids[index, : len(whole)] = torch.tensor(whole)
-        mask[index, : len(whole)] = True
-        response[index, len(prompt) : len(whole)] = True
+        begin += [length] * len(own)
+    ids = pad(pad_sequence(rows, batch_first=True), (0, 2))
+    mask = ids != 0
     batch = SequenceBatch(
         input_ids=ids,
         attention_mask=mask,
-        response_mask=response,
+        response_mask=mask & (torch.arange(ids.shape[1]) >= torch.tensor(begin)[:, None]),
         group_ids=torch.tensor(groups),
     )
-    order = torch.randperm(len(texts), generator=generator) if shuffle else torch.arange(len(texts))
-    return batch.select(order)
+    return batch.select(torch.randperm(len(rows), generator=generator))
 
 
 BATCH = responses([11, 4, 1], [[6, 6, 5, 1], [9, 3], [7]])
@@ -153,11 +142,9 @@ def assert_same_gradients(
         assert_close(actual[1][name], gradient, rtol=0, atol=atol * scale, msg=name)
 
 
-@pytest.fixture(autouse=True, params=["run by run", "all at once"])
-def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention as it is computed on a CPU, and as on other devices."""
-    if request.param == "all at once":
-        monkeypatch.setattr(packing, "RUN_BY_RUN", ())
+@pytest.fixture(autouse=True)
+def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_BLOCK", 4)  # of branches several, without long rows
 
 
 # ------------------------------------------------------------------ the layout
@@ -176,18 +163,11 @@ def test_trees_hold_what_rows_begin_with_and_what_follows() -> None:
     together = find_trees(rows, torch.zeros(4))
     assert together == [Tree(rows=(3, 0, 1, 2), prefix=2, branches=(4, 3, 2, 1))]
     assert together[0].tokens == 2 + 4 + 3 + 2 + 1
+    unlike = compact(torch.tensor([[1, 2], [2, 2]]), torch.ones(2, 2).bool())
+    assert {tree.rows for tree in find_trees(unlike, torch.zeros(2))} == {(0,), (1,)}
     alone = find_trees(rows, None)
     assert [tree.rows for tree in alone] == [(3,), (0,), (1,), (2,)]
     assert [tree.tokens for tree in alone] == [6, 5, 4, 3]
-
-
-def test_rows_that_begin_differently_or_are_equal_are_trees_too() -> None:
-    rows = compact(torch.tensor([[1, 2], [2, 2]]), torch.ones(2, 2).bool())
-    assert {tree.rows for tree in find_trees(rows, torch.zeros(2))} == {(0,), (1,)}
-    rows = compact(
-        torch.tensor([[1, 2, 0], [1, 2, 3]]), torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
-    )
-    assert find_trees(rows, torch.zeros(2)) == [Tree(rows=(1, 0), prefix=2, branches=(1, 0))]
 
 
 def test_a_packed_row_has_every_token_once_and_the_index_finds_it() -> None:
@@ -195,7 +175,7 @@ def test_a_packed_row_has_every_token_once_and_the_index_finds_it() -> None:
     trees = find_trees(rows, BATCH.group_ids)
     packed = pack(rows, trees)
     # 11 + 18, 4 + 12 and 1 + 7 tokens: prompts once
-    assert packed.tokens == (11 + 18) + (4 + 12) + (1 + 7)
+    assert len(packed.source) == (11 + 18) + (4 + 12) + (1 + 7)
     flat = rows.input_ids.flatten()[packed.source]
     assert torch.equal(flat[packed.index][rows.attention_mask], rows.input_ids[rows.attention_mask])
 
@@ -211,17 +191,8 @@ def test_log_probabilities_and_gradients_are_those_of_padded_rows(
     assert_equal_paths(model, lambda: sequence_logprobs(model, BATCH))
 
 
-def test_where_the_padding_is_does_not_matter() -> None:
-    model = seeded(llama)
-    assert allow_packing(model)
-    right = sequence_logprobs(model, BATCH)[BATCH.response_mask]
-    moved = left_padded(replace(BATCH, group_ids=None), extra=3)
-    moved = replace(moved, group_ids=BATCH.group_ids)
-    assert_close(sequence_logprobs(model, moved)[moved.response_mask], right)
-
-
 @torch.no_grad()
-def test_neither_the_order_nor_the_cut_of_rows_matters() -> None:
+def test_neither_the_order_nor_the_cut_nor_the_padding_of_rows_matters() -> None:
     model = seeded(llama)
     assert allow_packing(model)
     whole = sequence_logprobs(model, BATCH)
@@ -229,15 +200,10 @@ def test_neither_the_order_nor_the_cut_of_rows_matters() -> None:
     assert_close(sequence_logprobs(model, BATCH.select(order)), whole[order])
     for rows in torch.arange(7).split(3):
         assert_close(sequence_logprobs(model, BATCH.select(rows)), whole[rows])
-
-
-@pytest.mark.parametrize("build", [llama, qwen2])
-def test_long_branches_go_block_by_block(
-    build: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "_BLOCK", 4)
-    model = seeded(build)
-    assert_equal_paths(model, lambda: sequence_logprobs(model, BATCH))
+    moved = left_padded(replace(BATCH, group_ids=None), extra=3)
+    moved = replace(moved, group_ids=BATCH.group_ids)
+    found = sequence_logprobs(model, moved)[moved.response_mask]
+    assert_close(found, whole[BATCH.response_mask])
 
 
 def test_adapters_and_recomputed_activations_are_part_of_it() -> None:
@@ -316,24 +282,6 @@ def qwen2_moe(**options: object) -> PreTrainedModel:
     return Qwen2MoeForCausalLM(Qwen2MoeConfig(**_SIZES, **{**window, **options}))
 
 
-def jamba() -> PreTrainedModel:
-    sizes = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2}
-    mamba = {"mamba_dt_rank": 2, "num_experts": 2}
-    return JambaForCausalLM(JambaConfig(**_SIZES, **sizes, **mamba))
-
-
-def falcon() -> PreTrainedModel:
-    return FalconForCausalLM(
-        FalconConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            alibi=True,
-        )
-    )
-
-
 def bert_as_made() -> PreTrainedModel:
     model = bert()
     for weight in model.parameters():  # so small that what tokens see hardly matters
@@ -374,25 +322,19 @@ def test_rows_without_tokens_are_no_matter() -> None:
 def test_a_long_row_does_not_widen_the_short_ones() -> None:
     rows = responses([4, 5, 60], [[3, 2], [3, 40], [2, 2]])
     compacted = compact(rows.input_ids, rows.attention_mask)
-    table = pack(compacted, find_trees(compacted, rows.group_ids)).segments.table
-    if table is None:
-        return
-    cells = sum(part.numel() for part in table.prefixes)
-    assert cells <= 1.5 * (4 + 5 + 60)
-    cells = sum(part.branches.numel() + part.prefixes.numel() for part in table.branches)
-    assert cells <= 1.5 * (3 + 2 + 3 + 40 + 2 + 2 + 2 * 4 + 2 * 5 + 2 * 60)
+    segments = pack(compacted, find_trees(compacted, rows.group_ids)).segments
+    cells = sum(part.own.numel() + part.before.numel() for part in segments.parts)
+    computed = (4 + 5 + 60) + (3 + 2 + 3 + 40 + 2 + 2)
+    assert cells <= 1.5 * (computed + 2 * 4 + 2 * 5 + 2 * 60)
 
 
 @pytest.mark.parametrize(
     ("build", "said"),
     [
         (qwen2_moe, "its layers do not say how far they see"),
-        (jamba, "it has layers of the kind 'linear_attention'"),
-        (falcon, "padded rows"),
         (counting, "its hidden states would differ"),
         (bert_as_made, "its tokens see what follows them"),
         (mamba, "its attention is 'eager'"),
-        (bert, "its tokens see what follows them"),
     ],
 )
 def test_other_models_go_on_with_padded_rows_and_the_log_says_so(
@@ -408,18 +350,13 @@ def test_other_models_go_on_with_padded_rows_and_the_log_says_so(
 
 
 @torch.no_grad()
-def test_generation_is_as_before() -> None:
+def test_generation_is_as_before_and_exports_name_no_attention_of_ours(tmp_path: object) -> None:
     model = seeded(llama)
     prompts = torch.tensor([[0, 0, 5, 6, 7], [3, 4, 5, 6, 7]])
     options = {"attention_mask": (prompts != 0).long(), "max_new_tokens": 8, "do_sample": False}
     before = model.generate(prompts, **options)
     assert allow_packing(model)
     assert torch.equal(model.generate(prompts, **options), before)
-
-
-def test_exports_name_no_attention_of_ours(tmp_path: object) -> None:
-    model = seeded(llama)
-    assert allow_packing(model)
     model.save_pretrained(str(tmp_path))
     loaded = type(model).from_pretrained(str(tmp_path))
     assert loaded.config._attn_implementation == "sdpa"

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lrlhf.models import LoRA, RewardNetwork, ScoreModel, StockClassifier
+from lrlhf.models import HeadedBackbone, LoRA, RewardNetwork, ScoreModel, StockClassifier
 from tests.models.families import left_padded, right_padded
 
 SIZES = {
@@ -39,12 +40,9 @@ def perturbed(net: RewardNetwork) -> RewardNetwork:
 
 
 OPTIONS = [
-    {},
-    {"heads": ["helpful", "honest"]},
-    {"pooling": "mean"},
-    {"pooling": "attention", "learn_scale": True, "scale_max": 5.0},
-    {"head": "mlp", "layer": 1},
     {"dtype": "bfloat16"},
+    {"heads": ["helpful", "honest"], "pooling": "mean", "head": "mlp", "layer": 1},
+    {"pooling": "attention", "learn_scale": True, "scale_max": 5.0},
 ]
 
 
@@ -84,39 +82,30 @@ def test_one_linear_head_on_the_last_token_is_a_plain_sequence_classifier(
     assert_close(logits, net(batch).detach(), rtol=1e-4, atol=1e-4)
 
 
-def test_a_hub_decoder_classifier_loads_and_gives_its_own_scores(tmp_path: Path) -> None:
-    plain = LlamaForSequenceClassification(LlamaConfig(**SIZES)).eval()
-    plain.save_pretrained(tmp_path)
-    batch = right_padded([9, 6])
-    expected = plain(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()).logits
-    net = RewardNetwork.from_pretrained(tmp_path)
-    assert net.head_names == ("reward",)
-    assert_close(net(batch), expected.detach(), rtol=1e-5, atol=1e-5)
-    assert_close(net(left_padded(batch)), expected.detach(), rtol=1e-5, atol=1e-5)
-
-
-def test_a_hub_encoder_classifier_runs_as_its_class_defines_it(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+@pytest.mark.parametrize(
+    ("model", "config", "scorer"),
+    [
+        (LlamaForSequenceClassification, LlamaConfig, HeadedBackbone),
+        (BertForSequenceClassification, BertConfig, StockClassifier),
+    ],
+)
+def test_a_classifier_of_the_hub_gives_its_own_scores(
+    model: Any, config: Any, scorer: type, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    plain = BertForSequenceClassification(BertConfig(**SIZES)).eval()
+    plain, batch = model(config(**SIZES)).eval(), right_padded([9, 6])
     plain.save_pretrained(tmp_path / "hub")
-    batch = right_padded([9, 6])
-    expected = plain(
-        input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()
-    ).logits.detach()
+    mask = batch.attention_mask.long()
+    expected = plain(input_ids=batch.input_ids, attention_mask=mask).logits.detach()
     net = RewardNetwork.from_pretrained(tmp_path / "hub")
-    assert isinstance(net.scorer, StockClassifier)
-    assert_close(net(batch), expected, rtol=1e-5, atol=1e-5)
+    assert isinstance(net.scorer, scorer)
+    assert net.head_names == ("reward",)
+    for rows in (batch, left_padded(batch)):
+        assert_close(net(rows), expected, rtol=1e-5, atol=1e-5)
     net.save_pretrained(tmp_path / "again", tokenizer)
-    again = RewardNetwork.from_pretrained(tmp_path / "again")
-    assert torch.equal(again(batch), net(batch))
-
-
-def test_a_classifier_with_several_labels_is_no_reward_model(tmp_path: Path) -> None:
-    config = BertConfig(**{**SIZES, "num_labels": 3})
-    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    assert torch.equal(RewardNetwork.from_pretrained(tmp_path / "again")(batch), net(batch))
+    model(config(**{**SIZES, "num_labels": 3})).save_pretrained(tmp_path / "several")
     with pytest.raises(ValueError, match="is no reward model"):
-        RewardNetwork.from_pretrained(tmp_path)
+        RewardNetwork.from_pretrained(tmp_path / "several")
 
 
 def test_heads_that_do_not_fit_their_description_are_refused(

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel, T5Config, T5Model
 
 from lrlhf.models import HeadConfig, HeadedBackbone, RewardNetwork
-from lrlhf.models.loading.freezing import freeze_modules
+from lrlhf.models.loading.pretrained import freeze_modules
 from lrlhf.models.scorers import blocks_of
 from lrlhf.types import SequenceBatch
 from tests.models.families import (
@@ -42,14 +42,6 @@ def randomised(net: RewardNetwork) -> RewardNetwork:
         for weight in net.scorer.heads.parameters():
             weight.normal_()
     return net
-
-
-def test_the_score_is_the_head_on_the_last_token_of_the_row_alone() -> None:
-    net, batch = network(), right_padded([9, 6, 3])
-    for row, length in enumerate([9, 6, 3]):
-        hidden = net.scorer.backbone(input_ids=batch.input_ids[row : row + 1, :length])
-        expected = hidden.last_hidden_state[0, -1] @ weights(net)
-        assert_close(net(batch)[row, 0], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_last_token_counts_also_where_it_is_the_padding_token() -> None:
@@ -96,20 +88,9 @@ def test_layer_k_is_what_block_k_returns(build: Callable[[], PreTrainedModel], l
     hidden = net.scorer.hidden_states(batch).whole()
     assert len(outputs) == 3
     assert torch.equal(hidden, outputs[layer - 1])
-
-
-def test_the_last_hidden_state_has_gone_through_the_final_norm_and_the_last_block_has_not() -> None:
-    batch = right_padded([9])
-    last = network(layer=-1).scorer.hidden_states(batch).whole()
-    block = network(layer=3).scorer.hidden_states(batch).whole()
-    assert_close(seeded(llama).base_model.norm(block), last)
-    assert not torch.allclose(block, last)
-
-
-@pytest.mark.parametrize("layer", [-2, 0, 4])
-def test_a_layer_that_is_not_there_is_refused_with_those_that_are(layer: int) -> None:
-    with pytest.raises(ValueError, match=rf"layer: {layer} is not there. Use 1 to 3"):
-        network(layer=layer)
+    if build is llama:  # the last hidden state has gone through the final norm
+        last = network(build, layer=-1).scorer.hidden_states(batch).whole()
+        assert_close(seeded(llama).base_model.norm(outputs[-1]), last)
 
 
 @pytest.mark.parametrize(("build", "layer"), [*zip(BACKBONES, [-1, 2, 2, -1, -1], strict=True)])
@@ -127,15 +108,6 @@ def test_every_trainable_parameter_receives_a_gradient(
         blocks = blocks_of(net.scorer.backbone)
         assert all(not w.requires_grad for w in blocks[2].parameters())
         assert all(w.requires_grad for block in blocks[:2] for w in block.parameters())
-
-
-def test_several_heads_score_in_the_order_of_their_names() -> None:
-    net, batch = network(names=("coherence", "alignment")), right_padded([9])
-    assert net.head_names == ("coherence", "alignment")
-    hidden = net.scorer.backbone(input_ids=batch.input_ids).last_hidden_state[0, -1]
-    expected = [hidden @ weights(net, "coherence"), hidden @ weights(net, "alignment")]
-    assert_close(net(batch)[0], torch.stack(expected), rtol=1e-5, atol=1e-5)
-    assert expected[0] != expected[1]
 
 
 def test_scores_are_float32_also_in_autocast_and_from_a_16_bit_backbone() -> None:
@@ -158,32 +130,20 @@ def test_new_heads_depend_on_the_seed_and_on_nothing_drawn_since() -> None:
     assert not torch.equal(weights(other), first)
 
 
-def test_an_encoder_decoder_is_refused() -> None:
-    model = T5Model(T5Config(vocab_size=50, d_model=16, d_ff=16, num_layers=1, num_heads=2))
-    with pytest.raises(ValueError, match="T5Model is an encoder-decoder"):
-        HeadedBackbone(model, HeadConfig())
-
-
 def test_freezing_stops_the_named_modules_and_all_inside_them() -> None:
     model = body(llama)
     freeze_modules(model, ["embed_tokens", "layers.[01]"])
-    frozen = {n.split(".self")[0] for n, w in model.named_parameters() if not w.requires_grad}
-    assert "embed_tokens.weight" in frozen
-    assert {"layers.0", "layers.1"} <= frozen
-    assert all(w.requires_grad for w in model.layers[2].parameters())
-    assert model.norm.weight.requires_grad
+    learning = {n.split(".self")[0] for n, w in model.named_parameters() if w.requires_grad}
+    assert not {"embed_tokens.weight", "layers.0", "layers.1"} & learning
+    assert {"layers.2", "norm.weight"} <= learning
 
 
-def test_a_pattern_that_matches_nothing_is_refused_with_near_matches() -> None:
+def test_what_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'embed_token' matches no module.*embed_tokens"):
         freeze_modules(body(llama), ["embed_token"])
-
-
-def test_a_wholly_frozen_backbone_leaves_the_heads_to_learn() -> None:
-    model = body(llama)
-    freeze_modules(model, ["*"])
-    net = RewardNetwork(HeadedBackbone(model, HeadConfig(layer=2)))
-    net(right_padded([9])).sum().backward()
-    assert [n for n, w in net.named_parameters() if w.grad is not None] == [
-        "scorer.heads.reward.projection.weight"
-    ]
+    for layer in (-2, 0, 4):
+        with pytest.raises(ValueError, match=rf"layer: {layer} is not there. Use 1 to 3"):
+            network(layer=layer)
+    model = T5Model(T5Config(vocab_size=50, d_model=16, d_ff=16, num_layers=1, num_heads=2))
+    with pytest.raises(ValueError, match="T5Model is an encoder-decoder"):
+        HeadedBackbone(model, HeadConfig())

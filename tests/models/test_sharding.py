@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,6 +26,8 @@ class Model(nn.Module):
         super().__init__()
         self.body = nn.Linear(2, 3)
         self.head = nn.Linear(3, 1)
+        self.tied = self.head
+        self.register_buffer("count", torch.tensor(0))
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.head(self.body(x))
@@ -39,25 +40,6 @@ def model() -> Model:
 
 
 X = torch.tensor([[1.0, -2.0]])
-
-
-def watched(model: nn.Module) -> list[str]:
-    """Names of the hooks of a model, as they run."""
-    events: list[str] = []
-    model.register_forward_pre_hook(lambda *_: events.append("before"))
-    model.register_forward_hook(lambda *_: events.append("after"))
-    return events
-
-
-def test_the_function_runs_between_the_hooks_of_the_model(model: Model) -> None:
-    events = watched(model)
-
-    def compute() -> tuple[str, int]:
-        events.append("inside")
-        return "result", 3
-
-    assert within(model, compute) == ("result", 3)
-    assert events == ["before", "inside", "after"]
 
 
 def test_the_function_may_call_the_model_and_run_within_it_again(model: Model) -> None:
@@ -78,30 +60,16 @@ def refuse(*_: Any) -> None:
     raise ValueError("in a hook")
 
 
-@pytest.mark.parametrize(
-    ("where", "own"), [("function", True), ("pre hook", False), ("hook", True), ("nested", False)]
-)
-def test_an_exception_leaves_the_models_own_forward(model: Model, where: str, own: bool) -> None:
-    expected = model(X)
-    if own:  # as accelerate and PEFT set it
-        plain = model.forward
-        model.forward = lambda x: plain(x) * 2  # type: ignore[method-assign]
-        expected = expected * 2
-    before = vars(model).get("forward")
-    handle = None
-    if where == "pre hook":
-        handle = model.register_forward_pre_hook(refuse)
-    elif where == "hook":
-        handle = model.register_forward_hook(refuse)
-    compute: Callable[[], object] = {
-        "function": fail,
-        "nested": lambda: within(model, fail),
-    }.get(where, lambda: None)
+@pytest.mark.parametrize("where", ["function", "hook"])
+def test_an_exception_leaves_the_models_own_forward(model: Model, where: str) -> None:
+    plain = model.forward
+    model.forward = lambda x: plain(x) * 2  # type: ignore[method-assign]  # as accelerate does
+    expected, before = model(X), vars(model)["forward"]
+    handle = model.register_forward_pre_hook(refuse if where == "hook" else lambda *_: None)
     with pytest.raises(ValueError, match="in "):
-        within(model, compute)
-    if handle is not None:
-        handle.remove()
-    assert vars(model).get("forward") is before
+        within(model, lambda: within(model, fail))
+    handle.remove()
+    assert vars(model)["forward"] is before
     assert torch.equal(model(X), expected)
 
 
@@ -125,11 +93,13 @@ def test_of_a_model_that_is_not_split_everything_is_the_identity(model: Model) -
 
 def test_stored_weights_are_copied_in_the_precision_of_the_model(model: Model) -> None:
     stored = {name: value.to(torch.bfloat16) for name, value in Model().state_dict().items()}
+    stored["count"] = torch.tensor(7)
     weight = model.body.weight
     load_state(model, stored)
     assert model.body.weight is weight
     assert weight.requires_grad
     assert weight.dtype == torch.float32
+    assert model.tied.weight is model.head.weight
     for name, value in stored.items():
         assert torch.equal(model.state_dict()[name], value.float())
     stored["body.weight"].zero_()
@@ -148,14 +118,7 @@ def test_names_that_only_one_side_has_are_refused_before_anything_is_written(mod
         assert torch.equal(model.state_dict()[name], value)
 
 
-def test_where_it_is_not_strict_names_may_differ(model: Model) -> None:
-    head = model.head.bias.clone()
-    load_state(model, {"body.bias": torch.ones(3), "a": torch.ones(1)}, strict=False)
-    assert model.body.bias.tolist() == [1.0, 1.0, 1.0]
-    assert torch.equal(model.head.bias, head)
-
-
-@pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 2), ()])
+@pytest.mark.parametrize("shape", [(2, 3), (1, 2)])
 def test_other_shapes_are_refused_even_if_they_would_broadcast(
     model: Model, shape: tuple[int, ...]
 ) -> None:
@@ -164,20 +127,3 @@ def test_other_shapes_are_refused_even_if_they_would_broadcast(
         load_state(model, stored)
     assert str(shape) in str(caught.value)
     assert "(3, 2) in the model" in str(caught.value)
-
-
-def test_buffers_and_tied_weights_are_loaded() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = nn.Linear(2, 2, bias=False)
-            self.two = nn.Linear(2, 2, bias=False)
-            self.two.weight = self.one.weight
-            self.register_buffer("count", torch.tensor(0))
-
-    tied = Tied()
-    weight = torch.randn(2, 2)
-    load_state(tied, {"one.weight": weight, "two.weight": weight, "count": torch.tensor(7)})
-    assert tied.one.weight is tied.two.weight
-    assert torch.equal(tied.one.weight, weight)
-    assert tied.count.item() == 7  # type: ignore[operator]

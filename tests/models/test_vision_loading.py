@@ -1,6 +1,5 @@
 """Vision-language models come from a folder as policy, reward model and critic, and go back."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,17 +22,13 @@ from lrlhf.models import (
     save_model,
     sequence_logprobs,
 )
-from tests.matrices import few_of
 from tests.vlms import (
-    FAMILIES,
     FAMILY_PARAMS,
     QWEN_FAMILIES,
-    Row,
     Vlm,
     batch_of,
     build_vlm,
     plain_logprobs,
-    row,
     rows_of,
     save_vlm,
 )
@@ -46,15 +41,6 @@ ENCODERS = {
     **dict.fromkeys(("smolvlm", "idefics3"), "vision_model"),
 }
 """What each family calls its encoder, below its body."""
-"""And the first block of it."""
-LANGUAGE = {**dict.fromkeys(FAMILIES, "language_model")}
-LANGUAGE |= dict.fromkeys(("smolvlm", "idefics3"), "text_model")
-"""What reads the text."""
-CONNECTORS = {
-    **dict.fromkeys(("llava", "llava_onevision", "gemma3"), "multi_modal_projector"),
-    **dict.fromkeys(("smolvlm", "idefics3"), "connector"),
-}
-"""What fits its features to the language model, where that is a part of its own."""
 
 
 @pytest.fixture(params=FAMILY_PARAMS)
@@ -112,14 +98,10 @@ def test_freeze_vision_freezes_exactly_the_encoder(
     family: str, folder_of: Folder, spec: Any
 ) -> None:
     model = spec(source=folder_of(family), freeze_vision=True).load()
-    bodies = {CausalLM: lambda: model.base_model, ValueModel: lambda: model.backbone}
-    body = bodies.get(spec, lambda: model.scorer.backbone)()
-    names = {name for name, _ in body.named_parameters()}
-    encoder = {name for name in names if name.startswith(f"{ENCODERS[family]}.")}
-    assert len(encoder) > 10
-    assert {name for name, w in body.named_parameters() if not w.requires_grad} == encoder
-    if family in CONNECTORS:
-        assert any(name.startswith(f"{CONNECTORS[family]}.") for name in names - encoder)
+    mark = f"{ENCODERS[family]}."
+    inside = [mark in name for name, _ in model.named_parameters()]
+    assert sum(inside) > 10
+    assert [not weight.requires_grad for weight in model.parameters()] == inside
 
 
 def adapted(model: nn.Module) -> set[str]:
@@ -138,30 +120,6 @@ def test_adapters_stay_out_of_a_frozen_encoder_and_go_everywhere_else(
     inside = {name for name in everywhere if f".{ENCODERS[family]}." in name}
     assert inside
     assert outside == everywhere - inside
-    assert any(f".{LANGUAGE[family]}." in name for name in outside)
-
-
-def scored_rows(vlm: Vlm) -> list[Row]:
-    return [*rows_of(vlm), row(vlm, [4], answer="one!")]
-
-
-@pytest.mark.parametrize("pooling", few_of(["last", "mean", "attention"], ["attention"]))
-def test_scores_depend_on_nothing_but_the_row(family: str, folder_of: Folder, pooling: Any) -> None:
-    network = ScoreModel(source=folder_of(family), pooling=pooling).load()
-    with torch.no_grad():
-        for weight in network.scorer.heads.parameters():
-            weight.normal_(std=0.2)  # attention starts as the mean
-        rows = scored_rows(build_vlm(family))
-        alone = torch.cat([network(batch_of([entry], extra=0)) for entry in rows])
-        order = torch.randperm(len(rows)).tolist()
-        for left in (False, True):
-            scores = network(batch_of(rows, left=left))
-            assert_close(scores, alone, rtol=0, atol=1e-5)
-            turned = network(batch_of([rows[index] for index in order], left=left))
-            assert_close(turned, alone[order], rtol=0, atol=1e-5)
-    # the second and the last row show different pictures under the same text
-    assert rows[1].input_ids == rows[-1].input_ids
-    assert (alone[1] - alone[-1]).abs() > 1e-3
 
 
 def test_a_reward_model_trains_all_that_looks_at_images(family: str, folder_of: Folder) -> None:
@@ -172,17 +130,13 @@ def test_a_reward_model_trains_all_that_looks_at_images(family: str, folder_of: 
     encoder = body.get_submodule(ENCODERS[family])
     moved = [w.grad is not None and bool(w.grad.any()) for w in encoder.parameters()]
     assert sum(moved) > len(moved) / 2
-    if family in CONNECTORS:
-        connector = body.get_submodule(CONNECTORS[family])
-        assert all(w.grad is not None and w.grad.any() for w in connector.parameters())
 
 
-@pytest.mark.parametrize("lora", [None, LoRA(r=2)])
 def test_a_saved_reward_model_gives_the_same_scores(
-    family: str, folder_of: Folder, tmp_path: Path, lora: LoRA | None
+    family: str, folder_of: Folder, tmp_path: Path
 ) -> None:
     vlm = build_vlm(family)
-    network = ScoreModel(source=folder_of(family), heads=["a", "b"], lora=lora).load()
+    network = ScoreModel(source=folder_of(family), heads=["a", "b"], lora=LoRA(r=2)).load()
     for name, weight in network.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(weight, std=0.2)
@@ -192,41 +146,18 @@ def test_a_saved_reward_model_gives_the_same_scores(
     vlm.processor.save(tmp_path)
     again = RewardNetwork.from_pretrained(tmp_path)
     assert again.head_names == ("a", "b")
-    assert_close(again(batch), scores, rtol=0, atol=0 if lora is None else 1e-4)
-    assert not any(weight.requires_grad for weight in again.parameters())
+    assert_close(again(batch), scores, rtol=0, atol=1e-4)
     assert type(load_processor(str(tmp_path))) is type(vlm.processor.processor)
 
 
 @torch.no_grad()
-def test_values_are_those_of_the_states_of_the_plain_forward_pass(
-    family: str, folder_of: Folder
-) -> None:
-    vlm = build_vlm(family)
-    network = ValueModel(source=folder_of(family)).load()
-    for weight in network.head.parameters():
-        weight.normal_(std=0.2)
-    rows = rows_of(vlm)
-    for left in (False, True):
-        batch = batch_of(rows, left=left)
-        values = network(batch)
-        assert not values[~batch.response_mask].any()
-        for index, entry in enumerate(rows):
-            hidden = vlm.model.base_model(**entry.plain).last_hidden_state[0]
-            # of the state before each token of the answer
-            expected = network.head(hidden[-entry.response - 1 : -1])
-            found = values[index, batch.response_mask[index]]
-            assert_close(found, expected.view(-1), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("lora", [None, LoRA(r=2)])
-@torch.no_grad()
 def test_an_exported_policy_is_an_ordinary_model_with_its_processor(
-    family: str, folder_of: Folder, tmp_path: Path, lora: LoRA | None
+    family: str, folder_of: Folder, tmp_path: Path
 ) -> None:
     vlm = build_vlm(family)
-    model = CausalLM(source=folder_of(family), lora=lora).load()
+    model = CausalLM(source=folder_of(family), lora=LoRA(r=2)).load()
     for name, weight in model.named_parameters():
-        if "lora_B" in name or (lora is None and weight.dim() == 2):
+        if "lora_B" in name:
             weight.add_(0.05 * torch.randn_like(weight))
     save_model(model, tmp_path)
     vlm.processor.save(tmp_path)
@@ -235,10 +166,7 @@ def test_an_exported_policy_is_an_ordinary_model_with_its_processor(
     assert not info["unexpected_keys"]
     processor: Any = AutoProcessor.from_pretrained(tmp_path)
     exported = Vlm(plain, processor.tokenizer, MediaProcessor.of(processor, plain.config))
-    tolerance = 1e-5 if lora is None else 1e-4
     for mine, theirs in zip(rows_of(vlm), rows_of(exported), strict=True):
         logits = model(**mine.plain).logits
-        assert_close(plain(**theirs.plain).logits, logits, rtol=0, atol=tolerance)
+        assert_close(plain(**theirs.plain).logits, logits, rtol=0, atol=1e-4)
         assert (logits - vlm.model(**mine.plain).logits).abs().max() > 1e-2
-    names = {re.sub(r"\.\d+\.", ".", name) for name, _ in plain.named_parameters()}
-    assert not any("lora" in name or "base_layer" in name for name in names)
