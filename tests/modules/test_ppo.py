@@ -318,23 +318,15 @@ def test_dynamic_sampling_samples_until_the_groups_differ(ppo, train, prompts) -
 def test_dynamic_sampling_ends_with_the_batch_and_leaves_its_fillers_out(
     ppo, train, reward: Any, advantage: Advantage
 ) -> None:
-    module = PPO(
-        language_model,
-        Rewards({"same": lambda completions: [1.0] * len(completions)}),
-        tokenizer=tokenizer,
-        num_generations=2,
-        sampling=Sampling(max_new_tokens=4),
-        dynamic_sampling=DynamicSampling(prompts=2),
-    )
-    before = weights(module.policy)
-    watcher = Watcher()
-    trainer = fit(module, prompts, tmp_path, steps=1, callbacks=[watcher])
-    experience = watcher.experiences[0]
-    assert float(trainer.logged_metrics["rollout/rounds"]) == 2  # 4 prompts, 2 at a time
-    assert float(trainer.logged_metrics["rollout/filler_fraction"]) == 1
-    assert not experience.counted.any()
-    assert not experience.loss_mask.any()
-    assert_same(before, weights(module.policy))
+    rewards = Rewards([reward], names=["score"])
+    options = {"rewards": rewards, "advantage": advantage, "reference": Reference(kl_coef=0.0)}
+    run = train(ppo(dynamic_sampling=DynamicSampling(prompts=2), **options))
+    assert run.logged["rollout/rounds"] == 2  # 4 prompts, 2 at a time
+    assert run.logged["rollout/filler_fraction"] == 1
+    assert not run.experience.counted.any()
+    assert not run.experience.loss_mask.any()
+    after = dict(run.module.named_parameters())  # without the head's unit
+    assert_same({name: run.before[name] for name in after}, after)
 
 
 def test_only_the_least_certain_tokens_are_trained_on(ppo, train, language_model) -> None:
@@ -412,121 +404,7 @@ def test_pretraining_texts_become_likelier_in_their_proportion_to_the_loss(
     assert_same(summed, changes[2], rtol=1e-3, atol=1e-6)
 
 
-def test_experience_that_waits_in_cpu_memory_gives_the_same_update(
-    tokenizer, prompts, tmp_path
-) -> None:
-    results = []
-    for offload in (False, True):
-        module = build(
-            build_language_model(tokenizer),
-            tokenizer,
-            update=Update(loss="token_clip", offload=offload, minibatch_size=4),
-        )
-        fit(module, prompts, tmp_path, steps=2)
-        results.append(weights(module.policy))
-    assert_same(*results)
-
-
-class NoEngine(RolloutEngine):
-    """Refuses to generate anything."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(exact=True)
-
-    def attach(self, *_: Any) -> None:
-        pass
-
-    def generate(self, *_: Any, **__: Any) -> None:
-        raise AssertionError("a replayed rollout needs no engine")
-
-
-def test_stored_rollouts_are_trained_on_without_an_engine(tokenizer, prompts, tmp_path) -> None:
-    log = RolloutLog(dirpath=tmp_path / "log", save_tensors=True, print_every=None)
-    watcher = Watcher()
-    first = build(build_language_model(tokenizer), tokenizer)
-    fit(first, prompts, tmp_path, steps=2, callbacks=[log, watcher])
-    again = build(build_language_model(tokenizer), tokenizer, engine=NoEngine())
-    replayed = Watcher()
-    data = ReplayDataModule(folder=tmp_path / "log" / "rollouts", shuffle=False)
-    trainer = fit(again, prompts, tmp_path, steps=2, callbacks=[replayed], data=data)
-    for drawn, stored in zip(watcher.experiences, replayed.experiences, strict=True):
-        assert torch.equal(drawn.input_ids, stored.input_ids)
-        assert torch.equal(drawn.scores, stored.scores)
-        # the ratio starts from the policy that drew the responses
-        assert torch.equal(stored.old_logprobs, drawn.sampling_logprobs)
-    assert "rewards/letters/mean" in trainer.logged_metrics
-    assert replayed.records[1][0]["step"] == 1
-    # the first iteration is on-policy here as it was there, so it trains alike
-    torch.testing.assert_close(
-        replayed.experiences[0].advantages,
-        watcher.experiences[0].advantages,
-        rtol=1e-3,
-        atol=1e-4,
-    )
-
-
-def stored_run(tokenizer, prompts: Path, folder: Path, **options: Any) -> Watcher:
-    """One iteration whose rollout is kept in ``folder / "log" / "rollouts"``."""
-    log = RolloutLog(dirpath=folder / "log", save_tensors=True, print_every=None)
-    watcher = Watcher()
-    module = build(build_language_model(tokenizer), tokenizer, **options)
-    fit(module, prompts, folder, steps=1, callbacks=[log, watcher])
-    return watcher
-
-
-@pytest.mark.parametrize(
-    ("drawn", "options", "culprit"),
-    [
-        ({}, {"num_generations": 4}, "groups of 2 responses"),
-        ({}, {"sampling": Sampling(max_new_tokens=6, temperature=0.3)}, "was drawn at 1.0"),
-        (
-            {"sampling": Sampling(max_new_tokens=6, top_k=9), "allow_truncated_sampling": True},
-            {},
-            "allow_truncated_sampling",
-        ),
-        ({}, {"dynamic_sampling": DynamicSampling(prompts=1)}, "the data holds stored ones"),
-    ],
-)
-def test_a_stored_rollout_that_was_drawn_otherwise_is_refused(
-    tokenizer, prompts, tmp_path, drawn: dict[str, Any], options: dict[str, Any], culprit: str
-) -> None:
-    stored_run(tokenizer, prompts, tmp_path, **drawn)
-    data = ReplayDataModule(folder=tmp_path / "log" / "rollouts")
-    module = build(build_language_model(tokenizer), tokenizer, **options)
-    with pytest.raises(ValueError, match=culprit):
-        fit(module, prompts, tmp_path, steps=1, data=data)
-
-
-def test_the_distance_in_a_replay_is_that_of_the_policy_which_learns(
-    tokenizer, prompts, tmp_path
-) -> None:
-    stored_run(tokenizer, prompts, tmp_path)
-    data = ReplayDataModule(folder=tmp_path / "log" / "rollouts")
-    module = build(build_language_model(tokenizer), tokenizer, optimizer=OptimizerConfig(lr=5e-3))
-    trainer = fit(module, prompts, tmp_path, steps=4, data=data)
-    assert float(trainer.logged_metrics["kl/sequence"]) > 0.01
-
-
-def test_fillers_are_left_out_of_a_replay_too(tokenizer, prompts, tmp_path) -> None:
-    log = RolloutLog(dirpath=tmp_path / "log", save_tensors=True, print_every=None)
-    module = PPO(
-        build_language_model(tokenizer),
-        Rewards({"same": lambda completions: [0.7] * len(completions)}),
-        tokenizer=tokenizer,
-        num_generations=2,
-        sampling=Sampling(max_new_tokens=4),
-        dynamic_sampling=DynamicSampling(prompts=2),
-    )
-    fit(module, prompts, tmp_path, steps=1, callbacks=[log])
-    again = build(build_language_model(tokenizer), tokenizer)
-    watcher = Watcher()
-    data = ReplayDataModule(folder=tmp_path / "log" / "rollouts")
-    fit(again, prompts, tmp_path, steps=1, callbacks=[watcher], data=data)
-    assert not watcher.experiences[0].counted.any()
-
-
-@pytest.mark.parametrize("kind", ["head", "own"])
+@BOTH
 @pytest.mark.parametrize("score", [None, 0.7])
 def test_an_iteration_that_teaches_nothing_moves_nothing(
     ppo, train, critic_of, kind: str, score: float | None
@@ -538,12 +416,9 @@ def test_an_iteration_that_teaches_nothing_moves_nothing(
         # the first iteration fills the optimizers' momentum
         return letters(completions) if len(calls) == 1 else [score] * len(completions)
 
-    module = PPO(
-        build_language_model(tokenizer),
-        Rewards([reward], max_unscorable_fraction=1.0),
-        tokenizer=tokenizer,
-        num_generations=2,
-        sampling=Sampling(max_new_tokens=6),
+    ends: list[dict[str, Tensor]] = []
+    module = ppo(
+        rewards=Rewards([reward], max_unscorable_fraction=1.0),
         optimizer=OptimizerConfig(lr=1e-2),
         reference=Reference(kl_coef=0.0),
         critic=None if score else critic_of(kind),

@@ -75,7 +75,7 @@ def test_the_distance_in_a_replay_is_that_of_the_policy_which_learns(ppo, train,
 
 
 def test_fillers_are_left_out_of_a_replay_too(ppo, train, stored) -> None:
-    same = Rewards([lambda completions: [0.7] * len(completions)], names=["same"])
+    same = Rewards({"same": lambda completions: [0.7] * len(completions)})
     _, data = stored(ppo(rewards=same, dynamic_sampling=DynamicSampling(prompts=2)))
     assert not train(ppo(), data=data).experience.counted.any()
 
