@@ -5,19 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from lrlhf.datamodules.loading.files import read_rows_of_file
-from lrlhf.datamodules.loading.path_safety import local_path
-from lrlhf.datamodules.loading.sources import Row, Source, nearest_path, resolve_source
-from lrlhf.datamodules.rows import media_formats
-from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, missing_column, nearest
+from lrlhf.datamodules.datasets.media_formats import (
+    FileAndRow,
+    Generic,
+    MediaFormat,
+    Pair,
+    compared,
+    numbered,
+    ranked,
+    rated,
+    rows_of_files,
+)
+from lrlhf.datamodules.loading.sources import Row, Source
+from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, nearest
 from lrlhf.datamodules.rows.columns import number_of, text_of, wrong_type
-from lrlhf.datamodules.rows.media_formats import Pair
-from lrlhf.datamodules.rows.media_rows import KINDS
 
 _OPPOSITE = {"A": "B", "B": "A", "C": "C"}
+_LETTERS = {"a": "A", "b": "B", "c": "C", "same": "C", "invalid": None}
+_RESPONSES = {"response1": "A", "response2": "B", "other": "C"}
+_VOTES = {"leftvote": "A", "rightvote": "B", "tievote": "C", "bothbad_vote": "C"}
 
 
 class MediaPairs(Source):
@@ -70,8 +80,7 @@ class MediaPairs(Source):
                 if isinstance(row, BadRow):
                     raise row
                 folder = self._media_root or known.folder(file)
-                for index, pair in enumerate(known.pairs(row, folder)):
-                    self._keep_in_root(pair)
+                for index, pair in enumerate(known.pairs(row, folder, self._media_root)):
                     turned = known.random_order and is_exchanged(self._seed, number, index)
                     empty = False
                     yield exchanged(pair) if turned else pair
@@ -83,15 +92,9 @@ class MediaPairs(Source):
                 yield BadRow(problem.reason, detail, remedy=problem.remedy or hint)
         if empty:
             raise BadDataError(
-                f"{self.name}: no pair can be made of its rows, because every candidate is alone "
-                "with its prompt or as good as the others"
+                f"{self.name}: no pair can be made of its rows, because there are none, or every "
+                "candidate is alone with its prompt or as good as the others"
             )
-
-    def _keep_in_root(self, pair: Pair) -> None:
-        if self._media_root is not None:
-            shown = (pair.get(f"{kind}{suffix}") for kind in KINDS for suffix in ("", "_0", "_1"))
-            for path in (value for value in shown if isinstance(value, str)):
-                local_path(path, None, root=self._media_root)
 
 
 def is_exchanged(seed: int, number: int, index: int = 0) -> bool:
@@ -108,7 +111,7 @@ def is_exchanged(seed: int, number: int, index: int = 0) -> bool:
 
 def exchanged(pair: Mapping[str, Any]) -> Pair:
     """Let the candidates of a pair change places, with all that the row says of them."""
-    other = {f"{name}_0": f"{name}_1" for name in ("image", "video", "model")}
+    other = {f"{name}_0": f"{name}_1" for name in ("image", "video")}
     other |= {second: first for first, second in other.items()}
     turned = {other.get(column, column): value for column, value in pair.items()}
     if "preference" in turned:
@@ -116,100 +119,57 @@ def exchanged(pair: Mapping[str, Any]) -> Pair:
     return turned
 
 
-class _FileAndRow(NamedTuple):
-    """A raw row and where it was read."""
-
-    file: Path
-    row: Row | BadRow
-
-
-def _rows_of_files(path: Path) -> Iterator[_FileAndRow]:
-    """Read the rows of a file, of the files of a folder, or of those that fit a pattern."""
-    if not path.exists() and not any(character in str(path) for character in "*?["):
-        raise BadDataError(f"there is no file or folder {str(path)!r}{nearest_path(path)}")
-    for source in resolve_source(str(path)):
-        yield from _of_file(Path(source.name), read_rows_of_file(Path(source.name)))
-
-
-def _of_file(file: Path, rows: Iterable[Row | BadRow]) -> Iterator[_FileAndRow]:
-    empty = True
-    for row in rows:
-        empty = False
-        yield _FileAndRow(file, row)
-    if empty:
-        raise BadDataError(f"{file}: there are no rows in it")
-
-
-def _genai_video_rows(path: Path) -> Iterator[_FileAndRow]:
-    """Read as `_rows_of_files`, and also a .json that maps ids to rows; they get the id."""
-    file = path / "genai_video.json"
-    file = file if file.is_file() else path
+def _rows_with_ids(path: Path) -> Iterator[FileAndRow]:
+    """Read as `rows_of_files`, and also a .json that maps ids to rows; they get the id."""
+    file = path / "genai_video.json" if (path / "genai_video.json").is_file() else path
     samples: object = None
-    if file.is_file() and file.suffix.lower() == ".json":
-        try:
+    if file.suffix.lower() == ".json":
+        with suppress(OSError, ValueError):  # told by what reads rows
             samples = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise BadDataError(f"{file}: cannot be read as .json: {error}") from error
     if not isinstance(samples, dict):
-        return _rows_of_files(file)
-    known = (
-        {**row, "id": key} if isinstance(row, dict) else wrong_type(key, "a row", row)
-        for key, row in samples.items()
-    )
-    return _of_file(file, known)
+        yield from rows_of_files(file)
+        return
+    for key, row in samples.items():
+        known = isinstance(row, dict)
+        yield file, {**row, "id": key} if known else wrong_type(key, "a row", row)
 
 
-def _image_reward_prompts(path: Path) -> Iterator[_FileAndRow]:
+def _images_by_prompt(path: Path) -> Iterator[FileAndRow]:
     """Read rows about single images, and gather those of each prompt in ``images``.
 
     Args:
         path: A folder with shards such as ``train_1/train_1.json`` anywhere below it, or a file.
     """
-    prompts: dict[str, tuple[Path, list[Row]]] = {}
-    for file, row in _image_reward_rows(path):
-        try:
-            if isinstance(row, BadRow):
-                raise row
-            prompt_id = _check_image(row)
-        except BadRow as problem:
-            yield _FileAndRow(file, problem)
-        else:
-            prompts.setdefault(prompt_id, (file, []))[1].append(row)
-    for file, images in prompts.values():
-        yield _FileAndRow(file, {"images": images})
-
-
-def _image_reward_rows(path: Path) -> Iterator[_FileAndRow]:
-    if not path.is_dir():
-        yield from _rows_of_files(path)
-        return
-    shards = sorted(path.rglob("*.json"))
+    shards = sorted(path.rglob("*.json")) if path.is_dir() else [path]
     if not shards:
         held = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
         raise BadDataError(
             f"the folder {str(path)!r} holds no shard such as train_1/train_1.json, but {held}; "
             "unpack the set's archives there, or give the folder with the shards"
         )
-    for shard in shards:
-        yield from _of_file(shard, read_rows_of_file(shard))
+    prompts: dict[str, tuple[Path, list[Row]]] = {}
+    for file, row in (found for shard in shards for found in rows_of_files(shard)):
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            text_of(row, "prompt")
+            text_of(row, "image_path")
+            if not isinstance(row.get("prompt_id"), str | int):
+                raise wrong_type("prompt_id", "a text or number", row.get("prompt_id"))
+            if number_of(row, "rank") is None:
+                raise BadRow("no rank", "column 'rank' is missing or empty")
+        except BadRow as problem:
+            yield file, problem
+        else:
+            prompts.setdefault(str(row["prompt_id"]), (file, []))[1].append(row)
+    for file, images in prompts.values():
+        yield file, {"images": images}
 
 
-def _check_image(row: Row) -> str:
-    text_of(row, "prompt")
-    text_of(row, "image_path")
-    prompt_id = row.get("prompt_id")
-    if prompt_id is None:
-        raise missing_column("prompt_id", row)
-    if isinstance(prompt_id, list | dict):
-        raise wrong_type("prompt_id", "a text or number", prompt_id)
-    if number_of(row, "rank") is None:
-        raise BadRow("no rank", "column 'rank' is missing or empty")
-    return str(prompt_id)
-
-
-def _own_folder(file: Path) -> Path:
-    """Return the folder that the file of rows is in."""
-    return file.parent
+def _folder_of_images(file: Path) -> Path:
+    """Return the folder that holds ``images``, with which the paths in the shards begin."""
+    parents = file.absolute().parents
+    return next((above.parent for above in parents if above.name == "images"), file.parent)
 
 
 def _beside_or_above(*names: str) -> Callable[[Path], Path]:
@@ -226,40 +186,98 @@ def _beside_or_above(*names: str) -> Callable[[Path], Path]:
     return folder
 
 
-def _image_reward_folder(file: Path) -> Path:
-    """Return the folder that holds ``images``, with which the paths in the shards begin."""
-    parents = file.absolute().parents
-    return next((above.parent for above in parents if above.name == "images"), file.parent)
+def _rapidata(start: str | None) -> MediaFormat:
+    heads = ("preference", "preference_vote", "coherence", "alignment")
+    return MediaFormat(
+        source="Rapidata",
+        kind="video",
+        candidates=(("file_name1",), ("file_name2",)),
+        start=start,
+        labels={head: head for head in heads},
+        words=_LETTERS,
+        kept=("model1", "model2", "file_name1", "file_name2"),
+        expand=compared,
+        folder=_beside_or_above("videos", "Videos"),
+    )
 
 
-class MediaFormat(NamedTuple):
-    """How one set is read."""
+def _omnireward(kind: str) -> MediaFormat:
+    return MediaFormat(
+        source="OmniRewardBench",
+        kind=kind,
+        candidates=(("response1_path", "response1"), ("response2_path", "response2")),
+        labels={"preference": "criteria_preference"},
+        words=_RESPONSES,
+        # the same responses may be judged the other way round under other criteria
+        kept=("id", "criteria", "model1", "model2", "response1_path", "response2_path"),
+        folder=_beside_or_above("media_data"),
+    )
 
-    pairs: Callable[[Row, Path], Iterable[Pair]]
-    """From one raw row, and the folder that its paths start from, to pairs."""
-    folder: Callable[[Path], Path] = _own_folder
-    """From the file of a row to the folder that its paths start from."""
-    rows: Callable[[Path], Iterable[_FileAndRow]] = _rows_of_files
-    """From what the user gave to raw rows, each with its file."""
-    random_order: bool = False
-    """Whether the set says nothing about which is candidate 0, so that the seed decides."""
+
+def _genai_bench(kind: str) -> MediaFormat:
+    return MediaFormat(
+        source="GenAI-Bench",
+        kind=kind,
+        candidates=tuple((f"{side}_output_{kind}", f"{side}_{kind}") for side in ("left", "right")),
+        prompt=("instruct_prompt", "prompt"),  # the first where images are edited
+        start="source_image",
+        labels={"preference": "vote_type"},
+        words=_VOTES,
+        kept=("id", "vote_type", "left_model", "right_model"),
+        expand=rated,
+        rows=_rows_with_ids if kind == "video" else rows_of_files,
+        random_order=True,
+    )
 
 
-_VIDEOS, _MEDIA_DATA = _beside_or_above("videos", "Videos"), _beside_or_above("media_data")
 FORMATS: Mapping[str, MediaFormat] = {
-    "hpdv3": MediaFormat(media_formats.hpdv3, random_order=True),
+    "hpdv3": MediaFormat(
+        source="HPDv3",
+        kind="image",
+        candidates=(("path1",), ("path2",)),
+        kept=("confidence", "choice_dist", "model1", "model2", "path1", "path2"),
+        random_order=True,
+    ),
     "imagerewarddb": MediaFormat(
-        media_formats.imagerewarddb, _image_reward_folder, _image_reward_prompts, random_order=True
+        source="ImageRewardDB",
+        kind="image",
+        candidates=(("image_path_chosen",), ("image_path_rejected",)),
+        kept=(
+            "prompt_id",
+            "classification_chosen",
+            *(
+                f"{column}_{side}"
+                for side in ("chosen", "rejected")
+                for column in ("image_path", "rank", "overall_rating")
+            ),
+        ),
+        expand=ranked,
+        rows=_images_by_prompt,
+        folder=_folder_of_images,
+        random_order=True,
     ),
-    "rapidata_t2v": MediaFormat(media_formats.rapidata_t2v, _VIDEOS),
-    "rapidata_i2v": MediaFormat(media_formats.rapidata_i2v, _VIDEOS),
-    "omnireward_t2i": MediaFormat(media_formats.omnireward_t2i, _MEDIA_DATA),
-    "omnireward_t2v": MediaFormat(media_formats.omnireward_t2v, _MEDIA_DATA),
-    "genai_bench": MediaFormat(media_formats.genai_bench, random_order=True),
-    "genai_bench_video": MediaFormat(
-        media_formats.genai_bench_video, rows=_genai_video_rows, random_order=True
+    "rapidata_t2v": _rapidata(None),
+    "rapidata_i2v": _rapidata("prompt_asset"),
+    "omnireward_t2i": _omnireward("image"),
+    "omnireward_t2v": _omnireward("video"),
+    "genai_bench": _genai_bench("image"),
+    "genai_bench_video": _genai_bench("video"),
+    "videodpo": MediaFormat(
+        source="VideoDPO",
+        kind="video",
+        candidates=(("video1",), ("video2",)),
+        prompt=("frame_caption",),
+        kept=("score",),
+        expand=numbered,
+        random_order=True,
     ),
-    "videodpo": MediaFormat(media_formats.videodpo, random_order=True),
-    "videogen_rewardbench": MediaFormat(media_formats.videogen_rewardbench),
-    "generic": MediaFormat(media_formats.generic),
+    "videogen_rewardbench": MediaFormat(
+        source="VideoGen-RewardBench",
+        kind="video",
+        candidates=(("path_A",), ("path_B",)),
+        labels={"preference": "Overall", "VQ": "VQ", "MQ": "MQ", "TA": "TA"},
+        words=_LETTERS,
+        kept=("A_model", "B_model", "path_A", "path_B"),
+    ),
+    "generic": Generic(source="", kind="", candidates=((), ())),
 }
