@@ -176,7 +176,7 @@ def dialogue(
     prompt = processor.read(str(asked), MediaRefs((row["image"],)), MediaOptions())
     answer = tokenizer(row["answer"] + tokenizer.eos_token)["input_ids"]
     ids = np.array([*prompt.input_ids, *answer], dtype=np.int32)
-    return Candidate(ids, start=len(prompt.input_ids), media=prompt.media)
+    return Candidate(input_ids=ids, start=len(prompt.input_ids), media=prompt.media)
 
 
 def main() -> None:

@@ -53,18 +53,22 @@ def options_without_null(cls: object) -> set[str]:
     """Options of a class that have a type and a default of which neither is None."""
     if not isinstance(cls, type):
         return set()
-    constructor = inspect.getattr_static(cls, "__init__")
-    try:
-        hints = typing.get_type_hints(constructor)
-    except NameError:  # a type that is imported for type checkers only
-        return set()
-    parameters = inspect.signature(cls).parameters.values()
-    return {
-        parameter.name
-        for parameter in parameters
-        if parameter.default not in (None, inspect.Parameter.empty)
-        and not _allows_none(hints.get(parameter.name, Any))
-    }
+    strict: dict[str, bool] = {}
+    for constructor in (vars(base).get("__init__") for base in cls.__mro__):
+        if not inspect.isfunction(constructor):
+            continue
+        try:
+            hints = typing.get_type_hints(constructor)
+        except NameError:  # a type that is imported for type checkers only
+            break
+        parameters = inspect.signature(constructor).parameters.values()
+        for parameter in parameters:
+            given = parameter.default not in (None, inspect.Parameter.empty)
+            never_null = given and not _allows_none(hints.get(parameter.name, Any))
+            strict.setdefault(parameter.name, never_null)
+        if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters):
+            break  # else the next class takes the rest
+    return {name for name, never_null in strict.items() if never_null}
 
 
 def _allows_none(hint: Any) -> bool:

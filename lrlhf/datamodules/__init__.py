@@ -1,8 +1,8 @@
 """Data modules for prompts, preference pairs and stored rollouts, and what they read."""
 
-from lrlhf.datamodules.core import LoaderOptions, RowDataModule, RowKind
+from lrlhf.datamodules.core import RowDataModule, RowKind
 from lrlhf.datamodules.datasets.media_pairs import MediaPairs
-from lrlhf.datamodules.datasets.ratings import RatedFile, RatedPairs, RatedText, pairs_from_ratings
+from lrlhf.datamodules.datasets.ratings import RatedPairs, RatedText
 from lrlhf.datamodules.datasets.tasks import ReasoningGym
 from lrlhf.datamodules.loading.loader import EvalLoader, TrainLoader
 from lrlhf.datamodules.loading.sources import FileSource, HubSource, Source, Weighted
@@ -10,7 +10,7 @@ from lrlhf.datamodules.preferences import PreferenceDataModule
 from lrlhf.datamodules.prompts import PromptDataModule
 from lrlhf.datamodules.replay import ReplayDataModule
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
-from lrlhf.datamodules.rows.collate import PreferenceCollator, PromptCollator
+from lrlhf.datamodules.text import TextDataModule
 
 __all__ = [
     "BadDataError",
@@ -18,13 +18,9 @@ __all__ = [
     "EvalLoader",
     "FileSource",
     "HubSource",
-    "LoaderOptions",
     "MediaPairs",
-    "PreferenceCollator",
     "PreferenceDataModule",
-    "PromptCollator",
     "PromptDataModule",
-    "RatedFile",
     "RatedPairs",
     "RatedText",
     "ReasoningGym",
@@ -32,7 +28,7 @@ __all__ = [
     "RowDataModule",
     "RowKind",
     "Source",
+    "TextDataModule",
     "TrainLoader",
     "Weighted",
-    "pairs_from_ratings",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -11,9 +12,8 @@ import lightning as L
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.loading.attached import data_ranks
 from lrlhf.datamodules.loading.fetching import Fetching
-from lrlhf.datamodules.loading.loader import Companion, EvalLoader, Tolerated, TrainLoader
+from lrlhf.datamodules.loading.loader import Companion, EvalLoader, Ranks, Tolerated, TrainLoader
 from lrlhf.datamodules.loading.order import BalancedOrder, GivenOrder, Order
 from lrlhf.datamodules.loading.sources import Entries, Row, components_of
 from lrlhf.datamodules.loading.splits import Located, Split, Splits, ValidationData
@@ -22,40 +22,6 @@ from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows
 DraftT = TypeVar("DraftT")
 RowT = TypeVar("RowT")
 BatchT = TypeVar("BatchT")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoaderOptions:
-    """How batches are made, as the user set it.
-
-    Args:
-        batch_size: Rows per train batch and rank.
-        val_batch_size: Rows per validation batch and rank; None: as in training.
-        seed: Of the order of the train rows.
-        shuffle: Shuffle the train rows in every epoch; else they keep the order of the data.
-        num_workers: Processes that collate.
-        pin_memory: None: where there is a GPU.
-        max_bad_fraction: Largest share of bad rows to go on with.
-        accept_changed_data: Resume although the train rows are not those of the checkpoint.
-    """
-
-    batch_size: int = 8
-    val_batch_size: int | None = None
-    seed: int = 0
-    shuffle: bool = True
-    num_workers: int = 0
-    pin_memory: bool | None = None
-    max_bad_fraction: float = 0.01
-    accept_changed_data: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "val_batch_size"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"{name}={size}: give at least 1")
-        for name in ("num_workers", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: give 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,26 +112,60 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
     Args:
         kind: Called in every `setup` with the trainer (None outside of one): how rows are read.
         train: One source or a list of them; `Weighted` entries give each a share of an epoch.
-        validation: Where the validation rows come from.
-        options: How batches are made.
-        besides: Further sources to prepare.
+        val: Validation data of its own; every row is kept.
+        batch_size: Rows per train batch and rank.
+        val_batch_size: Rows per validation batch and rank; None: as ``batch_size``.
+        val_fraction: Share of the rows to hold out for validation when ``val`` is not given. Rows
+            with equal prompts (or, without a prompt, equal texts) never stand in both splits.
+        val_size: Number of rows to hold out instead.
+        max_bad_fraction: Stop when a larger share of the rows cannot be used.
+        shuffle: Shuffle the train rows in every epoch; else they keep the order of the data.
+        seed: Of the order and of the held-out rows.
+        num_workers: Processes that read images and videos and collate; text rows are tokenised
+            once, so 0 is fast for them.
+        pin_memory: None: where there is a GPU.
+        accept_changed_data: Resume although the train data (or the tokenizer) is not what it was
+            when the checkpoint was written; else that stops the run.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the constructor is the schema of the config
         self,
         kind: Callable[[L.Trainer | None], RowKind[Any, RowT, BatchT]],
         train: Entries,
+        val: Entries | None = None,
         *,
-        validation: ValidationData[RowT] | None = None,
-        options: LoaderOptions | None = None,
-        besides: Entries | None = None,
+        batch_size: int = 8,
+        val_batch_size: int | None = None,
+        val_fraction: float = 0.0,
+        val_size: int = 0,
+        max_bad_fraction: float = 0.01,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        accept_changed_data: bool = False,
     ) -> None:
         super().__init__()
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("val_batch_size", val_batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("seed", seed, 0),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value}: give {least} or more")
         self._make_kind = kind
         self._train = train
-        self._besides = besides
-        self._validation = validation or ValidationData()
-        self._options = options or LoaderOptions()
+        self._besides: Entries | None = None  # further sources to prepare
+        self._validation: ValidationData[RowT] = ValidationData(val, val_size, val_fraction, seed)
+        self._batch_size = batch_size
+        self._val_batch_size = val_batch_size or batch_size
+        self._max_bad_fraction = max_bad_fraction
+        self._shuffle = shuffle
+        self._seed = seed
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+        self._accept_changed = accept_changed_data
         if not self._validation.any:
             # to Lightning a hook that is not overridden means that there is nothing to validate on,
             # while it warns of an empty loader
@@ -187,10 +187,10 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
     def setup(self, stage: str) -> None:
         kind = self._make_kind(self.trainer)
         if self._splits is None or self._kind is None or kind.made_with != self._kind.made_with:
-            self._splits = self._load(kind)
-        pin = self._options.pin_memory
-        pin = torch.cuda.is_available() if pin is None else pin
-        self._fetching = Fetching(kind.collate, self._options.num_workers, pin, kind.read)
+            load = partial(kind.load, max_bad_fraction=self._max_bad_fraction)
+            self._splits = self._validation.load(load(self._train, "train"), load, kind.keys)
+        pin = torch.cuda.is_available() if self._pin_memory is None else self._pin_memory
+        self._fetching = Fetching(kind.collate, self._num_workers, pin, kind.read)
         self._kind, self._stage, self._loader = kind, stage, None
         self._companion = kind.companion() if kind.companion and stage == "fit" else None
 
@@ -211,7 +211,7 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
         if trainer is not None and trainer.overfit_batches:  # type: ignore[attr-defined]
             return EvalLoader(
                 splits.train.values,
-                self._options.batch_size,
+                self._batch_size,
                 fetching=fetching,
                 ranks=ranks,
                 companion=self._companion,
@@ -221,12 +221,12 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
             self._loader = TrainLoader(
                 splits.train.values,
                 self._order(kind, splits.train, ranks.world),
-                self._options.batch_size,
+                self._batch_size,
                 fetching=fetching,
                 ranks=ranks,
                 pass_limit=trainer.limit_train_batches if trainer is not None else 1.0,
                 companion=self._companion,
-                accept_changed="all" if self._options.accept_changed_data else tolerated,
+                accept_changed="all" if self._accept_changed else tolerated,
             )
         return self._loader
 
@@ -237,7 +237,7 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
             return []
         return EvalLoader(
             splits.validation.values,
-            self._options.val_batch_size or self._options.batch_size,
+            self._val_batch_size,
             fetching=replace(fetching, drop=True),
             ranks=data_ranks(self.trainer),
         )
@@ -272,20 +272,26 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
             raise RuntimeError("call setup() before asking for a loader")
         return self._kind, self._splits, self._fetching
 
-    def _load(self, kind: RowKind[Any, RowT, BatchT]) -> Splits[RowT]:
-        def load(entries: Entries, what: str) -> Split[RowT]:
-            return kind.load(entries, what, self._options.max_bad_fraction)
-
-        return self._validation.load(load(self._train, "train"), load, kind.keys)
-
     def _order(self, kind: RowKind[Any, RowT, BatchT], train: Split[RowT], world: int) -> Order:
-        options, rows = self._options, len(train.rows)
-        if not options.shuffle:
-            return GivenOrder(rows, rows - rows % (options.batch_size * world), options.seed)
-        order = train.order(options.seed)
+        rows = len(train.rows)
+        if not self._shuffle:
+            return GivenOrder(rows, rows - rows % (self._batch_size * world), self._seed)
+        order = train.order(self._seed)
         if kind.cost is None or world == 1:
             return order
         costs = [cost for cost in map(kind.cost, train.values) if cost is not None]
         if len(costs) < rows:
             return order
-        return BalancedOrder(order, costs, options.batch_size, world)
+        return BalancedOrder(order, costs, self._batch_size, world)
+
+
+def data_ranks(trainer: L.Trainer | None) -> Ranks:
+    """Return which share of the data this process gets.
+
+    Processes that share one model (tensor parallel) share their data too, which the strategy's
+    own sampler arguments say.
+    """
+    arguments = trainer.distributed_sampler_kwargs if trainer is not None else None
+    if not arguments:
+        return Ranks()
+    return Ranks(rank=arguments["rank"], world=arguments["num_replicas"])

@@ -12,13 +12,12 @@ from typing import Any
 import lightning as L
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.core import LoaderOptions, RowDataModule, RowKind
+from lrlhf.datamodules.core import RowKind, data_ranks
 from lrlhf.datamodules.datasets.pretraining import DEFAULT_TEXT_COLUMN, PretrainingTexts
-from lrlhf.datamodules.loading.attached import ReaderOptions, data_ranks
 from lrlhf.datamodules.loading.sources import Source, Weighted
-from lrlhf.datamodules.loading.splits import Split, ValidationData
+from lrlhf.datamodules.loading.splits import Split
 from lrlhf.datamodules.rows.bad_rows import BadRow
-from lrlhf.datamodules.rows.collate import PromptCollator, PromptRow
+from lrlhf.datamodules.rows.collate import PromptRow, collate_prompts
 from lrlhf.datamodules.rows.media_rows import Unread
 from lrlhf.datamodules.rows.prompt_rows import (
     DEFAULT_PROMPT_COLUMN,
@@ -28,13 +27,13 @@ from lrlhf.datamodules.rows.prompt_rows import (
     PromptTemplate,
 )
 from lrlhf.datamodules.rows.tokenizing import tokenize_prompts
-from lrlhf.media import MediaOptions
+from lrlhf.datamodules.text import TextDataModule
 from lrlhf.types import PromptBatch
 
 logger = logging.getLogger(__name__)
 
 
-class PromptDataModule(RowDataModule[PromptRow, PromptBatch]):
+class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
     r"""Loads prompts; every other column of a row is passed on to the rewards.
 
     A source is a file (.jsonl, .json, .parquet, .csv, each optionally .gz), a folder or pattern of
@@ -54,25 +53,16 @@ class PromptDataModule(RowDataModule[PromptRow, PromptBatch]):
     Args:
         train: One source or a list of them; `Weighted` entries give each a share of an epoch.
         val: Validation data of its own; every row is kept.
-        batch_size: Prompts per step and rank.
-        val_batch_size: Prompts per validation batch and rank; None: as ``batch_size``.
-        tokenizer: Model folder, hub id or tokenizer; None: the LightningModule's.
         prompt_column: Column with the prompt.
         prompt_template: A jinja2 template over the columns that makes the prompt instead, such as
             ``"5 + 3 = 8\n{{ metadata.expression }} ="``.
         as_chat: Make a plain text prompt the user's turn of a chat.
         hh_as_chat: Make the shared ``Human: … Assistant: …`` transcript of a pair a chat.
         system_prompt: System turn of every chat that has none.
-        chat_template: File or text of a template to use instead of the tokenizer's.
-        chat_template_kwargs: Passed to the template, such as ``{enable_thinking: false}``.
-        tools: Tool descriptions for rows that have none of their own.
         column_patterns: Regular expressions that cut a column down to what they find, by column:
             ``{answer: "####\\s*(.+)"}``, or ``{"answer -> gold": …}`` for a new column. The first
             group counts.
         max_prompt_tokens: Rows with longer prompts are left out and counted, never cut.
-        val_fraction: Share of the rows to hold out for validation when ``val`` is not given. Rows
-            with equal prompts never stand in both splits.
-        val_size: Number of rows to hold out instead.
         deduplicate: Keep only the first of the rows with equal prompts.
         pretraining: Texts of a second stream that goes into the policy's loss (PTX): sources as
             for ``train``, whose rows have a plain text, or whole dialogues in ``messages`` or
@@ -80,14 +70,8 @@ class PromptDataModule(RowDataModule[PromptRow, PromptBatch]):
         pretraining_batch_size: Texts per step and rank; None: as ``batch_size``.
         pretraining_column: Column with the text, or with messages.
         pretraining_max_tokens: Longer texts are left out and counted, never cut.
-        media: How images and videos are read.
-        max_bad_fraction: Stop when a larger share of the rows cannot be used.
-        seed: Of the order and of the held-out rows.
-        num_workers: Processes that read images and videos and collate; text rows are tokenised
-            once, so 0 is fast for them.
-        pin_memory: None: where there is a GPU.
-        accept_changed_data: Resume although the train data (or the tokenizer) is not what it was
-            when the checkpoint was written; else that stops the run.
+        **options: Those of `TextDataModule` (tokenizer, chat template, tools, media) and
+            `RowDataModule` (batch sizes, held-out rows, order, workers).
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the schema of the config
@@ -95,56 +79,22 @@ class PromptDataModule(RowDataModule[PromptRow, PromptBatch]):
         train: str | Source | list[str | Source | Weighted],
         val: str | Source | list[str | Source | Weighted] | None = None,
         *,
-        batch_size: int = 8,
-        val_batch_size: int | None = None,
-        tokenizer: str | PreTrainedTokenizerBase | None = None,
         prompt_column: str = DEFAULT_PROMPT_COLUMN,
         prompt_template: str | None = None,
         as_chat: bool = False,
         hh_as_chat: bool = False,
         system_prompt: str | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        tools: list[dict[str, Any]] | None = None,
         column_patterns: dict[str, str] | None = None,
         max_prompt_tokens: int | None = None,
-        val_fraction: float = 0.0,
-        val_size: int = 0,
         deduplicate: bool = False,
         pretraining: str | Source | list[str | Source | Weighted] | None = None,
         pretraining_batch_size: int | None = None,
         pretraining_column: str = DEFAULT_TEXT_COLUMN,
         pretraining_max_tokens: int = 1024,
-        media: MediaOptions = MediaOptions(),  # noqa: B008  frozen
-        max_bad_fraction: float = 0.01,
-        seed: int = 0,
-        num_workers: int = 0,
-        pin_memory: bool | None = None,
-        accept_changed_data: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            self._prompts,
-            train,
-            validation=ValidationData(val, val_size, val_fraction, seed),
-            options=LoaderOptions(
-                batch_size=batch_size,
-                val_batch_size=val_batch_size,
-                seed=seed,
-                num_workers=num_workers,
-                pin_memory=pin_memory,
-                max_bad_fraction=max_bad_fraction,
-                accept_changed_data=accept_changed_data,
-            ),
-            besides=pretraining,
-        )
-        self._reader = ReaderOptions(
-            tokenizer,
-            chat_template,
-            chat_template_kwargs,
-            tools,
-            media,
-            (max_prompt_tokens, "max_prompt_tokens"),
-        )
+        super().__init__(self._prompts, train, val, **options)
+        self._besides = pretraining
         self._max_tokens = max_prompt_tokens
         self._parser = partial(
             PromptParser,
@@ -161,22 +111,24 @@ class PromptDataModule(RowDataModule[PromptRow, PromptBatch]):
             self._pretraining = PretrainingTexts(
                 pretraining,
                 column=pretraining_column,
-                batch_size=batch_size if pretraining_batch_size is None else pretraining_batch_size,
+                batch_size=(
+                    self._batch_size if pretraining_batch_size is None else pretraining_batch_size
+                ),
                 max_tokens=pretraining_max_tokens,
-                max_bad_fraction=max_bad_fraction,
-                seed=seed,
+                max_bad_fraction=self._max_bad_fraction,
+                seed=self._seed,
             )
 
     def _prompts(self, trainer: L.Trainer | None) -> RowKind[PromptDraft, PromptRow, PromptBatch]:
-        reader = self._reader.attach(trainer)
-        tokenizer, chat, media = reader
+        reader = tokenizer, chat, media = self.reader(trainer)
+        media = media.limited(self._max_tokens, "max_prompt_tokens")
         companion = None
         if self._pretraining is not None:
             companion = partial(self._pretraining.stream, reader, data_ranks(trainer))
         return RowKind(
             parse=self._parser(chat, media=media),
             finish=lambda drafts: media.check(self._tokenize(tokenizer, drafts)),
-            collate=PromptCollator(int(tokenizer.pad_token_id)),
+            collate=partial(collate_prompts, pad_token_id=int(tokenizer.pad_token_id)),
             keys=lambda row: (_key(row),),
             check=_without_duplicates if self._deduplicate else lambda split, _: split,
             read=media,
@@ -202,7 +154,11 @@ class PromptDataModule(RowDataModule[PromptRow, PromptBatch]):
                 )
             else:
                 unread = Unread(draft.text, draft.refs) if draft.refs else None
-                rows.append(PromptRow(draft.prompt, ids, draft.columns, unread))
+                rows.append(
+                    PromptRow(
+                        input_ids=ids, unread=unread, prompt=draft.prompt, columns=draft.columns
+                    )
+                )
         return rows
 
 

@@ -10,8 +10,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from lrlhf.datamodules.core import LoaderOptions, RowDataModule, RowKind
-from lrlhf.datamodules.loading.attached import data_ranks
+from lrlhf.datamodules.core import RowDataModule, RowKind, data_ranks
 from lrlhf.datamodules.loading.sources import Row, Source
 from lrlhf.datamodules.loading.splits import Split
 from lrlhf.rollout.storage import load_group_ids, load_rollout, rollout_files
@@ -56,9 +55,10 @@ class ReplayDataModule(RowDataModule[Path, StoredRollout]):
         super().__init__(
             self._rollouts,
             RolloutFolder(folder, max_rollouts),
-            options=LoaderOptions(
-                batch_size=1, seed=seed, shuffle=shuffle, accept_changed_data=accept_changed_data
-            ),
+            batch_size=1,
+            shuffle=shuffle,
+            seed=seed,
+            accept_changed_data=accept_changed_data,
         )
         self._num_generations = num_generations
 
@@ -96,12 +96,7 @@ class ReplayDataModule(RowDataModule[Path, StoredRollout]):
 
 
 class RolloutFolder(Source):
-    """The files of a folder of rollouts, oldest first.
-
-    Args:
-        folder: As `ReplayDataModule` takes it.
-        max_rollouts: Take only so many files, the newest; None: all.
-    """
+    """The files of a folder of rollouts, oldest first; arguments as of `ReplayDataModule`."""
 
     def __init__(self, folder: str | Path, max_rollouts: int | None) -> None:
         self._folder = Path(folder).expanduser()

@@ -11,8 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lrlhf.datamodules import Source
-from lrlhf.datamodules.loading import attached
+from lrlhf.datamodules import Source, text
 from tests.conftest import build_tokenizer
 from tests.vlms import Vlm, build_vlm, save_vlm
 
@@ -67,7 +66,7 @@ def _load_once() -> Iterator[None]:
     """Read a folder with a tokenizer and processor once, however many tests name it."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("load_tokenizer", "load_processor", "load_config"):
-            patch.setattr(attached, name, functools.cache(getattr(attached, name)))
+            patch.setattr(text, name, functools.cache(getattr(text, name)))
         yield
 
 

@@ -115,7 +115,12 @@ def test_other_texts_beside_the_prompts_stop_the_run() -> None:
 
 def shown(image: Any) -> PromptRow:
     ids = np.array([1, 2], dtype=np.int32)
-    return PromptRow("look", ids, {}, Unread(Text("<im>", complete=True), MediaRefs((image,))))
+    return PromptRow(
+        input_ids=ids,
+        unread=Unread(Text("<im>", complete=True), MediaRefs((image,))),
+        prompt="look",
+        columns={},
+    )
 
 
 def test_pictures_count_by_name_or_by_what_is_in_them() -> None:

@@ -1,4 +1,3 @@
-import dataclasses
 from typing import Any
 
 import lightning as L
@@ -55,7 +54,7 @@ def test_every_way_to_name_the_train_data_works_in_yaml(
     path = write_rows(numbered_prompts(3))
     data = parse(PROMPTS.format(train=train.format(path=path)))
     assert isinstance(data, PromptDataModule)
-    data._reader = dataclasses.replace(data._reader, tokenizer=tokenizer)
+    data._tokenizer = tokenizer
     data.setup("fit")
     seen = [batch.columns[0]["number"] for batch in data.train_dataloader()]
     assert sorted(seen) == numbers

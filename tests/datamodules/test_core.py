@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lrlhf.datamodules import BadDataError, BadRow, LoaderOptions, RowDataModule, RowKind
+from lrlhf.datamodules import BadDataError, BadRow, RowDataModule, RowKind
 from tests.datamodules.conftest import Rows
 
 
@@ -21,7 +21,8 @@ def numbers(*rows: list[int], **options: Any) -> RowDataModule[Tensor, Tensor]:
     data = RowDataModule[Tensor, Tensor](
         lambda trainer: kind,
         Rows({"numbers": row} for row in rows),
-        options=LoaderOptions(batch_size=2, **options),
+        batch_size=2,
+        **options,
     )
     data.prepare_data()
     data.setup("fit")

@@ -2,11 +2,12 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from lrlhf.datamodules import BadDataError, PreferenceCollator, PreferenceDataModule, Weighted
-from lrlhf.datamodules.rows.collate import Candidate, PairRow
+from lrlhf.datamodules import BadDataError, PreferenceDataModule, Weighted
+from lrlhf.datamodules.rows.collate import Candidate, PairRow, collate_pairs
 from lrlhf.types import PreferenceBatch, SequenceBatch
 from tests.datamodules.conftest import TOKENIZER, Rows
 from tests.datamodules.test_prompts import turn, with_bos_and_eos
@@ -360,18 +361,19 @@ def test_pairs_without_a_prompt_are_split_by_text() -> None:
 
 def test_info_can_be_written_as_json() -> None:
     info = first({**PAIR, "score": math.nan}).info[0]
-    assert json.loads(json.dumps(info, allow_nan=False)) == {"score": "nan"}
+    assert json.loads(json.dumps(info, allow_nan=False)) == {"score": None}
 
 
 def test_batches_are_padded_at_the_right_each_candidate_by_itself() -> None:
-    def ids(*values: int) -> Any:
-        return torch.tensor(values, dtype=torch.int32).numpy()
+    def row(label: float, margin: float, start: int, *both: list[int]) -> PairRow:
+        texts = [Candidate(input_ids=np.array(ids, np.int32), start=start) for ids in both]
+        info = {"n": start}
+        return PairRow(
+            texts=(texts[0], texts[1]), labels=(label,), margin=margin, keys=(), info=info
+        )
 
-    rows = [
-        PairRow(Candidate(ids(5, 6, 7), 1), Candidate(ids(5, 8), 1), (1.0,), 0.5, (), {"n": 0}),
-        PairRow(Candidate(ids(4, 3), 0), Candidate(ids(2), 0), (-1.0,), 1.5, (), {"n": 1}),
-    ]
-    batch = PreferenceCollator(pad_token_id=3)(rows)  # a pad id that is also a real token
+    rows = [row(1.0, 0.5, 1, [5, 6, 7], [5, 8]), row(-1.0, 1.5, 0, [4, 3], [2])]
+    batch = collate_pairs(rows, pad_token_id=3)  # a pad id that is also a real token
     assert batch.candidate0.input_ids.tolist() == [[5, 6, 7], [4, 3, 3]]
     assert batch.candidate0.attention_mask.tolist() == [[True, True, True], [True, True, False]]
     assert batch.candidate0.response_mask.tolist() == [[False, True, True], [True, True, False]]
@@ -381,4 +383,4 @@ def test_batches_are_padded_at_the_right_each_candidate_by_itself() -> None:
     assert batch.labels.tolist() == [[1.0], [-1.0]]
     assert batch.margin is not None
     assert batch.margin.tolist() == [0.5, 1.5]
-    assert batch.info == ({"n": 0}, {"n": 1})
+    assert batch.info == ({"n": 1}, {"n": 0})

@@ -6,10 +6,10 @@ import torch
 
 from lrlhf.datamodules import BadDataError, PromptDataModule
 from lrlhf.datamodules.datasets.pretraining import PretrainingStream, PretrainingTexts
-from lrlhf.datamodules.loading.attached import Reader
 from lrlhf.datamodules.loading.loader import Ranks
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.datamodules.rows.media_rows import MediaReader
+from lrlhf.datamodules.text import Reader
 from lrlhf.types import PromptBatch, SequenceBatch
 from tests.datamodules.conftest import (
     TOKENIZER,

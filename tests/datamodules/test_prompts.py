@@ -2,6 +2,7 @@ import pickle
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -9,8 +10,8 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lrlhf.datamodules import BadDataError, PromptCollator, PromptDataModule, Weighted
-from lrlhf.datamodules.rows.collate import PromptRow
+from lrlhf.datamodules import BadDataError, PromptDataModule, Weighted
+from lrlhf.datamodules.rows.collate import PromptRow, collate_prompts
 from lrlhf.types import PromptBatch
 from tests.conftest import build_tokenizer
 from tests.datamodules.conftest import TOKENIZER, Rows, WriteRows, numbered_prompts
@@ -207,10 +208,10 @@ def test_a_prompt_has_one_bos_and_no_eos(prompt: Any, eos: bool) -> None:
 
 def test_batches_are_padded_at_the_left() -> None:
     rows = [
-        PromptRow("a", torch.tensor([7, 8], dtype=torch.int32).numpy(), {"n": 0}),
-        PromptRow("b", torch.tensor([9], dtype=torch.int32).numpy(), {"n": 1}),
+        PromptRow(input_ids=np.array([7, 8], np.int32), prompt="a", columns={"n": 0}),
+        PromptRow(input_ids=np.array([9], np.int32), prompt="b", columns={"n": 1}),
     ]
-    batch = PromptCollator(pad_token_id=7)(rows)  # a pad id that is also a real token
+    batch = collate_prompts(rows, pad_token_id=7)  # a pad id that is also a real token
     assert batch.input_ids.tolist() == [[7, 8], [7, 9]]
     assert batch.attention_mask.tolist() == [[True, True], [False, True]]
     assert batch.input_ids.dtype == torch.long

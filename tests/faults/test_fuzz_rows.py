@@ -94,8 +94,6 @@ COLUMNS = [
     "image_0",
     "image_1",
     "images_chosen",
-    "chosen_ids",
-    "rejected_ids",
     "source",
     "reference",
     "instance_id",

@@ -17,11 +17,11 @@ from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, missing_column
 from lrlhf.datamodules.rows.columns import (
     is_empty,
     number_of,
-    plain,
     structure_of,
     text_of,
     wrong_type,
 )
+from lrlhf.rollout.records import plain_json
 
 Pair = dict[str, Any]
 FileAndRow = tuple[Path, Row | BadRow]
@@ -91,7 +91,7 @@ class MediaFormat:
             pair: Pair = {"prompt": text_of(row, prompt)}
             for index, columns in enumerate(self.candidates):
                 pair[f"{self.kind}_{index}"] = media_of(row, columns, folder, root)
-            if self.start in row:
+            if self.start is not None and self.start in row:
                 pair["image"] = media_of(row, (self.start,), folder, root)
             for head, column in (self.labels or {}).items():
                 label = self._label(row, column)
@@ -99,7 +99,9 @@ class MediaFormat:
                     pair[head] = label
             if self.labels is None:
                 pair["preference"] = "A"
-            kept = {name: plain(row[name]) for name in self.kept if not is_empty(row.get(name))}
+            kept = {
+                name: plain_json(row[name]) for name in self.kept if not is_empty(row.get(name))
+            }
             yield {**pair, "source": self.source, **kept}
 
     def _label(self, row: Row, column: str) -> str | None:
@@ -108,7 +110,7 @@ class MediaFormat:
         if is_empty(value):
             return None
         word = value.strip().lower() if isinstance(value, str) else None
-        if word not in words:
+        if word is None or word not in words:
             raise BadRow(
                 "unknown label",
                 f"column {column!r} is {value!r}, which is none of {', '.join(words)}",

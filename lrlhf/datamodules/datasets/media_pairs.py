@@ -218,7 +218,10 @@ def _genai_bench(kind: str) -> MediaFormat:
     return MediaFormat(
         source="GenAI-Bench",
         kind=kind,
-        candidates=tuple((f"{side}_output_{kind}", f"{side}_{kind}") for side in ("left", "right")),
+        candidates=(
+            (f"left_output_{kind}", f"left_{kind}"),
+            (f"right_output_{kind}", f"right_{kind}"),
+        ),
         prompt=("instruct_prompt", "prompt"),  # the first where images are edited
         start="source_image",
         labels={"preference": "vote_type"},

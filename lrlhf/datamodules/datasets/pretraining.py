@@ -14,7 +14,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.core import RowKind
-from lrlhf.datamodules.loading.attached import Reader
 from lrlhf.datamodules.loading.fetching import Fetching
 from lrlhf.datamodules.loading.loader import Ranks
 from lrlhf.datamodules.loading.order import EpochOrder, Rows
@@ -26,6 +25,7 @@ from lrlhf.datamodules.rows.columns import text_of, wrong_type
 from lrlhf.datamodules.rows.media_rows import MediaReader, Unread
 from lrlhf.datamodules.rows.prompt_rows import column_or_dialogue
 from lrlhf.datamodules.rows.tokenizing import Text, Tokens, tokenize
+from lrlhf.datamodules.text import Reader
 from lrlhf.types import PromptBatch, SequenceBatch
 
 DEFAULT_TEXT_COLUMN = "text"
@@ -36,16 +36,7 @@ TextRow = Candidate
 
 @dataclass(frozen=True)
 class PretrainingTexts:
-    """Where the texts come from, and which of them can be used.
-
-    Args:
-        sources: As for train data.
-        column: Column with a text or a list of messages.
-        batch_size: Texts per step and rank.
-        max_tokens: Longer texts are bad rows.
-        max_bad_fraction: Largest share of bad rows to go on with.
-        seed: Of their order.
-    """
+    """Where the texts come from, and which can be used; options as in `PromptDataModule`."""
 
     sources: Entries
     column: str
@@ -90,7 +81,7 @@ class PretrainingTexts:
     ) -> list[TextRow | BadRow]:
         tokens = tokenize(tokenizer, [draft.text for draft in drafts])
         return [
-            self._bad(ids) or TextRow(ids, start=1, unread=draft if draft.refs else None)
+            self._bad(ids) or TextRow(input_ids=ids, start=1, unread=draft if draft.refs else None)
             for draft, ids in zip(drafts, tokens, strict=True)
         ]
 
@@ -108,13 +99,7 @@ class PretrainingTexts:
 
 @dataclass(frozen=True)
 class TextParser:
-    """Reads rows as texts.
-
-    Args:
-        chat: Renders dialogues.
-        column: Column with the text: plain, or a list of messages.
-        media: Finds images and videos.
-    """
+    """Reads rows as texts."""
 
     chat: ChatFormat
     column: str = DEFAULT_TEXT_COLUMN
@@ -141,13 +126,6 @@ class PretrainingStream:
     The texts are an endless stream of shuffled epochs, and batch number ``i`` takes the stretch
     from ``i * batch_size * ranks`` on: which texts it gets is a pure function of the seed, ``i``
     and the rank.
-
-    Args:
-        rows: The texts.
-        order: Their order in each epoch.
-        batch_size: Texts per batch and rank.
-        fetching: How texts become batches.
-        ranks: This process among all.
 
     Raises:
         ValueError: There are fewer texts than one batch of all ranks takes.

@@ -37,11 +37,6 @@ class EpochOrder:
     together, and source ``i`` fills the share ``weights[i] / sum(weights)`` of it. Each source
     runs through its own permutations, which go on from one epoch to the next: all of its rows
     come once before any comes again, so a small share loses no rows, it only takes longer.
-
-    Args:
-        members: Row indices of each source.
-        weights: One per source, or None.
-        seed: Another seed gives another order.
     """
 
     members: Sequence[Sequence[int]]
@@ -100,16 +95,14 @@ class EpochOrder:
 class GivenOrder:
     """The rows as they are given, round and round.
 
-    Args:
-        size: Number of rows.
-        per_epoch: Rows that an epoch takes; the next one begins with the row after them, so the
-            rows that are left over at the end are not always the same.
-        seed: Without effect on the order; a resumed run is compared by it.
+    An epoch takes ``per_epoch`` of them; the next one begins with the row after them, so the rows
+    that are left over at the end are not always the same.
     """
 
     size: int
     per_epoch: int
     seed: int
+    """Without effect on the order; a resumed run is compared by it."""
 
     def __len__(self) -> int:
         return self.size
@@ -125,16 +118,11 @@ class BalancedOrder:
 
     The rows of a batch of all ranks are those of the other order, and so is what an optimizer step
     learns from; only which rank gets which of them is another.
-
-    Args:
-        order: Which rows make a batch.
-        costs: Tokens of every row.
-        batch_size: Rows per batch and rank.
-        world: Number of ranks.
     """
 
     order: Order
     costs: Sequence[int]
+    """Tokens of every row."""
     batch_size: int
     world: int
 

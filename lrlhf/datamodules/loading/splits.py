@@ -72,14 +72,7 @@ class Splits(NamedTuple, Generic[RowT]):
 
 @dataclass(frozen=True)
 class ValidationData(Generic[RowT]):
-    """Where the validation rows come from.
-
-    Args:
-        val: Data of its own, or
-        size: this number of the train rows, or
-        fraction: this share of them.
-        seed: Which rows are held out.
-    """
+    """Where the validation rows come from: data of its own, or some of the train rows."""
 
     val: Entries | None = None
     size: int = 0
@@ -108,13 +101,7 @@ class ValidationData(Generic[RowT]):
         load: Callable[[Entries, str], Split[RowT]],
         keys: Callable[[RowT], Iterable[str]],
     ) -> Splits[RowT]:
-        """Hold rows out of the train data, or load data of its own.
-
-        Args:
-            train: All train rows.
-            load: Loads the data of its own, given what messages call it.
-            keys: What a row must not share with a row of the other split.
-        """
+        """Hold rows out of the train data by what they must not share, or load data of its own."""
         if not self.any:
             return Splits(train, None)
         if self.val is None:
@@ -148,14 +135,10 @@ class ValidationData(Generic[RowT]):
 def hold_out(
     keys: Sequence[Iterable[Hashable]], *, size: int = 0, fraction: float = 0.0, seed: int
 ) -> tuple[list[int], list[int]]:
-    """Split rows so that no key is in both splits.
+    """Hold ``size`` rows, or a ``fraction`` of them, out so that no key is in both splits.
 
-    Args:
-        keys: What each row must not share with the other split, such as its prompt.
-        size: Number of rows to hold out, or
-        fraction: share of the rows. Groups of rows that share keys stay together, so that the
-            held-out split can come out somewhat smaller.
-        seed: Which groups are sampled.
+    Groups of rows that share keys stay together, so that the held-out split can come out somewhat
+    smaller.
 
     Returns:
         Indices of the train and of the held-out rows, each in the order of the data.
@@ -181,14 +164,7 @@ def hold_out(
 
 
 def connected_groups(keys: Sequence[Iterable[Hashable]]) -> list[list[int]]:
-    """Group rows that share a key, directly or through other rows.
-
-    Args:
-        keys: The keys of each row; a row without keys is a group of its own.
-
-    Returns:
-        Row indices by group, groups in the order of their first row.
-    """
+    """Group the indices of rows that share a key, directly or through other rows."""
     leader = list(range(len(keys)))
 
     def find(row: int) -> int:

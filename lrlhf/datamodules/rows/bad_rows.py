@@ -41,13 +41,7 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
 
 
 def missing_column(column: str, columns: Iterable[str], *, setting: str = "") -> BadRow:
-    """Describe a row that lacks ``column``.
-
-    Args:
-        column: The column that was looked for.
-        columns: Those that the row has.
-        setting: Argument of the data module that names the column.
-    """
+    """Describe a row that lacks ``column``, which the user names in ``setting``."""
     names = sorted(columns)
     listed = ", ".join(names) or "none"
     return BadRow(
@@ -58,11 +52,7 @@ def missing_column(column: str, columns: Iterable[str], *, setting: str = "") ->
 
 
 class BadRows:
-    """Counts rows by what is wrong with them.
-
-    Args:
-        what: What is being loaded, such as ``train``; opens every message.
-    """
+    """Counts rows of the ``what`` data, such as ``train``, by what is wrong with them."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -72,12 +62,7 @@ class BadRows:
         self._remedies: dict[str, str] = {}
 
     def add(self, place: str, problem: BadRow) -> None:
-        """Count one bad row.
-
-        Args:
-            place: File and row number.
-            problem: What is wrong with it.
-        """
+        """Count one bad row; ``place`` is its file and row number."""
         self.counts[problem.reason] = self.counts.get(problem.reason, 0) + 1
         examples = self._examples.setdefault(problem.reason, [])
         if len(examples) < MAX_EXAMPLES:
@@ -99,14 +84,7 @@ class BadRows:
         return "\n".join(lines)
 
     def check(self, max_fraction: float) -> None:
-        """Report the bad rows once.
-
-        Args:
-            max_fraction: Largest share of bad rows to go on with.
-
-        Raises:
-            BadDataError: More rows than that are bad, or none is left.
-        """
+        """Report the bad rows once, or raise `BadDataError` if too many are bad or none is left."""
         share = self.count / self.total
         head = f"{self.count} of {self.total} rows of the {self.what} data cannot be used"
         if self.count == self.total:

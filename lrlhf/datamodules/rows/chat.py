@@ -73,15 +73,7 @@ def _read_message(entry: object, column: str) -> Message:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How messages become the text that the model reads.
-
-    Args:
-        tokenizer: Its chat template is used unless ``template`` is given.
-        template: Template text, or the path of a file that holds one.
-        kwargs: Passed to the template, such as ``enable_thinking: false``; a row's own
-            ``chat_template_kwargs`` come on top.
-        tools: Tool descriptions passed to the template where a row has no ``tools``.
-    """
+    """How messages become the text that the model reads; options as in `TextDataModule`."""
 
     tokenizer: PreTrainedTokenizerBase
     template: str | None = None
@@ -101,10 +93,8 @@ class ChatFormat:
     def render(self, messages: Sequence[Message], row: Row, *, prompt: bool) -> str:
         """Render turns as text, special tokens included.
 
-        Args:
-            messages: The turns.
-            row: Its columns ``tools`` and ``chat_template_kwargs`` are heeded.
-            prompt: Open the assistant's turn, or leave it open if the last turn is its own.
+        A row's ``tools`` and ``chat_template_kwargs`` come on top of those for all rows. A
+        ``prompt`` leaves the assistant's turn open: a new one, or the last if it is its own.
 
         Raises:
             BadRow: The template refuses the messages.

@@ -12,20 +12,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lrlhf.datamodules.rows.bad_rows import BadRow
-from lrlhf.datamodules.rows.media_rows import MediaReader, Unread
-from lrlhf.datamodules.rows.tokenizing import Tokens, common_prefix
+from lrlhf.datamodules.rows.media_rows import MediaReader, TokenizedText
+from lrlhf.datamodules.rows.tokenizing import common_prefix
 from lrlhf.types import Media, PreferenceBatch, Prompt, PromptBatch, SequenceBatch
 
 
-@dataclass(frozen=True)
-class PromptRow:
+@dataclass(frozen=True, kw_only=True)
+class PromptRow(TokenizedText):
     """One tokenised prompt."""
 
     prompt: Prompt
-    input_ids: Tokens
     columns: Mapping[str, Any]
-    unread: Unread | None = None
-    media: Media | None = None
 
     @property
     def texts(self) -> tuple[PromptRow]:
@@ -47,15 +44,12 @@ class PromptRow:
         return replace(self, input_ids=input_ids, media=media)
 
 
-@dataclass(frozen=True)
-class Candidate:
+@dataclass(frozen=True, kw_only=True)
+class Candidate(TokenizedText):
     """One tokenised answer with its prompt before it."""
 
-    input_ids: Tokens
     start: int
     """Where the answer begins: behind images and videos, or at 0, where all of it counts."""
-    unread: Unread | None = None
-    media: Media | None = None
 
     @property
     def texts(self) -> tuple[Candidate]:
@@ -76,22 +70,16 @@ class Candidate:
         return replace(self, input_ids=input_ids, start=start, media=media)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PairRow:
     """One tokenised pair."""
 
-    candidate0: Candidate
-    candidate1: Candidate
+    texts: tuple[Candidate, Candidate]
     labels: tuple[float, ...]
     margin: float | None
     keys: tuple[str, ...]
     """Pairs that share one belong in the same split."""
     info: Mapping[str, Any]
-
-    @property
-    def texts(self) -> tuple[Candidate, Candidate]:
-        """Both answers, see `Readable`."""
-        return (self.candidate0, self.candidate1)
 
     def with_media(self, reader: MediaReader) -> PairRow:
         """Read the images and videos of both, or raise `BadRow`."""
@@ -99,51 +87,31 @@ class PairRow:
         if first.unread and second.unread and first.unread.refs.key == second.unread.refs.key:
             # the same object, so that the model looks once
             second = replace(second, media=first.media)
-        return replace(self, candidate0=first, candidate1=second)
+        return replace(self, texts=(first, second))
 
 
-@dataclass(frozen=True)
-class PromptCollator:
-    """Makes left-padded batches of prompts.
-
-    Args:
-        pad_token_id: Any id; the mask says what is padding.
-    """
-
-    pad_token_id: int
-
-    def __call__(self, rows: Sequence[PromptRow]) -> PromptBatch:
-        """Collate ``rows``."""
-        input_ids, attention_mask = _padded(rows, self.pad_token_id, "left")
-        return PromptBatch(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            prompts=tuple(row.prompt for row in rows),
-            columns=tuple(row.columns for row in rows),
-            media=_media_of(rows),
-        )
+def collate_prompts(rows: Sequence[PromptRow], pad_token_id: int) -> PromptBatch:
+    """Make a left-padded batch; the padding is any id, as the mask says what is padding."""
+    input_ids, attention_mask = _padded(rows, pad_token_id, "left")
+    return PromptBatch(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        prompts=tuple(row.prompt for row in rows),
+        columns=tuple(row.columns for row in rows),
+        media=_media_of(rows),
+    )
 
 
-@dataclass(frozen=True)
-class PreferenceCollator:
-    """Makes right-padded batches of pairs; each candidate is as wide as its own longest row.
-
-    Args:
-        pad_token_id: Any id; the mask says what is padding.
-    """
-
-    pad_token_id: int
-
-    def __call__(self, rows: Sequence[PairRow]) -> PreferenceBatch:
-        """Collate ``rows``."""
-        margins = [row.margin for row in rows if row.margin is not None]
-        return PreferenceBatch(
-            candidate0=right_padded([row.candidate0 for row in rows], self.pad_token_id),
-            candidate1=right_padded([row.candidate1 for row in rows], self.pad_token_id),
-            labels=torch.tensor([row.labels for row in rows], dtype=torch.float32),
-            margin=torch.tensor(margins, dtype=torch.float32) if margins else None,
-            info=tuple(row.info for row in rows),
-        )
+def collate_pairs(rows: Sequence[PairRow], pad_token_id: int) -> PreferenceBatch:
+    """Make a right-padded batch; each candidate is as wide as its own longest row."""
+    margins = [row.margin for row in rows if row.margin is not None]
+    return PreferenceBatch(
+        candidate0=right_padded([row.texts[0] for row in rows], pad_token_id),
+        candidate1=right_padded([row.texts[1] for row in rows], pad_token_id),
+        labels=torch.tensor([row.labels for row in rows], dtype=torch.float32),
+        margin=torch.tensor(margins, dtype=torch.float32) if margins else None,
+        info=tuple(row.info for row in rows),
+    )
 
 
 def right_padded(candidates: Sequence[Candidate], pad_token_id: int) -> SequenceBatch:
@@ -160,7 +128,7 @@ def right_padded(candidates: Sequence[Candidate], pad_token_id: int) -> Sequence
 
 
 def _padded(
-    rows: Sequence[PromptRow | Candidate], pad_token_id: int, side: Literal["left", "right"]
+    rows: Sequence[TokenizedText], pad_token_id: int, side: Literal["left", "right"]
 ) -> tuple[Tensor, Tensor]:
     """Return the ids `[B, T]` int64 and the mask `[B, T]` of what is no padding."""
     ids = [torch.from_numpy(row.input_ids).long() for row in rows]
@@ -171,7 +139,7 @@ def _padded(
     )
 
 
-def _media_of(rows: Sequence[PromptRow | Candidate]) -> tuple[Media | None, ...] | None:
+def _media_of(rows: Sequence[TokenizedText]) -> tuple[Media | None, ...] | None:
     """Return the media of each row; None: no row has any."""
     media = tuple(row.media for row in rows)
     return media if any(entry is not None for entry in media) else None

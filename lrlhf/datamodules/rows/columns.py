@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column
@@ -88,16 +87,3 @@ def wrong_type(column: str, wanted: str, value: object) -> BadRow:
     return BadRow(
         "wrong type", f"column {column!r} should be {wanted}, not {type(value).__name__} {shown}"
     )
-
-
-def plain(value: Any) -> Any:
-    """Return ``value`` made of JSON types only; what is none of them becomes its text."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {str(key): plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
-    return str(value)

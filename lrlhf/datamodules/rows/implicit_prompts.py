@@ -78,14 +78,6 @@ def without_prompt(
     What stands before the prompt in the conversation, such as a system turn, goes with the prompt;
     a system turn that only the prompt has stays there.
 
-    Args:
-        prompt: Turns of the column with the prompt; may be empty.
-        candidate: The answer alone, or the conversation up to its end.
-        column: What messages call the candidate.
-
-    Returns:
-        The turns before the answer, and the answer.
-
     Raises:
         BadRow: A user has the last word in the prompt, the candidate begins with another turn of a
             user or system, and the prompt is not in it.

@@ -26,18 +26,24 @@ _ALL_ROWS = 2_000
 _THREADS = 8
 
 
-class TokenizedText(Protocol):
+@dataclass(frozen=True)
+class Unread:
+    """Media of a row, and the text that they belong to."""
+
+    text: Text
+    refs: MediaRefs
+    prompt: Unread | None = None
+    """What comes before the answer, where the answer shows something itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizedText:
     """A text that may show something."""
 
-    @property
-    def input_ids(self) -> Tokens:
-        """Its tokens."""
-        ...
-
-    @property
-    def unread(self) -> Unread | None:
-        """Its media, if there are any."""
-        ...
+    input_ids: Tokens
+    unread: Unread | None = None
+    media: Media | None = None
+    """What ``unread`` names, once it is read."""
 
 
 class Readable(Protocol):
@@ -57,45 +63,22 @@ ReadableT = TypeVar("ReadableT", bound=Readable)
 
 
 def media_columns(suffix: str = "") -> tuple[str, ...]:
-    """Return the columns that may hold media: ``image``, ``images``, ``video``, ``videos``.
-
-    Args:
-        suffix: ``_0`` and ``_1`` for those of one candidate of a pair.
-    """
+    """Return the columns that may hold media, such as ``images`` and, of a candidate, ``image_0``."""
     return tuple(f"{kind}{plural}{suffix}" for kind in KINDS for plural in ("", "s"))
 
 
 @dataclass(frozen=True)
-class Unread:
-    """Media of a row, and the text that they belong to."""
-
-    text: Text
-    refs: MediaRefs
-    prompt: Unread | None = None
-    """What comes before the answer, where the answer shows something itself."""
-
-
-@dataclass(frozen=True)
 class MediaReader:
-    """Finds the media of rows, and reads them when the row comes into a batch.
-
-    Args:
-        processor: Of the model; None: it reads text only, and media columns are columns like any.
-        options: How media are read.
-        max_tokens: Longest row that can be used, and the setting that says so.
-    """
+    """Finds the media of rows, and reads them when the row comes into a batch."""
 
     processor: MediaProcessor | None = None
+    """Of the model; None: it reads text only, and media columns are columns like any."""
     options: MediaOptions = MediaOptions()  # noqa: RUF009  frozen
     max_tokens: tuple[int | None, str] = (None, "max_tokens")
+    """Longest row that can be used, and the setting that says so."""
 
     def of_columns(self, row: Row, folder: Path | None, suffix: str = "") -> MediaRefs:
-        """Return what the media columns of a row name.
-
-        Args:
-            row: The row.
-            folder: What its relative paths start from, unless the options name a root.
-            suffix: See `media_columns`.
+        """Return what the media columns of a row name; ``suffix`` as in `media_columns`.
 
         Raises:
             BadRow: A file lies where rows may not name one.
@@ -149,11 +132,7 @@ class MediaReader:
         return bare, self._refs(found, folder)
 
     def read(self, unread: Unread, short_ids: Tokens) -> tuple[Tokens, Media]:
-        """Read the media of a text and encode it.
-
-        Args:
-            unread: The text.
-            short_ids: Its tokens, with one placeholder per image or video.
+        """Read the media of a text, whose ``short_ids`` have one placeholder each, and encode it.
 
         Raises:
             BadRow: Something is missing, broken, or does not fit.
@@ -227,7 +206,7 @@ class MediaReader:
             for unread in (text.unread for text in row.texts if text.unread is not None):
                 self.processor.check(unread.text.text, unread.refs)
 
-    def limited(self, max_tokens: int, setting: str) -> MediaReader:
+    def limited(self, max_tokens: int | None, setting: str) -> MediaReader:
         """Return a reader with another limit of tokens."""
         return replace(self, max_tokens=(max_tokens, setting))
 

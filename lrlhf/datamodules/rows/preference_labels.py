@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column, nearest
-from lrlhf.datamodules.rows.columns import number_of, structure_of, wrong_type
+from lrlhf.datamodules.rows.columns import is_empty, number_of, structure_of, wrong_type
 
 LABELS = {"a": 1.0, "b": -1.0, "c": 0.0, "equal": 0.0, "tie": 0.0, "same": 0.0}
 """Label texts in lower case; A: candidate 0 is better, B: candidate 1, the others: a tie."""
@@ -18,14 +18,11 @@ MISSING = float("nan")
 
 @dataclass(frozen=True)
 class LabelReader:
-    """Reads one label per head.
+    """Reads one label per head, in the order of ``heads``.
 
-    Args:
-        heads: Head names, in the order of the result.
-        columns: For each head the column that holds its label. A head that is not named here is
-            looked up in the column ``labels`` (a mapping from heads to labels), then in columns
-            called like the head or ``<head>_label``; with one head, ``label`` and
-            ``preference`` serve too.
+    A head that ``columns`` does not name is looked up in the column ``labels`` (a mapping from
+    heads to labels), then in columns called like the head or ``<head>_label``; with one head,
+    ``label`` and ``preference`` serve too.
     """
 
     heads: Sequence[str]
@@ -40,14 +37,7 @@ class LabelReader:
                 )
 
     def of_candidates(self, row: Row) -> tuple[float, ...]:
-        """Read the labels of a row with ``candidate0`` and ``candidate1``.
-
-        Returns:
-            +1, -1 or 0 per head; NaN where the row says nothing about a head.
-
-        Raises:
-            BadRow: A label is none of A, B, C, or no head has one.
-        """
+        """Read +1, -1 or 0 per head of a row with ``candidate0`` and ``candidate1``; NaN: none."""
         labels = tuple(self._label(row, head) for head in self.heads)
         if all(math.isnan(label) for label in labels):
             problem = missing_column(
@@ -90,7 +80,8 @@ class LabelReader:
         if head in self.columns:
             return _label_of(row.get(self.columns[head]), self.columns[head])
         labels = row.get("labels")
-        if isinstance(labels, Mapping | str) and not _is_label(labels):
+        written = isinstance(labels, str) and labels.lstrip().startswith("{")
+        if written or isinstance(labels, Mapping):
             labels = structure_of(row, "labels", dict) or {}
             return _label_of(labels.get(head), f"labels[{head}]")
         names = [head, f"{head}_label"]
@@ -102,12 +93,8 @@ class LabelReader:
         return MISSING
 
 
-def _is_label(value: object) -> bool:
-    return isinstance(value, str) and not value.lstrip().startswith("{")
-
-
 def _label_of(value: object, column: str) -> float:
-    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
+    if is_empty(value):
         return MISSING
     key = value.strip().lower() if isinstance(value, str) else None
     if key not in LABELS:
@@ -133,11 +120,7 @@ class MarginReader:
     scores: tuple[str, str] | None = None
 
     def __call__(self, row: Row) -> float | None:
-        """Return the margin of a row; None where it has none.
-
-        Raises:
-            BadRow: It is no number, or negative, or a score is missing.
-        """
+        """Return the margin of a row, None where it has none, or raise `BadRow`."""
         margin = None if self.column is None else number_of(row, self.column)
         what = f"column {self.column!r}"
         if margin is None and self.scores is not None:

@@ -1,30 +1,35 @@
-"""One row of a preference data set, from its columns to two texts and their labels."""
+"""One row of a preference data set: from its columns to two texts and their labels, to tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column
 from lrlhf.datamodules.rows.chat import ChatFormat, read_messages
-from lrlhf.datamodules.rows.columns import plain, text_of, wrong_type
+from lrlhf.datamodules.rows.collate import Candidate, PairRow
+from lrlhf.datamodules.rows.columns import text_of
 from lrlhf.datamodules.rows.implicit_prompts import (
     is_transcript,
     repeat_prompt,
-    shared_length,
     split_messages,
     split_texts,
     transcript_messages,
     without_prompt,
 )
-from lrlhf.datamodules.rows.media_rows import MediaReader, bare_parts, media_columns
+from lrlhf.datamodules.rows.media_rows import MediaReader, Unread, bare_parts, media_columns
 from lrlhf.datamodules.rows.preference_labels import LabelReader, MarginReader
 from lrlhf.datamodules.rows.prompt_rows import PromptTemplate
-from lrlhf.datamodules.rows.tokenizing import Text
+from lrlhf.datamodules.rows.tokenizing import Text, Tokens, common_prefix, tokenize
 from lrlhf.media import MediaRefs
+from lrlhf.rollout.records import plain_json
 from lrlhf.types import Message
 
 _SHOWN_CANDIDATES = {
@@ -33,7 +38,8 @@ _SHOWN_CANDIDATES = {
 }
 """Columns of the candidates' texts, and what follows ``image`` or ``video`` in the names of the
 columns with their media."""
-_ID_COLUMNS = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids"))
+
+Turns = tuple[Message, ...]
 
 
 @dataclass(frozen=True)
@@ -43,24 +49,17 @@ class TextPair:
     prompt: Text
     candidates: tuple[Text, Text]
     """Each with the prompt before it, as the model reads them."""
-    refs: tuple[MediaRefs, MediaRefs] = (MediaRefs(), MediaRefs())
+    refs: tuple[MediaRefs, MediaRefs]
     """What each shows, in its prompt and in itself."""
-    prompt_refs: MediaRefs = field(default_factory=MediaRefs)
+    prompt_refs: MediaRefs = MediaRefs()  # noqa: RUF009  frozen
     """What the prompt of text answers shows."""
-
-
-@dataclass(frozen=True)
-class TokenPair:
-    """Two candidates that the data brings as token ids."""
-
-    candidates: tuple[list[int], list[int]]
 
 
 @dataclass(frozen=True)
 class PairDraft:
     """A row that was read and not yet tokenised."""
 
-    pair: TextPair | TokenPair
+    pair: TextPair
     keys: tuple[str, ...]
     """Pairs that share one of these belong in the same split."""
     labels: tuple[float, ...]
@@ -70,46 +69,27 @@ class PairDraft:
 
 @dataclass(frozen=True)
 class PreferenceParser:
-    """Reads rows as pairs of candidates.
-
-    Args:
-        chat: Renders chat messages.
-        labels: Reads the labels.
-        prompt_column: Text or messages; absent where both candidates are whole conversations.
-        margins: Reads the margins.
-        as_chat: Make plain prompts and answers the turns of a chat.
-        hh_as_chat: Make ``Human: … Assistant: …`` transcripts the turns of a chat.
-        vocabulary: Bound of token ids that the data brings.
-        media: Finds images and videos.
-        instruction: System turn of pairs whose candidates are images or videos.
-    """
+    """Reads rows as pairs of candidates; options as in `PreferenceDataModule`."""
 
     chat: ChatFormat
     labels: LabelReader
-    vocabulary: int
+    margins: MarginReader
+    media: MediaReader
     prompt_column: str = "prompt"
     chosen_column: str = "chosen"
     rejected_column: str = "rejected"
-    margins: MarginReader = field(default_factory=MarginReader)
     as_chat: bool = False
     hh_as_chat: bool = False
-    media: MediaReader = MediaReader()  # noqa: RUF009  frozen
     instruction: PromptTemplate | None = None
 
     def __call__(self, row: Row, folder: Path | None = None) -> PairDraft:
         """Parse one row, or raise `BadRow`; relative paths start from ``folder``."""
-        for names in _ID_COLUMNS:
-            if names[0] in row or names[1] in row:
-                first, second = (self._ids(row, name) for name in names)
-                shared = first[: shared_length(first, second)]
-                return self._draft(row, TokenPair((first, second)), (str(shared),), names)
         shown = self._shown(row, folder)
         if shown is not None:
             return shown
         names = self._candidate_columns(row)
         pair, prompt = self._texts(row, folder, *names)
-        texts = tuple(text.text for text in pair.candidates)
-        keys = (prompt,) if prompt.strip() else texts
+        keys = (prompt,) if prompt.strip() else tuple(text.text for text in pair.candidates)
         if pair.refs[0]:
             # the same question about another picture is another prompt
             keys = tuple(f"{key}\n{pair.refs[0].key}" for key in keys)
@@ -122,7 +102,6 @@ class PreferenceParser:
         as the assistant's answer.
         """
         for names, suffixes in _SHOWN_CANDIDATES.items():
-            columns = {column for suffix in suffixes for column in media_columns(suffix)}
             own = [self.media.of_columns(row, folder, suffix) for suffix in suffixes]
             if not any(own):
                 continue
@@ -133,19 +112,17 @@ class PreferenceParser:
                         "missing media",
                         f"columns *{suffix} name no image and no video, and there is no {name!r}",
                     )
-            both = [
+            (first, first_refs), (second, second_refs) = (
                 self._shown_candidate(row, name, shared + refs, folder)
                 for name, refs in zip(names, own, strict=True)
-            ]
-            (first, first_refs), (second, second_refs) = both
-            pair = TextPair(
-                Text("", complete=True), (first, second), refs=(first_refs, second_refs)
             )
+            nothing = Text("", complete=True)
+            pair = TextPair(nothing, (first, second), (first_refs, second_refs))
             prompt = row.get(self.prompt_column)
             keys = tuple(refs.key for refs in own)
             keys = (*keys, prompt) if isinstance(prompt, str) and prompt.strip() else keys
-            used = (*names, *columns, *media_columns())
-            return self._draft(row, pair, keys, used)
+            columns = [column for suffix in suffixes for column in media_columns(suffix)]
+            return self._draft(row, pair, keys, (*names, *columns))
         return None
 
     def _shown_candidate(
@@ -153,7 +130,7 @@ class PreferenceParser:
     ) -> tuple[Text, MediaRefs]:
         prompt = row.get(self.prompt_column)
         shown: Message = {"role": "user", "content": bare_parts(refs)}
-        turns: tuple[Message, ...]
+        turns: Turns
         if self.instruction is not None:
             turns = ({"role": "system", "content": self.instruction.render(row)}, shown)
         elif isinstance(prompt, list | tuple):
@@ -161,25 +138,25 @@ class PreferenceParser:
         else:
             turns = (_user(prompt) if isinstance(prompt, str) else ()) or (shown,)
         if row.get(answer_column) is not None:
-            answer = self._turns(row, answer_column)
+            answer = _turns(row, answer_column)
             turns = sum(without_prompt(turns, answer, answer_column), ())
         turns, refs = self.media.of_messages(turns, refs, folder)
         return Text(self.chat.render(turns, row, prompt=False), complete=True), refs
 
     def _draft(
-        self, row: Row, pair: TextPair | TokenPair, keys: tuple[str, ...], names: tuple[str, ...]
+        self, row: Row, pair: TextPair, keys: tuple[str, ...], names: tuple[str, ...]
     ) -> PairDraft:
         """Label a pair; ``names`` are the columns that it was read from, the candidates' first."""
         unordered = names[0] == "candidate0"
         labels = self.labels.of_candidates(row) if unordered else self.labels.of_chosen(row)
-        if _equal(pair) and any(abs(label) == 1 for label in labels):
+        equal = pair.candidates[0] == pair.candidates[1] and pair.refs[0].key == pair.refs[1].key
+        if equal and any(abs(label) == 1 for label in labels):
             raise BadRow("identical candidates", f"columns {names[0]!r} and {names[1]!r} are equal")
         used = {self.prompt_column, *names, "tools", "chat_template_kwargs", self.margins.column}
-        shows = isinstance(pair, TextPair) and any(pair.refs)
-        if shows:
+        if any(pair.refs):
             used |= {*media_columns()}
-        info = {key: plain(value) for key, value in row.items() if key not in used}
-        if isinstance(pair, TextPair) and shows:
+        info = {key: plain_json(value) for key, value in row.items() if key not in used}
+        if any(pair.refs):
             info |= {"media0": list(pair.refs[0].names), "media1": list(pair.refs[1].names)}
         return PairDraft(pair, keys, labels, self.margins(row), info)
 
@@ -188,8 +165,7 @@ class PreferenceParser:
             names = ("candidate0", "candidate1")
         else:
             names = (self.chosen_column, self.rejected_column)
-        settings = ("chosen_column", "rejected_column")
-        for name, setting in zip(names, settings, strict=True):
+        for name, setting in zip(names, ("chosen_column", "rejected_column"), strict=True):
             if name not in row:
                 raise missing_column(name, row, setting=setting)
         return names
@@ -199,9 +175,7 @@ class PreferenceParser:
     ) -> tuple[TextPair, str]:
         """Return the pair, and the prompt as text, by which prompts are compared."""
         prompt = row.get(self.prompt_column)
-        if isinstance(prompt, list | tuple) or any(
-            isinstance(row[name], list | tuple) for name in (first, second)
-        ):
+        if any(isinstance(value, list | tuple) for value in (prompt, row[first], row[second])):
             return self._chat(row, folder, *self._conversations(row, prompt, first, second))
         texts = text_of(row, first), text_of(row, second)
         if prompt is None:
@@ -226,9 +200,9 @@ class PreferenceParser:
 
     def _conversations(
         self, row: Row, prompt: object, first: str, second: str
-    ) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]]:
+    ) -> tuple[Turns, Turns, Turns]:
         """Return the turns of the prompt, and those of either answer alone."""
-        candidates = self._turns(row, first), self._turns(row, second)
+        candidates = _turns(row, first), _turns(row, second)
         if isinstance(prompt, str | None):
             given = _user(prompt or "")
         else:
@@ -245,12 +219,7 @@ class PreferenceParser:
         return before, answer, other_answer
 
     def _chat(
-        self,
-        row: Row,
-        folder: Path | None,
-        turns: tuple[Message, ...],
-        first: tuple[Message, ...],
-        second: tuple[Message, ...],
+        self, row: Row, folder: Path | None, turns: Turns, first: Turns, second: Turns
     ) -> tuple[TextPair, str]:
         for answer in (first, second):
             if not any(turn.get("content") or turn.get("tool_calls") for turn in answer):
@@ -266,35 +235,88 @@ class PreferenceParser:
         pair = TextPair(Text(before, True), (texts[0], texts[1]), (refs[0], refs[1]), shown)
         return pair, before
 
-    def _turns(self, row: Row, column: str) -> tuple[Message, ...]:
-        if isinstance(row[column], str):
-            return (_turn("assistant", text_of(row, column)),)
-        return read_messages(row[column], column)
 
-    def _ids(self, row: Row, column: str) -> list[int]:
-        if column not in row:
-            raise missing_column(column, row)
-        ids = row[column]
-        if not isinstance(ids, list | tuple) or not all(type(token) is int for token in ids):
-            raise wrong_type(column, "a list of token ids", ids)
-        if not ids:
-            raise BadRow("empty text", f"column {column!r} holds no token")
-        if min(ids) < 0 or max(ids) >= self.vocabulary:
-            raise BadRow(
-                "wrong type",
-                f"column {column!r} holds token ids outside 0…{self.vocabulary - 1}",
-                remedy="the ids come from another tokenizer: give text instead",
+def tokenize_pairs(
+    tokenizer: PreTrainedTokenizerBase, drafts: Sequence[PairDraft], *, max_tokens: int | None
+) -> list[PairRow | BadRow]:
+    """Tokenise both candidates of every pair; with more than ``max_tokens`` it is a bad row.
+
+    An answer begins where the ids of prompt and answer part from the ids of the prompt alone, so
+    that a token which spans both counts as answer.
+    """
+    pairs = [draft.pair for draft in drafts]
+    prompts = tokenize(tokenizer, [pair.prompt for pair in pairs])
+    both = [_with_end(tokenizer, [pair.candidates[index] for pair in pairs]) for index in (0, 1)]
+    end = str(tokenizer.eos_token or "")
+    rows: list[PairRow | BadRow] = []
+    for draft, prompt, *ids in zip(drafts, prompts, *both, strict=True):
+        try:
+            first, second = (
+                _candidate(draft.pair, index, prompt, ids[index], max_tokens, end)
+                for index in (0, 1)
             )
-        return list(ids)
+        except BadRow as problem:
+            rows.append(problem)
+        else:
+            keys = tuple(_digest(key) for key in draft.keys)
+            rows.append(
+                PairRow(
+                    texts=(first, second),
+                    labels=draft.labels,
+                    margin=draft.margin,
+                    keys=keys,
+                    info=draft.info,
+                )
+            )
+    return rows
 
 
-def _equal(pair: TextPair | TokenPair) -> bool:
-    if isinstance(pair, TextPair) and pair.refs[0].key != pair.refs[1].key:
-        return False
-    return pair.candidates[0] == pair.candidates[1]
+def _candidate(
+    pair: TextPair, index: int, prompt: Tokens, ids: Tokens, max_tokens: int | None, end: str
+) -> Candidate:
+    name, start = ("first", "second")[index], common_prefix(prompt, ids)
+    if start >= len(ids):
+        raise BadRow("empty text", f"the {name} candidate's answer has no token")
+    if max_tokens is not None and len(ids) > max_tokens:
+        raise BadRow(
+            "too long",
+            f"the {name} candidate has {len(ids)} tokens with its prompt, max_tokens={max_tokens}",
+            remedy="raise max_tokens",
+        )
+    refs = pair.refs[index]
+    if not refs:
+        return Candidate(input_ids=ids, start=start)
+    text = pair.candidates[index]
+    if not text.complete:
+        text = text._replace(text=text.text.removesuffix(end) + end)  # as `_with_end` does
+    alone = not pair.prompt.text or len(refs) == len(pair.prompt_refs)
+    before = None if alone else Unread(pair.prompt, pair.prompt_refs)
+    return Candidate(input_ids=ids, start=start, unread=Unread(text, refs, before))
 
 
-def _user(prompt: str) -> tuple[Message, ...]:
+def _with_end(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> list[Tokens]:
+    """Tokenise, and end plain text with the end-of-sequence token unless it does already."""
+    end = tokenizer.eos_token_id
+    return [
+        ids
+        if text.complete or end is None or (len(ids) and ids[-1] == end)
+        else np.append(ids, np.int32(end))
+        for text, ids in zip(texts, tokenize(tokenizer, texts), strict=True)
+    ]
+
+
+def _digest(key: str) -> str:
+    """Stand for a long text where only equality matters."""
+    return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _turns(row: Row, column: str) -> Turns:
+    if isinstance(row[column], str):
+        return (_turn("assistant", text_of(row, column)),)
+    return read_messages(row[column], column)
+
+
+def _user(prompt: str) -> Turns:
     return (_turn("user", prompt),) if prompt.strip() else ()
 
 

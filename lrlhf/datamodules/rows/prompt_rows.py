@@ -45,12 +45,7 @@ class PromptDraft:
 
 
 class ColumnPattern:
-    """Replaces a column by the part of it that a regular expression finds.
-
-    Args:
-        target: ``answer`` to change a column in place, ``answer -> gold`` to make a new one.
-        pattern: The first group is kept, or the whole match if there is none.
-    """
+    """Replaces a column, or with ``answer -> gold`` another one, by what an expression finds."""
 
     def __init__(self, target: str, pattern: str) -> None:
         source, arrow, new = (part.strip() for part in target.partition("->"))
@@ -82,11 +77,7 @@ class ColumnPattern:
 
 
 class PromptTemplate:
-    """A jinja2 template over the columns of a row, rendered in a sandbox.
-
-    Args:
-        template: Such as ``"Question: {{ question }}"``. A trailing line break is kept.
-    """
+    """A jinja2 template over the columns of a row, rendered in a sandbox."""
 
     def __init__(self, template: str) -> None:
         environment = SandboxedEnvironment(
@@ -122,18 +113,7 @@ class PromptTemplate:
 
 @dataclass(frozen=True)
 class PromptParser:
-    """Reads rows as prompts.
-
-    Args:
-        chat: Renders chat prompts.
-        column: Column with the prompt: text, or a list of messages.
-        template: Makes the prompt from several columns instead.
-        as_chat: Make a plain text prompt the user's turn of a chat.
-        system_prompt: Opens every chat that has no system turn of its own.
-        patterns: Applied before anything else reads the row.
-        hh_as_chat: Make the shared ``Human: … Assistant: …`` transcript of a pair a chat.
-        media: Finds images and videos.
-    """
+    """Reads rows as prompts; options as in `PromptDataModule`."""
 
     chat: ChatFormat
     column: str = DEFAULT_PROMPT_COLUMN
@@ -215,17 +195,7 @@ class PromptParser:
 
 
 def column_or_dialogue(row: Row, column: str, *, default: str, setting: str) -> str:
-    """Return the column to read: ``column``, or one with a dialogue in its place.
-
-    Args:
-        row: The row.
-        column: The column that is wanted.
-        default: A column that the user named must be there; others stand in for this one only.
-        setting: Argument of the data module that names the column.
-
-    Raises:
-        BadRow: There is none of them.
-    """
+    """Return ``column``, or for the ``default`` one a dialogue's in its place, or raise `BadRow`."""
     for name in (column, *(DIALOGUE_COLUMNS if column == default else ())):
         if name in row:
             return name
