@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.loading.fetching import Fetching
-from lrlhf.datamodules.loading.loader import Companion, EvalLoader, Ranks, Tolerated, TrainLoader
+from lrlhf.datamodules.loading.loader import CHANGES, Companion, EvalLoader, Ranks, TrainLoader
 from lrlhf.datamodules.loading.order import BalancedOrder, GivenOrder, Order
 from lrlhf.datamodules.loading.sources import Entries, Row, components_of
 from lrlhf.datamodules.loading.splits import Located, Split, Splits, ValidationData
@@ -206,37 +206,37 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
 
         Under ``overfit_batches`` it is a loader of the same few batches in every pass.
         """
-        kind, splits, fetching = self._ready
+        kind, (train, _), fetching = self._ready
         trainer, ranks = self.trainer, data_ranks(self.trainer)
         if trainer is not None and trainer.overfit_batches:  # type: ignore[attr-defined]
             return EvalLoader(
-                splits.train.values,
+                train.values,
                 self._batch_size,
                 fetching=fetching,
                 ranks=ranks,
                 companion=self._companion,
             )
         if self._loader is None:
-            tolerated: Tolerated = "tokens" if kind.dated else "nothing"
+            tolerated = ("tokens", "beside") if kind.dated else ()
             self._loader = TrainLoader(
-                splits.train.values,
-                self._order(kind, splits.train, ranks.world),
+                train.values,
+                self._order(kind, train, ranks.world),
                 self._batch_size,
                 fetching=fetching,
                 ranks=ranks,
                 pass_limit=trainer.limit_train_batches if trainer is not None else 1.0,
                 companion=self._companion,
-                accept_changed="all" if self._accept_changed else tolerated,
+                accept_changed=tuple(CHANGES) if self._accept_changed else tolerated,
             )
         return self._loader
 
     def val_dataloader(self) -> EvalLoader[RowT, BatchT] | list[Any]:
         """Return a loader of every validation row; an empty list where there is none."""
-        _, splits, fetching = self._ready
-        if splits.validation is None:
+        _, (_, held), fetching = self._ready
+        if held is None:
             return []
         return EvalLoader(
-            splits.validation.values,
+            held.values,
             self._val_batch_size,
             fetching=replace(fetching, drop=True),
             ranks=data_ranks(self.trainer),

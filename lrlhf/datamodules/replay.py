@@ -28,8 +28,6 @@ class ReplayDataModule(RowDataModule[Path, StoredRollout]):
 
     Args:
         folder: The folder ``rollouts`` of the earlier run.
-        num_generations: Responses per prompt that every group must have; None: any number, the
-            same in all files.
         shuffle: Shuffle the files in each epoch; else they come oldest first.
         seed: Of the order.
         max_rollouts: Take only so many files, the newest; None: all.
@@ -42,16 +40,13 @@ class ReplayDataModule(RowDataModule[Path, StoredRollout]):
     def __init__(
         self,
         folder: str | Path,
-        num_generations: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         max_rollouts: int | None = None,
         accept_changed_data: bool = False,
     ) -> None:
-        settings = {"num_generations": num_generations, "max_rollouts": max_rollouts}
-        for name, value in settings.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: give at least 1")
+        if max_rollouts is not None and max_rollouts < 1:
+            raise ValueError(f"max_rollouts={max_rollouts}: give at least 1")
         super().__init__(
             self._rollouts,
             RolloutFolder(folder, max_rollouts),
@@ -60,39 +55,38 @@ class ReplayDataModule(RowDataModule[Path, StoredRollout]):
             seed=seed,
             accept_changed_data=accept_changed_data,
         )
-        self._num_generations = num_generations
 
     def _rollouts(self, trainer: L.Trainer | None) -> RowKind[Path, Path, StoredRollout]:
         world = data_ranks(trainer).world
         return RowKind(
             parse=lambda row, _: row["path"],
             collate=load_only,
-            check=lambda split, _: self._check(split, world),
+            check=lambda split, _: _checked(split, world),
         )
 
-    def _check(self, split: Split[Path], world: int) -> Split[Path]:
-        wanted, source = self._num_generations, "num_generations"
-        rows: dict[int, Path] = {}
-        for path in split.values:
-            sizes = _group_sizes(path)
-            if wanted is None:
-                wanted, source = sizes[0], f"the first group of {path}"
-            for group, size in enumerate(sizes):
-                if size != wanted:
-                    raise ValueError(
-                        f"{path}: group {group} holds {size} responses, {source} says {wanted}: "
-                        "give the num_generations of the run that wrote the files, or remove those "
-                        "of other runs"
-                    )
-            rows.setdefault(sum(sizes), path)
-        if len(rows) > 1 and world > 1:
-            sizes_and_files = ", ".join(f"{count} in {path}" for count, path in rows.items())
-            raise ValueError(
-                f"the files hold different numbers of responses ({sizes_and_files}), and ranks "
-                "that differ would wait for each other for ever: replay on one rank, or choose "
-                "files of equal size with max_rollouts"
-            )
-        return split
+
+def _checked(split: Split[Path], world: int) -> Split[Path]:
+    """Make sure that all groups are of one size, and files too where several ranks take one each."""
+    wanted: tuple[int, Path] | None = None
+    rows: dict[int, Path] = {}
+    for path in split.values:
+        sizes = _group_sizes(path)
+        wanted = wanted or (sizes[0], path)
+        for group, size in enumerate(sizes):
+            if size != wanted[0]:
+                raise ValueError(
+                    f"{path}: group {group} holds {size} responses, the first group of {wanted[1]} "
+                    f"holds {wanted[0]}: remove the files of other runs"
+                )
+        rows.setdefault(sum(sizes), path)
+    if len(rows) > 1 and world > 1:
+        sizes_and_files = ", ".join(f"{count} in {path}" for count, path in rows.items())
+        raise ValueError(
+            f"the files hold different numbers of responses ({sizes_and_files}), and ranks "
+            "that differ would wait for each other for ever: replay on one rank, or choose "
+            "files of equal size with max_rollouts"
+        )
+    return split
 
 
 class RolloutFolder(Source):
@@ -118,7 +112,7 @@ class RolloutFolder(Source):
                 "the callback RolloutLog(save_tensors=True)"
             )
         chosen = files if self._max_rollouts is None else files[-self._max_rollouts :]
-        _log(
+        rank_zero_only(logger.info)(
             "replay takes %d of %d rollouts of %s, iterations %d to %d",
             len(chosen),
             len(files),
@@ -153,8 +147,3 @@ def _group_sizes(path: Path) -> list[int]:
     if len(groups) != len(groups.unique()):
         raise ValueError(f"{path}: the responses of a group do not stand together: remove the file")
     return [int(size) for size in sizes]
-
-
-@rank_zero_only
-def _log(message: str, *arguments: object) -> None:
-    logger.info(message, *arguments)

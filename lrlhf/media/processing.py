@@ -40,21 +40,15 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class MediaProcessor:
-    """Turns a text with placeholders, and what stands behind them, into tokens and tensors.
-
-    Args:
-        processor: As ``AutoProcessor`` loads it.
-        placeholders: Token ids that stand for media in the model's input, by kind.
-        merge_size: Patches along each side that the model makes one token of; None: it does not
-            tell.
-        context: Tokens that the model can read; None: it does not tell.
-        family: The model's type.
-    """
+    """Turns a text with placeholders, and what stands behind them, into tokens and tensors."""
 
     processor: ProcessorMixin
     placeholders: Mapping[str, int]
+    """Token ids that stand for media in the model's input, by kind."""
     merge_size: int | None = None
+    """Patches along each side that the model makes one token of; None: it does not tell."""
     context: int | None = None
+    """Tokens that the model can read; None: it does not tell."""
     family: str = ""
 
     @classmethod
@@ -118,14 +112,7 @@ class MediaProcessor:
         complete: bool = True,
         prompt_ids: Sequence[int] = (),
     ) -> Encoded:
-        """Read a row's media and encode it.
-
-        Args:
-            text: With one placeholder per image or video.
-            refs: What stands behind them.
-            options: How to read.
-            complete: Whether the text has its special tokens already.
-            prompt_ids: See `Media.prompt_ids`.
+        """Read a row's media and encode it; see `encode`.
 
         Raises:
             MediaError: Something cannot be read, does not fit the text, or the processor or the
@@ -135,12 +122,7 @@ class MediaProcessor:
         images = [read_image(value, options) for value in refs.images]
         videos = [read_video(value, options) for value in refs.videos]
         return self.encode(
-            text,
-            images,
-            videos,
-            complete=complete,
-            prompt_ids=prompt_ids,
-            names=refs.names,
+            text, images, videos, complete=complete, prompt_ids=prompt_ids, names=refs.names
         )
 
     def encode(
@@ -153,7 +135,16 @@ class MediaProcessor:
         prompt_ids: Sequence[int] = (),
         names: tuple[str, ...] = (),
     ) -> Encoded:
-        """Encode a row whose media are in memory; see `read`."""
+        """Encode a row whose media are in memory.
+
+        Args:
+            text: With one placeholder per image or video.
+            images: What stands behind those of images.
+            videos: What stands behind those of videos.
+            complete: Whether the text has its special tokens already.
+            prompt_ids: See `Media.prompt_ids`.
+            names: What messages call images and videos.
+        """
         self._check_counts(text, MediaRefs(tuple(images), tuple(videos)))
         try:
             output = self.processor(
@@ -195,25 +186,17 @@ class MediaProcessor:
         return Encoded(ids.tolist(), media)
 
     def specimen(self, tokenizer: PreTrainedTokenizerBase, *, size: int) -> Encoded:
-        """Encode a text with one image of random pixels, the same every time.
-
-        Args:
-            tokenizer: Of the model.
-            size: Pixels of each side.
-        """
+        """Encode a text with a square image of random pixels, the same every time."""
         pixels = np.random.Generator(np.random.Philox(0)).integers(0, 256, (size, size, 3))
         image = Image.fromarray(pixels.astype(np.uint8))
         content = [{"type": "image"}, {"type": "text", "text": "1 2 3"}]
         if tokenizer.chat_template is None:
             text = f"{self.markers['image']} 1 2 3"
         else:
-            messages = [{"role": "user", "content": content}]
-            rendered = tokenizer.apply_chat_template(
-                messages,  # type: ignore[arg-type]  # contents may come in parts
-                tokenize=False,
-                add_generation_prompt=True,
+            messages: Any = [{"role": "user", "content": content}]
+            text = str(
+                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             )
-            text = str(rendered)
         short: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return self.encode(text, [image], [], prompt_ids=short)
 

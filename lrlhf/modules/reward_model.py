@@ -27,10 +27,15 @@ from lrlhf.modules.metrics.reward_metrics import (
     three_way_accuracy,
 )
 from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
-from lrlhf.modules.pairs.pair_batches import PairScores, concatenate
 from lrlhf.modules.pairs.pair_losses import PairObjective, resolve_losses
 from lrlhf.modules.pairs.pair_records import bad_place, score_records, step_records
-from lrlhf.modules.pairs.pair_step import MicroBatch, PairMean, PairStep
+from lrlhf.modules.pairs.pair_step import (
+    MicroBatch,
+    PairMean,
+    PairScores,
+    PairStep,
+    concatenate,
+)
 from lrlhf.modules.pairs.reward_loading import load_reward_model
 from lrlhf.run import Collectives, gradients_of, seed_everything_for
 from lrlhf.run.lightning_internals import trainer_of

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -20,33 +20,17 @@ BatchT = TypeVar("BatchT")
 
 _MOST_IN_A_ROW = 100
 
+Problems = list[tuple[str, str]]
+"""Reason and detail of each row that another one stands in for."""
+
 
 class LostWorkerError(RuntimeError):
     """A worker process of a loader ended before its work."""
 
 
-class ReadRow(NamedTuple, Generic[RowT]):
-    """A row that can be used, and the reason and detail of each before it that could not."""
-
-    row: RowT
-    problems: list[tuple[str, str]]
-
-
-class Fetched(NamedTuple, Generic[BatchT]):
-    """A batch, and the reason and detail of every row that another one stands in for."""
-
-    batch: BatchT
-    problems: list[tuple[str, str]]
-
-
 @dataclass(frozen=True)
 class ReadRows(Generic[RowT]):
-    """Rows that are read when they are asked for.
-
-    Args:
-        rows: As they are known before training.
-        read: See `Fetching`.
-    """
+    """Rows that are read when they are asked for, with what was wrong with those before them."""
 
     rows: Sequence[RowT]
     read: Callable[[RowT], RowT] | None
@@ -54,14 +38,14 @@ class ReadRows(Generic[RowT]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> ReadRow[RowT]:
+    def __getitem__(self, index: int) -> tuple[RowT, Problems]:
         if self.read is None:
-            return ReadRow(self.rows[index], [])
-        problems: list[tuple[str, str]] = []
+            return self.rows[index], []
+        problems: Problems = []
         # which row stands in depends on the data alone, so a resumed run takes the same one
         for place in range(index, index + min(len(self.rows), _MOST_IN_A_ROW)):
             try:
-                return ReadRow(self.read(self.rows[place % len(self.rows)]), problems)
+                return self.read(self.rows[place % len(self.rows)]), problems
             except BadRow as problem:
                 problems.append((problem.reason, problem.detail))
         shown = "\n".join(f"{reason}: {detail}" for reason, detail in problems[:5])
@@ -92,7 +76,7 @@ class Fetching(Generic[RowT, BatchT]):
 
     def batches(self, rows: Sequence[RowT], batches: Sequence[Sequence[int]]) -> Iterator[BatchT]:
         """Go through batches of the given row indices."""
-        loader: DataLoader[Fetched[BatchT]] = DataLoader(
+        loader: DataLoader[tuple[BatchT, Problems]] = DataLoader(
             ReadRows(rows, self.read),  # type: ignore[arg-type]  # a map-style data set
             batch_sampler=[list(batch) for batch in batches],
             collate_fn=self._collate,
@@ -103,8 +87,9 @@ class Fetching(Generic[RowT, BatchT]):
             generator=torch.Generator().manual_seed(0),
         )
         try:
-            for fetched in loader:
-                yield self._logged(fetched)
+            for batch, problems in loader:
+                self._log(problems)
+                yield batch
         except RuntimeError as error:
             # torch has no class of its own for it
             if not str(error).startswith("DataLoader worker"):
@@ -118,17 +103,20 @@ class Fetching(Generic[RowT, BatchT]):
     def batch(self, rows: Sequence[RowT], batch: Sequence[int]) -> BatchT:
         """Make one batch in this process."""
         readable = ReadRows(rows, self.read)
-        return self._logged(self._collate([readable[row] for row in batch]))
+        made, problems = self._collate([readable[row] for row in batch])
+        self._log(problems)
+        return made
 
-    def _collate(self, read: Sequence[ReadRow[RowT]]) -> Fetched[BatchT]:
-        problems = [problem for row in read for problem in row.problems]
+    def _collate(self, read: Sequence[tuple[RowT, Problems]]) -> tuple[BatchT, Problems]:
         if self.drop:
-            read = [row for row in read if not row.problems] or read[:1]
-        return Fetched(self.collate([row.row for row in read]), problems)
+            kept = [row for row, problems in read if not problems] or [read[0][0]]
+        else:
+            kept = [row for row, _ in read]
+        return self.collate(kept), [problem for _, problems in read for problem in problems]
 
-    def _logged(self, fetched: Fetched[BatchT]) -> BatchT:
+    def _log(self, problems: Problems) -> None:
         """Count unusable rows by reason; each reason is logged when its count doubles."""
-        for reason, detail in fetched.problems:
+        for reason, detail in problems:
             self.unusable[reason] += 1
             if self.unusable[reason].bit_count() == 1:
                 logger.warning(
@@ -138,4 +126,3 @@ class Fetching(Generic[RowT, BatchT]):
                     detail,
                     self.unusable[reason],
                 )
-        return fetched.batch

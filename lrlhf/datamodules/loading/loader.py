@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
@@ -23,7 +23,7 @@ from lrlhf.datamodules.loading.order import Order
 
 logger = logging.getLogger(__name__)
 
-_CHANGES = {
+CHANGES = {
     "rows": "the train data had {then} usable rows and has {now} now",
     "data": "the train data has changed (still {now} usable rows, but others)",
     "files": (
@@ -33,13 +33,6 @@ _CHANGES = {
     "beside": "the texts beside the prompts (pretraining) have changed",
 }
 """What it means that an entry of the state is not the checkpoint's, the gravest first."""
-Tolerated = Literal["nothing", "tokens", "all"]
-"""Which changes since the checkpoint do not stop a resumed run."""
-_TOLERATED: Mapping[Tolerated, Sequence[str]] = {
-    "nothing": (),
-    "tokens": ("tokens", "beside"),
-    "all": tuple(_CHANGES),
-}
 
 RowT = TypeVar("RowT")
 BatchT = TypeVar("BatchT")
@@ -82,8 +75,8 @@ class TrainLoader(Generic[RowT, BatchT]):
         pass_limit: Lightning's ``limit_train_batches``: a number of batches, or a share of the
             epoch. The next pass goes on where this one ended.
         companion: Adds to each batch what goes with its number in the stream.
-        accept_changed: Go on although the rows are not those of the checkpoint: in no case, if
-            only their ``tokens`` differ, or in ``all`` cases; it is logged.
+        accept_changed: Which of `CHANGES` since the checkpoint do not stop a resumed run, but are
+            logged.
     """
 
     def __init__(
@@ -96,7 +89,7 @@ class TrainLoader(Generic[RowT, BatchT]):
         ranks: Ranks,
         pass_limit: int | float = 1.0,
         companion: Companion[BatchT] | None = None,
-        accept_changed: Tolerated = "nothing",
+        accept_changed: Sequence[str] = (),
     ) -> None:
         self._rows = rows
         self._order = order
@@ -121,7 +114,15 @@ class TrainLoader(Generic[RowT, BatchT]):
         self._per_pass = min(limit, self._size) or self._size
         self._done = 0
         self._resumed = False
-        self._log_remainder()
+        remainder = len(order) % (batch_size * ranks.world)
+        if remainder:
+            rank_zero_only(logger.info)(
+                "an epoch has %d batches; the last %d of its %d rows make no full batch and are "
+                "left out, other rows in every epoch",
+                self._size,
+                remainder,
+                len(order),
+            )
 
     def __len__(self) -> int:
         return self._size
@@ -196,11 +197,11 @@ class TrainLoader(Generic[RowT, BatchT]):
     def _check_rows(self, state: Mapping[str, Any]) -> None:
         own = {"rows": len(self._order), **self._digests}
         # a checkpoint without texts beside the prompts, or files, says nothing about them
-        changed = [name for name in _CHANGES if name in state and state[name] != own.get(name)]
+        changed = [name for name in CHANGES if name in state and state[name] != own.get(name)]
         if not changed:
             return
-        change = _CHANGES[changed[0]].format(then=state["rows"], now=len(self._order))
-        if changed[0] not in _TOLERATED[self._accept_changed]:
+        change = CHANGES[changed[0]].format(then=state["rows"], now=len(self._order))
+        if changed[0] not in self._accept_changed:
             raise ValueError(
                 f"cannot resume: {change} since the checkpoint was written, so rows would be left "
                 "out and others would come twice. Restore what was there, or accept it with "
@@ -209,31 +210,12 @@ class TrainLoader(Generic[RowT, BatchT]):
             )
         logger.warning("%s since the checkpoint was written; accepted", change)
 
-    @rank_zero_only
-    def _log_remainder(self) -> None:
-        remainder = len(self._order) % (self.batch_size * self._ranks.world)
-        if remainder:
-            logger.info(
-                "an epoch has %d batches; the last %d of its %d rows make no full batch and are "
-                "left out, other rows in every epoch",
-                self._size,
-                remainder,
-                len(self._order),
-            )
-
 
 class EvalLoader(Generic[RowT, BatchT]):
-    """Every row once and in order, shared out over the ranks.
+    """Every row once and in order, shared out over the ranks; arguments as of `TrainLoader`.
 
     All ranks get the same number of batches, so that no rank waits in a collective for another
     that is done; where the rows do not divide, batches are a row shorter or longer.
-
-    Args:
-        rows: All rows.
-        batch_size: Rows per batch and rank.
-        fetching: How rows become batches.
-        ranks: This process among all.
-        companion: Adds to each batch what goes with its number in the pass.
     """
 
     def __init__(

@@ -59,15 +59,14 @@ class Split(Generic[RowT]):
                     f"{part.name} has weight {part.weight:g} and no usable train row"
                 )
         order = EpochOrder(members, weights, seed)
-        _log("an epoch is mixed from\n%s", order.table([part.name for part in self.components]))
+        rank_zero_only(logger.info)(
+            "an epoch is mixed from\n%s", order.table([part.name for part in self.components])
+        )
         return order
 
 
-class Splits(NamedTuple, Generic[RowT]):
-    """All data of a run."""
-
-    train: Split[RowT]
-    validation: Split[RowT] | None
+Splits = tuple[Split[RowT], Split[RowT] | None]
+"""The rows to train on, and those to validate on."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class ValidationData(Generic[RowT]):
     ) -> Splits[RowT]:
         """Hold rows out of the train data by what they must not share, or load data of its own."""
         if not self.any:
-            return Splits(train, None)
+            return train, None
         if self.val is None:
             return self._hold_out(train, keys)
         if any(part.weight is not None for part in components_of(self.val)):
@@ -118,7 +117,7 @@ class ValidationData(Generic[RowT]):
                 shared,
                 len(own.rows),
             )
-        return Splits(train, own)
+        return train, own
 
     def _hold_out(self, train: Split[RowT], keys: Callable[[RowT], Iterable[str]]) -> Splits[RowT]:
         split = hold_out(
@@ -128,8 +127,10 @@ class ValidationData(Generic[RowT]):
             seed=self.seed,
         )
         kept, held = (Split(train.components, [train.rows[row] for row in rows]) for rows in split)
-        _log("held out %d of %d rows for validation", len(held.rows), len(train.rows))
-        return Splits(kept, held)
+        rank_zero_only(logger.info)(
+            "held out %d of %d rows for validation", len(held.rows), len(train.rows)
+        )
+        return kept, held
 
 
 def hold_out(
@@ -182,8 +183,3 @@ def connected_groups(keys: Sequence[Iterable[Hashable]]) -> list[list[int]]:
     for row in range(len(keys)):
         groups.setdefault(find(row), []).append(row)
     return list(groups.values())
-
-
-@rank_zero_only
-def _log(message: str, *arguments: object) -> None:
-    logger.info(message, *arguments)

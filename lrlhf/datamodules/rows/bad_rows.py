@@ -97,14 +97,11 @@ class BadRows:
                 f"{self.table()}\n{self._advice()}"
                 f"Or raise max_bad_fraction to {enough:g} or more to leave these rows out."
             )
-        self._log(head)
-
-    @rank_zero_only
-    def _log(self, head: str) -> None:
         if self.count:
-            logger.warning("%s and are left out:\n%s", head, self.table())
+            rank_zero_only(logger.warning)("%s and are left out:\n%s", head, self.table())
         else:
-            logger.info("all %d rows of the %s data can be used", self.total, self.what)
+            message = "all %d rows of the %s data can be used"
+            rank_zero_only(logger.info)(message, self.total, self.what)
 
     def _advice(self) -> str:
         remedies = list(dict.fromkeys(self._remedies.values()))

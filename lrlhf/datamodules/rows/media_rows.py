@@ -63,7 +63,7 @@ ReadableT = TypeVar("ReadableT", bound=Readable)
 
 
 def media_columns(suffix: str = "") -> tuple[str, ...]:
-    """Return the columns that may hold media, such as ``images`` and, of a candidate, ``image_0``."""
+    """Return the columns that may hold media: ``images`` and others; ``_0`` is a candidate's."""
     return tuple(f"{kind}{plural}{suffix}" for kind in KINDS for plural in ("", "s"))
 
 

@@ -195,7 +195,7 @@ class PromptParser:
 
 
 def column_or_dialogue(row: Row, column: str, *, default: str, setting: str) -> str:
-    """Return ``column``, or for the ``default`` one a dialogue's in its place, or raise `BadRow`."""
+    """Return ``column``, or where the ``default`` one is missing a dialogue's; else a `BadRow`."""
     for name in (column, *(DIALOGUE_COLUMNS if column == default else ())):
         if name in row:
             return name

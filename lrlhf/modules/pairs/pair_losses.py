@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -12,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lrlhf.functional.names import import_function
 from lrlhf.functional.reward import (
     bradley_terry_loss,
     center_penalty,
@@ -116,24 +115,7 @@ def resolve_losses(loss: str | Mapping[str, float]) -> tuple[tuple[PairLoss, flo
     mix = {loss: 1.0} if isinstance(loss, str) else dict(loss)
     if not mix:
         raise ValueError(f"loss is empty, expected one of {', '.join(PAIR_LOSSES)}, or a mix")
-    return tuple((_resolve_loss(name), float(weight)) for name, weight in mix.items())
-
-
-def _resolve_loss(name: str) -> PairLoss:
-    if name in PAIR_LOSSES:
-        return PAIR_LOSSES[name]
-    if "." not in name:
-        nearest = difflib.get_close_matches(name, PAIR_LOSSES, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        raise ValueError(
-            f"loss {name!r} is unknown, expected one of {', '.join(PAIR_LOSSES)} or the dotted "
-            f"path of a function{hint}"
-        )
-    try:
-        function = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"loss {name!r} cannot be imported: {error}") from error
-    if not callable(function):
-        raise ValueError(f"loss {name!r} cannot be called: it is a {type(function).__name__}")
-    loss: PairLoss = function
-    return loss
+    return tuple(
+        (PAIR_LOSSES.get(name) or import_function("loss", name, PAIR_LOSSES), float(weight))
+        for name, weight in mix.items()
+    )

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.guard.anomalies import shortened, shown
-from lrlhf.modules.pairs.pair_batches import PairScores
-from lrlhf.modules.pairs.pair_step import MicroBatch
+from lrlhf.modules.pairs.pair_step import MicroBatch, PairScores
 from lrlhf.rollout.records import plain_json
 from lrlhf.types import PreferenceBatch, SequenceBatch
 

@@ -1,4 +1,4 @@
-"""Makes the gradient of one optimizer step the mean over its pairs, however they were split."""
+"""Pairs as one batch of rows, and a gradient that is their mean, however they were split."""
 
 from __future__ import annotations
 
@@ -7,10 +7,39 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from lrlhf.modules.pairs.pair_batches import PairScores
 from lrlhf.run.collectives import Collectives
-from lrlhf.types import PreferenceBatch
+from lrlhf.types import PreferenceBatch, SequenceBatch, joined_media
+
+
+class PairScores(NamedTuple):
+    """Scores of both candidates of every pair, [B, H] each."""
+
+    candidate0: Tensor
+    candidate1: Tensor
+
+
+def concatenate(first: SequenceBatch, second: SequenceBatch, *, pad_id: int) -> SequenceBatch:
+    """Stack the rows of two batches, right-padded to one length.
+
+    Rows with the same place in both may begin with the same tokens, and are marked so.
+    """
+    length = max(first.input_ids.shape[1], second.input_ids.shape[1])
+
+    def stacked(column: str, value: int | bool) -> Tensor:
+        parts = [getattr(batch, column) for batch in (first, second)]
+        return torch.cat(
+            [functional.pad(part, (0, length - part.shape[1]), value=value) for part in parts]
+        )
+
+    return SequenceBatch(
+        input_ids=stacked("input_ids", pad_id),
+        attention_mask=stacked("attention_mask", value=False),
+        response_mask=stacked("response_mask", value=False),
+        media=joined_media([first, second]),
+        group_ids=torch.arange(len(first)).repeat(2),
+    )
 
 
 class MicroBatch(NamedTuple):
@@ -49,12 +78,12 @@ class PairStep:
     _infinite: list[Tensor] = field(default_factory=list)
 
     def add(self, loss_sum: Tensor, taken: MicroBatch, ranks: Collectives) -> Tensor:
-        """Add a micro-batch; returns the loss to run backward from.
+        """Add a micro-batch, as every rank does its own; return the loss to run backward from.
 
         Args:
             loss_sum: Sum of the losses of its pairs.
             taken: What it was; held, not copied.
-            ranks: All ranks; each of them adds its own micro-batch.
+            ranks: All ranks.
         """
         if not self.micro_batches:
             pairs = torch.tensor(float(len(taken.batch)), device=loss_sum.device)
@@ -64,12 +93,7 @@ class PairStep:
         return loss_sum / self._common
 
     def close(self, accumulated: int, ranks: Collectives) -> PairMean:
-        """Finish at an optimizer step.
-
-        Args:
-            accumulated: What Lightning divided each loss by.
-            ranks: All ranks; each of them takes the same step.
-        """
+        """Finish at an optimizer step, which all ranks take; Lightning ``accumulated`` so many."""
         infinite = torch.stack(self._infinite).sum().float()
         pairs = torch.full_like(infinite, sum(len(one.batch) for one in self.micro_batches))
         total_infinite, total_pairs = ranks.sum(torch.stack([infinite, pairs])).tolist()
