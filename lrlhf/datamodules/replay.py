@@ -66,7 +66,7 @@ class ReplayDataModule(RowDataModule[Path, StoredRollout]):
 
 
 def _checked(split: Split[Path], world: int) -> Split[Path]:
-    """Make sure that all groups are of one size, and files too where several ranks take one each."""
+    """Make sure that all groups are of one size, and files too where several ranks share them."""
     wanted: tuple[int, Path] | None = None
     rows: dict[int, Path] = {}
     for path in split.values:

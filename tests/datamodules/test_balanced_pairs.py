@@ -51,7 +51,7 @@ def test_ranks_share_the_batches_of_one_process_evenly(on_rank: OnRank) -> None:
     assert len(whole) == len(shares) == 5
     # one process has the order that the seed gives
     assert alone._splits is not None
-    order = alone._splits.train.order(3).epoch(0).tolist()
+    order = alone._splits[0].order(3).epoch(0).tolist()
     assert [row for batch in whole for row in ids(batch)] == order
     slowest = in_order = 0
     for batch, parts in zip(whole, shares, strict=True):
@@ -65,22 +65,6 @@ def test_ranks_share_the_batches_of_one_process_evenly(on_rank: OnRank) -> None:
         # what the first and the second half of the batch take
         in_order += max(halves[0], halves[-1])
     assert slowest < 0.9 * in_order
-
-
-def test_a_rank_that_was_stopped_goes_on_with_the_same_pairs(on_rank: OnRank) -> None:
-    whole = on_rank(1)
-    seen, states = [], []
-    for _ in range(2):
-        for batch in whole.train_dataloader():
-            seen.append(ids(batch))
-            states.append(whole.state_dict())
-    for stop in (1, 5, 7):
-        resumed = on_rank(1)
-        resumed.load_state_dict(states[stop - 1])
-        again: list[list[int]] = []
-        while len(again) < len(seen) - stop:
-            again += [ids(batch) for batch in resumed.train_dataloader()]
-        assert again == seen[stop:]
 
 
 def test_another_number_of_ranks_goes_on_with_the_rows_that_are_left(on_rank: OnRank) -> None:

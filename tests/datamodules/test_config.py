@@ -36,17 +36,14 @@ data:
 @pytest.mark.parametrize(
     ("train", "numbers"),
     [
-        ("{path}", [0, 1, 2]),
         ("[{path}, {path}]", [0, 0, 1, 1, 2, 2]),
         ("[{{source: {path}, weight: 1.0}}]", [0, 1, 2]),
         ("[{{source: {path}, columns: {{level: easy}}}}]", [0, 1, 2]),
-        ("{{class_path: lrlhf.datamodules.FileSource, init_args: {{path: {path}}}}}", [0, 1, 2]),
         (
             "[{{source: {{class_path: FileSource, init_args: {{path: {path}}}}}, weight: 2}}]",
             [0, 1, 2],
         ),
     ],
-    ids=["file", "list", "weighted", "columns", "source", "weighted source"],
 )
 def test_every_way_to_name_the_train_data_works_in_yaml(
     write_rows: WriteRows, tokenizer: PreTrainedTokenizerBase, train: str, numbers: list[int]
@@ -58,32 +55,6 @@ def test_every_way_to_name_the_train_data_works_in_yaml(
     data.setup("fit")
     seen = [batch.columns[0]["number"] for batch in data.train_dataloader()]
     assert sorted(seen) == numbers
-
-
-def test_every_option_of_the_prompts_is_a_config_key() -> None:
-    data = parse(
-        """
-data:
-  class_path: PromptDataModule
-  init_args:
-    train:
-      class_path: lrlhf.datamodules.ReasoningGym
-      init_args: {task: chain_sum, size: 20, seed: 1, options: {max_terms: 2}}
-    val: null
-    tokenizer: some/model
-    prompt_template: "{{ metadata.expression }} ="
-    as_chat: true
-    system_prompt: Be brief.
-    chat_template_kwargs: {enable_thinking: false}
-    tools: [{name: clock}]
-    column_patterns: {"answer -> gold": "#### (.+)"}
-    max_prompt_tokens: 100
-    val_fraction: 0.1
-    deduplicate: true
-    seed: 3
-"""
-    )
-    assert isinstance(data, PromptDataModule)
 
 
 def test_every_option_of_the_preferences_is_a_config_key() -> None:
@@ -106,9 +77,13 @@ data:
     score_columns: [score_chosen, score_rejected]
     hh_as_chat: true
     max_tokens: 256
+    chat_template_kwargs: {enable_thinking: false}
+    media: {fps: 1.0}
+    batch_size: 2
 """
     )
     assert isinstance(data, PreferenceDataModule)
+    assert data._batch_size == 2
 
 
 @pytest.mark.parametrize(

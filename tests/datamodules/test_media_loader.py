@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lrlhf.datamodules import BadDataError, PreferenceDataModule, PromptDataModule
-from lrlhf.datamodules.loading.fetching import Fetching, ReadRows
+from lrlhf.datamodules import BadDataError, PromptDataModule
+from lrlhf.datamodules.loading.fetching import Fetching
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.media import MediaOptions
 from lrlhf.types import PromptBatch
@@ -168,43 +168,11 @@ def test_a_resumed_run_puts_the_same_row_in_the_place_of_a_broken_one(
         assert sorted(seen) == [0, 1, 3, 3, 4, 6, 6, 7]
 
 
-def test_a_pair_is_replaced_as_a_whole(
-    write_rows: WriteRows, vlm_folder: str, pictures: Callable[[int], Path]
-) -> None:
-    for number in range(6):
-        draw(pictures(number))
-    pairs = [
-        {"image_0": f"{n}.png", "image_1": f"{n + 1}.png", "preference": "A", "number": n}
-        for n in (0, 2, 4)
-    ]
-    data = PreferenceDataModule(write_rows(pairs), tokenizer=vlm_folder, batch_size=3)
-    data.setup("fit")
-    pictures(3).unlink()
-    (batch,) = data.train_dataloader()
-    assert sorted(info["number"] for info in batch.info) == [0, 4, 4]
-    for row, info in enumerate(batch.info):
-        for index, side in enumerate((batch.candidate0, batch.candidate1)):
-            assert side.media is not None
-            media = side.media[row]
-            assert media is not None
-            level = int(np.asarray(media.images[0])[0, 0, 0]) // 10
-            assert level == info["number"] + index
-
-
 def refuse(row: str) -> str:
     """Read a row of plain Python values as a data module reads pictures."""
     if row.startswith("bad"):
         raise BadRow("broken image", row)
     return row.upper()
-
-
-def test_no_more_than_a_hundred_rows_are_tried_for_one() -> None:
-    readable = ReadRows([*(["bad"] * 100), "good"], refuse)
-    with pytest.raises(BadDataError, match="100 rows in a row"):
-        readable[0]
-    row, problems = readable[1]
-    assert row == "GOOD"
-    assert problems == [("broken image", "bad")] * 99
 
 
 def test_every_reason_is_counted_and_told_when_its_count_doubles(

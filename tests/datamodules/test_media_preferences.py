@@ -1,21 +1,16 @@
 """Every picture is of one grey level, which tells whose it is."""
 
 import io
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
-import torch
 from PIL import Image
 
-from lrlhf.datamodules import BadDataError, FileSource, PreferenceDataModule
-from lrlhf.datamodules.datasets.media_pairs import MediaPairs
+from lrlhf.datamodules import BadDataError, PreferenceDataModule
 from lrlhf.datamodules.loading.sources import Source
 from lrlhf.types import Media, PreferenceBatch, SequenceBatch
 from tests.datamodules.conftest import Rows, vlm
@@ -118,13 +113,8 @@ def asks(text: str, *names: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("row", "options"),
     [
-        pytest.param({"prompt": asks("what?", "3.png")}, {}, id="parts"),
-        pytest.param(
-            {"prompt": [{"role": "user", "content": "what?"}], "image": "3.png"}, {}, id="column"
-        ),
-        pytest.param(
-            {"prompt": "<image>what?", "images": ["3.png"]}, {"as_chat": True}, id="as chat"
-        ),
+        ({"prompt": asks("what?", "3.png")}, {}),
+        ({"prompt": "<image>what?", "images": ["3.png"]}, {"as_chat": True}),
     ],
 )
 def test_answers_to_a_question_about_a_picture(
@@ -143,31 +133,6 @@ def test_answers_to_a_question_about_a_picture(
     assert [Path(name).name for name in info["media0"]] == ["3.png"]
     assert info["media1"] == info["media0"]
     assert not {"image", "images", "prompt"} & info.keys()
-
-
-def test_answers_of_a_plain_text_begin_behind_the_picture(only: Only) -> None:
-    marker = images(1)
-    row = {"prompt": f"{marker}Q:", "chosen": " yes", "rejected": " no", "image": "4.png"}
-    batch = only(row)
-    assert texts(batch) == (f"{images(4)}Q: yes<|im_end|>", f"{images(4)}Q: no<|im_end|>")
-    assert texts(batch, answer=True) == (" yes<|im_end|>", " no<|im_end|>")
-
-
-def test_chosen_and_rejected_conversations_share_their_picture(only: Only) -> None:
-    question = asks("what?", "2.png")
-    row = {
-        "chosen": [*question, {"role": "assistant", "content": "grey"}],
-        "rejected": [*question, {"role": "assistant", "content": "red"}],
-    }
-    batch = only(row)
-    assert texts(batch, answer=True) == ("grey<|im_end|>\n", "red<|im_end|>\n")
-    assert levels(batch) == ([2], [2])
-    moved = batch.map(torch.clone, media=True)  # as a move to a GPU makes new tensors
-    for pair in (batch, moved):
-        assert pair.candidate0.media is not None
-        assert pair.candidate1.media is not None
-        assert pair.candidate0.media[0] is pair.candidate1.media[0]
-    assert moved.candidate0.media is not batch.candidate0.media
 
 
 def test_an_answer_may_show_a_picture_itself(only: Only) -> None:
@@ -211,31 +176,6 @@ def test_two_pictures_are_compared_by_each_head(batches: Batches) -> None:
     assert labels[3] == [-1.0, 0.0]
 
 
-def test_info_has_names_and_no_pixels(tmp_path: Path, vlm_folder: str) -> None:
-    row = {
-        "prompt": "a cat",
-        "image": {"bytes": png(3), "path": "start.png"},
-        "image_0": {"bytes": png(1), "path": "one.png"},
-        "image_1": {"bytes": png(2), "path": None},
-        "preference": "B",
-        "confidence": 0.5,
-    }
-    path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
-    (batch,) = load(FileSource(str(path)), vlm_folder).train_dataloader()
-    assert levels(batch) == ([3, 1], [3, 2])
-    assert batch.labels.tolist() == [[-1.0]]
-    assert batch.info == (
-        {
-            "preference": "B",
-            "confidence": 0.5,
-            "media0": ["start.png", "one.png"],
-            "media1": ["start.png", f"{len(png(2))} bytes"],
-        },
-    )
-    assert json.loads(json.dumps(batch.info[0])) == batch.info[0]
-
-
 CATS = {"prompt": "a cat", "image_0": "1.png", "image_1": "2.png", "label": "A"}
 BETTER = {"prompt": "a cat", "image_chosen": "1.png", "image_rejected": "2.png"}
 TO = [{"type": "image"}, {"type": "text", "text": " to "}, {"type": "image"}]
@@ -254,20 +194,9 @@ def whole(text: str) -> list[dict[str, Any]]:
     [
         (BETTER, {}, [turn("user", f"{images(n)}a cat") for n in (1, 2)]),
         (
-            {**BETTER, "chosen": whole("here"), "rejected": whole("there")},
+            {**BETTER, "chosen": whole("here"), "rejected": "there"},
             {},
-            [
-                turn("user", f"{images(n)}a cat") + said(text)
-                for n, text in ((1, "here"), (2, "there"))
-            ],
-        ),
-        (
-            {**CATS, "candidate0": "here:", "candidate1": "there:"},
-            {},
-            [
-                turn("user", f"{images(n)}a cat") + said(text)
-                for n, text in ((1, "here:"), (2, "there:"))
-            ],
+            [turn("user", f"{images(n)}a cat") + said(("here", "there")[n - 1]) for n in (1, 2)],
         ),
         (
             {"prompt": "q", "image_0": "2.png", "candidate1": "no picture", "label": "A"},
@@ -277,11 +206,6 @@ def whole(text: str) -> list[dict[str, Any]]:
         ({**CATS, "prompt": None}, {}, [turn("user", images(n)) for n in (1, 2)]),
         # what both started from comes first
         ({**CATS, "image": "3.png"}, {}, [turn("user", f"{images(3, n)}a cat") for n in (1, 2)]),
-        (
-            {**CATS, "image": "3.png", "prompt": "<image> to <image>"},
-            {},
-            [turn("user", f"{images(3)} to {images(n)}") for n in (1, 2)],
-        ),
         (
             {**CATS, "image": "3.png", "prompt": [{"role": "user", "content": TO}]},
             {},
@@ -308,22 +232,6 @@ def gif(path: Path, *numbers: int) -> None:
     first.save(path, save_all=True, append_images=others, duration=500)
 
 
-def test_two_videos_are_compared(tmp_path: Path, only: Only) -> None:
-    gif(tmp_path / "a.gif", 1, 2, 3, 4)
-    gif(tmp_path / "b.gif", 5, 6)
-    row = {"prompt": "run", "video_0": "a.gif", "video_1": "b.gif", "label": "B"}
-    batch = only(row)
-    assert batch.labels.tolist() == [[-1.0]]
-    both = [media_of(side) for side in (batch.candidate0, batch.candidate1)]
-    shades = [[int(frame[0, 0, 0]) // 10 for frame in media.videos[0].frames] for media in both]
-    assert shades == [[1, 2, 3, 4], [5, 6]]
-    # a token for 28 x 28 pixels of two frames
-    assert [dict(media.tokens) for media in both] == [{"video": 2}, {"video": 1}]
-    for text, pads in zip(texts(batch), (2, 1), strict=True):
-        assert text == turn("user", f"<|vision_start|>{'<|video_pad|>' * pads}<|vision_end|>run")
-    assert [Path(name).name for name in batch.info[0]["media0"]] == ["a.gif"]
-
-
 def test_equal_candidates_can_only_be_equal(tmp_path: Path, only: Only) -> None:
     row = {"prompt": "a cat", "image_0": "1.png", "image_1": "1.png"}
     with pytest.raises(BadDataError, match="identical candidates"):
@@ -342,7 +250,6 @@ def test_equal_candidates_can_only_be_equal(tmp_path: Path, only: Only) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"image_0": "1.png", "label": "A"}, r"columns \*_1 name no image"),
         ({"image_0": "1.png", "image_1": None, "label": "A"}, r"columns \*_1 name no image"),
         ({"image_rejected": "1.png"}, r"columns \*_chosen name no image"),
         ({"image_0": "1.png", "image_1": "9.png", "label": "A"}, "missing file"),
@@ -383,20 +290,6 @@ def test_pairs_that_share_a_picture_are_in_one_split(tmp_path: Path, vlm_folder:
     assert train | held == {1, 2, 3, 4}
 
 
-def test_the_same_question_about_another_picture_is_another_prompt(
-    tmp_path: Path, vlm_folder: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = [
-        {"prompt": asks("what?", f"{n}.png"), "chosen": "grey", "rejected": "red"} for n in (1, 2)
-    ]
-    train, held = (Rows([row], folder=tmp_path) for row in rows)
-    with caplog.at_level("WARNING", "lrlhf"):
-        load(train, vlm_folder, val=held)
-        assert not caplog.records
-        load(train, vlm_folder, val=train)
-    assert "1 of 1 validation rows share" in caplog.text
-
-
 def test_to_a_text_model_media_columns_are_info(model_folder: str) -> None:
     row = {"prompt": "p", "chosen": " a", "rejected": " b", "image": "1.png"}
     (batch,) = load(Rows([row]), model_folder).train_dataloader()
@@ -405,27 +298,3 @@ def test_to_a_text_model_media_columns_are_info(model_folder: str) -> None:
     shown = {"prompt": asks("p", "1.png"), "chosen": " a", "rejected": " b"}
     with pytest.raises(BadDataError, match="media for a text model"):
         load(Rows([shown]), model_folder)
-
-
-def test_pairs_of_a_published_set_become_batches(tmp_path: Path, vlm_folder: str) -> None:
-    rows = [
-        {"prompt": "a cat", "image_0": "1.png", "image_1": "2.png", "preference": "B", "id": 0},
-        {"prompt": "a dog", "image_0": "3.png", "image_1": "2.png", "preference": "A", "id": 1},
-    ]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    data = load(MediaPairs("generic", str(tmp_path / "rows.json")), vlm_folder)
-    found = {batch.info[0]["id"]: batch for batch in data.train_dataloader()}
-    assert levels(found[0]) == ([1], [2])
-    assert levels(found[1]) == ([3], [2])
-    assert [found[number].labels.tolist() for number in (0, 1)] == [[[-1.0]], [[1.0]]]
-    assert found[1].info[0]["media0"] == [str(tmp_path / "3.png")]
-    assert texts(found[1])[0] == turn("user", f"{images(3)}a dog")
-
-
-@pytest.mark.parametrize("empty", [None, "", []])
-def test_columns_of_other_rows_are_empty_in_a_pair_of_texts(only: Only, empty: Any) -> None:
-    row = {"prompt": "q", "chosen": "good", "rejected": "bad"}
-    row |= {"image_chosen": empty, "image_rejected": empty, "images": empty}
-    batch = only(row)
-    assert batch.candidate0.media is None
-    assert batch.candidate1.media is None

@@ -126,24 +126,6 @@ def test_every_row_has_its_own_picture_after_shuffling(
     assert [check_rows(batch) for batch in batches(data)] != seen  # the second epoch
 
 
-def test_the_limit_counts_the_tokens_of_pictures(tmp_path: Path, load: Loads) -> None:
-    rows = [
-        {"prompt": asks("hi"), "image": grey(tmp_path, 1, tokens=1), "number": 1},
-        {"prompt": asks("hi"), "image": grey(tmp_path, 3, tokens=3), "number": 3},
-        {"prompt": asks("hi"), "number": 0},
-    ]
-    # 3 + 1 marks of turns, the letters of "user", "assistant", "hi" and 3 line ends, 2 marks of an
-    # image: 3 + 4 + 9 + 2 + 3 + 2 = 23 and its tokens
-    data = load(*rows, max_prompt_tokens=25, max_bad_fraction=0.5)
-    assert sorted(batch.columns[0]["number"] for batch in batches(data)) == [0, 1]
-    kept = load(*rows, max_prompt_tokens=26)
-    assert sorted(batch.columns[0]["number"] for batch in batches(kept)) == [0, 1, 3]
-    with pytest.raises(
-        BadDataError, match=r"3\.png: 26 tokens with the text, max_prompt_tokens=25"
-    ):
-        load(*rows, max_prompt_tokens=25)
-
-
 def test_the_same_question_about_another_picture_is_no_duplicate(
     tmp_path: Path, load: Loads
 ) -> None:
@@ -190,15 +172,6 @@ def test_pretraining_texts_show_pictures(tmp_path: Path, load: Loads) -> None:
     whole = f"{asked('what?', 3)}grey<|im_end|>\n"
     assert read(shown, row) == whole
     assert read(shown, 1 - row) == "plain words"
-
-
-def test_pretraining_texts_are_counted_with_their_pictures(tmp_path: Path, load: Loads) -> None:
-    texts = Rows(text_rows(tmp_path)[:1], folder=tmp_path)
-    rows = [{"prompt": "hi"}]
-    # the prompt of 23 with "what?" for "hi", 3 tokens, and "grey", an end of turn and line: 35
-    load(*rows, pretraining=texts, pretraining_max_tokens=35)
-    with pytest.raises(BadDataError, match="35 tokens with the text, pretraining_max_tokens=34"):
-        load(*rows, pretraining=texts, pretraining_max_tokens=34)
 
 
 def length(completions: Sequence[str]) -> list[float]:

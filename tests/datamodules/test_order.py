@@ -1,23 +1,6 @@
 from lrlhf.datamodules.loading.order import BalancedOrder, EpochOrder
 
 
-def test_without_weights_every_epoch_is_a_permutation_of_all_rows() -> None:
-    order = EpochOrder([[0, 1, 2], [3, 4]], None, seed=5)
-    epochs = [order.epoch(epoch).tolist() for epoch in range(20)]
-    assert all(sorted(rows) == [0, 1, 2, 3, 4] for rows in epochs)
-    assert len({tuple(rows) for rows in epochs}) > 10
-
-
-def test_weights_are_shares_of_the_epoch() -> None:
-    # 100 rows together, shares 3/4 and 1/4
-    order = EpochOrder([list(range(80)), list(range(80, 100))], [3.0, 1.0], seed=0)
-    assert order.counts == (75, 25)
-    for epoch in range(5):
-        rows = order.epoch(epoch)
-        assert len(rows) == 100
-        assert (rows < 80).sum() == 75
-
-
 def test_shares_that_do_not_divide_are_rounded_by_largest_remainder() -> None:
     # 10 rows at 1/3 each are 3.33: one source gets the tenth row
     order = EpochOrder([[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]], [1.0, 1.0, 1.0], seed=0)
@@ -31,12 +14,6 @@ def test_a_small_share_goes_through_all_of_its_rows_before_any_comes_again() -> 
     for start in (0, 3, 6):
         drawn = [row for epoch in range(start, start + 3) for row in order.epoch(epoch).tolist()]
         assert sorted(row for row in drawn if row < 60) == list(range(60))
-
-
-def test_the_table_names_rows_and_passes_of_each_source() -> None:
-    table = EpochOrder([list(range(60)), list(range(60, 80))], [1.0, 3.0], seed=3).table(["a", "b"])
-    lines = [line.split() for line in table.splitlines()[1:]]
-    assert lines == [["60", "20", "0.33", "a"], ["20", "60", "3.00", "b"]]
 
 
 def test_a_balanced_order_deals_the_same_batches_by_tokens() -> None:

@@ -64,13 +64,7 @@ SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
     ("row", "options", "before", "answers"),
     [
         (
-            {"prompt": "Q: why? A:", "chosen": " because", "rejected": f" no{END}"},
-            {},
-            "Q: why? A:",
-            (f" because{END}", f" no{END}"),
-        ),
-        (
-            {"q": "Q", "good": " yes", "bad": " no"},
+            {"q": "Q", "good": " yes", "bad": f" no{END}"},
             {"prompt_column": "q", "chosen_column": "good", "rejected_column": "bad"},
             "Q",
             (f" yes{END}", f" no{END}"),
@@ -81,12 +75,6 @@ SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
             {},
             "The sky is",
             (f" blue{END}", f" black{END}"),
-        ),
-        (
-            {"chosen": "It is so", "rejected": "It is so good"},
-            {},
-            "It is",
-            (f" so{END}", f" so good{END}"),
         ),
         # transcripts part at the last turn of the assistant that they share
         (HH, {}, HH_PROMPT, (f" I'd rather not{END}", f" I'd say damn{END}")),
@@ -108,8 +96,7 @@ def test_texts_are_prompt_and_answer_with_one_end(
     ("row", "options"),
     [
         ({"prompt": [USER], "chosen": [YES], "rejected": [NO]}, {}),
-        ({"prompt": [USER], "chosen": "yes", "rejected": "no"}, {}),
-        ({"prompt": "hi", "chosen": [YES], "rejected": [NO]}, {}),
+        ({"prompt": "hi", "chosen": [YES], "rejected": "no"}, {}),
         ({"prompt": "hi", "chosen": "yes", "rejected": "no"}, {"as_chat": True}),
         ({"chosen": [USER, YES], "rejected": [USER, NO]}, {}),
         ({"chosen": SHAREGPT, "rejected": [SHAREGPT[0], {"from": "gpt", "value": "no"}]}, {}),
@@ -126,10 +113,8 @@ def test_chats_are_rendered_with_the_template_and_get_no_further_end(
     [
         ("hi", [USER]),
         ("hi\n", [USER]),
-        ([USER], [USER]),
         ([turn("user", [{"type": "text", "text": "hi"}])], [USER]),
         ("", [USER]),
-        ("hi", [SYSTEM, USER]),
         ([USER], [SYSTEM, USER]),
         ([SYSTEM, USER], [SYSTEM, USER]),
         ([SYSTEM, USER], [USER]),
@@ -142,13 +127,6 @@ def test_a_prompt_that_the_conversations_repeat_counts_once(prompt: Any, before:
     rendered = "".join(turns) + "<|im_start|>assistant\n"
     row = {"prompt": prompt, "chosen": [*before, YES], "rejected": [*before, NO]}
     assert both(row) == [(rendered, "yes<|im_end|>\n"), (rendered, "no<|im_end|>\n")]
-
-
-def test_the_answer_to_the_first_of_several_turns_begins_after_the_prompt() -> None:
-    turns = [USER, YES, turn("user", "why")]
-    (before, answer), _ = both({"prompt": "hi", "chosen": [*turns, YES], "rejected": [*turns, NO]})
-    assert before == CHAT
-    assert answer.startswith("yes<|im_end|>")
 
 
 def test_conversations_with_another_prompt_are_bad_rows() -> None:
@@ -181,26 +159,6 @@ def test_texts_that_begin_with_their_prompt_have_it_once(
     assert (both(alone, **options) == both(whole, **options)) is stripped
     # an answer may repeat the question
     assert prompt in both({**alone, "rejected": f"{prompt} no"}, **options)[1][1]
-
-
-def test_a_template_that_refuses_all_rows_gives_its_own_reason() -> None:
-    template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
-    )
-    row = {"prompt": [SYSTEM, USER], "chosen": "yes", "rejected": "no"}
-    message = refused(row, row, chat_template=template)
-    assert "2 of 2 rows of the train data cannot be used: refused by the chat template." in message
-    assert "no system here (the turns: system, user)" in message
-
-
-def test_tools_and_template_arguments_of_a_row_reach_the_template() -> None:
-    row = {"prompt": [USER], "chosen": "yes", "rejected": "no", "tools": [{"name": "clock"}]}
-    template = (
-        "{{ mode }} {{ tools[0].name }}|{% for m in messages[1:] %}{{ m.content }}{% endfor %}"
-    )
-    row["chat_template_kwargs"] = json.dumps({"mode": "terse"})
-    answers = [("terse clock|", "yes"), ("terse clock|", "no")]
-    assert both(row, chat_template=template) == answers
 
 
 @pytest.mark.parametrize(
@@ -275,14 +233,12 @@ SCORES = {"score_columns": ("chosen_score", "rejected_score")}
 @pytest.mark.parametrize(
     ("columns", "options", "margin"),
     [
-        ({"margin": 0.5}, {}, 0.5),
         ({"margin": "0.5"}, {}, 0.5),
         ({"gap": 2}, {"margin_column": "gap"}, 2.0),
         ({"chosen_score": 3, "rejected_score": 1.5}, {}, None),
         ({"chosen_score": 3, "rejected_score": 1.5}, SCORES, 1.5),
         ({"chosen_score": 3, "rejected_score": 1.5, "margin": 0.5}, SCORES, 0.5),
         ({"up": 3, "down": "1"}, {"score_columns": ("up", "down"), "margin_column": None}, 2.0),
-        ({"margin": 0.5}, {"margin_column": None}, None),
     ],
 )
 def test_margins_come_from_a_column_or_from_two_scores(
@@ -309,15 +265,6 @@ def test_a_better_answer_with_the_lower_score_counts_only_where_scores_make_marg
 def test_margins_are_given_for_all_rows_or_for_none() -> None:
     said = "1 of 2 rows of the train data have no margin, the first is rows.jsonl:2"
     assert said in refused({**PAIR, "margin": 1}, PAIR)
-
-
-@pytest.mark.parametrize("suffix", ["ids", "input_ids"])
-def test_token_ids_are_taken_as_they_are(suffix: str) -> None:
-    batch = first({f"chosen_{suffix}": [9, 8, 7, 6], f"rejected_{suffix}": [9, 8, 5]})
-    assert batch.candidate0.input_ids.tolist() == [[9, 8, 7, 6]]
-    assert batch.candidate1.input_ids.tolist() == [[9, 8, 5]]
-    assert batch.candidate0.response_mask.tolist() == [[False, False, True, True]]
-    assert batch.candidate1.response_mask.tolist() == [[False, False, True]]
 
 
 def test_a_tokenizer_that_ends_texts_itself_gets_no_second_end() -> None:

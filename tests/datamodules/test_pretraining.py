@@ -2,7 +2,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lrlhf.datamodules import BadDataError, PromptDataModule
 from lrlhf.datamodules.datasets.pretraining import PretrainingStream, PretrainingTexts
@@ -59,31 +58,9 @@ def test_texts_are_right_padded_and_trained_on_from_the_second_token() -> None:
     assert texts.response_mask[long].tolist() == [False, True, True, True]
 
 
-def test_train_batches_carry_as_many_texts_as_prompts_and_validation_none() -> None:
-    data = load(numbered_texts(9), batch_size=2, val_size=2)
-    batches = list(data.train_dataloader())
-    assert [len(texts_of(batch)) for batch in batches] == [2, 2]
-    assert [batch.pretraining for batch in data.val_dataloader()] == [None]
-    moved = batches[0].to(torch.device("meta"))
-    assert moved.pretraining is not None
-    assert moved.pretraining.input_ids.device.type == "meta"
-    assert all(batch.pretraining is None for batch in load(None).train_dataloader())
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {
-            "messages": [
-                {"role": "user", "content": "hi"},
-                {"role": "assistant", "content": "hello"},
-            ]
-        },
-        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
-    ],
-)
-def test_dialogues_are_rendered_whole(row: dict[str, Any]) -> None:
-    batch = next(iter(load(Rows([row])).train_dataloader()))
+def test_dialogues_are_rendered_whole() -> None:
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+    batch = next(iter(load(Rows([{"conversations": turns}])).train_dataloader()))
     whole = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n"
     assert texts_of(batch) == [whole]
     assert batch.pretraining is not None
@@ -91,14 +68,6 @@ def test_dialogues_are_rendered_whole(row: dict[str, Any]) -> None:
         False,
         *[True] * (batch.pretraining.response_mask.shape[1] - 1),
     ]
-
-
-def test_a_named_column_must_be_there() -> None:
-    data = load(Rows([{"body": "this", "text": "not this"}]), pretraining_column="body")
-    assert texts_of(next(iter(data.train_dataloader()))) == ["this"]
-    dialogue = Rows([{"messages": [{"role": "user", "content": "hi"}]}])
-    with pytest.raises(BadDataError, match=r"(?s)no column 'body'.*in `pretraining_column`"):
-        load(dialogue, pretraining_column="body")
 
 
 def test_texts_too_long_or_too_short_are_left_out_and_counted(

@@ -1,4 +1,3 @@
-import pickle
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,6 +40,7 @@ def turn(role: str, text: str) -> dict[str, str]:
 
 
 HI, HELLO = turn("user", "hi"), turn("assistant", "hello")
+KIND, OWN = turn("system", "kind"), (turn("system", "own"), HI)
 SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
 OPEN = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 HH = {
@@ -62,12 +62,7 @@ EXPRESSION = {"metadata": {"expression": "4 - 1"}, "question": "?"}
             "2 + 2 =",
             {"answer": "4", "extra": {"a": [1]}},
         ),
-        (
-            {"question": "why", "prompt": "no"},
-            {"prompt_column": "question"},
-            "why",
-            {"prompt": "no"},
-        ),
+        ({"q": "why", "prompt": "no"}, {"prompt_column": "q"}, "why", {"prompt": "no"}),
         (
             EXPRESSION,
             {"prompt_template": "5 + 3 = 8\n{{ metadata.expression }} ="},
@@ -76,38 +71,12 @@ EXPRESSION = {"metadata": {"expression": "4 - 1"}, "question": "?"}
         ),
         ({"prompt": [HI]}, {}, (HI,), {}),
         ({"messages": [HI, HELLO]}, {}, (HI,), {"reference": "hello"}),
-        (
-            {
-                "conversations": [
-                    {"from": "human", "value": "hi"},
-                    {"from": "gpt", "value": "hello"},
-                ]
-            },
-            {},
-            (HI,),
-            {"reference": "hello"},
-        ),
+        ({"conversations": SHAREGPT}, {}, (HI,), {"reference": "hello"}),
         (HH, {}, HH_PROMPT, {"answer": 3, "reference": "Because."}),
         (HH, {"hh_as_chat": True}, HH_TURNS, {"answer": 3, "reference": "Because."}),
         ({"chosen": [HI, HELLO], "rejected": [HI, HI]}, {}, (HI,), {"reference": "hello"}),
-        (
-            {"prompt": "hi", "chosen": [HI, HELLO], "rejected": []},
-            {"as_chat": True},
-            (HI,),
-            {"chosen": [HI, HELLO], "rejected": []},
-        ),
-        (
-            {"prompt": "hi"},
-            {"as_chat": True, "system_prompt": "be kind"},
-            (turn("system", "be kind"), HI),
-            {},
-        ),
-        (
-            {"prompt": [turn("system", "own"), HI]},
-            {"system_prompt": "be kind"},
-            (turn("system", "own"), HI),
-            {},
-        ),
+        ({"prompt": "hi"}, {"as_chat": True, "system_prompt": "kind"}, (KIND, HI), {}),
+        ({"prompt": [turn("system", "own"), HI]}, {"system_prompt": "kind"}, OWN, {}),
     ],
 )
 def test_the_prompt_and_the_columns_of_a_row(
@@ -127,29 +96,10 @@ def test_a_prompt_that_ends_with_the_assistant_is_continued() -> None:
     assert text_of(first({"prompt": [HI, turn("assistant", "Well,")]})) == OPEN + "Well,"
 
 
-def test_a_pair_that_shares_no_prompt_is_a_bad_row() -> None:
-    with pytest.raises(BadDataError, match="share no prompt"):
-        first({"chosen": "yes", "rejected": "no"})
-    with pytest.raises(BadDataError, match="share no turn"):
-        first({"chosen": [turn("user", "yes")], "rejected": [turn("user", "no")]})
-
-
 def test_a_template_of_the_data_cannot_reach_into_python() -> None:
     template = "{{ question.__class__.__mro__ }}"
     with pytest.raises(BadDataError, match=r"SecurityError: access to attribute '__class__'"):
         first({"question": "x"}, prompt_template=template)
-
-
-def test_template_arguments_and_tools_of_the_row_win() -> None:
-    own = {"chat_template_kwargs": {"mode": "row"}, "tools": '[{"name": "theirs"}]'}
-    data = load(
-        Rows([{"prompt": [HI], "number": 0}, {"prompt": [HI], "number": 1, **own}]),
-        chat_template="{{ mode }} {{ depth }} {{ tools[0].name }}",
-        chat_template_kwargs={"mode": "all", "depth": 3},
-        tools=[{"name": "ours"}],
-    )
-    rendered = {batch.columns[0]["number"]: text_of(batch) for batch in data.train_dataloader()}
-    assert rendered == {0: "all 3 ours", 1: "row 3 theirs"}
 
 
 def test_a_chat_template_can_be_a_file(write_rows: WriteRows) -> None:
@@ -157,13 +107,6 @@ def test_a_chat_template_can_be_a_file(write_rows: WriteRows) -> None:
     assert text_of(first({"prompt": [HI]}, chat_template=template)) == "hi!"
     with pytest.raises(ValueError, match=r"chat_template 'chatml.jinja' is neither a file"):
         first({"prompt": "hi"}, chat_template="chatml.jinja")
-
-
-def test_messages_need_a_chat_template() -> None:
-    plain = build_tokenizer()
-    plain.chat_template = None
-    with pytest.raises(ValueError, match="has no chat template: give `chat_template`"):
-        first({"prompt": [HI]}, tokenizer=plain)
 
 
 def test_column_patterns_cut_columns_down_or_make_new_ones() -> None:
@@ -229,20 +172,6 @@ def test_rows_with_equal_prompts_are_in_one_split() -> None:
     assert len(train | set(val)) == 10
 
 
-def test_the_split_depends_on_its_seed_only() -> None:
-    def held_out(seed: int) -> list[int]:
-        return numbers(load(Rows(numbered_prompts(50)), val_size=10, seed=seed).val_dataloader())
-
-    assert held_out(1) == held_out(1) != held_out(2)
-    assert len(held_out(1)) == 10
-
-
-def test_a_split_that_leaves_one_side_empty_is_refused() -> None:
-    rows = [{"prompt": "same", "number": number} for number in range(4)]
-    with pytest.raises(BadDataError, match=r"they form 1 groups .* the largest of 4 rows"):
-        load(Rows(rows), val_size=2)
-
-
 def test_validation_data_of_its_own_is_kept_whole_and_in_order(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -279,16 +208,6 @@ def test_a_mixture_gives_each_source_its_share_and_its_columns() -> None:
     assert sum(number < 4 for number in numbers(batches)) == 5
 
 
-def test_a_list_without_weights_takes_every_row_once() -> None:
-    one, two = Rows(numbered_prompts(3), "one"), Rows(numbered_prompts(5)[3:], "two")
-    found = [batch.columns[0] for batch in load([one, two]).train_dataloader()]
-    assert {columns["number"]: columns["source"] for columns in found} == {
-        **dict.fromkeys([0, 1, 2], "one"),
-        **dict.fromkeys([3, 4], "two"),
-    }
-    assert len(found) == 5
-
-
 def test_a_tokenizer_can_be_named_by_its_folder_and_there_must_be_one(model_folder: str) -> None:
     data = load(Rows([{"prompt": "hi"}]), tokenizer=model_folder)
     assert text_of(next(iter(data.train_dataloader())), data.tokenizer) == "hi"
@@ -299,12 +218,10 @@ def test_a_tokenizer_can_be_named_by_its_folder_and_there_must_be_one(model_fold
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "batch_size=0"),
         ({"val_batch_size": 0}, "val_batch_size=0"),
         ({"num_workers": -1}, "num_workers=-1"),
         ({"seed": -1}, "seed=-1"),
         ({"val_size": 1, "val_fraction": 0.1}, "val_size"),
-        ({"val": "x.jsonl", "val_size": 1}, "val_size"),
         ({"val_size": -1}, "val_size"),
         ({"column_patterns": {"answer": "("}}, "no regular expression"),
         ({"column_patterns": {"answer ->": "x"}}, "column -> new column"),
@@ -316,14 +233,6 @@ def test_a_tokenizer_can_be_named_by_its_folder_and_there_must_be_one(model_fold
 def test_impossible_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PromptDataModule("train.jsonl", **options)
-
-
-def test_loaders_are_there_after_setup_and_can_be_sent_to_workers() -> None:
-    with pytest.raises(RuntimeError, match="call setup"):
-        PromptDataModule("train.jsonl").train_dataloader()
-    loader = load(Rows(numbered_prompts(4)), batch_size=2).train_dataloader()
-    copy = pickle.loads(pickle.dumps(loader))
-    assert numbers(copy) == numbers(loader)
 
 
 def test_rows_are_tokenised_many_at_a_time() -> None:

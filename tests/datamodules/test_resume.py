@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lrlhf.datamodules import EvalLoader, PromptDataModule
+from lrlhf.datamodules import PromptDataModule
 from tests.datamodules.conftest import (
     TOKENIZER,
     Remembers,
@@ -61,15 +61,6 @@ def test_the_checkpoint_holds_plain_numbers(tmp_path: Path) -> None:
     assert all(len(bytes.fromhex(digest)) == 16 for digest in digests.values())
 
 
-def test_reloading_the_loader_every_epoch_changes_nothing() -> None:
-    runs = []
-    for every in (0, 1):
-        module = Remembers()
-        trainer(reload_dataloaders_every_n_epochs=every).fit(module, datamodule=data())
-        runs.append(module.seen)
-    assert runs[0] == runs[1]
-
-
 def test_epochs_are_drawn_anew_and_validation_sees_every_row() -> None:
     module = Remembers()
     trainer().fit(module, datamodule=data())
@@ -80,35 +71,6 @@ def test_epochs_are_drawn_anew_and_validation_sees_every_row() -> None:
     assert len(module.validated) == 3
     assert len(validated) == 2
     assert validated.isdisjoint(row for batch in module.seen for row in batch)
-
-
-def test_overfitting_on_a_few_batches_takes_the_same_ones_in_every_epoch() -> None:
-    module = Remembers()
-    trainer(overfit_batches=2).fit(module, datamodule=data())
-    assert module.seen[:2] == module.seen[2:4] == module.seen[4:6]
-    assert len(module.seen) == 6
-
-
-def test_validation_and_test_runs_need_no_train_loader() -> None:
-    module = Remembers()
-    trainer().validate(module, datamodule=data(), verbose=False)
-    assert sum(map(len, module.validated)) == 2
-    loaded = data()
-    loaded.setup("test")
-    assert isinstance(loaded.test_dataloader(), EvalLoader)
-    assert isinstance(loaded.predict_dataloader(), EvalLoader)
-    assert loaded.state_dict() == {}
-
-
-def test_the_tokenizer_comes_from_the_module() -> None:
-    module, rows = Remembers(), Rows(numbered_prompts(4))
-    with pytest.raises(ValueError, match="the LightningModule it is used with has none either"):
-        trainer().fit(module, datamodule=PromptDataModule(rows, batch_size=2))
-    module.tokenizer = TOKENIZER  # type: ignore[assignment]
-    loaded = PromptDataModule(rows, batch_size=2)
-    trainer(max_epochs=1).fit(module, datamodule=loaded)
-    assert sorted(row for batch in module.seen for row in batch) == [0, 1, 2, 3]
-    assert loaded.tokenizer is TOKENIZER
 
 
 def test_each_rank_gets_its_share_whatever_lightning_does_to_samplers() -> None:

@@ -4,11 +4,10 @@ import gzip
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -177,44 +176,30 @@ def rows_in(lines: list[bytes]) -> int:
     return count
 
 
-def check(build: Callable[[str], L.LightningDataModule], path: Path, rows: int, told: Told) -> None:
+PAIRS = {"head_names": ["preference"]}
+
+
+@pytest.mark.parametrize(("kind", "extra"), [(PromptDataModule, {}), (PreferenceDataModule, PAIRS)])
+@fuzzing(150)
+@given(lines=st.lists(LINES, min_size=1, max_size=6), as_chat=st.booleans())
+def test_any_lines_are_rows_or_bad_rows(
+    tokenizer: Any,
+    folder: Path,
+    told: Told,
+    kind: Any,
+    extra: dict[str, Any],
+    lines: list[bytes],
+    as_chat: bool,
+) -> None:
+    path = folder / "rows.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    options = {"batch_size": 1, "max_bad_fraction": 1.0, "as_chat": as_chat, **extra}
     try:
-        used, left_out = load(build(str(path)), told)
+        used, left_out = load(kind(str(path), tokenizer=tokenizer, **options), told)
     except ValueError as error:
         assert_told(error, path.name)
     else:
-        assert used + left_out == rows
-
-
-@fuzzing(150)
-@given(lines=st.lists(LINES, min_size=1, max_size=6), as_chat=st.booleans())
-def test_any_lines_are_prompts_or_bad_rows(
-    tokenizer: Any, folder: Path, told: Told, lines: list[bytes], as_chat: bool
-) -> None:
-    path = folder / "prompts.jsonl"
-    path.write_bytes(b"\n".join(lines))
-
-    def build(train: str) -> PromptDataModule:
-        options = {"batch_size": 1, "max_bad_fraction": 1.0, "as_chat": as_chat}
-        return PromptDataModule(train, tokenizer=tokenizer, **options)  # type: ignore[arg-type]
-
-    check(build, path, rows_in(lines), told)
-
-
-@fuzzing(150)
-@given(lines=st.lists(LINES, min_size=1, max_size=6), as_chat=st.booleans())
-def test_any_lines_are_pairs_or_bad_rows(
-    tokenizer: Any, folder: Path, told: Told, lines: list[bytes], as_chat: bool
-) -> None:
-    path = folder / "pairs.jsonl"
-    path.write_bytes(b"\n".join(lines))
-
-    def build(train: str) -> PreferenceDataModule:
-        options = {"batch_size": 1, "max_bad_fraction": 1.0, "as_chat": as_chat}
-        heads = ["preference"]
-        return PreferenceDataModule(train, tokenizer=tokenizer, head_names=heads, **options)  # type: ignore[arg-type]
-
-    check(build, path, rows_in(lines), told)
+        assert used + left_out == rows_in(lines)
 
 
 @fuzzing(60)
@@ -224,10 +209,9 @@ def test_columns_in_templates_patterns_and_texts_of_a_second_stream(
 ) -> None:
     path = folder / "templated.jsonl"
     path.write_bytes(b"\n".join(json.dumps(row).encode() for row in rows))
-
-    def build(train: str) -> PromptDataModule:
-        return PromptDataModule(
-            train,
+    try:
+        data = PromptDataModule(
+            str(path),
             tokenizer=tokenizer,
             batch_size=1,
             max_bad_fraction=1.0,
@@ -236,9 +220,7 @@ def test_columns_in_templates_patterns_and_texts_of_a_second_stream(
             system_prompt=template,
             deduplicate=True,
         )
-
-    try:
-        used, _ = load(build(str(path)), told)
+        used, _ = load(data, told)
     except ValueError as error:
         assert_told(error, path.name, "prompt_template")
     else:
@@ -256,11 +238,8 @@ def test_any_bytes_are_rows_or_a_message_names_the_file(
 ) -> None:
     path = folder / f"odd{suffix}"
     path.write_bytes(gzip.compress(content) if packed else content)
-
-    def build(train: str) -> PromptDataModule:
-        return PromptDataModule(train, tokenizer=tokenizer, batch_size=1, max_bad_fraction=1.0)
-
+    options: Any = {"tokenizer": tokenizer, "batch_size": 1, "max_bad_fraction": 1.0}
     try:
-        load(build(str(path)), told)
+        load(PromptDataModule(str(path), **options), told)
     except ValueError as error:
         assert_told(error, path.name)

@@ -1,7 +1,6 @@
 """Expected pixels are written by hand: files are made of few colours that survive their format."""
 
 import base64
-import contextlib
 import io
 from collections.abc import Callable
 from fractions import Fraction
@@ -134,20 +133,11 @@ def test_every_form_of_an_image_gives_the_same_pixels(tmp_path: Path) -> None:
             assert colours(image) == PIXELS.tolist()
 
 
-def test_grey_and_transparent_arrays_become_colours() -> None:
-    grey = np.array([[0, 7], [200, 255]], dtype=np.uint8)
-    assert colours(read_image(grey, OPTIONS)) == [[[0] * 3, [7] * 3], [[200] * 3, [255] * 3]]
-    clear = np.array([[[9, 8, 7, 0], [9, 8, 7, 255]]], dtype=np.uint8)
-    assert colours(read_image(clear, OPTIONS)) == [[[255, 255, 255], [9, 8, 7]]]
-
-
 @pytest.mark.parametrize(
     ("orientation", "upright"),
     [
         # stored as one row, red green; 3: turned by half, 6: its left end is the top,
         # 8: its left end is the bottom, 2: mirrored
-        (1, [["red", "green"]]),
-        (2, [["green", "red"]]),
         (3, [["green", "red"]]),
         (6, [["red"], ["green"]]),
         (8, [["green"], ["red"]]),
@@ -186,11 +176,6 @@ def test_greys_of_sixteen_bits_keep_their_upper_eight() -> None:
         assert colours(read_image(content, OPTIONS)) == [[[level] * 3 for level in levels]]
 
 
-@pytest.mark.parametrize("mode", ["I", "F"])
-def test_pixels_of_unknown_range_are_refused(mode: str) -> None:
-    assert reason(lambda: read_image(Image.new(mode, (2, 2)), OPTIONS)) == "wrong type"
-
-
 @pytest.mark.parametrize(
     ("size", "most"), [((33, 7), 48), ((101, 100), 500), ((3, 999), 48), ((3, 999), 1), ((7, 7), 1)]
 )
@@ -206,21 +191,15 @@ def test_max_pixels_is_never_exceeded(size: tuple[int, int], most: int) -> None:
     ("value", "expected"),
     [
         ("https://example.org/a.png", "remote file"),
-        ({"bytes": None, "path": "s3://bucket/a.png"}, "remote file"),
         ("data:image/png;base64,####", "broken image"),
         ("data:text/plain,hello", "broken image"),
         (b"", "broken image"),
         (b"<html>404</html>", "broken image"),
         (np.zeros((0, 4, 3), np.uint8), "zero-size image"),
-        (torch.zeros(0, 0, 3, dtype=torch.uint8), "zero-size image"),
-        (Image.new("RGB", (0, 5)), "zero-size image"),
         (np.zeros((4, 4, 3), np.float32), "wrong type"),
         (np.zeros((3, 4, 5), np.uint8), "wrong type"),
-        (np.zeros((1, 4, 4, 3), np.uint8), "wrong type"),
-        (torch.zeros(4, 4, 3), "wrong type"),
         (17, "wrong type"),
         ({"bytes": None, "path": None}, "wrong type"),
-        ({}, "wrong type"),
         ("x" * 300, "missing file"),
         (Path("/"), "missing file"),
     ],
@@ -230,7 +209,7 @@ def test_what_is_no_image_is_refused_before_its_pixels_are_read(value: Any, expe
     assert reason(lambda: read_image(value, OPTIONS)) == expected
 
 
-@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "BMP"])
+@pytest.mark.parametrize("format", ["JPEG", "PNG"])
 def test_a_truncated_image_is_found_when_its_pixels_are_read(tmp_path: Path, format: str) -> None:
     noise = np.random.Generator(np.random.Philox(0)).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     content = encoded(Image.fromarray(noise), format)
@@ -250,12 +229,8 @@ def test_a_truncated_image_is_found_when_its_pixels_are_read(tmp_path: Path, for
         ({}, [2, 7, 12, 17], 2.0),
         # 3 stretches of 6.67: 3.3, 10, 16.7; 3 frames in 2 s
         ({"max_frames": 3}, [3, 10, 16], 1.5),
-        ({"max_frames": 1}, [10], 0.5),
-        ({"fps": 10.0, "max_frames": 50}, list(range(20)), 10.0),
         # no more than there are
         ({"fps": 60.0, "max_frames": 50}, list(range(20)), 10.0),
-        # 5 frames: stretches of 4, middles 2, 6, 10, 14, 18
-        ({"fps": 2.5}, [2, 6, 10, 14, 18], 2.5),
         # 0.2 frames: at least one
         ({"fps": 0.1}, [10], 0.5),
     ],
@@ -269,21 +244,11 @@ def test_frames_of_a_film_are_the_middles_of_equal_stretches(
     assert video.frames.shape[1:] == (16, 16, 3)
 
 
-def test_every_form_of_a_film_gives_the_same_frames(tmp_path: Path) -> None:
-    options = MediaOptions(fps=5.0)  # 6 frames at 10 fps: 3 of them, middles 1, 3, 5
-    for form in forms_of_a_file(written(tmp_path, film(6), "a film.mp4")):
-        check_video(form)
-        video = read_video(form, options)
-        assert numbers(video) == [1, 3, 5]
-        assert video.fps == pytest.approx(5.0)
-
-
 @pytest.mark.parametrize(
     "wrap",
     [
         tuple,
         lambda frames: [encoded(frame) for frame in frames],
-        lambda frames: [np.asarray(frame) for frame in frames],
         lambda frames: np.stack([np.asarray(frame) for frame in frames]),
         lambda frames: torch.from_numpy(np.stack([np.asarray(frame) for frame in frames])),
     ],
@@ -339,11 +304,9 @@ def header_only() -> bytes:
     [
         (sound, "song.mp3", "video without frames"),
         (header_only, "none.avi", "video without frames"),
-        (lambda: b"", "empty.mp4", "broken video"),
         (lambda: b"no film at all " * 50, "text.mp4", "broken video"),
         (lambda: film()[:60], "cut.mp4", "broken video"),
         (lambda: b"GIF89a", "cut.gif", "broken video"),
-        (lambda: b"", "empty.gif", "broken video"),
     ],
 )
 def test_a_file_that_shows_nothing_is_refused_by_name(
@@ -361,8 +324,6 @@ def test_a_file_that_shows_nothing_is_refused_by_name(
         ([], "video without frames", True),
         (np.zeros((0, 4, 4, 3), np.uint8), "video without frames", True),
         (np.zeros((2, 4, 4, 3), np.float32), "wrong type", False),
-        (np.zeros((4, 4, 3), np.uint8), "wrong type", False),
-        (np.zeros((2, 0, 4, 3), np.uint8), "zero-size image", False),
         (3.5, "wrong type", False),
         (None, "wrong type", False),
         ([*stills(1), Image.new("RGB", (9, 9))], "broken video", False),
@@ -380,24 +341,3 @@ def test_what_is_no_video_is_refused(
         assert reason(lambda: check_video(value)) == expected
     empty = written(tmp_path, b"", "nothing.mp4")
     assert reason(lambda: check_video(empty)) == "video without frames"
-
-
-@pytest.mark.parametrize("name", ["max_pixels", "fps", "max_frames"])
-def test_options_must_be_above_zero(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"media\.{name} is 0"):
-        MediaOptions(**{name: 0})
-    with pytest.raises(ValueError, match=r"media\.root 'nowhere' is no folder"):
-        MediaOptions(root="nowhere")
-
-
-@pytest.mark.parametrize("kind", ["AVIF", "PPM"])
-def test_a_damaged_file_is_told_whatever_its_reader_raises(kind: str, tmp_path: Path) -> None:
-    stream = io.BytesIO()
-    Image.effect_noise((32, 32), 90).convert("RGB").save(stream, format=kind)
-    whole = stream.getvalue()
-    path = tmp_path / f"a.{kind.lower()}"
-    for cut in (*range(4, 40, 3), len(whole) // 2):
-        path.write_bytes(whole[:cut] + bytes(len(whole) - cut)[: len(whole) // 3])
-        for look in (lambda: read_image(str(path), MediaOptions()), lambda: check_image(str(path))):
-            with contextlib.suppress(MediaError):
-                look()

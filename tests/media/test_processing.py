@@ -118,7 +118,6 @@ def test_other_families_are_encoded_as_their_processor_does_it(
 @pytest.mark.parametrize(
     ("text", "images", "videos"),
     [
-        (IMAGE, 2, 0),
         ("nothing", 1, 0),
         (f"{IMAGE}what is {IMAGE}?", 1, 0),
         (f"{IMAGE}{VIDEO}", 1, 0),
@@ -135,14 +134,6 @@ def test_placeholders_and_media_are_counted(
         lambda: qwen.encode(text, list(refs.images), list(refs.videos)),
     ):
         assert refused(act).reason == "placeholder count"
-
-
-def test_the_check_looks_for_files_and_names_them(qwen: MediaProcessor) -> None:
-    assert refused(lambda: qwen.check(IMAGE, MediaRefs(("no.png",)))).reason == "missing file"
-    assert refused(lambda: qwen.check(VIDEO, MediaRefs((), ("no.mp4",)))).reason == "missing file"
-    error = refused(lambda: qwen.check(IMAGE * 2, MediaRefs(("cat.png",))))
-    assert "2 x '<|image_pad|>' for 1 image(s) (cat.png)" in error.detail
-    assert "<image>" in error.remedy
 
 
 def test_a_grid_of_another_merge_size_is_refused(qwen: MediaProcessor) -> None:
@@ -202,15 +193,6 @@ def test_reading_gives_what_encoding_of_the_same_pixels_gives(
         assert torch.equal(read.media.tensors[name], tensor)
     assert read.media.names == (str(path), "ndarray")
     assert read.media.prompt_ids == (5,)
-
-
-def test_max_pixels_makes_fewer_tokens(qwen: MediaProcessor) -> None:
-    refs = MediaRefs((noise(56, 56),))
-    assert qwen.read(IMAGE, refs, OPTIONS).media.tokens == {"image": 4}
-    # 784 pixels: 28 x 28
-    small = qwen.read(IMAGE, refs, MediaOptions(max_pixels=784))
-    assert small.media.tokens == {"image": 1}
-    assert small.media.images[0].size == (28, 28)
 
 
 def test_the_specimen_is_the_same_every_time_and_shows_one_image(qwen: MediaProcessor) -> None:
