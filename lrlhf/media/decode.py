@@ -39,13 +39,7 @@ _DAMAGED: tuple[type[Exception], ...] = (
 
 
 class MediaError(ValueError):
-    """An image or video that cannot be used.
-
-    Args:
-        reason: What such cases are counted by, such as ``broken image``.
-        detail: Which one it is, and what is wrong with it.
-        remedy: What the user can do.
-    """
+    """An image or video that cannot be used; arguments as of `BadRow`."""
 
     def __init__(self, reason: str, detail: str, *, remedy: str = "") -> None:
         super().__init__(f"{reason}: {detail}")
@@ -120,11 +114,7 @@ def read_image(value: Any, options: MediaOptions) -> Image.Image:
 
 
 def check_image(value: Any) -> None:
-    """Look at the head of an image, without reading its pixels.
-
-    Raises:
-        MediaError: It is missing, no image, or empty.
-    """
+    """Look at the head of an image, without its pixels; raise `MediaError` if it is none."""
     name = media_name(value)
     with _explained("broken image", name), _opened_image(value, name) as opened:
         _check_size(opened.size, name)
@@ -163,11 +153,7 @@ def read_video(value: Any, options: MediaOptions) -> Video:
 
 
 def check_video(value: Any) -> None:
-    """Make sure that a video's file is there and not empty.
-
-    Raises:
-        MediaError: It is not.
-    """
+    """Make sure that a video's file is there and not empty, or raise `MediaError`."""
     name = media_name(value)
     content = None if isinstance(value, Video) else _content(value, name)
     empty = content.stat().st_size == 0 if isinstance(content, Path) else False

@@ -65,15 +65,3 @@ def test_ranks_share_the_batches_of_one_process_evenly(on_rank: OnRank) -> None:
         # what the first and the second half of the batch take
         in_order += max(halves[0], halves[-1])
     assert slowest < 0.9 * in_order
-
-
-def test_another_number_of_ranks_goes_on_with_the_rows_that_are_left(on_rank: OnRank) -> None:
-    two = [on_rank(rank) for rank in range(2)]
-    seen = []
-    for data in two:
-        batches = iter(data.train_dataloader())
-        seen += [row for _ in range(3) for row in ids(next(batches))]
-    alone = on_rank(0, world=1, each=WORLD * EACH)
-    alone.load_state_dict(two[0].state_dict())
-    left = [row for batch in alone.train_dataloader() for row in ids(batch)]
-    assert sorted(seen + left) == list(range(40))

@@ -98,10 +98,3 @@ def test_a_misspelt_key_is_an_error_that_names_it(line: str, message: str) -> No
     text = PROMPTS.format(train="x.jsonl").rstrip() + f"\n    {line}\n"
     with pytest.raises(Exception, match=message):
         parse(text)
-
-
-def test_every_argument_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parser().parse_args(["--data.help=lrlhf.datamodules.PreferenceDataModule"])
-    help_text = capsys.readouterr().out
-    assert "Stop when a larger share of the rows cannot be used" in " ".join(help_text.split())

@@ -10,8 +10,6 @@ import pytest
 from PIL import Image
 
 from lrlhf.datamodules import BadDataError, PromptDataModule
-from lrlhf.datamodules.loading.fetching import Fetching
-from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.media import MediaOptions
 from lrlhf.types import PromptBatch
 from tests.datamodules.conftest import Remembers, WriteRows, resumes_alike
@@ -166,26 +164,3 @@ def test_a_resumed_run_puts_the_same_row_in_the_place_of_a_broken_one(
     for epoch in range(3):
         seen = [row for step in whole.seen[4 * epoch : 4 * epoch + 4] for row in step]
         assert sorted(seen) == [0, 1, 3, 3, 4, 6, 6, 7]
-
-
-def refuse(row: str) -> str:
-    """Read a row of plain Python values as a data module reads pictures."""
-    if row.startswith("bad"):
-        raise BadRow("broken image", row)
-    return row.upper()
-
-
-def test_every_reason_is_counted_and_told_when_its_count_doubles(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    fetching = Fetching("".join, read=refuse)
-    with caplog.at_level(logging.WARNING, LOADER):
-        made = list(fetching.batches(["bad0", "a", "b"], [[0, 1], [2, 0]]))
-        made.append(fetching.batch(["bad0", "a", "b"], [0, 0]))
-    assert made == ["AA", "BA", "AA"]
-    assert fetching.unusable == {"broken image": 4}
-    told = [record.getMessage() for record in caplog.records]
-    # the first, second and fourth
-    counts = [line.removesuffix(" time(s) so far)").rpartition("(")[2] for line in told]
-    assert counts == ["1", "2", "4"]
-    assert "broken image: bad0" in told[0]

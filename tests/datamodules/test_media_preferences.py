@@ -1,7 +1,6 @@
 """Every picture is of one grey level, which tells whose it is."""
 
 import io
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,33 +146,6 @@ def test_an_answer_may_show_a_picture_itself(only: Only) -> None:
         f"so: {images(2)}<|im_end|>\n",
         f"so: {images(3)}<|im_end|>\n",
     )
-
-
-def test_two_pictures_are_compared_by_each_head(batches: Batches) -> None:
-    row = {"prompt": "a cat", "image_0": "1.png", "images_1": ["2.png"]}
-    rows = [
-        {**row, "quality": "A", "alignment": "B", "id": 0},
-        {**row, "quality": "C", "id": 1},
-        {**row, "alignment": "a", "quality": None, "id": 2},
-        {**row, "labels": {"quality": "B", "alignment": "tie"}, "id": 3},
-    ]
-    heads = ["quality", "alignment"]
-    found = {batch.info[0]["id"]: batch for batch in batches(*rows, head_names=heads)}
-    for batch in found.values():
-        assert texts(batch) == (
-            turn("user", f"{images(1)}a cat"),
-            turn("user", f"{images(2)}a cat"),
-        )
-        assert levels(batch) == ([1], [2])
-        # all of it is judged
-        assert texts(batch, answer=True) == texts(batch)
-    labels = [found[number].labels[0].tolist() for number in range(4)]
-    assert labels[0] == [1.0, -1.0]
-    assert labels[1][0] == 0.0
-    assert math.isnan(labels[1][1])
-    assert math.isnan(labels[2][0])
-    assert labels[2][1] == 1.0
-    assert labels[3] == [-1.0, 0.0]
 
 
 CATS = {"prompt": "a cat", "image_0": "1.png", "image_1": "2.png", "label": "A"}

@@ -149,31 +149,6 @@ def test_a_placeholder_in_the_text_of_a_row_without_media_is_a_bad_row(
         load(*rows)
 
 
-def text_rows(folder: Path) -> list[dict[str, Any]]:
-    turns = asks("what?", {"type": "image", "path": grey(folder, 5, tokens=3)})
-    answer = [{"role": "assistant", "content": "grey"}]
-    return [{"messages": [*turns, *answer]}, {"text": "plain words"}]
-
-
-def test_pretraining_texts_show_pictures(tmp_path: Path, load: Loads) -> None:
-    texts = Rows(text_rows(tmp_path), folder=tmp_path)
-    rows = [{"prompt": "hi"}]
-    data = load(*rows, pretraining=texts, pretraining_batch_size=2)
-    (batch,) = batches(data)
-    assert batch.media is None
-    shown = batch.pretraining
-    assert shown is not None
-    assert shown.media is not None
-    (row,) = [row for row, media in enumerate(shown.media) if media is not None]
-    assert shown.media[1 - row] is None
-    media = shown.media[row]
-    assert media is not None
-    assert media.tokens == {"image": 3}
-    whole = f"{asked('what?', 3)}grey<|im_end|>\n"
-    assert read(shown, row) == whole
-    assert read(shown, 1 - row) == "plain words"
-
-
 def length(completions: Sequence[str]) -> list[float]:
     return [len(text) / 10 for text in completions]
 

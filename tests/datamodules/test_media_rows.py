@@ -1,17 +1,13 @@
 """What rows name as their images and videos, and where it ends up in the messages."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from lrlhf.datamodules.rows.bad_rows import BadRow
-from lrlhf.datamodules.rows.media_rows import MediaReader, Unread
-from lrlhf.datamodules.rows.tokenizing import Text
-from lrlhf.media import MediaOptions, MediaRefs
+from lrlhf.datamodules.rows.media_rows import MediaReader
+from lrlhf.media import MediaRefs
 from tests.datamodules.conftest import vlm
 
 FOLDER = Path("/data")
@@ -57,25 +53,6 @@ def test_every_spelling_of_an_image_or_video_is_read(
     turns, refs = places.of_messages([user(film, words("what?"))], NOTHING, FOLDER)
     assert turns == (user(VIDEO, words("what?")),)
     assert refs == MediaRefs((), ("/a",))
-
-
-def test_media_of_several_turns_keep_their_order(places: MediaReader) -> None:
-    turns = [
-        {"role": "system", "content": "see"},
-        user({"type": "image", "path": "/1.png"}, words("a"), {"type": "video", "path": "/1.mp4"}),
-        {"role": "assistant", "content": [words("b"), {"type": "image", "path": "/2.png"}]},
-        user({"type": "video", "path": "/2.mp4"}),
-    ]
-    before = copy.deepcopy(turns)
-    bare, refs = places.of_messages(turns, NOTHING, FOLDER)
-    assert turns == before  # the row is left as it is
-    assert bare == (
-        {"role": "system", "content": "see"},
-        user(IMAGE, words("a"), VIDEO),
-        {"role": "assistant", "content": [words("b"), IMAGE]},
-        user(VIDEO),
-    )
-    assert refs == MediaRefs(("/1.png", "/2.png"), ("/1.mp4", "/2.mp4"))
 
 
 def test_bare_parts_are_filled_from_the_columns_in_order(places: MediaReader) -> None:
@@ -164,46 +141,3 @@ def test_relative_paths_start_from_the_data_file(
     assert places.of_columns({"image": value}, FOLDER).images == (anchored,)
     _, refs = places.of_messages([user({"type": "image", "image": value})], NOTHING, FOLDER)
     assert refs.images == (anchored,)
-
-
-class Shows:
-    """A row that remembers how often it was read."""
-
-    def __init__(self, *images: str, text: str = "<|image_pad|>") -> None:
-        self.unread = Unread(Text(text, True), MediaRefs(images)) if images else None
-        self.input_ids = np.empty(0, np.int32)
-        self.texts = (self,)
-        self.read = 0
-
-    def with_media(self, reader: MediaReader) -> "Shows":
-        if self.unread is not None:
-            reader.read(self.unread, self.input_ids)
-        self.read += 1
-        return self
-
-
-def reading(check: str, most: int | None = None) -> MediaReader:
-    processor = vlm().processor
-    return MediaReader(processor, MediaOptions(check=check), (most, "max_tokens"))  # type: ignore[arg-type]
-
-
-def test_the_check_of_files_finds_what_the_heads_tell(tmp_path: Path) -> None:
-    good = tmp_path / "good.png"
-    Image.effect_noise((64, 64), 90).save(good)
-    cut = tmp_path / "cut.png"
-    cut.write_bytes(good.read_bytes()[:1500])
-    rows = [
-        Shows(str(good)),
-        Shows(str(cut)),
-        Shows(str(tmp_path / "gone.png")),
-        Shows(str(good), text="no mark"),
-        Shows(),
-        BadRow("too long", "it was"),
-    ]
-    reasons = [None, None, "missing file", "placeholder count", None, "too long"]
-    for check, second in (("files", None), ("all", "broken image"), ("auto", "broken image")):
-        found = reading(check).check(rows)
-        told = [row.reason if isinstance(row, BadRow) else None for row in found]
-        assert told == [reasons[0], second, *reasons[2:]]
-        # what can be used is handed on as it is
-        assert all(new is old for new, old in zip(found, rows, strict=True) if new in rows)

@@ -248,20 +248,6 @@ def test_margins_come_from_a_column_or_from_two_scores(
     assert (None if found is None else found.tolist()) == (None if margin is None else [margin])
 
 
-def test_a_better_answer_with_the_lower_score_counts_only_where_scores_make_margins() -> None:
-    scores = [(3, 1), (1, 2), (2, 2), (None, 1)]
-    rows = [{**PAIR, "chosen_score": high, "rejected_score": low} for high, low in scores]
-    assert len(load(Rows(rows)).train_dataloader()) == 4
-    message = refused(*rows, **SCORES)
-    for said in (
-        "1  negative margin",
-        "rows.jsonl:2: chosen_score - rejected_score is -1",
-        "1  wrong type",
-        "rows.jsonl:4: column 'chosen_score' should be a number",
-    ):
-        assert said in message
-
-
 def test_margins_are_given_for_all_rows_or_for_none() -> None:
     said = "1 of 2 rows of the train data have no margin, the first is rows.jsonl:2"
     assert said in refused({**PAIR, "margin": 1}, PAIR)

@@ -16,7 +16,6 @@ from tests.datamodules.conftest import (
     Rows,
     numbered_prompts,
     resumes_alike,
-    trainer,
 )
 
 
@@ -155,10 +154,3 @@ def test_a_resumed_run_goes_on_with_the_same_texts(tmp_path: Path) -> None:
 
     whole = resumes_alike(tmp_path, RemembersTexts, data, (1, 4, 7))
     assert len({str(texts) for texts in whole.seen}) == len(whole.seen) == 12
-
-
-def test_overfitted_batches_keep_their_texts() -> None:
-    module = RemembersTexts()
-    trainer(overfit_batches=2, max_epochs=2).fit(module, datamodule=beside())
-    assert module.seen[0] != module.seen[1]
-    assert module.seen[2:] == module.seen[:2]

@@ -10,8 +10,7 @@ from lrlhf.datamodules import ReplayDataModule
 from lrlhf.datamodules.loading.loader import Ranks
 from lrlhf.rollout import save_rollout
 from lrlhf.rollout.storage import rollout_path
-from lrlhf.types import Rollout, StoredRollout
-from tests.datamodules.conftest import Remembers, resumes_alike, trainer
+from lrlhf.types import Rollout
 
 
 def store(folder: Path, step: int, rank: int = 0, groups: tuple[int, ...] = (0, 0, 1, 1)) -> Path:
@@ -85,25 +84,6 @@ def test_files_are_dealt_to_ranks_and_the_remainder_is_told(
     assert "the last 1 of its 5 rows make no full batch" in caplog.text
     if not shuffle:
         assert epochs[:2] == [[[0, 2], [1, 3]], [[4, 1], [0, 2]]]
-
-
-class RemembersSteps(Remembers):
-    def training_step(self, batch: StoredRollout, index: int) -> None:
-        self.optimizers().step()
-        self.seen += steps([batch])
-
-
-@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_a_resumed_run_goes_on_with_the_same_files(folder: Path, tmp_path: Path) -> None:
-    def data() -> ReplayDataModule:
-        return ReplayDataModule(folder)
-
-    assert len(resumes_alike(tmp_path, RemembersSteps, data, (2, 5, 8)).seen) == 15
-    store(folder, 5)
-    saved = str(tmp_path / "checkpoints" / "step=2.ckpt")
-    with pytest.raises(ValueError, match="had 5 usable rows and has 6 now"):
-        trainer().fit(RemembersSteps(), datamodule=data(), ckpt_path=saved, weights_only=True)
 
 
 def test_a_folder_without_rollouts_is_refused(folder: Path, tmp_path: Path) -> None:

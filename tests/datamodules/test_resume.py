@@ -1,8 +1,6 @@
-import json
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -80,34 +78,3 @@ def test_each_rank_gets_its_share_whatever_lightning_does_to_samplers() -> None:
     loader = loaded.train_dataloader()
     assert len(loader) == 5  # 20 rows, 2 on each of 2 ranks
     assert not isinstance(loader, DataLoader)  # whose sampler Lightning would replace
-
-
-class SavesSeen(L.Callback):
-    """Leaves what each process saw in a file."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        assert isinstance(module, Remembers)
-        seen = {"train": module.seen, "val": module.validated}
-        (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(seen))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_two_processes_see_what_one_sees_with_batches_of_twice_the_size(tmp_path: Path) -> None:
-    alone = Remembers()
-    trainer(max_epochs=2).fit(alone, datamodule=data(batch_size=4))
-    both = trainer(
-        max_epochs=2,
-        strategy="ddp_fork_find_unused_parameters_true",
-        devices=2,
-        callbacks=[SavesSeen(tmp_path)],
-    )
-    both.fit(Remembers(), datamodule=data(batch_size=2))
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    joined = [a + b for a, b in zip(ranks[0]["train"], ranks[1]["train"], strict=True)]
-    assert joined == alone.seen
-    held_out = [row for rank in ranks for batch in rank["val"][:1] for row in batch]
-    assert sorted(held_out) == sorted(alone.validated[0])

@@ -83,13 +83,6 @@ class EpochOrder:
         offset = start - passes[0] * size
         return stretch[offset : offset + count]
 
-    def table(self, names: Sequence[str]) -> str:
-        """Describe the mixture, one line per source."""
-        lines = ["   rows  per epoch  passes per epoch  source"]
-        for name, rows, count in zip(names, self.members, self.counts, strict=True):
-            lines.append(f"{len(rows):7d}  {count:9d}  {count / len(rows):16.2f}  {name}")
-        return "\n".join(lines)
-
 
 @dataclass(frozen=True)
 class GivenOrder:

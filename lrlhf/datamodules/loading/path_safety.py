@@ -36,7 +36,7 @@ def local_path(named: str, folder: Path | None, *, root: Path | None) -> str:
             f"a row of a hub data set names the file {named!r}",
             remedy="set media.root to the folder that holds the files of the data set",
         )
-    path = _expanded(Path(_path_of(named)))
+    path = _expanded(Path(unquote(urlsplit(named).path) if named.startswith("file:") else named))
     base = (root or folder or Path()).expanduser().absolute()
     whole = path if path.is_absolute() else base / path
     if path.is_absolute() and root is None:
@@ -51,12 +51,6 @@ def local_path(named: str, folder: Path | None, *, root: Path | None) -> str:
             remedy="set media.root (media_root of MediaPairs) to a folder that holds all files",
         )
     return str(path if root is None and folder is None else whole)
-
-
-def _path_of(named: str) -> str:
-    if not named.startswith("file:"):
-        return named
-    return unquote(urlsplit(named).path)
 
 
 def _expanded(path: Path) -> Path:

@@ -58,11 +58,7 @@ class Split(Generic[RowT]):
                 raise BadDataError(
                     f"{part.name} has weight {part.weight:g} and no usable train row"
                 )
-        order = EpochOrder(members, weights, seed)
-        rank_zero_only(logger.info)(
-            "an epoch is mixed from\n%s", order.table([part.name for part in self.components])
-        )
-        return order
+        return EpochOrder(members, weights, seed)
 
 
 Splits = tuple[Split[RowT], Split[RowT] | None]

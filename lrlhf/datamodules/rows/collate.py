@@ -24,11 +24,6 @@ class PromptRow(TokenizedText):
     prompt: Prompt
     columns: Mapping[str, Any]
 
-    @property
-    def texts(self) -> tuple[PromptRow]:
-        """The prompt itself, see `Readable`."""
-        return (self,)
-
     def with_media(self, reader: MediaReader) -> PromptRow:
         """Read the images and videos, or raise `BadRow`."""
         if self.unread is None:
@@ -50,11 +45,6 @@ class Candidate(TokenizedText):
 
     start: int
     """Where the answer begins: behind images and videos, or at 0, where all of it counts."""
-
-    @property
-    def texts(self) -> tuple[Candidate]:
-        """The answer itself, see `Readable`."""
-        return (self,)
 
     def with_media(self, reader: MediaReader) -> Candidate:
         """Read the images and videos, or raise `BadRow`."""

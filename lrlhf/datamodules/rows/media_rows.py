@@ -45,6 +45,11 @@ class TokenizedText:
     media: Media | None = None
     """What ``unread`` names, once it is read."""
 
+    @property
+    def texts(self) -> tuple[TokenizedText, ...]:
+        """Itself, see `Readable`."""
+        return (self,)
+
 
 class Readable(Protocol):
     """A row whose texts may show something."""
