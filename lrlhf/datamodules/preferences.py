@@ -114,9 +114,7 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
             raise ValueError(f"head_names={list(heads)!r}: give at least one name, each only once")
         return RowKind(
             parse=self._parser(chat, LabelReader(heads, self._label_columns), media=media),
-            finish=lambda drafts: media.check(
-                tokenize_pairs(tokenizer, drafts, max_tokens=self._max_tokens)
-            ),
+            finish=lambda drafts: media.check(tokenize_pairs(tokenizer, drafts)),
             collate=partial(collate_pairs, pad_token_id=int(tokenizer.pad_token_id)),
             keys=lambda row: row.keys,
             check=partial(_check, heads),

@@ -127,7 +127,7 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
             companion = partial(self._pretraining.stream, reader, data_ranks(trainer))
         return RowKind(
             parse=self._parser(chat, media=media),
-            finish=lambda drafts: media.check(self._tokenize(tokenizer, drafts)),
+            finish=lambda drafts: media.check(_tokenize(tokenizer, drafts)),
             collate=partial(collate_prompts, pad_token_id=int(tokenizer.pad_token_id)),
             keys=lambda row: (_key(row),),
             check=_without_duplicates if self._deduplicate else lambda split, _: split,
@@ -138,28 +138,20 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
             dated=chat.dated,
         )
 
-    def _tokenize(
-        self, tokenizer: PreTrainedTokenizerBase, drafts: Sequence[PromptDraft]
-    ) -> list[PromptRow | BadRow]:
-        rows: list[PromptRow | BadRow] = []
-        tokens = tokenize_prompts(tokenizer, [draft.text for draft in drafts])
-        for draft, ids in zip(drafts, tokens, strict=True):
-            if self._max_tokens is not None and len(ids) > self._max_tokens:
-                rows.append(
-                    BadRow(
-                        "too long",
-                        f"the prompt has {len(ids)} tokens, max_prompt_tokens={self._max_tokens}",
-                        remedy="raise max_prompt_tokens",
-                    )
-                )
-            else:
-                unread = Unread(draft.text, draft.refs) if draft.refs else None
-                rows.append(
-                    PromptRow(
-                        input_ids=ids, unread=unread, prompt=draft.prompt, columns=draft.columns
-                    )
-                )
-        return rows
+
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, drafts: Sequence[PromptDraft]
+) -> list[PromptRow | BadRow]:
+    tokens = tokenize_prompts(tokenizer, [draft.text for draft in drafts])
+    return [
+        PromptRow(
+            input_ids=ids,
+            unread=Unread(draft.text, draft.refs) if draft.refs else None,
+            prompt=draft.prompt,
+            columns=draft.columns,
+        )
+        for draft, ids in zip(drafts, tokens, strict=True)
+    ]
 
 
 def _key(row: PromptRow) -> str:

@@ -38,14 +38,24 @@ _DAMAGED: tuple[type[Exception], ...] = (
 """How readers fail at damaged files."""
 
 
-class MediaError(ValueError):
-    """An image or video that cannot be used; arguments as of `BadRow`."""
+class BadRow(ValueError):  # noqa: N818 - one row is a finding to be counted, not yet an error
+    """One row of a data set cannot be used.
+
+    Args:
+        reason: What rows are counted by, such as ``too long``.
+        detail: What is wrong with this row, naming the column.
+        remedy: What the user can do about rows like it.
+    """
 
     def __init__(self, reason: str, detail: str, *, remedy: str = "") -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
         self.remedy = remedy
+
+
+class MediaError(BadRow):
+    """An image or video that cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True)

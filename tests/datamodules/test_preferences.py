@@ -276,7 +276,7 @@ def test_long_pairs_are_left_out_and_counted_never_cut(caplog: pytest.LogCapture
     ]
     (batch,) = load(Rows(rows), max_tokens=5, max_bad_fraction=0.5).train_dataloader()
     assert parts(batch.candidate0) == ("Q", f"123{END}")
-    assert "the second candidate has 6 tokens with its prompt, max_tokens=5" in caplog.text
+    assert "candidate 1 with its prompt has 6 tokens, max_tokens=5" in caplog.text
 
 
 def test_pairs_without_a_prompt_are_split_by_text() -> None:

@@ -76,7 +76,7 @@ def test_texts_too_long_or_too_short_are_left_out_and_counted(
     data = load(rows, pretraining_max_tokens=5, max_bad_fraction=0.7)
     assert [texts_of(batch) for batch in data.train_dataloader()] == [["12345"]] * 6
     assert "2 of 3 rows of the pretraining data" in caplog.text
-    assert "rows.jsonl:2: the text has 6 tokens, pretraining_max_tokens=5" in caplog.text
+    assert "rows.jsonl:2: it has 6 tokens, pretraining_max_tokens=5" in caplog.text
     assert "rows.jsonl:3: a text of one token" in caplog.text
     with pytest.raises(BadDataError, match="raise pretraining_max_tokens"):
         load(rows, pretraining_max_tokens=5)

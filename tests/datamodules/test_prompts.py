@@ -121,7 +121,7 @@ def test_long_prompts_are_left_out_and_counted_never_cut(caplog: pytest.LogCaptu
     rows = Rows([{"prompt": "12345"}, {"prompt": "123456"}])  # one token per byte
     data = load(rows, max_prompt_tokens=5, max_bad_fraction=0.5)
     assert [batch.prompts for batch in data.train_dataloader()] == [("12345",)]
-    for said in ("1 of 2 rows", "too long", "rows.jsonl:2: the prompt has 6 tokens"):
+    for said in ("1 of 2 rows", "too long", "rows.jsonl:2: it has 6 tokens"):
         assert said in caplog.text
 
 

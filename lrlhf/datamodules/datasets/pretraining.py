@@ -24,7 +24,7 @@ from lrlhf.datamodules.rows.collate import Candidate, right_padded
 from lrlhf.datamodules.rows.columns import text_of, wrong_type
 from lrlhf.datamodules.rows.media_rows import MediaReader, Unread
 from lrlhf.datamodules.rows.prompt_rows import column_or_dialogue
-from lrlhf.datamodules.rows.tokenizing import Text, Tokens, tokenize
+from lrlhf.datamodules.rows.tokenizing import Text, tokenize
 from lrlhf.datamodules.text import Reader
 from lrlhf.types import PromptBatch, SequenceBatch
 
@@ -65,7 +65,7 @@ class PretrainingTexts:
         media = media.limited(self.max_tokens, "pretraining_max_tokens")
         kind = RowKind[Unread, TextRow, SequenceBatch](
             parse=TextParser(chat, self.column, media),
-            finish=lambda texts: media.check(self._finish(tokenizer, texts)),
+            finish=lambda texts: media.check(_tokenize(tokenizer, texts)),
             collate=partial(right_padded, pad_token_id=int(tokenizer.pad_token_id)),
         )
         texts = kind.load(self.sources, "pretraining", self.max_bad_fraction)
@@ -76,25 +76,17 @@ class PretrainingTexts:
             texts.values, texts.order(seed), self.batch_size, fetching=fetching, ranks=ranks
         )
 
-    def _finish(
-        self, tokenizer: PreTrainedTokenizerBase, drafts: Sequence[Unread]
-    ) -> list[TextRow | BadRow]:
-        tokens = tokenize(tokenizer, [draft.text for draft in drafts])
-        return [
-            self._bad(ids) or TextRow(input_ids=ids, start=1, unread=draft if draft.refs else None)
-            for draft, ids in zip(drafts, tokens, strict=True)
-        ]
 
-    def _bad(self, ids: Tokens) -> BadRow | None:
-        if len(ids) > self.max_tokens:
-            return BadRow(
-                "too long",
-                f"the text has {len(ids)} tokens, pretraining_max_tokens={self.max_tokens}",
-                remedy="raise pretraining_max_tokens, or cut the texts into passages",
-            )
-        if len(ids) < 2:
-            return BadRow("too short", "a text of one token has nothing to predict")
-        return None
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, drafts: Sequence[Unread]
+) -> list[TextRow | BadRow]:
+    tokens = tokenize(tokenizer, [draft.text for draft in drafts])
+    return [
+        BadRow("too short", "a text of one token has nothing to predict")
+        if len(ids) < 2
+        else TextRow(input_ids=ids, start=1, unread=draft if draft.refs else None)
+        for draft, ids in zip(drafts, tokens, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

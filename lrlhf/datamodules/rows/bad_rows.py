@@ -5,9 +5,14 @@ from __future__ import annotations
 import difflib
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from lrlhf.media import BadRow
+
+__all__ = ["BadDataError", "BadRow", "BadRows", "missing_column", "nearest"]
 
 logger = logging.getLogger(__name__)
 
@@ -16,22 +21,6 @@ MAX_EXAMPLES = 5
 
 class BadDataError(ValueError):
     """The data as a whole cannot be used; the message names rows and says what to do."""
-
-
-class BadRow(ValueError):  # noqa: N818 - one row is a finding to be counted, not yet an error
-    """One row cannot be used.
-
-    Args:
-        reason: What rows are counted by, such as ``too long``.
-        detail: What is wrong with this row, naming the column.
-        remedy: What the user can do about rows like it.
-    """
-
-    def __init__(self, reason: str, detail: str, *, remedy: str = "") -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-        self.detail = detail
-        self.remedy = remedy
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
@@ -57,13 +46,13 @@ class BadRows:
     def __init__(self, what: str) -> None:
         self.what = what
         self.total = 0
-        self.counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
         self._examples: dict[str, list[str]] = {}
         self._remedies: dict[str, str] = {}
 
     def add(self, place: str, problem: BadRow) -> None:
         """Count one bad row; ``place`` is its file and row number."""
-        self.counts[problem.reason] = self.counts.get(problem.reason, 0) + 1
+        self._counts[problem.reason] += 1
         examples = self._examples.setdefault(problem.reason, [])
         if len(examples) < MAX_EXAMPLES:
             examples.append(f"{place}: {problem.detail}")
@@ -73,12 +62,12 @@ class BadRows:
     @property
     def count(self) -> int:
         """Bad rows of all reasons."""
-        return sum(self.counts.values())
+        return self._counts.total()
 
     def table(self) -> str:
         """List the reasons with their counts and the first rows of each."""
         lines = ["   rows  reason"]
-        for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
+        for reason, count in self._counts.most_common():
             lines.append(f"{count:7d}  {reason}")
             lines += [f"         - {example}" for example in self._examples[reason]]
         return "\n".join(lines)
@@ -88,7 +77,7 @@ class BadRows:
         share = self.count / self.total
         head = f"{self.count} of {self.total} rows of the {self.what} data cannot be used"
         if self.count == self.total:
-            alike = f": {next(iter(self.counts))}" if len(self.counts) == 1 else ""
+            alike = f": {next(iter(self._counts))}" if len(self._counts) == 1 else ""
             raise BadDataError(f"no usable rows: {head}{alike}.\n{self.table()}\n{self._advice()}")
         if share > max_fraction:
             enough = math.ceil(share * 1e4) / 1e4

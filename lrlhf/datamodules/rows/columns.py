@@ -82,8 +82,11 @@ def structure_of(row: Row, column: str, wanted: type[T]) -> T | None:
 
 def wrong_type(column: str, wanted: str, value: object) -> BadRow:
     """Describe a column that holds another kind of value than is wanted."""
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    return BadRow(
-        "wrong type", f"column {column!r} should be {wanted}, not {type(value).__name__} {shown}"
-    )
+    kind = type(value).__name__
+    return BadRow("wrong type", f"column {column!r} should be {wanted}, not {kind} {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """Return the beginning of a value, as a message can show it."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

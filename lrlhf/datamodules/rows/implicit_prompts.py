@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.datamodules.rows.columns import shown
 from lrlhf.types import Message
 
 HUMAN = "\n\nHuman:"
@@ -93,8 +94,8 @@ def without_prompt(
     if whole and given and given[-1][0] == "user":
         raise BadRow(
             "prompt not in the conversation",
-            f"column {column!r} begins with {turns[0][0]} {_shown(turns[0][1])} and does not hold "
-            f"the prompt, which ends with user {_shown(given[-1][1])}",
+            f"column {column!r} begins with {turns[0][0]} {shown(turns[0][1])} and does not hold "
+            f"the prompt, which ends with user {shown(given[-1][1])}",
             remedy="name the right column in `prompt_column`",
         )
     return tuple(prompt), tuple(candidate)
@@ -108,11 +109,6 @@ def _said(turn: Message) -> tuple[str, object]:
     ):
         content = "".join(str(part.get("text", "")) for part in content)
     return turn["role"], content.strip() if isinstance(content, str) else content
-
-
-def _shown(content: object) -> str:
-    text = repr(content)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def transcript_messages(text: str) -> tuple[Message, ...]:

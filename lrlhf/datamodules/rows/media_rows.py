@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -17,7 +17,7 @@ from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.columns import is_empty
 from lrlhf.datamodules.rows.tokenizing import Text, Tokens
-from lrlhf.media import MediaError, MediaOptions, MediaProcessor, MediaRefs
+from lrlhf.media import MediaOptions, MediaProcessor, MediaRefs
 from lrlhf.types import Media, Message
 
 KINDS = ("image", "video")
@@ -143,24 +143,15 @@ class MediaReader:
             BadRow: Something is missing, broken, or does not fit.
         """
         assert self.processor is not None  # else there are no refs
-        try:
-            encoded = self.processor.read(
-                unread.text.text,
-                unread.refs,
-                self.options,
-                complete=unread.text.complete,
-                prompt_ids=short_ids.tolist(),
-            )
-        except MediaError as error:
-            raise _bad_row(error) from error
-        limit, setting = self.max_tokens
-        if limit is not None and len(encoded.input_ids) > limit:
-            raise BadRow(
-                "too long",
-                f"{', '.join(unread.refs.names)}: {len(encoded.input_ids)} tokens with the text, "
-                f"{setting}={limit}",
-                remedy=f"raise {setting}, or lower media.max_pixels or media.max_frames",
-            )
+        encoded = self.processor.read(
+            unread.text.text,
+            unread.refs,
+            self.options,
+            complete=unread.text.complete,
+            prompt_ids=short_ids.tolist(),
+        )
+        names, remedy = ", ".join(unread.refs.names), ", or lower media.max_pixels or max_frames"
+        self._check_length(encoded.input_ids, f"{names}:", "tokens with the text", remedy)
         return np.asarray(encoded.input_ids, dtype=np.int32), encoded.media
 
     @property
@@ -173,9 +164,7 @@ class MediaReader:
         return row if self.processor is None else row.with_media(self)
 
     def check(self, rows: Sequence[ReadableT | BadRow]) -> list[ReadableT | BadRow]:
-        """Put a `BadRow` in the place of every row whose media are known to be unusable."""
-        if self.processor is None:
-            return list(rows)
+        """Put a `BadRow` in the place of every row that is too long or shows what is unusable."""
         good = [row for row in rows if not isinstance(row, BadRow)]
         showing = sum(any(text.unread for text in row.texts) for row in good)
         check = self.options.check
@@ -185,8 +174,6 @@ class MediaReader:
             try:
                 if not isinstance(row, BadRow):
                     self._look_at(row, whole=whole)
-            except MediaError as error:
-                return _bad_row(error)
             except BadRow as problem:
                 return problem
             return row
@@ -196,8 +183,21 @@ class MediaReader:
         with ThreadPoolExecutor(_THREADS) as pool:
             return list(pool.map(looked_at, rows))
 
+    def _check_length(self, ids: Sized, before: str, after: str, remedy: str = "") -> None:
+        limit, setting = self.max_tokens
+        if limit is not None and len(ids) > limit:
+            raise BadRow(
+                "too long",
+                f"{before} {len(ids)} {after}, {setting}={limit}",
+                remedy=f"raise {setting}{remedy}",
+            )
+
     def _look_at(self, row: Readable, *, whole: bool) -> None:
-        for text in row.texts:
+        for index, text in enumerate(row.texts):
+            what = "it" if len(row.texts) == 1 else f"candidate {index} with its prompt"
+            self._check_length(text.input_ids, f"{what} has", "tokens")
+            if self.processor is None:
+                continue
             if text.unread is None and np.isin(text.input_ids, self.placeholders).any():
                 # the forward pass of a batch in which another row shows something would fail at it
                 raise BadRow(
@@ -205,9 +205,11 @@ class MediaReader:
                     "the text has the model's mark of an image or video, and shows none",
                     remedy="leave the mark out of the text",
                 )
+        if self.processor is None:
+            return
         if whole:
             row.with_media(self)
-        elif self.processor is not None:
+        else:
             for unread in (text.unread for text in row.texts if text.unread is not None):
                 self.processor.check(unread.text.text, unread.refs)
 
@@ -235,10 +237,6 @@ class MediaReader:
         # absolute: parts are anchored again when columns fill them
         root = None if self.options.root is None else Path(self.options.root)
         return local_path(value, folder, root=root)
-
-
-def _bad_row(error: MediaError) -> BadRow:
-    return BadRow(error.reason, error.detail, remedy=error.remedy)
 
 
 def _listed(value: Any, *, several: bool) -> list[Any]:

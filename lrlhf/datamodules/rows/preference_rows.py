@@ -237,9 +237,9 @@ class PreferenceParser:
 
 
 def tokenize_pairs(
-    tokenizer: PreTrainedTokenizerBase, drafts: Sequence[PairDraft], *, max_tokens: int | None
+    tokenizer: PreTrainedTokenizerBase, drafts: Sequence[PairDraft]
 ) -> list[PairRow | BadRow]:
-    """Tokenise both candidates of every pair; with more than ``max_tokens`` it is a bad row.
+    """Tokenise both candidates of every pair.
 
     An answer begins where the ids of prompt and answer part from the ids of the prompt alone, so
     that a token which spans both counts as answer.
@@ -252,8 +252,7 @@ def tokenize_pairs(
     for draft, prompt, *ids in zip(drafts, prompts, *both, strict=True):
         try:
             first, second = (
-                _candidate(draft.pair, index, prompt, ids[index], max_tokens, end)
-                for index in (0, 1)
+                _candidate(draft.pair, index, prompt, ids[index], end) for index in (0, 1)
             )
         except BadRow as problem:
             rows.append(problem)
@@ -271,18 +270,10 @@ def tokenize_pairs(
     return rows
 
 
-def _candidate(
-    pair: TextPair, index: int, prompt: Tokens, ids: Tokens, max_tokens: int | None, end: str
-) -> Candidate:
-    name, start = ("first", "second")[index], common_prefix(prompt, ids)
+def _candidate(pair: TextPair, index: int, prompt: Tokens, ids: Tokens, end: str) -> Candidate:
+    start = common_prefix(prompt, ids)
     if start >= len(ids):
-        raise BadRow("empty text", f"the {name} candidate's answer has no token")
-    if max_tokens is not None and len(ids) > max_tokens:
-        raise BadRow(
-            "too long",
-            f"the {name} candidate has {len(ids)} tokens with its prompt, max_tokens={max_tokens}",
-            remedy="raise max_tokens",
-        )
+        raise BadRow("empty text", f"the answer of candidate {index} has no token")
     refs = pair.refs[index]
     if not refs:
         return Candidate(input_ids=ids, start=start)
