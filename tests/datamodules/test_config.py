@@ -84,17 +84,3 @@ data:
     )
     assert isinstance(data, PreferenceDataModule)
     assert data._batch_size == 2
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("prompt_colum: question", "prompt_colum"),
-        ("batch_size: many", "batch_size"),
-        ("train: {class_path: lrlhf.datamodules.ReasoningGym, init_args: {tsk: a}}", "tsk"),
-    ],
-)
-def test_a_misspelt_key_is_an_error_that_names_it(line: str, message: str) -> None:
-    text = PROMPTS.format(train="x.jsonl").rstrip() + f"\n    {line}\n"
-    with pytest.raises(Exception, match=message):
-        parse(text)

@@ -59,18 +59,6 @@ def test_the_checkpoint_holds_plain_numbers(tmp_path: Path) -> None:
     assert all(len(bytes.fromhex(digest)) == 16 for digest in digests.values())
 
 
-def test_epochs_are_drawn_anew_and_validation_sees_every_row() -> None:
-    module = Remembers()
-    trainer().fit(module, datamodule=data())
-    epochs = [module.seen[start : start + 5] for start in (0, 5, 10)]
-    assert all(len({row for batch in rows for row in batch}) == 20 for rows in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-    validated = {row for batch in module.validated for row in batch}
-    assert len(module.validated) == 3
-    assert len(validated) == 2
-    assert validated.isdisjoint(row for batch in module.seen for row in batch)
-
-
 def test_each_rank_gets_its_share_whatever_lightning_does_to_samplers() -> None:
     loaded = data(batch_size=2)
     loaded.trainer = trainer(strategy="ddp", devices=2)
