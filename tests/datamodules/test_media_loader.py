@@ -17,21 +17,12 @@ from tests.datamodules.conftest import Remembers, WriteRows, resumes_alike
 LOADER = "lrlhf.datamodules.loading.fetching"
 
 
-@pytest.fixture
-def pictures(tmp_path: Path) -> Callable[[int], Path]:
-    """Picture ``n`` is of the grey level ``10 n``."""
-    return lambda number: tmp_path / f"{number}.png"
-
-
-def draw(path: Path) -> None:
+def rows(folder: Path, count: int) -> list[dict[str, Any]]:
+    """Rows that show pictures; picture ``n`` is of the grey level ``10 n``, with some noise."""
     random = np.random.Generator(np.random.Philox(0))
-    pixels = random.integers(0, 3, (28, 28, 3), dtype=np.uint8) + 10 * int(path.stem)
-    Image.fromarray(pixels.astype(np.uint8)).save(path)
-
-
-def rows(pictures: Callable[[int], Path], count: int) -> list[dict[str, Any]]:
+    noise = random.integers(0, 3, (28, 28, 3), dtype=np.uint8)
     for number in range(count):
-        draw(pictures(number))
+        Image.fromarray((noise + 10 * number).astype(np.uint8)).save(folder / f"{number}.png")
     return [
         {
             "prompt": [{"role": "user", "content": [{"type": "image"}]}],
@@ -73,13 +64,14 @@ def numbers(data: PromptDataModule) -> list[int]:
 
 @pytest.mark.parametrize("check", ["auto", "all", "files"])
 def test_bad_pictures_are_counted_before_training_with_their_names(
-    write_rows: WriteRows, vlm_folder: str, pictures: Callable[[int], Path], check: Any
+    tmp_path: Path, write_rows: WriteRows, vlm_folder: str, check: Any
 ) -> None:
-    path = write_rows(rows(pictures, 8))
-    pictures(1).unlink()
-    pictures(3).write_text("<html>")
-    cut(pictures(4))
-    Image.new("RGB", (300, 1)).save(pictures(6))  # Qwen takes none over 200 times as long as wide
+    path = write_rows(rows(tmp_path, 8))
+    (tmp_path / "1.png").unlink()
+    (tmp_path / "3.png").write_text("<html>")
+    cut(tmp_path / "4.png")
+    # Qwen takes none over 200 times as long as wide
+    Image.new("RGB", (300, 1)).save(tmp_path / "6.png")
     media = MediaOptions(check=check)
     with pytest.raises(BadDataError) as caught:
         load(path, vlm_folder, media=media, max_bad_fraction=0.2)
@@ -104,17 +96,17 @@ def test_bad_pictures_are_counted_before_training_with_their_names(
     [(Path.unlink, "missing file", 0), (cut, "broken image", 0), (cut, "broken image", 2)],
 )
 def test_a_picture_that_breaks_later_is_replaced_by_the_next_one(
+    tmp_path: Path,
     write_rows: WriteRows,
     vlm_folder: str,
-    pictures: Callable[[int], Path],
     caplog: pytest.LogCaptureFixture,
     workers: int,
     harm: Callable[[Path], None],
     reason: str,
 ) -> None:
-    data = load(write_rows(rows(pictures, 6)), vlm_folder, num_workers=workers)
-    harm(pictures(2))
-    harm(pictures(3))
+    data = load(write_rows(rows(tmp_path, 6)), vlm_folder, num_workers=workers)
+    harm(tmp_path / "2.png")
+    harm(tmp_path / "3.png")
     with caplog.at_level(logging.WARNING, LOADER):
         # row 4 stands in for 2 and for 3
         assert sorted(numbers(data)) == [0, 1, 4, 4, 4, 5]
@@ -128,14 +120,11 @@ def test_a_picture_that_breaks_later_is_replaced_by_the_next_one(
 
 
 def test_a_validation_row_is_left_out_and_no_other_comes_twice(
-    write_rows: WriteRows,
-    vlm_folder: str,
-    pictures: Callable[[int], Path],
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, write_rows: WriteRows, vlm_folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write_rows(rows(pictures, 4))
+    path = write_rows(rows(tmp_path, 4))
     data = load(path, vlm_folder, val=path)
-    pictures(1).unlink()
+    (tmp_path / "1.png").unlink()
     caplog.clear()
     with caplog.at_level(logging.WARNING, LOADER):
         seen = [number for batch in data.val_dataloader() for number in shown(batch)]
@@ -148,12 +137,12 @@ def test_a_validation_row_is_left_out_and_no_other_comes_twice(
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_resumed_run_puts_the_same_row_in_the_place_of_a_broken_one(
-    tmp_path: Path, write_rows: WriteRows, vlm_folder: str, pictures: Callable[[int], Path]
+    tmp_path: Path, write_rows: WriteRows, vlm_folder: str
 ) -> None:
-    path = write_rows(rows(pictures, 8))
+    path = write_rows(rows(tmp_path, 8))
     # only heads are looked at, so that both runs begin with the same rows
-    cut(pictures(2))
-    cut(pictures(5))
+    cut(tmp_path / "2.png")
+    cut(tmp_path / "5.png")
 
     def data() -> PromptDataModule:
         media = MediaOptions(check="files")

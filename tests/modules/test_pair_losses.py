@@ -87,9 +87,9 @@ def test_swapping_candidates_and_labels_changes_nothing() -> None:
         ("hps", {"tie_weight": -1.0}, "tie_weight is -1.0"),
         ("hps", {"center_coef": -1.0}, "center_coef is -1.0"),
         ("hps", {"label_smoothing": 0.5}, "label_smoothing is 0.5"),
-        ("bradly_terry", {}, "did you mean bradley_terry"),
+        ("bradly_terry", {}, "did you mean .bradley_terry"),
         ("nowhere.loss", {}, "'nowhere.loss' cannot be imported"),
-        ("math.pi", {}, "cannot be called: it is a float"),
+        ("math.pi", {}, "is a float, not a function"),
         ({}, {}, "loss is empty"),
     ],
 )
