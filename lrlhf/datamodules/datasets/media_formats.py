@@ -146,7 +146,8 @@ def media_of(row: Row, columns: Sequence[str], folder: Path, root: Path | None) 
     for column, value in given.items():
         path = value.get("path") if isinstance(value, Mapping) else value
         if isinstance(path, str) and path:
-            return local_path(_without_host(path, folder, column), folder, root=root)
+            local = local_path(_without_host(path, folder, column), folder, root=None)
+            return local if root is None else local_path(local, None, root=root)
     for column, value in given.items():
         raise wrong_type(column, "bytes or a path", value)
     if any(column in row for column in columns):
