@@ -18,8 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from lrlhf.callbacks.reports.panels import draw_panels
-from lrlhf.callbacks.reports.reward_curve import Curve
+from lrlhf.callbacks.reports.curves import Curve, draw_panels
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 REWARD = Path("runs/reward_hh/export/final")

@@ -33,7 +33,6 @@ class EMA(L.Callback):
     Args:
         decay: Share of the old average that an update keeps in the long run.
         every_n_steps: Steps (of a policy: iterations) between two updates.
-        update_after: Until this step is done, the average follows the weights exactly.
         validate: Validate the averaged weights instead of the trained ones.
         device: Where the average is kept; None: beside the weights. ``cpu`` saves GPU memory.
         warmup: Keep less of it in the first updates, see above; False: ``decay`` from the start.
@@ -47,7 +46,6 @@ class EMA(L.Callback):
         self,
         decay: float = 0.999,
         every_n_steps: int = 1,
-        update_after: int = 0,
         validate: bool = True,
         device: str | None = None,
         warmup: bool = True,
@@ -58,7 +56,6 @@ class EMA(L.Callback):
             raise ValueError(f"EMA every_n_steps is {every_n_steps}; it must be at least 1")
         self.decay = decay
         self.every_n_steps = every_n_steps
-        self.update_after = update_after
         self.warmup = warmup
         self.validate = validate
         self.device = device
@@ -81,8 +78,8 @@ class EMA(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         _refuse_rounded_weights(trainer, pl_module)
         if not self._known:
-            weights = trainable_weights(pl_module)
-            self._shadows = {name: self._shadow_of(weight) for name, weight in weights.items()}
+            for name, weight in trainable_weights(pl_module).items():
+                self._shadows[name] = self._kept(weight, own_part(weight))
         # a checkpoint of another model fails now, not at the next update
         self._pairs(pl_module)
 
@@ -95,18 +92,14 @@ class EMA(L.Callback):
         if trainer.global_step <= self._step:
             return
         self._step = trainer.global_step
-        if self._step <= self.update_after:
-            self._update(pl_module, decay=0.0)
-        elif self._step % self.every_n_steps == 0:
-            self._update(pl_module, decay=self._decay)
-
-    @property
-    def _decay(self) -> float:
-        if not self.warmup:
-            return self.decay
+        if self._step % self.every_n_steps:
+            return
         # counted from the step, so that a checkpoint needs no number of its own
-        updates = self._step // self.every_n_steps - self.update_after // self.every_n_steps
-        return min(self.decay, (1 + updates) / (10 + updates))
+        updates = self._step // self.every_n_steps
+        decay = min(self.decay, (1 + updates) / (10 + updates)) if self.warmup else self.decay
+        with torch.no_grad():
+            for weight, shadow in self._pairs(pl_module):
+                shadow.lerp_(own_part(weight).to(shadow.device, torch.float32), 1 - decay)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.validate and self._known:
@@ -115,12 +108,7 @@ class EMA(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._put_back(pl_module)
 
-    def on_exception(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        exception: BaseException,
-    ) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         # before a checkpoint callback, which Lightning runs last, saves what it finds
         self._put_back(pl_module)
 
@@ -150,11 +138,6 @@ class EMA(L.Callback):
         # whole tensors: which parts of them are this rank's shows when the model is there
         self._stored, self._shadows = state_dict["shadows"], {}
         self._step = state_dict["step"]
-
-    @torch.no_grad()
-    def _update(self, module: L.LightningModule, *, decay: float) -> None:
-        for weight, shadow in self._pairs(module):
-            shadow.lerp_(own_part(weight).to(shadow.device, torch.float32), 1 - decay)
 
     @torch.no_grad()
     def _put_in(self, module: L.LightningModule) -> None:
@@ -198,14 +181,10 @@ class EMA(L.Callback):
                     f"EMA: {name!r} has shape {tuple(shadow.shape)} in the checkpoint and "
                     f"{tuple(whole_shape(weight))} in the model; resume with the model of that run"
                 )
-            part = part_of(weight, shadow)
-            self._shadows[name] = part.to(self._place(weight), torch.float32, copy=True)
+            self._shadows[name] = self._kept(weight, part_of(weight, shadow))
 
-    def _shadow_of(self, weight: nn.Parameter) -> Tensor:
-        return own_part(weight).to(self._place(weight), torch.float32, copy=True)
-
-    def _place(self, weight: nn.Parameter) -> torch.device | str:
-        return self.device or weight.device
+    def _kept(self, weight: nn.Parameter, part: Tensor) -> Tensor:
+        return part.to(self.device or weight.device, torch.float32, copy=True)
 
 
 def _refuse_rounded_weights(trainer: L.Trainer, module: L.LightningModule) -> None:

@@ -9,8 +9,13 @@ from typing import Any, NamedTuple
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lrlhf.callbacks.json_lines import gather_on_zero, json_line
-from lrlhf.callbacks.output_files import atomic_write, hold_output_folder, output_folder
+from lrlhf.callbacks.output_files import (
+    atomic_write,
+    gather_on_zero,
+    hold_output_folder,
+    json_line,
+    output_folder,
+)
 
 
 class _Line(NamedTuple):
@@ -42,10 +47,7 @@ class EvalJSONL(L.Callback):
         hold_output_folder(trainer, self.dirpath, stage)
 
     def on_load_checkpoint(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        checkpoint: dict[str, Any],
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         # outside of fit the trainer leaves its own counter at 0
         self._loaded_step = int(checkpoint["global_step"])
@@ -53,8 +55,7 @@ class EvalJSONL(L.Callback):
     def on_validation_start(self, *_: Any) -> None:
         self._lines = []
 
-    def on_test_start(self, *_: Any) -> None:
-        self._lines = []
+    on_test_start = on_validation_start
 
     def on_validation_batch_end(
         self,
@@ -65,64 +66,44 @@ class EvalJSONL(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        several = len(trainer.num_val_batches) > 1
-        self._collect(pl_module, outputs, dataloader_idx, several=several, step="validation_step")
+        if not isinstance(outputs, Mapping) or "records" not in outputs:
+            step = "test_step" if trainer.testing else "validation_step"
+            raise ValueError(
+                f"EvalJSONL needs {step} of {type(pl_module).__name__} to return "
+                "{'records': [...]}; return them, or remove EvalJSONL from trainer.callbacks"
+            )
+        several = len(trainer.num_test_batches if trainer.testing else trainer.num_val_batches) > 1
+        for record in outputs["records"]:
+            line = {"dataloader": dataloader_idx, **record} if several else record
+            # without an index the order of arrival stands, because the sort is stable
+            position = int(record.get("index", 0))
+            self._lines.append(_Line(dataloader_idx, position, json_line(line)))
 
-    def on_test_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        several = len(trainer.num_test_batches) > 1
-        self._collect(pl_module, outputs, dataloader_idx, several=several, step="test_step")
+    on_test_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not trainer.sanity_checking or covers_validation_set(trainer):
+        if is_evaluation(trainer):
             self._write(trainer, "eval_scores")
-        self._lines = []
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write(trainer, "test_scores")
-        self._lines = []
-
-    def _collect(
-        self,
-        module: L.LightningModule,
-        outputs: Any,
-        dataloader: int,
-        *,
-        several: bool,
-        step: str,
-    ) -> None:
-        if not isinstance(outputs, Mapping) or "records" not in outputs:
-            raise ValueError(
-                f"EvalJSONL needs {step} of {type(module).__name__} to return "
-                "{'records': [...]}; return them, or remove EvalJSONL from trainer.callbacks"
-            )
-        for record in outputs["records"]:
-            line = {"dataloader": dataloader, **record} if several else record
-            # without an index the order of arrival stands, because the sort is stable
-            self._lines.append(_Line(dataloader, int(record.get("index", 0)), json_line(line)))
 
     def _write(self, trainer: L.Trainer, name: str) -> None:
         lines = gather_on_zero(trainer, self._lines)
+        self._lines = []
         if not trainer.is_global_zero:
             return
         lines.sort(key=lambda line: (line.dataloader, line.position))
-        path = output_folder(trainer, self.dirpath) / f"{name}_{self._step(trainer)}.jsonl"
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        step = trainer.global_step if fitting else (self._loaded_step or trainer.global_step)
+        path = output_folder(trainer, self.dirpath) / f"{name}_{step}.jsonl"
         with atomic_write(path) as handle:
             handle.writelines(f"{line.text}\n".encode() for line in lines)
         self.paths.append(path)
 
-    def _step(self, trainer: L.Trainer) -> int:
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        return trainer.global_step if fitting else (self._loaded_step or trainer.global_step)
 
-
-def covers_validation_set(trainer: L.Trainer) -> bool:
-    """Tell whether the sanity check sees every batch that validation sees."""
-    return trainer.num_sanity_val_batches == trainer.num_val_batches
+def is_evaluation(trainer: L.Trainer) -> bool:
+    """Tell whether the validation that ends saw every batch: a sanity check may have seen less."""
+    return not trainer.sanity_checking or (
+        trainer.num_sanity_val_batches == trainer.num_val_batches
+    )

@@ -14,6 +14,8 @@ from lrlhf.callbacks.ema import EMA
 from lrlhf.callbacks.output_files import atomic_folder, hold_output_folder, output_folder
 from lrlhf.modules.contracts import Exportable
 
+_STEP = re.compile(r"step_\d+")
+
 
 class HFExport(L.Callback):
     """Writes weights, config and tokenizer as ``transformers`` reads them.
@@ -84,18 +86,19 @@ class HFExport(L.Callback):
         ema = self._ema(trainer)
         with ema.averaged(module) if ema is not None else contextlib.nullcontext():
             if trainer.is_global_zero:
-                folder = self._folder(trainer)
+                folder = output_folder(trainer, self.dirpath)
+                folder = folder / "hf" if self.dirpath is None else folder
                 with atomic_folder(folder / name) as fresh:
                     module.export_pretrained(fresh)
                 self.last_export = folder / name
-                self._forget_old(folder)
+                if self.keep is not None:
+                    exports = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)]
+                    exports.sort(key=lambda path: int(path.name.removeprefix("step_")))
+                    for path in exports[: -self.keep]:
+                        shutil.rmtree(path)
             else:
                 module.export_pretrained(None)
         trainer.strategy.barrier("hf_export")
-
-    def _folder(self, trainer: L.Trainer) -> Path:
-        folder = output_folder(trainer, self.dirpath)
-        return folder / "hf" if self.dirpath is None else folder
 
     def _ema(self, trainer: L.Trainer) -> EMA | None:
         if not self.use_ema:
@@ -104,11 +107,3 @@ class HFExport(L.Callback):
             if isinstance(callback, EMA):
                 return callback
         raise ValueError("HFExport has use_ema: true, but trainer.callbacks has no EMA; add one")
-
-    def _forget_old(self, folder: Path) -> None:
-        if self.keep is None:
-            return
-        exports = [path for path in folder.iterdir() if re.fullmatch(r"step_\d+", path.name)]
-        exports.sort(key=lambda path: int(path.name.removeprefix("step_")))
-        for path in exports[: -self.keep]:
-            shutil.rmtree(path)

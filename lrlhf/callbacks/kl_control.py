@@ -42,7 +42,16 @@ class KLControl(L.Callback):
         target: float = 6.0,
         horizon: int = 10_000,
     ) -> None:
-        _check_options(mode, init_coef, target, horizon)
+        if mode not in ("fixed", "adaptive"):
+            raise ValueError(f"KLControl mode is {mode!r}; choose 'fixed' or 'adaptive'")
+        if init_coef is not None and not 0 <= init_coef < float("inf"):
+            raise ValueError(f"KLControl init_coef is {init_coef}; it must be 0 or more")
+        if init_coef == 0 and mode == "adaptive":
+            raise ValueError("KLControl init_coef is 0, which no factor changes; start above 0")
+        if target <= 0:
+            raise ValueError(f"KLControl target is {target}; it must be above 0, e.g. 6.0")
+        if horizon < 1:
+            raise ValueError(f"KLControl horizon is {horizon}; it must be at least 1, e.g. 10000")
         self.mode = mode
         self.init_coef = init_coef
         self.target = target
@@ -50,16 +59,20 @@ class KLControl(L.Callback):
         self._coef: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        module = _penalized(pl_module)
+        if not isinstance(pl_module, KLPenalized):
+            raise ValueError(
+                f"KLControl steers a KL penalty and {type(pl_module).__name__} has none; "
+                "remove KLControl from trainer.callbacks"
+            )
         if self._coef is None:
-            self._coef = module.kl_coef if self.init_coef is None else self.init_coef
-        module.kl_coef = self._coef
+            self._coef = pl_module.kl_coef if self.init_coef is None else self.init_coef
+        pl_module.kl_coef = self._coef
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        module = _penalized(pl_module)
-        pl_module.log("kl/coef", module.kl_coef, batch_size=1)
+        assert isinstance(pl_module, KLPenalized)
+        pl_module.log("kl/coef", pl_module.kl_coef, batch_size=1)  # type: ignore[attr-defined]
         if self.mode == "adaptive":
-            self._coef = module.kl_coef = self._adapted(trainer, module)
+            self._coef = pl_module.kl_coef = self._adapted(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         return {"coef": self._coef}
@@ -70,7 +83,15 @@ class KLControl(L.Callback):
             self._coef = state_dict["coef"]
 
     def _adapted(self, trainer: L.Trainer, module: KLPenalized) -> float:
-        measured = self._measured(trainer)
+        value = trainer.callback_metrics.get(_MEASURED)
+        if value is None:
+            raise ValueError(
+                f"KLControl adapts to {_MEASURED!r}, which the module did not log: it has no "
+                "reference policy (is its kl_coef 0?); set one above 0, or remove KLControl"
+            )
+        # ranks must never drift apart, also where a module logs its own rank's value
+        value = value.detach().to(trainer.strategy.root_device, copy=True)
+        measured = float(trainer.strategy.reduce(value, reduce_op="mean"))
         if not math.isfinite(measured):
             rank_zero_warn(
                 f"{_MEASURED} is {measured} at step {trainer.global_step}: "
@@ -84,36 +105,3 @@ class KLControl(L.Callback):
             horizon=self.horizon,
             num_samples=module.samples_per_step,
         )
-
-    def _measured(self, trainer: L.Trainer) -> float:
-        value = trainer.callback_metrics.get(_MEASURED)
-        if value is None:
-            raise ValueError(
-                f"KLControl adapts to {_MEASURED!r}, which the module did not log: it has no "
-                "reference policy (is its kl_coef 0?); set one above 0, or remove KLControl"
-            )
-        # ranks must never drift apart, also where a module logs its own rank's value
-        value = value.detach().to(trainer.strategy.root_device, copy=True)
-        return float(trainer.strategy.reduce(value, reduce_op="mean"))
-
-
-def _check_options(mode: str, init_coef: float | None, target: float, horizon: int) -> None:
-    if mode not in ("fixed", "adaptive"):
-        raise ValueError(f"KLControl mode is {mode!r}; choose 'fixed' or 'adaptive'")
-    if init_coef is not None and not 0 <= init_coef < float("inf"):
-        raise ValueError(f"KLControl init_coef is {init_coef}; it must be 0 or more")
-    if init_coef == 0 and mode == "adaptive":
-        raise ValueError("KLControl init_coef is 0, which no factor changes; start above 0")
-    if target <= 0:
-        raise ValueError(f"KLControl target is {target}; it must be above 0, e.g. 6.0")
-    if horizon < 1:
-        raise ValueError(f"KLControl horizon is {horizon}; it must be at least 1, e.g. 10000")
-
-
-def _penalized(module: L.LightningModule) -> KLPenalized:
-    if not isinstance(module, KLPenalized):
-        raise ValueError(
-            f"KLControl steers a KL penalty and {type(module).__name__} has none; "
-            "remove KLControl from trainer.callbacks"
-        )
-    return module

@@ -10,8 +10,13 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 
-from lrlhf.callbacks.json_lines import gather_on_zero, json_line
-from lrlhf.callbacks.output_files import atomic_write, hold_output_folder, output_folder
+from lrlhf.callbacks.output_files import (
+    atomic_write,
+    gather_on_zero,
+    hold_output_folder,
+    json_line,
+    output_folder,
+)
 from lrlhf.callbacks.reports.rollout_table import render, send, spread
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.rollout.storage import rollout_files, rollout_path, save_rollout

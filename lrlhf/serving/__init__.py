@@ -15,8 +15,7 @@ from lrlhf.rewards.remote.service_token import read_token
 from lrlhf.serving.app import RewardService, create_app
 from lrlhf.serving.limits import QueueOptions, RequestLimits
 from lrlhf.serving.scorer import Scorer
-from lrlhf.serving.server import serve
-from lrlhf.serving.token import check_exposure
+from lrlhf.serving.server import check_exposure, serve
 
 __all__ = [
     "QueueOptions",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hmac
 import logging
 import time
 import traceback
@@ -22,17 +23,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lrlhf.rewards import RewardFunction
-from lrlhf.serving.batcher import Batcher
+from lrlhf.serving.base64_media import PixelRoom
+from lrlhf.serving.batcher import Batcher, Place
 from lrlhf.serving.body import Body, check_headers, parse_json
 from lrlhf.serving.lightrft import read_lightrft_request
-from lrlhf.serving.limits import QueueOptions, RequestLimits
+from lrlhf.serving.limits import QueueOptions, RefusedRequestError, RequestLimits
 from lrlhf.serving.measures import Measures
-from lrlhf.serving.pixels import PixelRoom
-from lrlhf.serving.places import Place
-from lrlhf.serving.refused import RefusedRequestError
 from lrlhf.serving.score_request import ScoreRequest, read_score_request
 from lrlhf.serving.scorer import Scorer, Scores, Served
-from lrlhf.serving.token import is_accepted
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +70,7 @@ class RewardService:
         self._readers = ThreadPoolExecutor(1, "reward-reader")
         self._small_readers = ThreadPoolExecutor(1, "reward-small-reader")
         self._decoders = ThreadPoolExecutor(_DECODERS, "reward-decoder")
-        self._room = PixelRoom(self._limits.held_pixels)
+        self._room = PixelRoom(int(self._limits.max_megapixels * 1e6 / 4))
         self.app = self._build()
 
     def close(self) -> None:
@@ -113,11 +111,15 @@ class RewardService:
             await asyncio.get_running_loop().run_in_executor(None, self.close)
 
     async def _score(self, request: Request) -> Response:
-        served, scores = await self._scores(request, lambda body: self._read(body))
+        served, scores = await self._scores(
+            request, lambda body: read_score_request(body, self._limits)
+        )
         return JSONResponse({"scores": scores, "model": served.model, "version": served.version})
 
     async def _get_reward(self, request: Request) -> Response:
-        _, scores = await self._scores(request, lambda body: self._read_lightrft(body))
+        _, scores = await self._scores(
+            request, lambda body: read_lightrft_request(body, self._limits, self._loaded().marks)
+        )
         return JSONResponse({"rewards": scores})
 
     async def _health(self, _: Request) -> Response:
@@ -141,19 +143,13 @@ class RewardService:
         self._check_token(request)
         return Response(self._measures.text(), media_type="text/plain; version=0.0.4")
 
-    def _read(self, body: Any) -> ScoreRequest:
-        return read_score_request(body, self._limits)
-
-    def _read_lightrft(self, body: Any) -> ScoreRequest:
-        return read_lightrft_request(body, self._limits, self._loaded().marks)
-
     async def _scores(self, request: Request, read: Read) -> tuple[Served, Scores]:
         body = Body(request)
         try:
             self._check_token(request)
             check_headers(request)
             served = self._loaded()
-            with self.batcher.places.taken(body.weight(self._limits.max_bytes)) as place:
+            with self.batcher.entered() as place:
                 return served, await self._in_time(body, read, place)
         except RefusedRequestError as error:
             if error.status != 408:
@@ -163,8 +159,7 @@ class RewardService:
     async def _in_time(self, body: Body, read: Read, place: Place) -> Scores:
         seconds = self._queue.timeout_s
         try:
-            async with asyncio.timeout(seconds) as limit:
-                place.leave = functools.partial(_end_now, limit)
+            async with asyncio.timeout(seconds):
                 request = await self._request(body, read, place)
                 if request.files is None:
                     scored = self.batcher.submit(request, place)
@@ -175,12 +170,6 @@ class RewardService:
                 del request  # media wait decoded, and not as files too
                 return await asyncio.wrap_future(scored)
         except TimeoutError as error:
-            if place.left:
-                raise RefusedRequestError(
-                    "the body came so slowly that it had to make room for others",
-                    status=408,
-                    reason="slow body",
-                ) from error
             if not place.has_arrived:
                 raise RefusedRequestError(
                     f"the body did not arrive within {seconds:g} s", status=408, reason="slow body"
@@ -194,7 +183,9 @@ class RewardService:
             ) from error
 
     async def _request(self, body: Body, read: Read, place: Place) -> ScoreRequest:
-        content = await body.read(self._limits.max_bytes, place)
+        weigh = functools.partial(self.batcher.weigh, place)
+        content = await body.read(self._limits.max_bytes, weigh)
+        self.batcher.queue(place)
         readers = self._small_readers if len(content) <= _SMALL else self._readers
         return await asyncio.get_running_loop().run_in_executor(
             readers, lambda: read(parse_json(content, self._limits))
@@ -214,7 +205,7 @@ class RewardService:
         return scored
 
     def _check_token(self, request: Request) -> None:
-        if self._token is None or is_accepted(request.headers.get("authorization"), self._token):
+        if self._token is None or _holds(request.headers.get("authorization", ""), self._token):
             request.state.known = True  # see Connection
             return
         raise RefusedRequestError(
@@ -244,14 +235,7 @@ def create_app(
     limits: RequestLimits | None = None,
     queue: QueueOptions | None = None,
 ) -> Starlette:
-    """Return the service as an application for any ASGI server.
-
-    Args:
-        scorer: What scores, or a reward function, see `Scorer`.
-        token: That clients have to send; None: anybody may ask.
-        limits: What one request may hold.
-        queue: How many requests are served at once.
-    """
+    """Return the service as an application for any ASGI server; options as of `RewardService`."""
     return RewardService(scorer, token=token, limits=limits, queue=queue).app
 
 
@@ -298,9 +282,11 @@ class _Outermost:
             self._measures.latency.observe(seconds)
 
 
-def _end_now(limit: asyncio.Timeout) -> None:
-    if not limit.expired():
-        limit.reschedule(asyncio.get_running_loop().time())
+def _holds(header: str, token: str) -> bool:
+    """Compare an ``Authorization`` header with the token, in a time that tells nothing of it."""
+    scheme, _, given = header.partition(" ")
+    same = hmac.compare_digest(given.strip().encode("latin-1", "replace"), token.encode())
+    return same and scheme.lower() == "bearer"
 
 
 def _refusal(error: RefusedRequestError) -> JSONResponse:

@@ -1,24 +1,36 @@
-"""The queue in front of the model, and the one thread that asks it."""
+"""The requests that the service holds, and the one thread that asks the model about them."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Final
 
-from lrlhf.serving.limits import QueueOptions
+from lrlhf.serving.limits import QueueOptions, RefusedRequestError
 from lrlhf.serving.measures import Measures
-from lrlhf.serving.places import Place, Places
 from lrlhf.serving.score_request import ScoreRequest
 from lrlhf.serving.scorer import Part, Scorer, Scores, Served
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 10.0
+_LIGHT: Final = 250_000
+"""Bytes of a body that is taken whatever the others weigh."""
+
+
+class Place:
+    """A request in the service, from its head to its answer."""
+
+    def __init__(self) -> None:
+        self.weight = 0
+        """Bytes of the body so far."""
+        self.has_arrived = False
+        """All of it is there."""
 
 
 class _Job:
@@ -44,7 +56,8 @@ class Batcher:
         self._options = options
         self._measures = measures
         self._changed = threading.Condition()
-        self.places = Places(options, measures, self._changed)
+        self.places: set[Place] = set()
+        self._closing = False
         self._jobs: list[_Job] = []
         self._oldest_first = False
         self._thread: threading.Thread | None = None
@@ -56,7 +69,7 @@ class Batcher:
     def start(self) -> None:
         """Start to load the model; does nothing when that was done before."""
         with self._changed:
-            if self._thread is None and not self.places.closing:
+            if self._thread is None and not self._closing:
                 # a daemon: a reward that hangs must not keep the process alive
                 self._thread = threading.Thread(target=self._run, name="reward-model", daemon=True)
                 self._thread.start()
@@ -64,10 +77,59 @@ class Batcher:
     def close(self) -> None:
         """Score what waits, and end the thread."""
         with self._changed:
-            self.places.closing = True
+            self._closing = True
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[Place]:
+        """Hold a request from its head to its answer.
+
+        A body that is still to come takes no place in the queue: clients that send slowly, or stop
+        in the middle, keep nobody out.
+
+        Raises:
+            RefusedRequestError: The service ends.
+        """
+        place = Place()
+        with self._changed:
+            if self._closing:
+                raise RefusedRequestError(
+                    "the service ends", status=503, reason="closing", retry_after=5
+                )
+            self.places.add(place)
+            self._measures.waiting.set(len(self.places))
+        try:
+            yield place
+        finally:
+            with self._changed:
+                self.places.remove(place)
+                self._measures.waiting.set(len(self.places))
+
+    def weigh(self, place: Place, weight: int) -> None:
+        """Note how many bytes of a body have come.
+
+        Raises:
+            RefusedRequestError: With those of the others they are too many.
+        """
+        with self._changed:
+            place.weight = weight
+            heavy = [each.weight for each in self.places if each.weight > _LIGHT]
+        if weight > _LIGHT and len(heavy) > 1 and sum(heavy) > self._options.max_queue_mb * 1e6:
+            raise _full(len(heavy), "max_queue_mb")
+
+    def queue(self, place: Place) -> None:
+        """Give a request whose body is there its place in the queue.
+
+        Raises:
+            RefusedRequestError: There is none.
+        """
+        with self._changed:
+            waiting = sum(each.has_arrived for each in self.places)
+            if waiting >= self._options.max_queue:
+                raise _full(waiting, "max_queue")
+            place.has_arrived = True
 
     def submit(self, request: ScoreRequest, place: Place) -> Future[Scores]:
         """Have a request scored.
@@ -78,11 +140,10 @@ class Batcher:
         """
         job = _Job(self._scorer.parts(request))
         with self._changed:
-            place.being_read = False
-            if place.left:
-                job.future.cancel()
-            else:
+            if place in self.places:
                 self._jobs.append(job)
+            else:  # it was given up while its media were decoded
+                job.future.cancel()
             self._changed.notify_all()
         job.future.add_done_callback(lambda _: self._drop(job))
         return job.future
@@ -132,24 +193,8 @@ class Batcher:
     def _next_batch(self) -> dict[_Job, ScoreRequest]:
         """Wait for requests, and take the rows that are scored next; none: the service ended."""
         with self._changed:
-            while True:
-                while not self._jobs and not self.places.closing:
-                    self._changed.wait()
-                if not self._jobs:
-                    return {}
-                self._wait_for_others()
-                if jobs := self._taken():
-                    return {job: job.parts.popleft().request for job in jobs}
-
-    def _wait_for_others(self) -> None:
-        """Wait a little for what is being read, unless there is enough for a batch."""
-        until = time.monotonic() + self._options.max_wait_ms / 1e3
-        while self.places.being_read and not self.places.closing:
-            items = sum(len(job.parts[0].request) for job in self._jobs)
-            remaining = until - time.monotonic()
-            if items >= self._options.max_batch_size or remaining <= 0:
-                return
-            self._changed.wait(remaining)
+            self._changed.wait_for(lambda: self._jobs or self._closing)
+            return {job: job.parts.popleft().request for job in self._taken()}
 
     def _taken(self) -> list[_Job]:
         """Take those whose next parts are scored together.
@@ -157,7 +202,7 @@ class Batcher:
         The request with the fewest parts left leads, so that a long one holds nobody up, and every
         second time the one that came first, so that it is not held up for ever itself.
         """
-        if not self._jobs:  # they were given up in the meantime
+        if not self._jobs:  # the service ends
             return []
         self._oldest_first = not self._oldest_first
         first = min(self._jobs, key=lambda job: 0 if self._oldest_first else len(job.parts))
@@ -175,3 +220,12 @@ class Batcher:
                 items, cost = items_with, cost_with
         self._jobs = [job for job in self._jobs if job not in jobs]
         return jobs
+
+
+def _full(count: int, limit: str) -> RefusedRequestError:
+    return RefusedRequestError(
+        f"{count} requests wait already: try again, or raise the service's {limit}",
+        status=429,
+        reason="queue full",
+        retry_after=1,
+    )

@@ -10,15 +10,13 @@ from typing import Any
 
 from lrlhf.rewards.learned import TextMarks
 from lrlhf.serving.base64_media import MediaFiles, decoded, kind_of
-from lrlhf.serving.limits import RequestLimits
-from lrlhf.serving.refused import malformed
+from lrlhf.serving.limits import RequestLimits, malformed
 from lrlhf.serving.score_request import (
     ScoreRequest,
-    check_chars,
-    check_count,
+    add_media,
     check_keys,
+    check_sizes,
     entries,
-    shown,
 )
 
 _JPEG = b"\xff\xd8\xff"
@@ -39,15 +37,13 @@ def read_lightrft_request(body: Any, limits: RequestLimits, marks: TextMarks) ->
     Raises:
         RefusedRequestError: It is not as the protocol has it, or holds too much.
     """
-    check_keys(body, required=("queries",), optional=("prompts", "references", "labels", "images"))
-    queries = _texts(body, "queries", None)
+    check_keys(body, ("queries",), ("prompts", "references", "labels", "images"))
+    queries = _texts(body, "queries")
     count = len(queries)
-    check_count(count, limits)
     prompts = _texts(body, "prompts", count) if body.get("prompts") is not None else [""] * count
-    for row, query in enumerate(queries):
-        check_chars(row, prompts[row], query, limits)
+    check_sizes(prompts, queries, limits)
     files = MediaFiles(limits)
-    images = shown({"images": _separated(body.get("images"))}, "images", count, files.image)
+    images = add_media(files, {"images": _separated(body.get("images"))}, "image", count)
     rows = [
         _split(query, prompt, marks, bool(images and images[row]))
         for row, (query, prompt) in enumerate(zip(queries, prompts, strict=True))
@@ -65,7 +61,7 @@ def read_lightrft_request(body: Any, limits: RequestLimits, marks: TextMarks) ->
     )
 
 
-def _texts(body: dict[str, Any], key: str, count: int | None) -> list[str]:
+def _texts(body: dict[str, Any], key: str, count: int | None = None) -> list[str]:
     values = entries(body, key, count)
     for row, value in enumerate(values):
         if not isinstance(value, str):
@@ -104,14 +100,12 @@ def _separated(rows: Any) -> Any:
     """
     if not isinstance(rows, list):
         return rows
-    return [_separated_row(row) if isinstance(row, list) else row for row in rows]
-
-
-def _separated_row(row: Sequence[Any]) -> list[Any]:
-    own: list[Any] = list(row[:1])
-    for before, text in itertools.pairwise(row):
-        own.append(_without_start(before, text))
-    return own
+    return [
+        [*row[:1], *itertools.starmap(_without_start, itertools.pairwise(row))]
+        if isinstance(row, list)
+        else row
+        for row in rows
+    ]
 
 
 def _without_start(before: Any, text: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How much a request may ask for, and how many are served at once."""
+"""How much a request may ask for, how many are served at once, and how others are refused."""
 
 from __future__ import annotations
 
@@ -6,12 +6,37 @@ import math
 from dataclasses import dataclass, fields
 
 
-def _check_positive(options: RequestLimits | QueueOptions, *, zero_allowed: str = "") -> None:
+class RefusedRequestError(ValueError):
+    """A request that is answered with a status of its own and one sentence.
+
+    Args:
+        detail: What is wrong and what to do, for the client; quotes nothing of the body but names.
+        status: HTTP status.
+        reason: A word or two that such answers are counted by.
+        retry_after: Seconds after which it may be tried again; None: it would fail again.
+    """
+
+    def __init__(
+        self, detail: str, *, status: int = 422, reason: str, retry_after: int | None = None
+    ) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.status = status
+        self.reason = reason
+        self.retry_after = retry_after
+
+
+def malformed(place: str, what: str) -> RefusedRequestError:
+    """Return the answer to a body with something wrong at a place such as ``prompts[2]``."""
+    return RefusedRequestError(f"{place}: {what}", reason="malformed")
+
+
+def _check_positive(options: RequestLimits | QueueOptions) -> None:
     for field in fields(options):
         value = getattr(options, field.name)
         if value is None and field.default is None:
             continue
-        if not value > 0 and not (value == 0 and field.name == zero_allowed):
+        if not value > 0:
             raise ValueError(f"{field.name} is {value}; it must be above 0")
         if not math.isfinite(value):
             raise ValueError(f"{field.name} is {value}; it must be a finite number")
@@ -31,8 +56,7 @@ class RequestLimits:
         max_megapixels: Millions of pixels in all images and video frames of one request, counted
             before anything is decoded. Media wait as files: a quarter of these pixels is held
             decoded at a time, for all requests together, or one request alone that has more.
-        max_frames: Frames of one video, after ``fps`` has chosen.
-        fps: Frames per second that are taken from a video; null: all that it has.
+        max_frames: Frames of one video.
         max_pixels: Images and frames with more pixels are scaled down to this many; null: only
             the model's own processor scales. As ``media.max_pixels`` in training.
     """
@@ -44,7 +68,6 @@ class RequestLimits:
     max_images: int = 512
     max_megapixels: float = 256.0
     max_frames: int = 64
-    fps: float | None = None
     max_pixels: int | None = None
 
     def __post_init__(self) -> None:
@@ -55,11 +78,6 @@ class RequestLimits:
         """Of a body."""
         return int(self.max_request_mb * 1e6)
 
-    @property
-    def held_pixels(self) -> int:
-        """That are decoded at a time, unless one request has more."""
-        return int(self.max_megapixels * 1e6 / 4)
-
 
 @dataclass(frozen=True, kw_only=True)
 class QueueOptions:
@@ -69,20 +87,17 @@ class QueueOptions:
         max_batch_size: Responses of several requests that are scored together at most; a larger
             request is scored by itself. 1: every request by itself. A request is split only where a
             learned reward gets very long ones, so that others are served in between.
-        max_wait_ms: Milliseconds that the model waits for requests that are being read, so that
-            they are scored together; it never waits when there are none.
-        max_queue: Requests that are read, wait or are scored at once; others are refused with
-            status 429, unless one of them arrives so slowly that it has to make room.
-        max_queue_mb: Size of their bodies in all, in millions of bytes, where those count that have
-            more than one.
+        max_queue: Requests that wait or are scored at once; others are refused with status 429. A
+            request waits from when all of its body has arrived.
+        max_queue_mb: Size of all bodies in the service, in millions of bytes, of which those count
+            that have more than 0.25, as far as they have arrived.
         timeout_s: Seconds after which a request is given up.
     """
 
     max_batch_size: int = 64
-    max_wait_ms: float = 5.0
     max_queue: int = 64
     max_queue_mb: float = 512.0
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        _check_positive(self, zero_allowed="max_wait_ms")
+        _check_positive(self)

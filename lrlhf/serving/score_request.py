@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lrlhf.rewards.function import RESERVED, Completion
-from lrlhf.serving.base64_media import MediaFiles, kind_of
-from lrlhf.serving.limits import RequestLimits
-from lrlhf.serving.refused import RefusedRequestError, malformed
+from lrlhf.serving.base64_media import MediaFile, MediaFiles, kind_of
+from lrlhf.serving.limits import RefusedRequestError, RequestLimits, malformed
 from lrlhf.types import Message, Prompt
 
-_KEYS = ("prompts", "completions", "images", "videos", "columns")
 _TAKEN = (*RESERVED, "images", "videos")
 _PIXELS_PER_LETTER = 200
 """How many pixels take a model as long as a letter: a token is about 4, or 28 x 28 pixels."""
@@ -73,8 +71,7 @@ class ScoreRequest:
         pixels = sum(image.width * image.height for image in self.images[row]) if self.images else 0
         if self.videos:
             pixels += sum(video.frames.size // 3 for video in self.videos[row])
-        chars = _chars(self.prompts[row]) + _chars(self.completions[row])
-        return chars + pixels // _PIXELS_PER_LETTER
+        return _chars((self.prompts[row], self.completions[row])) + pixels // _PIXELS_PER_LETTER
 
 
 def read_score_request(body: Any, limits: RequestLimits) -> ScoreRequest:
@@ -87,31 +84,24 @@ def read_score_request(body: Any, limits: RequestLimits) -> ScoreRequest:
     Raises:
         RefusedRequestError: It is not as the protocol has it, or holds too much.
     """
-    check_keys(body, required=_KEYS[:2], optional=_KEYS[2:])
+    check_keys(body, ("prompts", "completions"), ("images", "videos", "columns"))
     completions = entries(body, "completions")
     count = len(completions)
-    check_count(count, limits)
-    prompts = [
-        _prompt(value, f"prompts[{row}]")
-        for row, value in enumerate(entries(body, "prompts", count))
-    ]
-    completions = [
-        _completion(value, f"completions[{row}]") for row, value in enumerate(completions)
-    ]
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        check_chars(row, prompt, completion, limits)
+    prompts = [_prompt(*given) for given in _placed(entries(body, "prompts", count), "prompts")]
+    completions = [_completion(*given) for given in _placed(completions, "completions")]
+    check_sizes(prompts, completions, limits)
     files = MediaFiles(limits)
     return ScoreRequest(
         prompts=prompts,
         completions=completions,
-        images=shown(body, "images", count, files.image),
-        videos=shown(body, "videos", count, files.video),
+        images=add_media(files, body, "image", count),
+        videos=add_media(files, body, "video", count),
         columns=_columns(body.get("columns"), count),
         files=files or None,
     )
 
 
-def check_keys(body: Any, *, required: Sequence[str], optional: Sequence[str]) -> None:
+def check_keys(body: Any, required: Sequence[str], optional: Sequence[str]) -> None:
     """Refuse a body that lacks a key or has one that means nothing."""
     if not isinstance(body, dict):
         raise malformed("body", f"expected an object with {', '.join(required)}")
@@ -127,61 +117,59 @@ def check_keys(body: Any, *, required: Sequence[str], optional: Sequence[str]) -
 
 def entries(body: Mapping[str, Any], key: str, count: int | None = None) -> list[Any]:
     """Return the list under a key, one entry per response."""
-    values = body[key]
-    if not isinstance(values, list):
-        raise malformed(key, f"expected a list, found {kind_of(values)}")
-    if count is not None and len(values) != count:
-        raise malformed(key, f"{len(values)} entries for {count} responses; give one for each")
-    return values
+    return _listed(body[key], key, count)
 
 
-def check_count(count: int, limits: RequestLimits) -> None:
-    """Refuse more responses than may be in one request."""
-    if count > limits.max_items:
+def check_sizes(
+    prompts: Sequence[Prompt], completions: Sequence[Completion], limits: RequestLimits
+) -> None:
+    """Refuse too many responses, and one that is too long together with its prompt."""
+    if len(completions) > limits.max_items:
         raise RefusedRequestError(
-            f"{count} responses in one request, and {limits.max_items} are allowed: send them in "
-            "several, or raise the service's max_items",
+            f"{len(completions)} responses in one request, and {limits.max_items} are allowed: "
+            "send them in several, or raise the service's max_items",
             status=413,
             reason="too many items",
         )
+    for row, pair in enumerate(zip(prompts, completions, strict=True)):
+        if (chars := _chars(pair)) > limits.max_chars:
+            raise RefusedRequestError(
+                f"completions[{row}]: {chars} characters with the prompt, and {limits.max_chars} "
+                "are allowed: raise the service's max_chars",
+                status=413,
+                reason="too long",
+            )
 
 
-def check_chars(row: int, prompt: Prompt, completion: Completion, limits: RequestLimits) -> None:
-    """Refuse a response that is too long together with its prompt."""
-    chars = _chars(prompt) + _chars(completion)
-    if chars > limits.max_chars:
-        raise RefusedRequestError(
-            f"completions[{row}]: {chars} characters with the prompt, and {limits.max_chars} are "
-            "allowed: raise the service's max_chars",
-            status=413,
-            reason="too long",
-        )
+def add_media(
+    files: MediaFiles, body: Mapping[str, Any], kind: str, count: int
+) -> list[list[MediaFile]] | None:
+    """Read the images or videos of every row: null, or per row null or a list.
 
-
-def shown(
-    body: Mapping[str, Any], key: str, count: int, read: Callable[[Any, str], Any]
-) -> list[list[Any]] | None:
-    """Read the images or videos of every row, None where the request has none.
-
-    Args:
-        body: Of the request.
-        key: Under which they stand: null, or per row null or a list.
-        count: Rows.
-        read: Makes a file of an entry and its place.
+    Returns:
+        None: no row has any.
     """
-    if body.get(key) is None:
+    if body.get(f"{kind}s") is None:
         return None
-    rows: list[list[Any]] = []
-    for row, values in enumerate(entries(body, key, count)):
-        if values is not None and not isinstance(values, list):
-            raise malformed(f"{key}[{row}]", f"expected null or a list, found {kind_of(values)}")
-        rows.append(
-            [
-                read(value, f"{key}[{row}][{position}]")
-                for position, value in enumerate(values or ())
-            ]
-        )
+    rows = [
+        [files.add(kind, *given) for given in _placed([] if row is None else row, place)]
+        for row, place in _placed(entries(body, f"{kind}s", count), f"{kind}s")
+    ]
     return rows if any(rows) else None
+
+
+def _listed(values: Any, place: str, count: int | None = None) -> list[Any]:
+    if not isinstance(values, list):
+        raise malformed(place, f"expected a list, found {kind_of(values)}")
+    if count is not None and len(values) != count:
+        raise malformed(place, f"{len(values)} entries for {count} responses; give one for each")
+    return values
+
+
+def _placed(values: Any, place: str) -> Iterator[tuple[Any, str]]:
+    """Yield the entries of a list, each with its place in the body."""
+    for number, value in enumerate(_listed(values, place)):
+        yield value, f"{place}[{number}]"
 
 
 def _columns(columns: Any, count: int) -> dict[str, list[Any]]:
@@ -193,28 +181,29 @@ def _columns(columns: Any, count: int) -> dict[str, list[Any]]:
         place = f"columns.{ascii(name)[1:-1][:60]}"
         if name in _TAKEN:
             raise malformed(place, "no name for a column: it is an argument of reward functions")
-        if not isinstance(values, list) or len(values) != count:
-            raise malformed(place, f"expected a list of {count} values, one per response")
+        _listed(values, place, count)
     return columns
 
 
 def _prompt(value: Any, place: str) -> Prompt:
     if isinstance(value, str):
         return value
-    if not isinstance(value, list):
-        raise malformed(place, f"expected text or a list of messages, found {kind_of(value)}")
-    if not value:
+    if not (turns := _turns(value, place)):
         raise malformed(place, "a chat needs a message")
-    return tuple(_message(turn, f"{place}[{at}]") for at, turn in enumerate(value))
+    return tuple(turns)
 
 
 def _completion(value: Any, place: str) -> Completion:
     if isinstance(value, str):
         return value
+    turns = _turns(value, place)
+    return [_only_text(turn, f"{place}[{at}]") for at, turn in enumerate(turns)]
+
+
+def _turns(value: Any, place: str) -> list[Message]:
     if not isinstance(value, list):
         raise malformed(place, f"expected text or a list of messages, found {kind_of(value)}")
-    turns = [_message(turn, f"{place}[{at}]") for at, turn in enumerate(value)]
-    return [_only_text(turn, f"{place}[{at}]") for at, turn in enumerate(turns)]
+    return [_message(*given) for given in _placed(value, place)]
 
 
 def _message(turn: Any, place: str) -> Message:
@@ -224,8 +213,8 @@ def _message(turn: Any, place: str) -> Message:
         raise malformed(f"{place}.role", "expected text, such as user")
     content = turn.get("content")
     if isinstance(content, list):
-        for at, part in enumerate(content):
-            _check_part(part, f"{place}.content[{at}]")
+        for part, where in _placed(content, f"{place}.content"):
+            _check_part(part, where)
     elif not isinstance(content, str) and not (content is None and "tool_calls" in turn):
         raise malformed(f"{place}.content", f"expected text or parts, found {kind_of(content)}")
     return turn
@@ -248,21 +237,18 @@ def _only_text(turn: Message, place: str) -> Message:
     content = turn.get("content")
     if not isinstance(content, list):
         return turn
-    for at, part in enumerate(content):
+    for part, where in _placed(content, f"{place}.content"):
         if part["type"] != "text":
-            raise malformed(f"{place}.content[{at}]", "a response consists of text")
+            raise malformed(where, "a response consists of text")
     return {**turn, "content": "".join(part["text"] for part in content)}
 
 
 def _chars(value: Any) -> int:
     """Count the characters of a text, or of all texts in the turns of a chat."""
-    total, rest = 0, [value]
-    while rest:
-        entry = rest.pop()
-        if isinstance(entry, str):
-            total += len(entry)
-        elif isinstance(entry, Mapping):
-            rest.extend(entry.values())
-        elif isinstance(entry, list | tuple):
-            rest.extend(entry)
-    return total
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return 0
+    return sum(map(_chars, value))

@@ -17,9 +17,14 @@ import torch
 from lrlhf.rewards import LearnedReward, RewardError, RewardFunction
 from lrlhf.rewards.dispatch import Call, Dispatcher, is_async
 from lrlhf.rewards.learned import TextMarks
-from lrlhf.rewards.lookup import BoundFunction, bind_functions, chosen_arguments
-from lrlhf.rewards.reward_values import Journal, check_values
-from lrlhf.serving.refused import RefusedRequestError
+from lrlhf.rewards.lookup import (
+    BoundFunction,
+    bind_functions,
+    check_column_names,
+    chosen_arguments,
+)
+from lrlhf.rewards.reward_values import check_values
+from lrlhf.serving.limits import RefusedRequestError
 from lrlhf.serving.score_request import ScoreRequest
 
 logger = logging.getLogger(__name__)
@@ -28,10 +33,6 @@ Scores = list[float | None]
 
 _PART_COST = 200_000
 """Letters that are scored before others have their turn: a fraction of a second of a tokenizer."""
-
-
-class BrokenRewardError(RuntimeError):
-    """A reward function that does not return one value per response."""
 
 
 class Served(NamedTuple):
@@ -62,24 +63,19 @@ class Scorer:
         function: Trained model or any other reward function, see `lrlhf.rewards.RewardFunction`.
             It is asked in one thread only, the one that loads it.
         name: What clients are told as the model; None: the model's source, or the function's name.
-        version: What clients are told as its version; None: a fingerprint of the model's weights
-            and settings, or for other functions one of their name and of this library's version.
+            As its version they are told a fingerprint of the model's weights and settings, or for
+            other functions one of their name and of this library's version.
 
     Raises:
         ValueError: It is no reward function.
     """
 
     def __init__(
-        self,
-        function: RewardFunction | Callable[..., Any] | str,
-        *,
-        name: str | None = None,
-        version: str | None = None,
+        self, function: RewardFunction | Callable[..., Any] | str, *, name: str | None = None
     ) -> None:
         self._bound = bind_functions([function])[0]
         _check_arguments(self._bound)
         self._name = name
-        self._version = version
         self._dispatcher = Dispatcher(timeout=None)
         self._is_learned = isinstance(self._bound.function, LearnedReward)
 
@@ -92,18 +88,13 @@ class Scorer:
         function = self._bound.function
         if isinstance(function, RewardFunction):
             function.prepare()
-        if not isinstance(function, LearnedReward):
-            name = self._name or self._bound.name
-            found = self._version or _digest(self._bound.name, version("lrlhf"))
-            return Served(name, found, (self._bound.name,), self._bound.name, TextMarks())
-        facts = function.describe()
-        return Served(
-            model=self._name or facts.source,
-            version=self._version or facts.fingerprint,
-            heads=facts.heads,
-            head=facts.head,
-            marks=facts.marks,
-        )
+        if isinstance(function, LearnedReward):
+            facts = function.describe()
+            name = self._name or facts.source
+            return Served(name, facts.fingerprint, facts.heads, facts.head, facts.marks)
+        own = self._bound.name
+        found = hashlib.blake2b(f"{own}\n{version('lrlhf')}".encode(), digest_size=8).hexdigest()
+        return Served(self._name or own, found, (own,), own, TextMarks())
 
     def parts(self, request: ScoreRequest) -> list[Part]:
         """Split a request that others would wait long for, if its rows are scored one by one."""
@@ -160,7 +151,7 @@ class Scorer:
         try:
             checked = check_values(returned, function=self._bound.name, rows=range(sum(sizes)))
         except RewardError as error:  # the function's fault, not the client's
-            raise BrokenRewardError(str(error)) from error
+            raise RuntimeError(str(error)) from error
         flat = iter([None if math.isnan(value) else value for value in checked.values])
         return [list(itertools.islice(flat, size)) for size in sizes]
 
@@ -177,7 +168,7 @@ class Scorer:
             try:
                 return function(**call.arguments)
             except (SystemExit, KeyboardInterrupt) as error:  # would end the one scoring thread
-                raise BrokenRewardError(f"it raised {type(error).__name__}") from error
+                raise RuntimeError(f"it raised {type(error).__name__}") from error
         (outcome,) = self._dispatcher.run([call])
         if outcome.error is not None:
             raise outcome.error
@@ -223,7 +214,3 @@ def _unexpected(error: Exception) -> RefusedRequestError:
         status=500,
         reason="reward failed",
     )
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import ipaddress
 import logging
 import signal
 import socket
@@ -13,6 +14,7 @@ from types import FrameType
 
 import uvicorn
 
+from lrlhf.rewards.remote.service_token import DEFAULT_TOKEN_ENV
 from lrlhf.serving.app import RewardService
 from lrlhf.serving.connections import KEEP_ALIVE_SECONDS, Connection, Door, room_for
 
@@ -21,6 +23,23 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 256
 _SPARE_CONNECTIONS = 448  # idle ones count too
 _WATCH_SECONDS = 0.05
+
+
+def check_exposure(host: str, token: str | None) -> None:
+    """Make sure that a service without a token is reached from its own machine only.
+
+    Raises:
+        ValueError: It would be reached from elsewhere.
+    """
+    try:
+        own = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which may lead anywhere
+        own = False
+    if token is None and not own:
+        raise ValueError(
+            f"host is {host!r}, so that other machines reach the service, and it has no token: set "
+            f"the environment variable {DEFAULT_TOKEN_ENV}, or token_file, or take 127.0.0.1"
+        )
 
 
 def serve(

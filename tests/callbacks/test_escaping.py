@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from lrlhf.callbacks.json_lines import json_line
+from lrlhf.callbacks.output_files import json_line
 from lrlhf.callbacks.reports.rollout_table import _markdown, render
 from tests.callbacks.fakes import record
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from lrlhf.callbacks.json_lines import json_line
+from lrlhf.callbacks.output_files import json_line
 
 
 def test_a_line_holds_every_plain_type() -> None:

@@ -6,8 +6,7 @@ from lightning.pytorch.loggers import CSVLogger
 from matplotlib import image
 
 from lrlhf.callbacks import EvalJSONL, HFExport, RLCheckpoint, RolloutLog, RunReport
-from lrlhf.callbacks.reports import plots
-from lrlhf.callbacks.reports.reward_curve import Curve, draw_curve, moving_average
+from lrlhf.callbacks.reports.curves import Curve, draw_curve, moving_average
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 
 
@@ -58,12 +57,7 @@ def test_without_matplotlib_a_run_says_once_that_pictures_are_left_out(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # makes `import` fail
-    plots.can_draw.cache_clear()
-    try:
-        for _ in range(2):
-            trainer(tmp_path, RunReport(panels=["train/loss"])).fit(ToyPolicy(), batches(2))
-    finally:
-        plots.can_draw.cache_clear()
+    trainer(tmp_path, RunReport(panels=["train/loss"])).fit(ToyPolicy(), batches(2))
     assert len([one for one in recwarn if "lrlhf[plots]" in str(one.message)]) == 1
     assert not list(tmp_path.glob("*.png"))
     assert "rollout/score: 0 at step 1" in capsys.readouterr().out
@@ -84,8 +78,10 @@ def test_a_resumed_run_reports_the_whole(
     again.fit(
         ToyPolicy(), batches(2), batches(1), ckpt_path=tmp_path / "two.ckpt", weights_only=True
     )
-    assert report.metric == Curve("rollout/score", [1, 2, 3, 4], [0.0, 1.0, 2.0, 3.0])
-    assert report.evaluation == Curve("eval/score", [0, 1, 2, 3, 4], [0.0, 1.0, 2.0, 3.0, 4.0])
+    assert report.curves == {
+        "rollout/score": Curve("rollout/score", [1, 2, 3, 4], [0.0, 1.0, 2.0, 3.0]),
+        "eval/score": Curve("eval/score", [0, 1, 2, 3, 4], [0.0, 1.0, 2.0, 3.0, 4.0]),
+    }
     assert "eval/score: 0 at step 0 → 4 at step 4" in capsys.readouterr().out
 
 

@@ -209,16 +209,13 @@ def test_strangers_make_room_for_others_and_clients_with_a_token_stay(
     assert [answer_of(connection) for connection in held[:20]] == [""] * 20
 
 
-def test_bodies_that_do_not_arrive_make_room_for_others(
+def test_bodies_that_do_not_arrive_take_no_place(
     listening: Callable[..., Address],
 ) -> None:
-    address = listening(max_queue=3, timeout_s=30)
+    address = listening(max_queue=1, timeout_s=2)
     slow = [address.connect(KNOWN, b"content-length: 1000\r\n\r\n{") for _ in range(3)]
     wait_until(lambda: len(address.service.batcher.places) == 3)
-    assert address.score() == 429  # they have a second
-    time.sleep(1.1)
     assert address.score() == 200
-    slow[0].sendall(b"a")
     assert said(slow[0]).startswith("HTTP/1.1 408 ")
 
 
@@ -376,6 +373,6 @@ def test_a_long_request_is_scored_in_parts_and_others_in_between(
     long, *shorts = asyncio.run(crowd())
     assert ended == ["short"] * 3 + ["long"]
     assert long.json()["scores"] == pytest.approx(text_scores([""] * 20, texts), abs=1e-6)
-    expected = pytest.approx(text_scores(["2 + 2 ="], [" 4"]), abs=1e-6)
+    expected = pytest.approx(text_scores(["2 + 2 ="], [" 4"]), abs=1e-5)
     assert [short.json()["scores"] for short in shorts] == [expected] * 3
     assert client.metrics()["lrlhf_reward_items_total"] == 23

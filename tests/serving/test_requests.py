@@ -19,6 +19,7 @@ Serving = Callable[..., Client]
 
 TOKEN = "s3cret-token"
 PNG = text_of(file_of(Image.new("RGB", (8, 8))))
+BMP = text_of(file_of(Image.new("RGB", (8, 8)), "BMP")).encode()
 
 
 def lengths(*, completions: list[Any]) -> list[float]:
@@ -126,10 +127,10 @@ MALFORMED: list[tuple[bytes, str]] = [
         "images[0][0]: it cannot be read; expected one of PNG, JPEG, WEBP",
     ),
     (
-        b'{"prompts": ["a"], "completions": ["a"], "videos": [["I0VYVE0zVQo="]]}',  # #EXTM3U
-        "videos[0][0]: no video: expected MP4",
+        b'{"prompts": ["a"], "completions": ["a"], "videos": [["%s"]]}' % BMP,
+        "videos[0][0]: it cannot be read; expected one of PNG, GIF, WEBP",
     ),
-    (b'{"prompts": ["a"], "completions": ["a"], "columns": {"b": [1, 2]}}', "columns.b: expected"),
+    (b'{"prompts": ["a"], "completions": ["a"], "columns": {"b": [1, 2]}}', "columns.b: 2 entries"),
     (
         b'{"prompts": ["a"], "completions": ["a"], "columns": {"log_metric": [1]}}',
         "columns.log_metric: no name for a column",

@@ -58,7 +58,7 @@ def test_requests_at_once_get_the_scores_of_requests_alone(
     expected = [alone.post(body=body).json()["scores"] for body in bodies]
     assert alone.metrics()["lrlhf_reward_batch_items_count"] == 40
 
-    client = serving(LearnedReward(text_reward), max_wait_ms=200.0)
+    client = serving(LearnedReward(text_reward))
     answers = client.together(bodies)
 
     found = [answer.json()["scores"] for answer in answers]
@@ -73,7 +73,7 @@ def test_a_request_that_cannot_be_scored_is_refused_without_the_others(
     serving: Serving, text_reward: str, text_scores: Scores
 ) -> None:
     template = "{% for m in messages %}{{ m['content'] + 1 if m['role'] == 'odd' }}{% endfor %}x"
-    client = serving(LearnedReward(text_reward, chat_template=template), max_wait_ms=200.0)
+    client = serving(LearnedReward(text_reward, chat_template=template))
     odd = {"prompts": [[{"role": "odd", "content": "a"}]], "completions": ["b"]}
 
     first, broken, last = client.together([body_of(), odd, body_of()])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import lightning as L
 from PIL import Image, ImageDraw, ImageOps
 
-from lrlhf.callbacks.eval_jsonl import covers_validation_set
+from lrlhf.callbacks.eval_jsonl import is_evaluation
 from lrlhf.callbacks.output_files import atomic_write, hold_output_folder, output_folder
 from lrlhf.types import Media, PreferenceBatch
 
@@ -74,13 +74,11 @@ class PairPage(L.Callback):
                 self._pairs.append(_Pair(_picture(left), _picture(right), told))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        whole = not trainer.sanity_checking or covers_validation_set(trainer)
-        if self._pairs and whole and trainer.is_global_zero:
+        if self._pairs and is_evaluation(trainer):
             name = f"eval_pairs_{trainer.global_step}.png"
             path = output_folder(trainer, self.dirpath) / name
             draw_pairs(path, self._pairs)
             self.paths.append(path)
-        self._pairs = []
 
 
 def draw_pairs(path: Path, pairs: Sequence[_Pair]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -14,7 +13,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.run.lightning_internals import shows_training
 
-SHOWN: Mapping[str, str] = {
+_SHOWN = {
     "rollout/score": "score",
     "rollout/response_length": "length",
     "kl/reference": "kl",
@@ -44,9 +43,9 @@ class PhaseProgress(TQDMProgressBar, RolloutListener):
         plain: bool | None = None,
     ) -> None:
         super().__init__(refresh_rate=refresh_rate)
-        self.metrics = dict(SHOWN if metrics is None else metrics)
+        self.metrics = dict(_SHOWN if metrics is None else metrics)
         self.plain = not sys.stdout.isatty() if plain is None else plain
-        self._wanted = refresh_rate > 0
+        self._prints = self.plain and refresh_rate > 0
         self._seconds: dict[str, float] = {}
         self._phase = ""
         self._phase_start = 0.0
@@ -57,28 +56,27 @@ class PhaseProgress(TQDMProgressBar, RolloutListener):
 
     def disable(self) -> None:
         """Show nothing: what Lightning asks of the ranks other than zero."""
-        self._wanted = False
+        self._prints = False
         super().disable()
 
     def enable(self) -> None:
-        self._wanted = True
+        self._prints = self.plain
         if not self.plain:
             super().enable()
 
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        shown = self._shown(trainer)
         logged = super().get_metrics(trainer, pl_module)
         known = {*self.metrics, "v_num"}
-        return {**shown, **{name: value for name, value in logged.items() if name not in known}}
+        rest = {name: value for name, value in logged.items() if name not in known}
+        return {**self._shown(trainer), **rest}
 
     def on_phase(self, phase: str) -> None:
         now = time.monotonic()
         if self._phase:
-            self._seconds[self._phase] = (
-                self._seconds.get(self._phase, 0.0) + now - self._phase_start
-            )
+            before = self._seconds.get(self._phase, 0.0)
+            self._seconds[self._phase] = before + now - self._phase_start
         self._phase, self._phase_start = phase, now
         if self.is_enabled and phase and shows_training(self):
             epoch = self.trainer.current_epoch
@@ -97,33 +95,27 @@ class PhaseProgress(TQDMProgressBar, RolloutListener):
         batch_idx: int,
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._prints_step(trainer):
-            self._printed_step = trainer.global_step
-            total = trainer.estimated_stepping_batches
-            of = "" if math.isinf(total) else f"/{int(total)}"
-            parts = [f"step {trainer.global_step}{of}", *self._words(trainer), self._pace()]
-            self._say("  ".join(parts))
+        step, total = trainer.global_step, trainer.estimated_stepping_batches
+        due = self._prints and (step % self.refresh_rate == 0 or step == total)
+        # a batch that only accumulated gradients has no line
+        if not due or step == self._printed_step:
+            return
+        self._printed_step = step
+        words = [f"step {step}" if math.isinf(total) else f"step {step}/{int(total)}"]
+        words += [f"{label} {value}" for label, value in self._shown(trainer).items()]
+        pace = f"{time.monotonic() - self._step_start:.1f} s/step"
+        phases = " ".join(f"{name} {seconds:.1f}" for name, seconds in self._seconds.items())
+        _say([*words, f"{pace} ({phases})" if phases else pace])
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
-        if not (self.plain and self._wanted):
-            return
         metrics = [
             f"{name.removeprefix('eval/')} {float(value):.4g}"
             for name, value in trainer.callback_metrics.items()
             if name.startswith("eval/")
         ]
-        self._say("  ".join([f"eval at step {trainer.global_step}", *metrics]))
-
-    def _prints_step(self, trainer: L.Trainer) -> bool:
-        step = trainer.global_step
-        last = step == trainer.estimated_stepping_batches
-        return (
-            self.plain
-            and self._wanted
-            and step != self._printed_step
-            and (step % self.refresh_rate == 0 or last)
-        )
+        if self._prints:
+            _say([f"eval at step {trainer.global_step}", *metrics])
 
     def _shown(self, trainer: L.Trainer) -> dict[str, str]:
         logged = trainer.callback_metrics
@@ -133,14 +125,7 @@ class PhaseProgress(TQDMProgressBar, RolloutListener):
             if key in logged
         }
 
-    def _words(self, trainer: L.Trainer) -> list[str]:
-        return [f"{label} {value}" for label, value in self._shown(trainer).items()]
 
-    def _pace(self) -> str:
-        pace = f"{time.monotonic() - self._step_start:.1f} s/step"
-        phases = " ".join(f"{name} {seconds:.1f}" for name, seconds in self._seconds.items())
-        return f"{pace} ({phases})" if phases else pace
-
-    def _say(self, line: str) -> None:
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()  # a log that is read while it grows
+def _say(words: list[str]) -> None:
+    sys.stdout.write(f"{'  '.join(words)}\n")
+    sys.stdout.flush()  # a log that is read while it grows

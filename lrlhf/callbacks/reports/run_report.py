@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from lightning.pytorch.utilities import rank_zero_warn
 
-from lrlhf.callbacks.eval_jsonl import EvalJSONL, covers_validation_set
+from lrlhf.callbacks.eval_jsonl import EvalJSONL, is_evaluation
 from lrlhf.callbacks.hf_export import HFExport
 from lrlhf.callbacks.kl_control import KLControl
 from lrlhf.callbacks.output_files import hold_output_folder, output_folder
-from lrlhf.callbacks.reports.panels import draw_panels
-from lrlhf.callbacks.reports.plots import can_draw
-from lrlhf.callbacks.reports.reward_curve import Curve, draw_curve
+from lrlhf.callbacks.reports.curves import Curve, draw_curve, draw_panels
 from lrlhf.callbacks.rollout_log import RolloutLog
 
 
@@ -47,85 +41,71 @@ class RunReport(L.Callback):
         panels: list[str] | None = None,
     ) -> None:
         self.dirpath = dirpath
-        self.panels = [Curve(name, [], []) for name in panels or []]
-        self.metric = Curve(metric, [], [])
-        self.evaluation = Curve(eval_metric, [], [])
+        self.metric = metric
+        self.eval_metric = eval_metric
+        self.panels = panels or []
+        self.curves = {name: Curve(name, [], []) for name in (metric, eval_metric, *self.panels)}
+        """What has been logged so far, by metric."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         hold_output_folder(trainer, self.dirpath, stage)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        _record(self.metric, trainer)
-        for curve in self.panels:
-            if not curve.name.startswith("eval/"):
+        for name, curve in self.curves.items():
+            if name == self.metric or not self._is_evaluated(name):
                 _record(curve, trainer)
-
-    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if covers_validation_set(trainer):
-            self._record_evaluation(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._record_evaluation(trainer)
-
-    def _record_evaluation(self, trainer: L.Trainer) -> None:
-        _record(self.evaluation, trainer)
-        for curve in self.panels:
-            if curve.name.startswith("eval/"):
+        for name, curve in self.curves.items():
+            if self._is_evaluated(name) and is_evaluation(trainer):
                 _record(curve, trainer)
+
+    def _is_evaluated(self, name: str) -> bool:
+        return name == self.eval_metric or name.startswith("eval/")
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
         places = _places(trainer)
-        if self.metric.finite().steps and can_draw():
-            path = output_folder(trainer, self.dirpath) / "reward_curve.png"
-            draw_curve(path, self.metric, self.evaluation)
-            places["reward curve"] = path
-        if any(curve.finite().steps for curve in self.panels) and can_draw():
-            path = output_folder(trainer, self.dirpath) / "curves.png"
-            draw_panels(path, {"run": self.panels}, targets=_targets(trainer))
-            places["curves"] = path
-        pl_module.print(_text(self._summary(trainer), places))
+        try:
+            places |= self._draw(trainer)
+        except ImportError as error:
+            rank_zero_warn(f"there are no pictures of curves: {error}")
+        lines = [_change(self.curves[name], trainer) for name in (self.metric, self.eval_metric)]
+        width = max(map(len, places), default=0)
+        lines += [f" {name:{width}}  {path}" for name, path in places.items()]
+        pl_module.print("\n".join(lines))
 
     def state_dict(self) -> dict[str, Any]:
-        named = {"metric": self.metric, "evaluation": self.evaluation}
-        named |= {f"panel {curve.name}": curve for curve in self.panels}
         return {
             name: {"steps": list(curve.steps), "values": list(curve.values)}
-            for name, curve in named.items()
+            for name, curve in self.curves.items()
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.metric = Curve(self.metric.name, **_copied(state_dict["metric"]))
-        self.evaluation = Curve(self.evaluation.name, **_copied(state_dict["evaluation"]))
         # a panel that was asked for after the run began has no past
-        self.panels = [
-            Curve(curve.name, **_copied(state_dict[f"panel {curve.name}"]))
-            if f"panel {curve.name}" in state_dict
-            else curve
-            for curve in self.panels
-        ]
+        for name in self.curves.keys() & state_dict.keys():
+            past = state_dict[name]
+            self.curves[name] = Curve(name, list(past["steps"]), list(past["values"]))
 
-    def _summary(self, trainer: L.Trainer) -> list[str]:
-        return [_change(self.metric, trainer), _change(self.evaluation, trainer)]
-
-
-def _copied(curve: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    return {name: list(values) for name, values in curve.items()}
+    def _draw(self, trainer: L.Trainer) -> dict[str, Path]:
+        folder = output_folder(trainer, self.dirpath)
+        drawn: dict[str, Path] = {}
+        if self.curves[self.metric].finite().steps:
+            drawn["reward curve"] = folder / "reward_curve.png"
+            curves = (self.curves[self.metric], self.curves[self.eval_metric])
+            draw_curve(drawn["reward curve"], *curves)
+        panels = [self.curves[name] for name in self.panels]
+        if any(curve.finite().steps for curve in panels):
+            drawn["curves"] = folder / "curves.png"
+            draw_panels(drawn["curves"], {"run": panels}, targets=_targets(trainer))
+        return drawn
 
 
 def _record(curve: Curve, trainer: L.Trainer) -> None:
     value = trainer.callback_metrics.get(curve.name)
-    if value is None:
-        return
-    step = trainer.global_step
-    if curve.steps and curve.steps[-1] == step:
-        # an accumulated batch, or a second evaluation of the same weights
-        curve.values[-1] = float(value)
-        return
-    curve.steps.append(step)
-    curve.values.append(float(value))
+    if value is not None:
+        curve.record(trainer.global_step, float(value))
 
 
 def _change(curve: Curve, trainer: L.Trainer) -> str:
@@ -146,8 +126,7 @@ def _targets(trainer: L.Trainer) -> dict[str, float]:
     """Values that a controller of the run holds, by metric."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     controls = [callback for callback in callbacks if isinstance(callback, KLControl)]
-    adaptive = [control.target for control in controls if control.mode == "adaptive"]
-    return {"kl/sequence": adaptive[0]} if adaptive else {}
+    return {"kl/sequence": one.target for one in controls if one.mode == "adaptive"}
 
 
 def _places(trainer: L.Trainer) -> dict[str, Path]:
@@ -168,27 +147,12 @@ def _places(trainer: L.Trainer) -> dict[str, Path]:
         elif isinstance(callback, HFExport) and callback.last_export is not None:
             places["exported model"] = callback.last_export
         elif isinstance(callback, ModelCheckpoint):
-            places |= _checkpoints(callback)
+            resumed = callback.last_model_path or callback.best_model_path
+            found = {"checkpoint to resume": resumed}
+            if callback.monitor is not None:
+                found = {
+                    "checkpoint to resume": callback.last_model_path,
+                    f"checkpoint with best {callback.monitor}": callback.best_model_path,
+                }
+            places |= {name: Path(path) for name, path in found.items() if path}
     return places
-
-
-def _checkpoints(callback: ModelCheckpoint) -> dict[str, Path]:
-    paths = {"checkpoint to resume": callback.last_model_path}
-    if callback.monitor is not None:
-        paths[f"checkpoint with best {callback.monitor}"] = callback.best_model_path
-    elif not callback.last_model_path:
-        paths["checkpoint to resume"] = callback.best_model_path
-    return {name: Path(path) for name, path in paths.items() if path}
-
-
-def _text(summary: list[str], places: dict[str, Path]) -> str:
-    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, overflow="ignore")
-    for name, path in places.items():
-        table.add_row(Text(name), Text(str(path)))
-    buffer = io.StringIO()
-    # as wide as the longest path: a broken path cannot be copied
-    Console(file=buffer, width=4096, color_system=None).print(table)
-    lines = [line.rstrip() for line in buffer.getvalue().splitlines()]
-    return "\n".join([*summary, *(line for line in lines if line)])
