@@ -59,16 +59,12 @@ class EMA(L.Callback):
         self.warmup = warmup
         self.validate = validate
         self.device = device
-        self._shadows: dict[str, Tensor] = {}
+        self.shadows: dict[str, Tensor] = {}
+        """This rank's parts of the averages by role and name: ``policy.model.norm.weight``."""
         self._stored: Mapping[str, Tensor] = {}
         self._weights: dict[str, nn.Parameter] = {}
         self._step = 0
         self._replaced: dict[str, Tensor] = {}
-
-    @property
-    def shadows(self) -> dict[str, Tensor]:
-        """This rank's parts of the averages by role and name: ``policy.model.norm.weight``."""
-        return self._shadows
 
     @property
     def stands_in(self) -> bool:
@@ -79,13 +75,13 @@ class EMA(L.Callback):
         _refuse_rounded_weights(trainer, pl_module)
         if not self._known:
             for name, weight in trainable_weights(pl_module).items():
-                self._shadows[name] = self._kept(weight, own_part(weight))
+                self.shadows[name] = self._kept(weight, own_part(weight))
         # a checkpoint of another model fails now, not at the next update
         self._pairs(pl_module)
 
     @property
     def _known(self) -> bool:
-        return bool(self._shadows or self._stored)
+        return bool(self.shadows or self._stored)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         # a batch that only accumulated gradients has changed nothing
@@ -130,13 +126,13 @@ class EMA(L.Callback):
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         shadows = {
             name: of_parts(self._weights[name], shadow, holder=index % world)
-            for index, (name, shadow) in enumerate(self._shadows.items())
+            for index, (name, shadow) in enumerate(self.shadows.items())
         }
         return {"shadows": shadows or dict(self._stored), "step": self._step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # whole tensors: which parts of them are this rank's shows when the model is there
-        self._stored, self._shadows = state_dict["shadows"], {}
+        self._stored, self.shadows = state_dict["shadows"], {}
         self._step = state_dict["step"]
 
     @torch.no_grad()
@@ -163,7 +159,7 @@ class EMA(L.Callback):
         if self._stored:
             with torch.inference_mode(False):
                 self._take_parts()
-        return [(weight, self._shadows[name]) for name, weight in self._weights.items()]
+        return [(weight, self.shadows[name]) for name, weight in self._weights.items()]
 
     def _take_parts(self) -> None:
         """Keep this rank's parts of the averages that a checkpoint held."""
@@ -181,7 +177,7 @@ class EMA(L.Callback):
                     f"EMA: {name!r} has shape {tuple(shadow.shape)} in the checkpoint and "
                     f"{tuple(whole_shape(weight))} in the model; resume with the model of that run"
                 )
-            self._shadows[name] = self._kept(weight, part_of(weight, shadow))
+            self.shadows[name] = self._kept(weight, part_of(weight, shadow))
 
     def _kept(self, weight: nn.Parameter, part: Tensor) -> Tensor:
         return part.to(self.device or weight.device, torch.float32, copy=True)

@@ -96,11 +96,15 @@ class RolloutLog(L.Callback, RolloutListener):
         self.path = output_folder(trainer, self.dirpath) / "rollouts.jsonl"
         if trainer.is_global_zero:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if trainer.global_step == 0:
-                _set_aside(self.path, self._folder)
+            step, folder = trainer.global_step, self._folder
+            if step:
+                _forget_steps_from(self.path, step)
+                _remove(folder, first=step)
             else:
-                _forget_steps_from(self.path, trainer.global_step)
-                _remove(self._folder, first=trainer.global_step)
+                # a folder of that name which holds something else is not ours to move
+                old = [self.path] if self.path.exists() else []
+                old += [folder] if rollout_files(folder) else []
+                set_aside("RolloutLog", [self.path, folder], old)
         # the other ranks write into the folder only when it is clean
         trainer.strategy.barrier("RolloutLog")
 
@@ -122,7 +126,11 @@ class RolloutLog(L.Callback, RolloutListener):
             self._save(trainer, experience, ranked)
         if not trainer.is_global_zero or not everything:
             return
-        self._append(everything)
+        assert self.path is not None, "a rollout before training has started"
+        lines = "".join(f"{json_line(record)}\n" for record in everything)
+        # closed each time: a killed run has every iteration on file
+        with naming(self.path), self.path.open("ab") as handle:
+            handle.write(lines.encode())
         step = trainer.global_step
         if self.print_every is not None and step % self.print_every == 0:
             shown = spread(everything, self.samples)
@@ -144,20 +152,6 @@ class RolloutLog(L.Callback, RolloutListener):
             steps = sorted({file.step for file in rollout_files(self._folder)})
             for step in steps[: -self.keep_tensors]:
                 _remove(self._folder, first=step, last=step)
-
-    def _append(self, records: Sequence[dict[str, Any]]) -> None:
-        assert self.path is not None, "a rollout before training has started"
-        lines = "".join(f"{json_line(record)}\n" for record in records)
-        # closed each time: a killed run has every iteration on file
-        with naming(self.path), self.path.open("ab") as handle:
-            handle.write(lines.encode())
-
-
-def _set_aside(path: Path, folder: Path) -> None:
-    """Rename what an earlier run has written, the file and the folder by the same number."""
-    # a folder of that name which holds something else is not ours to move
-    old = [*([path] if path.exists() else []), *([folder] if rollout_files(folder) else [])]
-    set_aside("RolloutLog", [path, folder], old)
 
 
 def _forget_steps_from(path: Path, step: int) -> None:

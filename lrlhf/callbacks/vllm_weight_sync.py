@@ -50,9 +50,7 @@ class VLLMWeightSync(RolloutListener, L.Callback):
         self, every_n_steps: int = 1, probe_every: int = 10, tolerance: float | None = None
     ) -> None:
         if every_n_steps < 1:
-            raise ValueError(
-                f"VLLMWeightSync every_n_steps is {every_n_steps}; it must be 1 or more"
-            )
+            raise ValueError(f"VLLMWeightSync every_n_steps is {every_n_steps}; it must be above 0")
         if probe_every < 0:
             raise ValueError(f"VLLMWeightSync probe_every is {probe_every}; it must be 0 or more")
         if tolerance is not None and tolerance <= 0:
@@ -82,7 +80,8 @@ class VLLMWeightSync(RolloutListener, L.Callback):
 
     def on_weights_needed(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Push, if the engine's weights are not those that are to generate."""
-        engine = _sampling_module(module).engine
+        assert isinstance(module, SamplesResponses)
+        engine = module.engine
         averaged = any(
             isinstance(callback, EMA) and callback.stands_in
             for callback in trainer.callbacks  # type: ignore[attr-defined]
@@ -107,9 +106,7 @@ class VLLMWeightSync(RolloutListener, L.Callback):
         if self.probe_every and (self._pushes <= 2 or self._pushes % self.probe_every == 0):
             self._probe(engine, trainer)
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """End the engine: Lightning calls no ``teardown`` after an error."""
         if isinstance(pl_module, SamplesResponses):
             pl_module.engine.close()
@@ -125,7 +122,8 @@ class VLLMWeightSync(RolloutListener, L.Callback):
         # stored rollouts are as old as they are
         if experience.weight_version is None or "stored_step" in records[0]:
             return
-        allowed = self.every_n_steps - 1 + _sampling_module(module).settings.rollout_ahead
+        assert isinstance(module, SamplesResponses)
+        allowed = self.every_n_steps - 1 + module.settings.rollout_ahead
         age = trainer.global_step - int(experience.weight_version.min())
         if not 0 <= age <= allowed:
             raise WeightSyncError(
@@ -147,8 +145,3 @@ class VLLMWeightSync(RolloutListener, L.Callback):
                 f"{limit:g}): it computes with other weights than it was given, or with cached "
                 "states of older ones"
             )
-
-
-def _sampling_module(module: L.LightningModule) -> SamplesResponses:
-    assert isinstance(module, SamplesResponses)
-    return module

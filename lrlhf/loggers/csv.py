@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import os
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.core.saving import save_hparams_to_yaml
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from torch import Tensor
 
-from lrlhf.loggers.csv_table import CSVTable
+from lrlhf.run.atomic import atomic_write, naming
 from lrlhf.run.checkpoints.set_aside import set_aside
 
 _AXES = ("step", "epoch")
 _CLOCKED = ("perf/", "rewards/remote/", "rewards/isolated/")
 """What depends on clocks, networks and other processes."""
+Row = dict[str, str]
 
 
 class ResumingCSVLogger(CSVLogger):
@@ -30,7 +35,6 @@ class ResumingCSVLogger(CSVLogger):
     Args:
         save_dir: Folder of the run.
         name: Folder inside it; None: the files are in the folder itself.
-        prefix: Put before the name of every metric, with a ``-``.
         timings: Beginnings of the names of metrics that differ between two equal runs.
 
     Raises:
@@ -41,13 +45,11 @@ class ResumingCSVLogger(CSVLogger):
         self,
         save_dir: str | Path,
         name: str | None = None,
-        prefix: str = "",
         timings: Sequence[str] = _CLOCKED,
     ) -> None:
         refuse_remote(save_dir, type(self).__name__)
-        super().__init__(save_dir, name=name, version="", prefix=prefix)
-        self._start = f"{prefix}-" if prefix else ""
-        self._clocked = tuple(f"{self._start}{mark}" for mark in timings)
+        super().__init__(save_dir, name=name, version="")
+        self._clocked = tuple(timings)
         self._hyperparameters: dict[str, Any] = {}
         self._tables: dict[str, CSVTable] = {}
         """By name of the file: of the metrics, then of the timings; empty until the run begins."""
@@ -73,7 +75,7 @@ class ResumingCSVLogger(CSVLogger):
         if not self._tables:
             self.start_over()
         measured, timings = self._tables.values()
-        named = {f"{self._start}{name}": value for name, value in metrics.items()}
+        named = dict(metrics)
         axes: dict[str, Any] = {"step": measured.rows if step is None else step}
         axes |= {name: named.pop(name) for name in _AXES if name in named}
         clocked = {k: named.pop(k) for k in list(named) if k.startswith(self._clocked)}
@@ -131,3 +133,103 @@ def refuse_remote(folder: str | Path, who: str) -> None:
             f"{who} save_dir is {folder}: it needs a folder of this machine, whose files it can "
             "cut back when a run is resumed"
         )
+
+
+class CSVTable:
+    """A CSV file that grows by rows and by columns; each row is in it when `append` returns.
+
+    A column that is new is put in its place by rewriting the file in one step: ``step`` and
+    ``epoch`` first, the others by name, so that the file does not tell when it was interrupted.
+
+    Args:
+        path: The file; what is in it is read by `cut_back` only.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows = 0
+        self._columns: list[str] = []
+        self._end = 0
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write a row.
+
+        Raises:
+            OSError: It could not be written; what was in the file is still there.
+        """
+        cells = {name: _cell(value) for name, value in row.items()}
+        if cells.keys() <= set(self._columns):
+            data = _lines([[cells.get(name, "") for name in self._columns]])
+            with naming(self.path), self.path.open("r+b") as handle:
+                # what did not fit on the disk may have left its beginning behind
+                handle.seek(self._end)
+                handle.truncate()
+                handle.write(data)
+            self._end += len(data)
+        else:
+            self._rewrite({*self._columns, *cells}, [*self._read()[: self.rows], cells])
+        self.rows += 1
+
+    def cut_back(self, rows: int | None = None) -> int:
+        """Keep the first rows and the columns they fill; return how many rows there were.
+
+        Args:
+            rows: How many stay, if there are that many; None: all that are whole.
+
+        Raises:
+            ValueError: The file is no table.
+        """
+        found = self._read()
+        kept = found[:rows]
+        self.rows = len(kept)
+        if self.path.exists():
+            self._rewrite({name for row in kept for name, cell in row.items() if cell}, kept)
+        return len(found)
+
+    def sync(self) -> None:
+        """Bring the rows to the disk, where they outlast the machine too."""
+        if self.path.exists():
+            with self.path.open("rb") as handle:
+                os.fsync(handle.fileno())
+
+    def _read(self) -> list[Row]:
+        """Read the whole rows: a kill may have cut the last one short."""
+        data = self.path.read_bytes() if self.path.exists() else b""
+        try:
+            text = data[: data.rfind(b"\n") + 1].decode()
+            reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+            rows = []
+            for row in reader:
+                if None in row or None in row.values():
+                    raise csv.Error(f"line {reader.line_num}: more or fewer cells than the header")
+                rows.append(row)
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(
+                f"{self.path} is no table of metrics ({error}); mend it or move it away, or choose "
+                "another folder for the logger"
+            ) from error
+        return rows
+
+    def _rewrite(self, names: Iterable[str], rows: Iterable[Row]) -> None:
+        columns = sorted(names, key=lambda name: (name not in _AXES, name == "epoch", name))
+        cells = [[row.get(name, "") for name in columns] for row in rows]
+        data = _lines([columns, *cells]) if columns else b""
+        with atomic_write(self.path) as handle:
+            handle.write(data)
+        self._columns, self._end = columns, len(data)
+
+
+def _lines(rows: Iterable[list[str]]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()
+
+
+def _cell(value: Any) -> str:
+    """Text of a value, a number with all its digits."""
+    if value is None:
+        return ""
+    if isinstance(value, Tensor):
+        value = value.item()
+    # a line of the file is a row
+    return " ".join(value.splitlines()) if isinstance(value, str) else repr(value)

@@ -32,36 +32,16 @@ class ResumingTensorBoardLogger(TensorBoardLogger):
     Args:
         save_dir: Folder of the run.
         name: Folder of the events inside it.
-        log_graph: Also draw the graph of the module, which then needs an ``example_input_array``.
-        default_hp_metric: Write a placeholder metric beside the hyperparameters, without which
-            TensorBoard does not show them.
-        prefix: Put before the name of every metric, with a ``-``.
-        **kwargs: Those of ``torch.utils.tensorboard.SummaryWriter``.
+        **kwargs: Those of Lightning's `TensorBoardLogger`.
 
     Raises:
         ValueError: The folder is not one of this machine's.
         ModuleNotFoundError: TensorBoard is not installed.
     """
 
-    def __init__(
-        self,
-        save_dir: str | Path,
-        name: str = "tensorboard",
-        log_graph: bool = False,
-        default_hp_metric: bool = True,
-        prefix: str = "",
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, save_dir: str | Path, name: str = "tensorboard", **kwargs: Any) -> None:
         refuse_remote(save_dir, type(self).__name__)
-        super().__init__(
-            save_dir,
-            name=name,
-            version="",
-            log_graph=log_graph,
-            default_hp_metric=default_hp_metric,
-            prefix=prefix,
-            **kwargs,
-        )
+        super().__init__(save_dir, name=name, version="", **kwargs)
         self._stage = ""
         self._begun = False
         self._held_back: list[tuple[Any, ...]] = []
@@ -137,7 +117,13 @@ class ResumingTensorBoardLogger(TensorBoardLogger):
         _ = self.experiment
         self._begun = True
         if self._others:
-            self._move_others()
+            folder, number = Path(self.log_dir), 1
+            while (place := folder.with_name(f"{folder.name}.{number}")).exists():
+                number += 1
+            place.mkdir()
+            for file in self._others:
+                file.rename(place / file.name)
+            rank_zero_info(f"{type(self).__name__}: events of an earlier run are now in {place}")
         for held in self._held_back:
             super().log_hyperparams(*held)
         self._held_back.clear()
@@ -150,15 +136,6 @@ class ResumingTensorBoardLogger(TensorBoardLogger):
                 file.unlink()
             self._experiment = None
         self._stage, self._begun = stage, True
-
-    def _move_others(self) -> None:
-        folder, number = Path(self.log_dir), 1
-        while (place := folder.with_name(f"{folder.name}.{number}")).exists():
-            number += 1
-        place.mkdir()
-        for file in self._others:
-            file.rename(place / file.name)
-        rank_zero_info(f"ResumingTensorBoardLogger: events of an earlier run are now in {place}")
 
 
 def _event_files(folder: Path) -> set[Path]:

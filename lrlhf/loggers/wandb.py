@@ -37,7 +37,6 @@ class ResumingWandbLogger(WandbLogger):
         id: Of the run; None: a new one for each run that starts from the beginning.
         offline: Write to the folder only; ``wandb sync`` sends it later.
         log_model: Also send the checkpoints: ``all`` each, true at the end.
-        prefix: Put before the name of every metric, with a ``-``.
         **kwargs: Those of ``wandb.init``.
 
     Raises:
@@ -52,7 +51,6 @@ class ResumingWandbLogger(WandbLogger):
         id: str | None = None,
         offline: bool = False,
         log_model: Literal["all"] | bool = False,
-        prefix: str = "",
         **kwargs: Any,
     ) -> None:
         self._options: dict[str, Any] = {
@@ -61,12 +59,10 @@ class ResumingWandbLogger(WandbLogger):
             "name": name,
             "offline": offline,
             "log_model": log_model,
-            "prefix": prefix,
             **kwargs,
         }
         super().__init__(id=id, **self._options)
         self._chosen_id = id
-        self._start = f"{prefix}-" if prefix else ""
         self._held_back: list[dict[str, Any] | Namespace] = []
         self._run_id: str | None = None
         """Of the run in W&B; None: it has not begun."""
@@ -95,7 +91,7 @@ class ResumingWandbLogger(WandbLogger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         if self._run_id is None:
             self.start_over()
-        row = {f"{self._start}{name}": _number(value) for name, value in metrics.items()}
+        row = {name: _number(value) for name, value in metrics.items()}
         row |= {} if step is None else {_X_AXIS: step}
         if not self._numbers_rows:
             self.experiment.log(row)

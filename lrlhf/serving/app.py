@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import functools
 import hmac
-import logging
 import time
-import traceback
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
@@ -30,9 +28,7 @@ from lrlhf.serving.lightrft import read_lightrft_request
 from lrlhf.serving.limits import QueueOptions, RefusedRequestError, RequestLimits
 from lrlhf.serving.measures import Measures
 from lrlhf.serving.score_request import ScoreRequest, read_score_request
-from lrlhf.serving.scorer import Scorer, Scores, Served
-
-logger = logging.getLogger(__name__)
+from lrlhf.serving.scorer import Scorer, Scores, Served, log_defect
 
 _SCORING: Final = ("/v1/score", "/get_reward", "/")
 _TELLING: Final = ("/health", "/version", "/metrics")
@@ -184,7 +180,7 @@ class RewardService:
 
     async def _request(self, body: Body, read: Read, place: Place) -> ScoreRequest:
         weigh = functools.partial(self.batcher.weigh, place)
-        content = await body.read(self._limits.max_bytes, weigh)
+        content = await body.read(int(self._limits.max_request_mb * 1e6), weigh)
         self.batcher.queue(place)
         readers = self._small_readers if len(content) <= _SMALL else self._readers
         return await asyncio.get_running_loop().run_in_executor(
@@ -266,7 +262,7 @@ class _Outermost:
             self._measures.rejected.labels(error.reason).inc()
             await _refusal(error)(scope, receive, counted)
         except Exception as error:
-            _log_defect(error)
+            log_defect("a defect of the service,", error)
             self._measures.rejected.labels("defect").inc()
             if statuses:
                 raise
@@ -296,11 +292,6 @@ def _refusal(error: RefusedRequestError) -> JSONResponse:
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse({"detail": error.detail}, status_code=error.status, headers=headers)
-
-
-def _log_defect(error: Exception) -> None:
-    trace = "".join(traceback.format_tb(error.__traceback__)).rstrip()
-    logger.error("a defect of the service, %s:\n%s", type(error).__name__, trace)
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:

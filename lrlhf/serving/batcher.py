@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Final
 
 from lrlhf.serving.limits import QueueOptions, RefusedRequestError
@@ -23,14 +24,14 @@ _LIGHT: Final = 250_000
 """Bytes of a body that is taken whatever the others weigh."""
 
 
+@dataclass(eq=False)
 class Place:
     """A request in the service, from its head to its answer."""
 
-    def __init__(self) -> None:
-        self.weight = 0
-        """Bytes of the body so far."""
-        self.has_arrived = False
-        """All of it is there."""
+    weight: int = 0
+    """Bytes of the body so far."""
+    has_arrived: bool = False
+    """All of it is there."""
 
 
 class _Job:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import resource
 from collections.abc import Callable
@@ -47,31 +48,21 @@ class Door:
         self.seconds = seconds
         self.refuse = refuse
         self._most = most
-        self._strangers: dict[Connection, None] = {}  # as a set that keeps the order
-        self._known: dict[Connection, None] = {}
+        self._connections: dict[Connection, None] = {}  # as a set that keeps the order
 
     def enter(self, connection: Connection) -> None:
         """Let a connection in, perhaps in the place of another one."""
-        self._strangers[connection] = None
-        if len(self._strangers) + len(self._known) > self._most:
+        self._connections[connection] = None
+        if len(self._connections) > self._most:
             self.refuse("no room for connections")
-            self._dispensable().end()
+            *others, last = self._connections
+            strangers = (each for each in others if not each.known)
+            idle = (each for each in others if not each.asks)
+            next(itertools.chain(strangers, idle), last).end()
 
     def leave(self, connection: Connection) -> None:
         """Note that a connection has ended."""
-        self._strangers.pop(connection, None)
-        self._known.pop(connection, None)
-
-    def _dispensable(self) -> Connection:
-        last = next(reversed(self._strangers))
-        for connection in list(self._strangers):
-            if connection is last:
-                break
-            if not connection.known:
-                return connection
-            del self._strangers[connection]
-            self._known[connection] = None
-        return next((each for each in self._known if not each.asks), last)
+        self._connections.pop(connection, None)
 
 
 class Connection(H11Protocol):

@@ -53,7 +53,7 @@ def read_lightrft_request(body: Any, limits: RequestLimits, marks: TextMarks) ->
         completions=[completion for _, completion in rows],
         images=images,
         columns={
-            name: entries(body, name, count)
+            name: entries(body[name], name, count)
             for name in ("references", "labels")
             if body.get(name) is not None
         },
@@ -62,7 +62,7 @@ def read_lightrft_request(body: Any, limits: RequestLimits, marks: TextMarks) ->
 
 
 def _texts(body: dict[str, Any], key: str, count: int | None = None) -> list[str]:
-    values = entries(body, key, count)
+    values = entries(body[key], key, count)
     for row, value in enumerate(values):
         if not isinstance(value, str):
             raise malformed(f"{key}[{row}]", f"expected text, found {kind_of(value)}")

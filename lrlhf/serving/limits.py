@@ -73,11 +73,6 @@ class RequestLimits:
     def __post_init__(self) -> None:
         _check_positive(self)
 
-    @property
-    def max_bytes(self) -> int:
-        """Of a body."""
-        return int(self.max_request_mb * 1e6)
-
 
 @dataclass(frozen=True, kw_only=True)
 class QueueOptions:

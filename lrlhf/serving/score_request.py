@@ -85,9 +85,9 @@ def read_score_request(body: Any, limits: RequestLimits) -> ScoreRequest:
         RefusedRequestError: It is not as the protocol has it, or holds too much.
     """
     check_keys(body, ("prompts", "completions"), ("images", "videos", "columns"))
-    completions = entries(body, "completions")
+    completions = entries(body["completions"], "completions")
     count = len(completions)
-    prompts = [_prompt(*given) for given in _placed(entries(body, "prompts", count), "prompts")]
+    prompts = [_prompt(*given) for given in _placed(body["prompts"], "prompts", count)]
     completions = [_completion(*given) for given in _placed(completions, "completions")]
     check_sizes(prompts, completions, limits)
     files = MediaFiles(limits)
@@ -115,9 +115,13 @@ def check_keys(body: Any, required: Sequence[str], optional: Sequence[str]) -> N
             raise malformed(ascii(key)[:60], f"no such key; there are {known}")
 
 
-def entries(body: Mapping[str, Any], key: str, count: int | None = None) -> list[Any]:
-    """Return the list under a key, one entry per response."""
-    return _listed(body[key], key, count)
+def entries(values: Any, place: str, count: int | None = None) -> list[Any]:
+    """Return a list, one entry per response if their count is given."""
+    if not isinstance(values, list):
+        raise malformed(place, f"expected a list, found {kind_of(values)}")
+    if count is not None and len(values) != count:
+        raise malformed(place, f"{len(values)} entries for {count} responses; give one for each")
+    return values
 
 
 def check_sizes(
@@ -153,22 +157,14 @@ def add_media(
         return None
     rows = [
         [files.add(kind, *given) for given in _placed([] if row is None else row, place)]
-        for row, place in _placed(entries(body, f"{kind}s", count), f"{kind}s")
+        for row, place in _placed(body[f"{kind}s"], f"{kind}s", count)
     ]
     return rows if any(rows) else None
 
 
-def _listed(values: Any, place: str, count: int | None = None) -> list[Any]:
-    if not isinstance(values, list):
-        raise malformed(place, f"expected a list, found {kind_of(values)}")
-    if count is not None and len(values) != count:
-        raise malformed(place, f"{len(values)} entries for {count} responses; give one for each")
-    return values
-
-
-def _placed(values: Any, place: str) -> Iterator[tuple[Any, str]]:
+def _placed(values: Any, place: str, count: int | None = None) -> Iterator[tuple[Any, str]]:
     """Yield the entries of a list, each with its place in the body."""
-    for number, value in enumerate(_listed(values, place)):
+    for number, value in enumerate(entries(values, place, count)):
         yield value, f"{place}[{number}]"
 
 
@@ -181,7 +177,7 @@ def _columns(columns: Any, count: int) -> dict[str, list[Any]]:
         place = f"columns.{ascii(name)[1:-1][:60]}"
         if name in _TAKEN:
             raise malformed(place, "no name for a column: it is an argument of reward functions")
-        _listed(values, place, count)
+        entries(values, place, count)
     return columns
 
 

@@ -143,7 +143,12 @@ class Scorer:
                 retry_after=5,
             )
         except Exception as error:  # noqa: BLE001  whatever it is, the client is told
-            return _unexpected(error)
+            log_defect("the reward raised", error)
+            return RefusedRequestError(
+                f"the reward failed with {type(error).__name__}; the service's log says where",
+                status=500,
+                reason="reward failed",
+            )
 
     def _together(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
         sizes = [len(request) for request in requests]
@@ -197,20 +202,14 @@ def _joined(requests: Sequence[ScoreRequest]) -> dict[str, Any]:
         "prompts": [prompt for request in requests for prompt in request.prompts],
         "completions": [text for request in requests for text in request.completions],
     }
-    if any(request.images for request in requests):
-        arguments["images"] = [row for one in requests for row in one.images or [()] * len(one)]
-    if any(request.videos for request in requests):
-        arguments["videos"] = [row for one in requests for row in one.videos or [()] * len(one)]
+    for kind in ("images", "videos"):
+        media = [getattr(one, kind) or [()] * len(one) for one in requests]
+        if any(row for rows in media for row in rows):
+            arguments[kind] = list(itertools.chain.from_iterable(media))
     return arguments
 
 
-def _unexpected(error: Exception) -> RefusedRequestError:
-    """Return the answer to what only a defect of the reward function can cause."""
-    # the message may quote what was scored, and so may not be logged
+def log_defect(what: str, error: Exception) -> None:
+    """Log where an error was raised, and not its message, which may quote what was scored."""
     trace = "".join(traceback.format_tb(error.__traceback__)).rstrip()
-    logger.error("the reward raised %s:\n%s", type(error).__name__, trace)
-    return RefusedRequestError(
-        f"the reward failed with {type(error).__name__}; the service's log says where",
-        status=500,
-        reason="reward failed",
-    )
+    logger.error("%s %s:\n%s", what, type(error).__name__, trace)

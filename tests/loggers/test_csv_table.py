@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from lrlhf.loggers.csv_table import CSVTable
+from lrlhf.loggers.csv import CSVTable
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def test_a_row_that_did_not_fit_on_the_disk_is_overwritten(table: CSVTable) -> N
     ("content", "what"),
     [
         (b"\xff\xfe\n", "is no table of metrics"),
-        (b"step,epoch\n1\n", "line 2 has more or fewer cells than the header"),
-        (b"step,epoch\n1,2,3\n", "line 2 has more or fewer cells"),
+        (b"step,epoch\n1\n", "line 2: more or fewer cells than the header"),
+        (b"step,epoch\n1,2,3\n", "line 2: more or fewer cells"),
     ],
 )
 def test_a_file_that_is_no_table_is_named(table: CSVTable, content: bytes, what: str) -> None:

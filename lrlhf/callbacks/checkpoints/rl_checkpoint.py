@@ -14,7 +14,7 @@ from weakref import proxy
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
@@ -60,7 +60,6 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
             validation, and where there is none after each epoch.
         save_weights_only: Leave out what only a resumed run needs.
         auto_insert_metric_name: Write ``step=`` and the like before the values in the name.
-        verbose: Say which checkpoints are saved.
 
     Raises:
         ValueError: An option is out of range.
@@ -79,7 +78,6 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
         train_time_interval: timedelta | None = None,
         save_weights_only: bool = False,
         auto_insert_metric_name: bool = True,
-        verbose: bool = False,
     ) -> None:
         if save_top_k is None:
             save_top_k = 2 if monitor is None else 1
@@ -95,10 +93,9 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
             train_time_interval=train_time_interval,
             save_weights_only=save_weights_only,
             auto_insert_metric_name=auto_insert_metric_name,
-            verbose=verbose,
         )
         self.save_top_k = save_top_k
-        self._step_interval = every_n_train_steps or 0
+        self._step_interval = every_n_train_steps
         self._interval = train_time_interval
         self._timed = time.monotonic()
         self._step = 0
@@ -154,7 +151,11 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
         refusal = trainer.strategy.broadcast(refusal)
         if refusal is not None:
             raise refusal
-        self._continued_at = trainer.global_step if self._continues_last(trainer) else None
+        same = False
+        if trainer.ckpt_path is not None and self.last_model_path:
+            same = os.path.realpath(trainer.ckpt_path) == os.path.realpath(self.last_model_path)
+        same = trainer.strategy.broadcast(same)
+        self._continued_at = trainer.global_step if same else None
         self._forget_missing(trainer)
         # a kill may have come between a new checkpoint and the removal of an old one
         self._remove_surplus(trainer)
@@ -166,13 +167,6 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
         found, last = self._found.path, self.last_model_path
         if found and last and self.save_last and found.resolve() != Path(last).resolve():
             atomic_link(Path(last), found)
-
-    def _continues_last(self, trainer: L.Trainer) -> bool:
-        """Tell whether ``last.ckpt`` is what the run goes on from."""
-        if trainer.ckpt_path is None or not self.last_model_path:
-            return False
-        same = os.path.realpath(trainer.ckpt_path) == os.path.realpath(self.last_model_path)
-        return bool(trainer.strategy.broadcast(same))
 
     def _forget_missing(self, trainer: L.Trainer) -> None:
         """Rank no checkpoint that was removed after the one that the run continues from."""
@@ -217,10 +211,12 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
         if trainer.global_step == self._step:
             return  # a batch that only accumulated gradients, which no checkpoint holds
         self._step = trainer.global_step
-        due = self._step_interval >= 1 and self._step % self._step_interval == 0
+        due = bool(self._step_interval) and self._step % self._step_interval == 0
         if not (due or self._time_is_due(trainer)) or self._is_out_of_place(trainer):
             return
-        if self.monitor is not None and self._is_measured_in_validation(trainer):
+        # the value at hand, if any, belongs to older weights where a validation measures it
+        logged = trainer.callback_metrics.keys() - logged_in_validation(trainer)
+        if self.monitor is not None and self.monitor not in logged:
             self._waits_for_validation = True
         else:
             self._save_if_ranked(trainer)
@@ -247,17 +243,19 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # the steps since the last trigger
-        self._keep_last_unless_continued(trainer)
+        self.save_on_termination(trainer)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         # any other one may come in the middle of a step; of several ranks `Termination` takes care
         if isinstance(exception, SIGTERMException) and trainer.world_size == 1:
-            self._keep_last_unless_continued(trainer)
+            self.save_on_termination(trainer)
 
     def save_on_termination(self, trainer: L.Trainer) -> None:
-        self._keep_last_unless_continued(trainer)
+        """Save ``last.ckpt`` unless this step has been saved, by this process or the one before."""
+        if trainer.global_step != self._continued_at and not self._is_out_of_place(trainer):
+            self._keep_last(trainer)
 
     @property
     def _by_epoch(self) -> bool:
@@ -282,20 +280,17 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
         self._timed = now
         return True
 
-    def _is_measured_in_validation(self, trainer: L.Trainer) -> bool:
-        """Tell whether the value at hand, if any, belongs to older weights."""
-        missing = self.monitor not in trainer.callback_metrics
-        return missing or self.monitor in logged_in_validation(trainer)
-
     # ------------------------------------------------------------------ what, and what goes for it
 
     def _save_if_ranked(self, trainer: L.Trainer) -> None:
         """Save a checkpoint, unless better ones leave no place for it, and remove what it beats."""
         if self.save_top_k == 0:
             return
-        metrics: dict[str, Any] = {**trainer.callback_metrics}
-        metrics["epoch"] = torch.tensor(trainer.current_epoch)
-        metrics["step"] = torch.tensor(trainer.global_step)
+        metrics: dict[str, Any] = {
+            **trainer.callback_metrics,
+            "epoch": torch.tensor(trainer.current_epoch),
+            "step": torch.tensor(trainer.global_step),
+        }
         replaced = self.best_model_path
         if self.monitor is not None:
             score = self._score(metrics)
@@ -315,8 +310,6 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
             self.best_k_models[path] = self.current_score = score
             self._rank()
         self._save(trainer, path)
-        if self.verbose:
-            rank_zero_info(f"step {trainer.global_step}: saved {path}")
         self._remove_surplus(trainer)
 
     def _score(self, metrics: dict[str, Any]) -> Tensor:
@@ -334,11 +327,6 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
         ranked = sorted(scores, key=lambda path: float(scores[path]), reverse=self.mode == "min")
         self.kth_best_model_path, self.best_model_path = ranked[0], ranked[-1]
         self.kth_value, self.best_model_score = scores[ranked[0]], scores[ranked[-1]]
-
-    def _keep_last_unless_continued(self, trainer: L.Trainer) -> None:
-        """Save ``last.ckpt`` unless this step has been saved, by this process or the one before."""
-        if trainer.global_step != self._continued_at and not self._is_out_of_place(trainer):
-            self._keep_last(trainer)
 
     def _keep_last(self, trainer: L.Trainer) -> None:
         """Have ``last.ckpt`` hold this step, as its own checkpoint if there is none to link."""
@@ -364,11 +352,11 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
 
     def _name_last(self, trainer: L.Trainer) -> str:
         """Choose a name that no earlier run has."""
-        folder, version = str(self.dirpath), 0
-        name = f"{folder}/{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}"
+        start, version = f"{self.dirpath}/{self.CHECKPOINT_NAME_LAST}", 0
+        name = f"{start}{self.FILE_EXTENSION}"
         while self.file_exists(name, trainer):
             version += 1
-            name = f"{folder}/{self.CHECKPOINT_NAME_LAST}-v{version}{self.FILE_EXTENSION}"
+            name = f"{start}-v{version}{self.FILE_EXTENSION}"
         return name
 
     def _remove_surplus(self, trainer: L.Trainer) -> None:

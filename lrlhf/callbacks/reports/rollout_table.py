@@ -21,8 +21,7 @@ _COLUMNS = ("prompt", "completion", "score", "rewards", "advantage", "length", "
 
 def spread(records: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
     """Pick up to ``count`` records at even distances, so that several prompts are among them."""
-    if count >= len(records):
-        return list(records)
+    count = min(count, len(records))
     return [records[index * len(records) // count] for index in range(count)]
 
 
@@ -38,7 +37,7 @@ def render(records: Sequence[Mapping[str, Any]], *, title: str, max_chars: int) 
             with a mark in its place.
     """
     table = Table(
-        title=Text(visible(title)), title_justify="left", box=box.SIMPLE_HEAD, show_lines=True
+        title=Text(_visible(title)), title_justify="left", box=box.SIMPLE_HEAD, show_lines=True
     )
     for name in _COLUMNS:
         numeric = name in ("score", "advantage", "length")
@@ -49,11 +48,13 @@ def render(records: Sequence[Mapping[str, Any]], *, title: str, max_chars: int) 
             overflow="fold",
             ratio={"prompt": 2, "completion": 3}.get(name),
         )
-    for record in records:
-        cells = _cells(record)
-        cells["prompt"] = _tail(cells["prompt"], max_chars)
-        cells["completion"] = _middle_out(cells["completion"], max_chars)
-        table.add_row(*(Text(cells[name]) for name in _COLUMNS))
+    half = max_chars // 2
+    for prompt, completion, *rest in map(_cells, records):
+        if len(prompt) > max_chars:
+            prompt = f"…{prompt[-max_chars:]}"
+        if len(completion) > max_chars:
+            completion = f"{completion[:half]} … {completion[-half:]}"
+        table.add_row(*map(Text, (prompt, completion, *rest)))
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size((120, 24)).columns if terminal else 120
     buffer = io.StringIO()
@@ -72,13 +73,13 @@ def send(trainer: L.Trainer, records: Sequence[Mapping[str, Any]], *, key: str, 
     """
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
-            rows = [[step, *(_typed(record, name) for name in _COLUMNS)] for record in records]
+            rows = [[step, *_typed(record)] for record in records]
             logger.log_table(key, columns=["step", *_COLUMNS], data=rows, step=step)
         elif isinstance(logger, TensorBoardLogger):
             logger.experiment.add_text(key, _markdown(records), global_step=step)
 
 
-def visible(text: str) -> str:
+def _visible(text: str) -> str:
     """Replace what a terminal would act on, or not show, by its escape sequence."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
@@ -86,11 +87,11 @@ def visible(text: str) -> str:
     )
 
 
-def prompt_text(prompt: Any) -> str:
-    """Text of a prompt: as it is, or the turns of a chat with their roles."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{turn['role']}: {_content(turn['content'])}" for turn in prompt)
+def _text(value: Any) -> str:
+    """Text as it is, or the turns of a chat with their roles."""
+    if isinstance(value, str):
+        return value
+    return "\n".join(f"{turn['role']}: {_content(turn['content'])}" for turn in value)
 
 
 def _content(content: Any) -> str:
@@ -102,41 +103,30 @@ def _content(content: Any) -> str:
     )
 
 
-def _completion_text(completion: Any) -> str:
-    return completion if isinstance(completion, str) else prompt_text(completion)
+def _typed(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Cells of W&B, which sorts numbers as numbers; in the order of the columns."""
+    return (
+        _text(record["prompt"]),
+        _text(record["completion"]),
+        record["score"],
+        json.dumps(record["rewards"]),
+        record["advantage"],
+        record["length"],
+        record["finish_reason"],
+    )
 
 
-def _cells(record: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        "prompt": visible(prompt_text(record["prompt"])),
-        "completion": visible(_completion_text(record["completion"])),
-        "score": _number(record["score"]),
-        "rewards": visible(
-            " ".join(f"{name}={_number(value)}" for name, value in record["rewards"].items())
-        ),
-        "advantage": _number(record["advantage"]),
-        "length": str(record["length"]),
-        "finish": visible(str(record["finish_reason"])),
-    }
-
-
-def _typed(record: Mapping[str, Any], column: str) -> Any:
-    """Value of a W&B cell, which sorts numbers as numbers."""
-    values = {
-        "prompt": prompt_text(record["prompt"]),
-        "completion": _completion_text(record["completion"]),
-        "rewards": json.dumps(record["rewards"]),
-        "finish": record["finish_reason"],
-    }
-    return values[column] if column in values else record[column]
+def _cells(record: Mapping[str, Any]) -> list[str]:
+    """Cells for people, in the order of the columns."""
+    prompt, completion, score, _, advantage, length, finish = _typed(record)
+    rewards = " ".join(f"{name}={_number(value)}" for name, value in record["rewards"].items())
+    texts = (prompt, completion, _number(score), rewards, _number(advantage), length, finish)
+    return [_visible(str(text)) for text in texts]
 
 
 def _markdown(records: Sequence[Mapping[str, Any]]) -> str:
-    lines = [" | ".join(_COLUMNS), " | ".join("---" for _ in _COLUMNS)]
-    for record in records:
-        cells = _cells(record)
-        lines.append(" | ".join(_inert(cells[name]) for name in _COLUMNS))
-    return "\n".join(f"| {line} |" for line in lines)
+    rows = [_COLUMNS, ["---"] * len(_COLUMNS), *(map(_inert, _cells(one)) for one in records)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _inert(text: str) -> str:
@@ -149,14 +139,3 @@ def _inert(text: str) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
-
-
-def _tail(text: str, max_chars: int) -> str:
-    return text if len(text) <= max_chars else f"…{text[-max_chars:]}"
-
-
-def _middle_out(text: str, max_chars: int) -> str:
-    if len(text) <= max_chars:
-        return text
-    half = max_chars // 2
-    return f"{text[:half]} … {text[-half:]}"

@@ -126,7 +126,8 @@ def _targets(trainer: L.Trainer) -> dict[str, float]:
     """Values that a controller of the run holds, by metric."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     controls = [callback for callback in callbacks if isinstance(callback, KLControl)]
-    return {"kl/sequence": one.target for one in controls if one.mode == "adaptive"}
+    adaptive = [control.target for control in controls if control.mode == "adaptive"]
+    return {"kl/sequence": adaptive[0]} if adaptive else {}
 
 
 def _places(trainer: L.Trainer) -> dict[str, Path]:
@@ -147,12 +148,14 @@ def _places(trainer: L.Trainer) -> dict[str, Path]:
         elif isinstance(callback, HFExport) and callback.last_export is not None:
             places["exported model"] = callback.last_export
         elif isinstance(callback, ModelCheckpoint):
-            resumed = callback.last_model_path or callback.best_model_path
-            found = {"checkpoint to resume": resumed}
-            if callback.monitor is not None:
-                found = {
-                    "checkpoint to resume": callback.last_model_path,
-                    f"checkpoint with best {callback.monitor}": callback.best_model_path,
-                }
-            places |= {name: Path(path) for name, path in found.items() if path}
+            places |= _checkpoints(callback)
     return places
+
+
+def _checkpoints(callback: ModelCheckpoint) -> dict[str, Path]:
+    paths = {"checkpoint to resume": callback.last_model_path}
+    if callback.monitor is not None:
+        paths[f"checkpoint with best {callback.monitor}"] = callback.best_model_path
+    elif not callback.last_model_path:
+        paths["checkpoint to resume"] = callback.best_model_path
+    return {name: Path(path) for name, path in paths.items() if path}
