@@ -209,7 +209,7 @@ def _answered(place: str, what: str) -> Iterator[None]:
         yield
     except MediaError as error:
         raise _refused(place, str(error)) from error
-    except Exception as error:  # noqa: BLE001  Pillow's readers fail in a dozen ways
+    except Exception as error:  # Pillow's readers fail in a dozen ways
         raise _refused(place, what) from error
 
 

@@ -1,7 +1,8 @@
 """A policy and an engine with a copy of it, through whole runs on a model of 27,000 parameters."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -27,32 +28,6 @@ NORM = "model.norm.weight"
 PROBE_TOKENS = 80
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("\n".join(f'{{"prompt": "say {word}"}}' for word in "abcdefgh"))
-    return path
-
-
-def build(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, engine: RolloutEngine | None
-) -> RLOO:
-    return RLOO(
-        model,
-        Rewards([letters]),
-        tokenizer=tokenizer,
-        engine=engine,
-        num_generations=2,
-        sampling=Sampling(max_new_tokens=4),
-        optimizer=OptimizerConfig(lr=1e-2),
-        reference=Reference(kl_coef=0.0),
-    )
-
-
-def trained(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
-
-
 class Snapshots(L.Callback):
     """The policy's weights before the first step and after each."""
 
@@ -64,6 +39,43 @@ class Snapshots(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
         self.weights.append(trained(pl_module.policy))
+
+
+class Run(NamedTuple):
+    trainer: L.Trainer
+    weights: list[dict[str, Tensor]]
+    watcher: Watcher
+
+
+@pytest.fixture
+def run(
+    language_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> Callable[..., Run]:
+    """Train with an engine and callbacks."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(f'{{"prompt": "say {word}"}}' for word in "abcdefgh"))
+
+    def go(engine: RolloutEngine | None, *callbacks: L.Callback, **options: Any) -> Run:
+        module = RLOO(
+            language_model,
+            Rewards([letters]),
+            tokenizer=tokenizer,
+            engine=engine,
+            num_generations=2,
+            sampling=Sampling(max_new_tokens=4),
+            optimizer=OptimizerConfig(lr=1e-2),
+            reference=Reference(kl_coef=0.0),
+        )
+        snapshots, watcher = Snapshots(), Watcher()
+        options = {"limit_val_batches": 0, **options}
+        options["callbacks"] = [*callbacks, snapshots, watcher]
+        return Run(fit(module, prompts, tmp_path, **options), snapshots.weights, watcher)
+
+    return go
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
 def is_probe(draw: Draw) -> bool:
@@ -86,119 +98,70 @@ def assert_different(first: dict[str, Tensor], second: dict[str, Tensor]) -> Non
 # ------------------------------------------------------------------ when
 
 
-def test_every_iteration_draws_with_the_present_weights(
-    language_model, tokenizer, prompts, tmp_path
+@pytest.mark.parametrize(("every", "versions"), [(1, [0, 1, 2, 3]), (2, [0, 0, 2, 2])])
+def test_responses_come_from_the_weights_of_the_last_push(
+    run, every: int, versions: list[int]
 ) -> None:
-    engine, snapshots, watcher = CopyEngine(), Snapshots(), Watcher()
-    module = build(language_model, tokenizer, engine)
-    callbacks = [VLLMWeightSync(), snapshots, watcher]
-    run = fit(module, prompts, tmp_path, steps=3, callbacks=callbacks, limit_val_batches=0)
-    drawn = responses(engine)
-    assert [draw.version for draw in drawn] == [0, 1, 2]
-    for draw, weights in zip(drawn, snapshots.weights, strict=False):
-        assert_drawn_with(draw, weights)
-    assert_different(snapshots.weights[0], snapshots.weights[1])
-    assert run.logged_metrics["sync/age"] == 0
-    phases = [phase for phase in watcher.phases if phase]
-    assert phases[:2] == ["sync", "generate"]
-    for step, experience in enumerate(watcher.experiences):
-        assert experience.weight_version is not None
-        assert experience.weight_version.unique().tolist() == [step]
+    engine = CopyEngine()
+    trainer, weights, watcher = run(engine, VLLMWeightSync(every_n_steps=every), steps=4)
+    assert [draw.version for draw in responses(engine)] == versions
+    for draw, step in zip(responses(engine), versions, strict=True):
+        assert_drawn_with(draw, weights[step])
+    assert_different(weights[0], weights[1])
+    assert trainer.logged_metrics["sync/age"] == 3 - versions[3]  # of the last iteration
+    assert [phase for phase in watcher.phases if phase][:2] == ["sync", "generate"]
+    assert [records[0]["weight_version"] for records in watcher.records] == versions
+    for version, experience in zip(versions, watcher.experiences, strict=True):
+        assert experience.weight_version.unique().tolist() == [version]
 
 
-def test_between_pushes_responses_come_from_older_weights(
-    language_model, tokenizer, prompts, tmp_path
-) -> None:
-    engine, snapshots, watcher = CopyEngine(), Snapshots(), Watcher()
-    module = build(language_model, tokenizer, engine)
-    callbacks = [VLLMWeightSync(every_n_steps=2), snapshots, watcher]
-    run = fit(module, prompts, tmp_path, steps=4, callbacks=callbacks, limit_val_batches=0)
-    assert [draw.version for draw in responses(engine)] == [0, 0, 2, 2]
-    for draw, step in zip(responses(engine), (0, 0, 2, 2), strict=True):
-        assert_drawn_with(draw, snapshots.weights[step])
-    assert run.logged_metrics["sync/age"] == 1  # of the last iteration
-    assert [records[0]["weight_version"] for records in watcher.records] == [0, 0, 2, 2]
-    assert [records[0]["step"] for records in watcher.records] == [0, 1, 2, 3]
-
-
-def test_validation_sees_the_present_weights_whatever_the_interval(
-    language_model, tokenizer, prompts, tmp_path
-) -> None:
-    engine, snapshots = CopyEngine(), Snapshots()
-    module = build(language_model, tokenizer, engine)
-    fit(
-        module,
-        prompts,
-        tmp_path,
-        steps=2,
-        callbacks=[VLLMWeightSync(every_n_steps=9, probe_every=0), snapshots],
-        val_check_interval=1,
-        num_sanity_val_steps=1,
-        limit_val_batches=1,
-    )
+def test_validation_sees_the_present_weights_whatever_the_interval(run) -> None:
+    engine = CopyEngine()
+    options = {"val_check_interval": 1, "num_sanity_val_steps": 1, "limit_val_batches": 1}
+    sync = VLLMWeightSync(every_n_steps=9, probe_every=0)
+    _, weights, _ = run(engine, sync, steps=2, **options)
     # the sanity check, iteration 0, validation, iteration 1, validation
-    assert [(draw.greedy, draw.version) for draw in engine.draws] == [
-        (True, 0),
-        (False, 0),
-        (True, 1),
-        (False, 1),
-        (True, 2),
-    ]
-    for draw, step in zip(engine.draws, (0, 0, 1, 1, 2), strict=True):
-        assert_drawn_with(draw, snapshots.weights[step])
+    expected = [(True, 0), (False, 0), (True, 1), (False, 1), (True, 2)]
+    assert [(draw.greedy, draw.version) for draw in engine.draws] == expected
+    for draw, (_, step) in zip(engine.draws, expected, strict=True):
+        assert_drawn_with(draw, weights[step])
     # what a validation pushed is not pushed again
     assert len(engine.pushed) == 3
 
 
-def test_validation_draws_with_averaged_weights_and_training_with_the_trained_ones(
-    language_model, tokenizer, prompts, tmp_path
-) -> None:
-    engine, snapshots = CopyEngine(), Snapshots()
-    module = build(language_model, tokenizer, engine)
-    fit(
-        module,
-        prompts,
-        tmp_path,
-        steps=3,
-        callbacks=[EMA(decay=0.5, warmup=False), VLLMWeightSync(9), snapshots],
-        val_check_interval=1,
-        num_sanity_val_steps=0,
-        limit_val_batches=2,
-    )
+def test_validation_draws_with_averaged_weights_and_training_with_the_trained_ones(run) -> None:
+    engine = CopyEngine()
+    options = {"val_check_interval": 1, "num_sanity_val_steps": 0, "limit_val_batches": 2}
+    callbacks = [EMA(decay=0.5, warmup=False), VLLMWeightSync(9)]
+    _, weights, _ = run(engine, *callbacks, steps=3, **options)
     # the average by hand: half of the old one and half of the weights, from the first weights on
-    averages = [snapshots.weights[0]]
-    for weights in snapshots.weights[1:]:
-        averages.append({n: 0.5 * averages[-1][n] + 0.5 * value for n, value in weights.items()})
+    averages = [weights[0]]
+    for step in weights[1:]:
+        averages.append({n: 0.5 * averages[-1][n] + 0.5 * value for n, value in step.items()})
     drawn = responses(engine)
     assert [draw.greedy for draw in drawn] == [False, True, True] * 3
     for step in range(3):
         training, first, second = drawn[3 * step : 3 * step + 3]
-        assert_drawn_with(training, snapshots.weights[step])
+        assert_drawn_with(training, weights[step])
         assert_drawn_with(first, averages[step + 1], atol=1e-6)
         assert_drawn_with(second, averages[step + 1], atol=1e-6)
-        assert_different(averages[step + 1], snapshots.weights[step + 1])
+        assert_different(averages[step + 1], weights[step + 1])
     # one push for each change between the two kinds, none between two batches of a validation
     assert len(engine.pushed) == 6
 
 
-def test_a_resumed_run_pushes_the_weights_of_the_checkpoint(
-    language_model, tokenizer, prompts, tmp_path
-) -> None:
+def test_a_resumed_run_pushes_the_weights_of_the_checkpoint(run, language_model, tmp_path) -> None:
     checkpoint = str(tmp_path / "two.ckpt")
-    first = build(language_model, tokenizer, CopyEngine())
-    run = fit(first, prompts, tmp_path, callbacks=[VLLMWeightSync()], limit_val_batches=0)
-    run.save_checkpoint(checkpoint)
-    saved = trained(first.policy)
-    engine = CopyEngine()
+    trainer, weights, _ = run(CopyEngine(), VLLMWeightSync())
+    trainer.save_checkpoint(checkpoint)
     with torch.no_grad():
-        for parameter in first.policy.parameters():
+        for parameter in language_model.parameters():
             parameter.zero_()
-    module = build(language_model, tokenizer, engine)
-    options: dict[str, Any] = {"callbacks": [VLLMWeightSync()], "limit_val_batches": 0}
-    fit(module, prompts, tmp_path, steps=3, ckpt_path=checkpoint, **options)
+    engine = CopyEngine()
+    run(engine, VLLMWeightSync(), steps=3, ckpt_path=checkpoint)
     (draw,) = responses(engine)
     assert draw.version == 2
-    assert_drawn_with(draw, saved)
+    assert_drawn_with(draw, weights[2])
 
 
 class PowerCut(L.Callback):
@@ -206,144 +169,29 @@ class PowerCut(L.Callback):
         raise RuntimeError("the power went out")
 
 
-def test_what_a_run_that_broke_off_left_in_the_engine_is_not_drawn_with(
-    language_model, tokenizer, prompts, tmp_path
-) -> None:
+def test_what_a_run_that_broke_off_left_in_the_engine_is_not_drawn_with(run) -> None:
     # the weights moved on after the push, and both runs begin with step 0
-    engine, snapshots = CopyEngine(), Snapshots()
-    module = build(language_model, tokenizer, engine)
-    callback = VLLMWeightSync()
+    engine, callback = CopyEngine(), VLLMWeightSync()
     with pytest.raises(RuntimeError, match="the power went out"):
-        fit(module, prompts, tmp_path, callbacks=[callback, PowerCut()], limit_val_batches=0)
+        run(engine, callback, PowerCut())
     engine.draws.clear()
-    options: dict[str, Any] = {"callbacks": [callback, snapshots], "limit_val_batches": 0}
-    fit(module, prompts, tmp_path, steps=1, **options)
+    _, weights, _ = run(engine, callback, steps=1)
     (draw,) = responses(engine)
-    assert_drawn_with(draw, snapshots.weights[0])
+    assert_drawn_with(draw, weights[0])
 
 
 def test_an_engine_that_is_restarted_between_pushes_has_the_present_weights_and_says_so(
-    language_model, tokenizer, prompts, tmp_path
+    run,
 ) -> None:
     # the second draw, of iteration 1, fails while the engine has the weights of iteration 0
-    engine, snapshots, watcher = CopyEngine(fail={"respond": [2]}), Snapshots(), Watcher()
-    module = build(language_model, tokenizer, engine)
-    callbacks = [VLLMWeightSync(every_n_steps=2, probe_every=0), snapshots, watcher]
-    fit(module, prompts, tmp_path, steps=4, callbacks=callbacks, limit_val_batches=0)
+    engine = CopyEngine(fail={"respond": [2]})
+    _, weights, watcher = run(engine, VLLMWeightSync(every_n_steps=2, probe_every=0), steps=4)
     # and the next push comes two iterations after the restart
     assert [draw.version for draw in engine.draws] == [0, 1, 1, 3]
     for draw in engine.draws:
         assert draw.version is not None
-        assert_drawn_with(draw, snapshots.weights[draw.version])
+        assert_drawn_with(draw, weights[draw.version])
     assert [records[0]["weight_version"] for records in watcher.records] == [0, 1, 1, 3]
-
-
-# ------------------------------------------------------------------ checks
-
-
-@pytest.mark.parametrize(("probe_every", "probed"), [(0, []), (2, [0, 1, 3])])
-def test_the_first_two_pushes_and_every_nth_are_probed(
-    language_model, tokenizer, prompts, tmp_path, probe_every: int, probed: list[int]
-) -> None:
-    engine = CopyEngine()
-    module = build(language_model, tokenizer, engine)
-    callbacks = [VLLMWeightSync(probe_every=probe_every)]
-    fit(module, prompts, tmp_path, steps=5, callbacks=callbacks, limit_val_batches=0)
-    assert [draw.version for draw in engine.draws if is_probe(draw)] == probed
-
-
-def test_a_weight_that_arrives_with_older_values_stops_the_run(
-    language_model, tokenizer, prompts, tmp_path
-) -> None:
-    engine, watcher = CopyEngine(stale=NORM), Watcher()
-    module = build(language_model, tokenizer, engine)
-    with pytest.raises(WeightSyncError, match=f"other values of the weight {NORM}"):
-        fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync(), watcher], limit_val_batches=0)
-    assert len(watcher.experiences) == 1
-
-
-def test_states_of_older_weights_stop_the_run(language_model, tokenizer, prompts, tmp_path) -> None:
-    engine, watcher = CopyEngine(keep_caches=True), Watcher()
-    module = build(language_model, tokenizer, engine)
-    with pytest.raises(
-        WeightSyncError, match=r"every weight arrived .* differ .*tolerance is 0\.0001"
-    ):
-        fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync(), watcher], limit_val_batches=0)
-    # the first push found no older states
-    assert len(watcher.experiences) == 1
-
-
-def test_the_tolerance_is_that_of_the_engines_precision(
-    language_model, tokenizer, prompts, tmp_path
-) -> None:
-    # bfloat16 rounds log-probabilities by more than 1e-4 and by less than 0.2
-    options: dict[str, Any] = {"steps": 1, "limit_val_batches": 0}
-    module = build(language_model, tokenizer, CopyEngine(dtype=torch.bfloat16))
-    fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()], **options)
-    module = build(language_model, tokenizer, CopyEngine(dtype=torch.bfloat16))
-    with pytest.raises(WeightSyncError, match=r"tolerance is 0\.0001"):
-        fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync(tolerance=1e-4)], **options)
-
-
-def test_log_probabilities_that_are_no_number_stop_the_run(
-    language_model, tokenizer, prompts, tmp_path, monkeypatch
-) -> None:
-    engine, nan = CopyEngine(), float("nan")
-    monkeypatch.setattr(engine, "probe", lambda: ProbeGap(nan, nan, nan, low_precision=False))
-    module = build(language_model, tokenizer, engine)
-    with pytest.raises(WeightSyncError, match="differ from the policy's by nan"):
-        fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()])
-
-
-class Mislabelled(CopyEngine):
-    """Says that its weights are older, or newer, than they are."""
-
-    def __init__(self, by: int) -> None:
-        super().__init__()
-        self._by = by
-
-    def push(self, version: int) -> SyncReport:
-        report = super().push(version)
-        self._version = version + self._by
-        return report
-
-
-@pytest.mark.parametrize(
-    ("by", "every_n_steps", "passes"),
-    [(-1, 1, False), (-1, 2, True), (1, 3, False)],
-)
-def test_responses_that_are_too_old_or_from_the_future_stop_the_run(
-    language_model, tokenizer, prompts, tmp_path, by: int, every_n_steps: int, passes: bool
-) -> None:
-    module = build(language_model, tokenizer, Mislabelled(by))
-    options: dict[str, Any] = {"steps": 1, "limit_val_batches": 0}
-    options["callbacks"] = [VLLMWeightSync(every_n_steps, probe_every=0)]
-    if passes:
-        fit(module, prompts, tmp_path, **options)
-        return
-    with pytest.raises(
-        WeightSyncError, match=rf"weights {-by} iterations old, and at most {every_n_steps - 1} are"
-    ):
-        fit(module, prompts, tmp_path, **options)
-
-
-# ------------------------------------------------------------------ refused
-
-
-def test_an_engine_without_weights_of_its_own_is_refused(
-    language_model, tokenizer, prompts, tmp_path
-) -> None:
-    module = build(language_model, tokenizer, TransformersEngine())
-    with pytest.raises(
-        ValueError, match=r"model\.engine is TransformersEngine, which generates with the policy"
-    ):
-        fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()])
-
-
-@pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"probe_every": -1}, {"tolerance": 0.0}])
-def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"VLLMWeightSync {next(iter(options))} is"):
-        VLLMWeightSync(**options)
 
 
 class Diary(CopyEngine):
@@ -366,28 +214,92 @@ class Diary(CopyEngine):
         return super()._respond(requests, sampling)
 
 
-def test_training_draws_nothing_from_what_a_validation_left_in_the_caches(
-    language_model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Path,
-    tmp_path: Path,
-) -> None:
+def test_training_draws_nothing_from_what_a_validation_left_in_the_caches(run) -> None:
     engine = Diary()
-    fit(
-        build(language_model, tokenizer, engine),
-        prompts,
-        tmp_path,
-        steps=4,
-        callbacks=[VLLMWeightSync(every_n_steps=4, probe_every=0)],
-        num_sanity_val_steps=0,
-        val_check_interval=2,
-        limit_val_batches=1,
-        check_val_every_n_epoch=None,
-    )
+    options = {"num_sanity_val_steps": 0, "val_check_interval": 2, "limit_val_batches": 1}
+    sync = VLLMWeightSync(every_n_steps=4, probe_every=0)
+    run(engine, sync, steps=4, check_val_every_n_epoch=None, **options)
     # a validation pushes; after it the same weights go on, without its states, and only once
-    first = ["push", "reset", "train", "train"]
-    assert engine.entries == [
-        *first,
-        *["push", "reset", "eval", "reset", "train", "train"],
-        *["push", "reset", "eval"],
-    ]
+    before = ["push", "reset", "train", "train"]
+    between = ["push", "reset", "eval", "reset", "train", "train"]
+    assert engine.entries == [*before, *between, "push", "reset", "eval"]
+
+
+# ------------------------------------------------------------------ checks
+
+
+@pytest.mark.parametrize(("probe_every", "probed"), [(0, []), (2, [0, 1, 3])])
+def test_the_first_two_pushes_and_every_nth_are_probed(
+    run, probe_every: int, probed: list[int]
+) -> None:
+    engine = CopyEngine()
+    run(engine, VLLMWeightSync(probe_every=probe_every), steps=5)
+    assert [draw.version for draw in engine.draws if is_probe(draw)] == probed
+
+
+@pytest.mark.parametrize(
+    ("engine", "tolerance", "message"),
+    [
+        # a weight that arrives with older values; states of older weights
+        ({"stale": NORM}, None, f"other values of the weight {NORM}"),
+        ({"keep_caches": True}, None, r"every weight arrived .* differ .*tolerance is 0\.0001"),
+        # bfloat16 rounds log-probabilities by more than 1e-4 and by less than 0.2
+        ({"dtype": torch.bfloat16}, None, ""),
+        ({"dtype": torch.bfloat16}, 1e-4, r"tolerance is 0\.0001"),
+    ],
+)
+def test_an_engine_that_computes_otherwise_stops_the_run(
+    run, engine: dict[str, Any], tolerance: float | None, message: str
+) -> None:
+    sync = VLLMWeightSync(tolerance=tolerance)
+    if not message:
+        run(CopyEngine(**engine), sync)
+        return
+    with pytest.raises(WeightSyncError, match=message):
+        run(CopyEngine(**engine), sync)
+
+
+def test_log_probabilities_that_are_no_number_stop_the_run(run, monkeypatch) -> None:
+    engine, nan = CopyEngine(), float("nan")
+    monkeypatch.setattr(engine, "probe", lambda: ProbeGap(nan, nan, nan, low_precision=False))
+    with pytest.raises(WeightSyncError, match="differ from the policy's by nan"):
+        run(engine, VLLMWeightSync())
+
+
+class Mislabelled(CopyEngine):
+    """Says that its weights are older, or newer, than they are."""
+
+    def __init__(self, by: int) -> None:
+        super().__init__()
+        self._by = by
+
+    def push(self, version: int) -> SyncReport:
+        report = super().push(version)
+        self._version = version + self._by
+        return report
+
+
+@pytest.mark.parametrize(("by", "every", "passes"), [(-1, 1, False), (-1, 2, True), (1, 3, False)])
+def test_responses_that_are_too_old_or_from_the_future_stop_the_run(
+    run, by: int, every: int, passes: bool
+) -> None:
+    sync = VLLMWeightSync(every, probe_every=0)
+    if passes:
+        run(Mislabelled(by), sync, steps=1)
+        return
+    message = rf"weights {-by} iterations old, and at most {every - 1} are"
+    with pytest.raises(WeightSyncError, match=message):
+        run(Mislabelled(by), sync, steps=1)
+
+
+def test_an_engine_without_weights_of_its_own_is_refused(run) -> None:
+    with pytest.raises(
+        ValueError, match=r"model\.engine is TransformersEngine, which generates with the policy"
+    ):
+        run(TransformersEngine(), VLLMWeightSync())
+
+
+@pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"probe_every": -1}, {"tolerance": 0.0}])
+def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"VLLMWeightSync {next(iter(options))} is"):
+        VLLMWeightSync(**options)
