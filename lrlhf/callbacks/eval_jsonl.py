@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
@@ -16,12 +16,6 @@ from lrlhf.callbacks.output_files import (
     json_line,
     output_folder,
 )
-
-
-class _Line(NamedTuple):
-    dataloader: int
-    position: int
-    text: str
 
 
 class EvalJSONL(L.Callback):
@@ -40,7 +34,8 @@ class EvalJSONL(L.Callback):
         self.dirpath = dirpath
         self.paths: list[Path] = []
         """Files written by this process, oldest first; on rank zero only."""
-        self._lines: list[_Line] = []
+        self._lines: list[tuple[int, int, str]] = []
+        """Data loader, position in the data set and text of each."""
         self._loaded_step: int | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -77,7 +72,7 @@ class EvalJSONL(L.Callback):
             line = {"dataloader": dataloader_idx, **record} if several else record
             # without an index the order of arrival stands, because the sort is stable
             position = int(record.get("index", 0))
-            self._lines.append(_Line(dataloader_idx, position, json_line(line)))
+            self._lines.append((dataloader_idx, position, json_line(line)))
 
     on_test_batch_end = on_validation_batch_end
 
@@ -93,12 +88,12 @@ class EvalJSONL(L.Callback):
         self._lines = []
         if not trainer.is_global_zero:
             return
-        lines.sort(key=lambda line: (line.dataloader, line.position))
+        lines.sort(key=lambda line: line[:2])
         fitting = trainer.state.fn == TrainerFn.FITTING
         step = trainer.global_step if fitting else (self._loaded_step or trainer.global_step)
         path = output_folder(trainer, self.dirpath) / f"{name}_{step}.jsonl"
         with atomic_write(path) as handle:
-            handle.writelines(f"{line.text}\n".encode() for line in lines)
+            handle.writelines(f"{text}\n".encode() for _, _, text in lines)
         self.paths.append(path)
 
 

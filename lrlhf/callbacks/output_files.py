@@ -44,12 +44,8 @@ def output_folder(trainer: L.Trainer, dirpath: str | Path | None) -> Path:
 def hold_output_folder(trainer: L.Trainer, dirpath: str | Path | None, stage: str) -> None:
     """Refuse a training run whose folder another one writes to; see `hold_folder`.
 
-    A logger sees to its own folder: those of this library hold it, Lightning's number it.
-
-    Args:
-        trainer: Of the run; all ranks call, from ``setup``.
-        dirpath: As for `output_folder`.
-        stage: An evaluation holds nothing: it may look at a run that goes on.
+    A logger sees to its own folder: those of this library hold it, Lightning's number it. An
+    evaluation holds nothing: it may look at a run that goes on. All ranks call, from ``setup``.
     """
     of_logger = dirpath is None and any(log.log_dir is not None for log in trainer.loggers)
     if stage == "fit" and not of_logger:

@@ -140,9 +140,7 @@ class CSVTable:
 
     A column that is new is put in its place by rewriting the file in one step: ``step`` and
     ``epoch`` first, the others by name, so that the file does not tell when it was interrupted.
-
-    Args:
-        path: The file; what is in it is read by `cut_back` only.
+    What an earlier process wrote is read by `cut_back` only.
     """
 
     def __init__(self, path: Path) -> None:
@@ -152,11 +150,7 @@ class CSVTable:
         self._end = 0
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write a row.
-
-        Raises:
-            OSError: It could not be written; what was in the file is still there.
-        """
+        """Write a row; what was in the file is still there when that fails."""
         cells = {name: _cell(value) for name, value in row.items()}
         if cells.keys() <= set(self._columns):
             data = _lines([[cells.get(name, "") for name in self._columns]])
@@ -171,13 +165,10 @@ class CSVTable:
         self.rows += 1
 
     def cut_back(self, rows: int | None = None) -> int:
-        """Keep the first rows and the columns they fill; return how many rows there were.
+        """Keep the first rows (None: all that are whole) and the columns that they fill.
 
-        Args:
-            rows: How many stay, if there are that many; None: all that are whole.
-
-        Raises:
-            ValueError: The file is no table.
+        Returns:
+            How many rows there were.
         """
         found = self._read()
         kept = found[:rows]

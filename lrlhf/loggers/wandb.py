@@ -91,7 +91,7 @@ class ResumingWandbLogger(WandbLogger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         if self._run_id is None:
             self.start_over()
-        row = {name: _number(value) for name, value in metrics.items()}
+        row = {k: v.item() if isinstance(v, Tensor) else v for k, v in metrics.items()}
         row |= {} if step is None else {_X_AXIS: step}
         if not self._numbers_rows:
             self.experiment.log(row)
@@ -127,7 +127,3 @@ class ResumingWandbLogger(WandbLogger):
         held, self._held_back = self._held_back, []
         for params in held:
             super().log_hyperparams(params)
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value

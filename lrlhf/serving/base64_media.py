@@ -52,16 +52,7 @@ class MediaFiles:
         return len(self._known)
 
     def add(self, kind: str, text: Any, place: str) -> MediaFile:
-        """Take a file.
-
-        Args:
-            kind: ``image`` or ``video``.
-            text: Base64 of its content.
-            place: Where in the body it stands.
-
-        Raises:
-            RefusedRequestError: It is not, or there are too many.
-        """
+        """Take an ``image`` or ``video`` as base64, unless it is none or there are too many."""
         if not isinstance(text, str):
             raise malformed(place, f"expected base64 of a file, found {kind_of(text)}")
         key = (kind, hashlib.sha256(text.encode()).digest())  # not the text, which is longer
@@ -74,11 +65,7 @@ class MediaFiles:
         return self._known[key]
 
     def pixels(self) -> int:
-        """Count the pixels of all files by their heads, before anything is decoded.
-
-        Raises:
-            RefusedRequestError: There are too many, or a file is none of these formats.
-        """
+        """Count the pixels of all files by their heads, unless there are too many to decode."""
         total = 0
         for file in self._known.values():
             total += _pixels(file)
@@ -92,14 +79,7 @@ class MediaFiles:
         return total
 
     def decoded(self) -> dict[MediaFile, Any]:
-        """Decode all files.
-
-        Returns:
-            A ``PIL.Image`` or `lrlhf.media.Video` for each.
-
-        Raises:
-            RefusedRequestError: One is broken, or has too many frames.
-        """
+        """Decode all files: to a ``PIL.Image`` or `lrlhf.media.Video` each."""
         return {file: self._decoded(file) for file in self._known.values()}
 
     def _decoded(self, file: MediaFile) -> Image.Image | Video:
@@ -136,11 +116,7 @@ class PixelRoom:
         self._closed = False
 
     def take(self, pixels: int) -> None:
-        """Wait until there is room, first come first served.
-
-        Raises:
-            RefusedRequestError: The service ends.
-        """
+        """Wait until there is room, first come first served, or the service ends."""
         needed = min(pixels, self._most)
         # one after the other: a large request would wait for ever behind small ones
         with self._turn, self._changed:
@@ -165,11 +141,7 @@ class PixelRoom:
 
 
 def decoded(text: str, place: str) -> bytes:
-    """Decode base64.
-
-    Raises:
-        RefusedRequestError: It is none, or nothing.
-    """
+    """Decode base64, and refuse what is none, or nothing."""
     try:
         content = base64.b64decode(text, validate=True)
     except ValueError as error:  # also what is not ASCII

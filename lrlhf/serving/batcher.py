@@ -44,13 +44,7 @@ class _Job:
 
 
 class Batcher:
-    """Scores requests that are there at the same time together.
-
-    Args:
-        scorer: Loaded in this object's thread, and asked there.
-        options: How many are scored together, and how many may wait.
-        measures: Told of every batch.
-    """
+    """Scores requests that are there at the same time together, in one thread that loads too."""
 
     def __init__(self, scorer: Scorer, options: QueueOptions, measures: Measures) -> None:
         self._scorer = scorer
@@ -89,9 +83,6 @@ class Batcher:
 
         A body that is still to come takes no place in the queue: clients that send slowly, or stop
         in the middle, keep nobody out.
-
-        Raises:
-            RefusedRequestError: The service ends.
         """
         place = Place()
         with self._changed:
@@ -109,11 +100,7 @@ class Batcher:
                 self._measures.waiting.set(len(self.places))
 
     def weigh(self, place: Place, weight: int) -> None:
-        """Note how many bytes of a body have come.
-
-        Raises:
-            RefusedRequestError: With those of the others they are too many.
-        """
+        """Note how many bytes of a body have come; refuse it if all together are too heavy."""
         with self._changed:
             place.weight = weight
             heavy = [each.weight for each in self.places if each.weight > _LIGHT]
@@ -121,11 +108,7 @@ class Batcher:
             raise _full(len(heavy), "max_queue_mb")
 
     def queue(self, place: Place) -> None:
-        """Give a request whose body is there its place in the queue.
-
-        Raises:
-            RefusedRequestError: There is none.
-        """
+        """Give a request whose body is there its place in the queue, or refuse it."""
         with self._changed:
             waiting = sum(each.has_arrived for each in self.places)
             if waiting >= self._options.max_queue:

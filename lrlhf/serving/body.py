@@ -19,11 +19,7 @@ _DISCARD_SECONDS = 5.0
 
 
 class Body:
-    """What a client sends, part by part.
-
-    Args:
-        request: Its own way to read must not be used beside this one.
-    """
+    """What a client sends, part by part; the request's own way to read is not used beside it."""
 
     def __init__(self, request: Request) -> None:
         self._receive: Receive = request.receive
@@ -31,15 +27,9 @@ class Body:
         self._ended = False
 
     async def read(self, limit: int, weigh: Callable[[int], None]) -> bytearray:
-        """Read all of it.
+        """Read all of it, unless there are more bytes, or will be by the client's own account.
 
-        Args:
-            limit: Bytes that are taken at most, whatever the client says that it sends.
-            weigh: Told after each part how many have come.
-
-        Raises:
-            RefusedRequestError: There are more, or will be by the client's own account.
-            ClientDisconnect: The client has gone.
+        After each part ``weigh`` is told how many have come.
         """
         # compared as text first: a number of any length is slow to read
         declared = self._declared if self._declared.isdecimal() else "0"
@@ -81,11 +71,7 @@ class Body:
 
 
 def check_headers(request: Request) -> None:
-    """Refuse what is no plain JSON by its own account, such as the form of a foreign web page.
-
-    Raises:
-        RefusedRequestError: It is.
-    """
+    """Refuse what is no plain JSON by its own account, such as the form of a foreign web page."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
     coding = request.headers.get("content-encoding", "identity")
     if kind.lower() != "application/json" or coding.lower() != "identity":
@@ -97,18 +83,10 @@ def check_headers(request: Request) -> None:
 
 
 def parse_json(content: bytes | bytearray, limits: RequestLimits) -> Any:
-    """Parse a body.
+    """Parse a body, and refuse what is no JSON in UTF-8, has too many values or is too deep.
 
-    Nothing else runs while JSON is parsed, and an empty list in two letters takes sixty bytes:
-    how many values there are is looked at before.
-
-    Args:
-        content: Of the body.
-        limits: What it may hold.
-
-    Raises:
-        RefusedRequestError: It is no JSON in UTF-8, it holds NaN, an infinite number or a lone
-            half of a surrogate pair, it has too many values, or it is nested too deeply.
+    So are NaN, infinite numbers and lone halves of surrogate pairs. Nothing else runs while JSON is
+    parsed, and an empty list in two letters takes sixty bytes: values are counted before.
     """
     if holds_more_values(content, limits.max_values):
         raise RefusedRequestError(

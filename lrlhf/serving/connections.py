@@ -37,11 +37,8 @@ class Door:
 
     A connection is known once a request on it had the right token. When there is no room for
     another connection, the stranger that came first has to go; then, a known one that asks nothing.
-
-    Args:
-        most: Connections at a time.
-        seconds: That a request may take from the end of its head.
-        refuse: Told why a connection was ended.
+    A request may take so many seconds from the end of its head; ``refuse`` is told why a connection
+    was ended.
     """
 
     def __init__(self, most: int, seconds: float, refuse: Callable[[str], None]) -> None:
@@ -70,10 +67,6 @@ class Connection(H11Protocol):
 
     At any time it waits for one thing: the end of a head, an answer, or the next request. Each has
     its seconds, after which the connection is cut.
-
-    Args:
-        door: That it came through.
-        options: Of uvicorn's protocol.
     """
 
     def __init__(self, door: Door, **options: Any) -> None:
@@ -193,11 +186,7 @@ class _Reader(h11.Connection):
 
 
 def room_for(connections: int) -> int:
-    """Have the system allow as many open files as connections need.
-
-    Returns:
-        How many connections it allows, which may be fewer.
-    """
+    """Have the system allow open files for so many connections; return how many it allows."""
     needed = connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:

@@ -28,14 +28,6 @@ def read_lightrft_request(body: Any, limits: RequestLimits, marks: TextMarks) ->
     ``queries`` are prompt and response as one text, decoded from the policy's tokens: padding at
     both ends is dropped, and as many marks as an image has tokens become the one that a processor
     expects. ``references`` and ``labels`` become columns.
-
-    Args:
-        body: As parsed.
-        limits: What it may hold.
-        marks: Of the reward model.
-
-    Raises:
-        RefusedRequestError: It is not as the protocol has it, or holds too much.
     """
     check_keys(body, ("queries",), ("prompts", "references", "labels", "images"))
     queries = _texts(body, "queries")

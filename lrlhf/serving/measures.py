@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -15,26 +15,21 @@ class Measures:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        own = {"namespace": "lrlhf", "subsystem": "reward", "registry": self._registry}
-        counter, histogram = partial(Counter, **own), partial(Histogram, **own)
-        self.requests = counter("requests", "Requests by path and status.", ["path", "status"])
-        self.rejected = counter("rejected", "Requests without an answer, by reason.", ["reason"])
-        self.latency = histogram(
-            "request_seconds",
-            "From the head of a scoring request to the end of its answer.",
-            buckets=_SECONDS,
-        )
-        self.scoring = histogram(
-            "scoring_seconds", "Time of the model per batch.", buckets=_SECONDS
-        )
-        self.batches = histogram(
-            "batch_items", "Responses that were scored together.", buckets=_ITEMS
-        )
-        self.items = counter("items", "Responses that were scored.")
-        self.unscored = counter(
-            "unscored_items", "Responses that got null: too long, or no finite score."
-        )
-        self.waiting = Gauge("queue_requests", "Requests that are read, wait or are scored.", **own)
+        own: dict[str, Any] = {"namespace": "lrlhf_reward", "registry": self._registry}
+        seconds: dict[str, Any] = {"buckets": _SECONDS, **own}
+        paths = ["path", "status"]
+        self.requests = Counter("requests", "Requests by path and status.", paths, **own)
+        self.rejected = Counter("rejected", "Requests without an answer.", ["reason"], **own)
+        told = "From the head of a scoring request to the end of its answer."
+        self.latency = Histogram("request_seconds", told, **seconds)
+        self.scoring = Histogram("scoring_seconds", "Time of the model per batch.", **seconds)
+        together = "Responses that were scored together."
+        self.batches = Histogram("batch_items", together, buckets=_ITEMS, **own)
+        self.items = Counter("items", "Responses that were scored.", **own)
+        unscored = "Responses that got null: too long, or no finite score."
+        self.unscored = Counter("unscored_items", unscored, **own)
+        held = "Requests that are read, wait or are scored."
+        self.waiting = Gauge("queue_requests", held, **own)
 
     def text(self) -> bytes:
         """Return all values as Prometheus reads them."""

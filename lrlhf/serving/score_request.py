@@ -42,11 +42,7 @@ class ScoreRequest:
         return len(self.completions)
 
     def decoded(self) -> ScoreRequest:
-        """Return the request with images and videos in the place of files.
-
-        Raises:
-            RefusedRequestError: One of them is broken.
-        """
+        """Return the request with images and videos in the place of files."""
         if self.files is None:
             return self
         seen = self.files.decoded()
@@ -75,15 +71,7 @@ class ScoreRequest:
 
 
 def read_score_request(body: Any, limits: RequestLimits) -> ScoreRequest:
-    """Read the body of ``POST /v1/score``.
-
-    Args:
-        body: As parsed.
-        limits: What it may hold.
-
-    Raises:
-        RefusedRequestError: It is not as the protocol has it, or holds too much.
-    """
+    """Read the body of ``POST /v1/score``, unless it breaks the protocol or holds too much."""
     check_keys(body, ("prompts", "completions"), ("images", "videos", "columns"))
     completions = entries(body["completions"], "completions")
     count = len(completions)
@@ -148,11 +136,7 @@ def check_sizes(
 def add_media(
     files: MediaFiles, body: Mapping[str, Any], kind: str, count: int
 ) -> list[list[MediaFile]] | None:
-    """Read the images or videos of every row: null, or per row null or a list.
-
-    Returns:
-        None: no row has any.
-    """
+    """Read the images or videos of every row, each null or a list; None: no row has any."""
     if body.get(f"{kind}s") is None:
         return None
     rows = [

@@ -8,7 +8,7 @@ import torch
 
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.functional import EstimatorInputs
-from lrlhf.models import ValueHead, ValueNetwork, new_value_head
+from lrlhf.models import ValueNetwork, new_value_head
 from lrlhf.modules import PPO, Advantage, Critic, OptimizerConfig, Reference, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
@@ -87,30 +87,4 @@ def test_a_critic_of_default_settings_learns_within_tens_of_iterations(
     )
     data = PromptDataModule(str(prompts), batch_size=16)
     trainer = fit(module, prompts, tmp_path, steps=40, data=data)
-    assert float(trainer.logged_metrics["value/explained_variance"]) > 0.5
-
-
-@pytest.mark.slow
-def test_a_critic_foresees_what_the_prompt_decides(
-    tokenizer,
-    prompts,  # noqa: F811
-    tmp_path,
-) -> None:
-    backbone = build_language_model(tokenizer, seed=3).base_model
-    module = ppo(
-        known_from_the_prompt,
-        tokenizer,
-        num_generations=4,
-        optimizer=OptimizerConfig(lr=1e-5),
-        critic=Critic(
-            model=ValueNetwork(backbone, ValueHead(32, "linear")),
-            optimizer=OptimizerConfig(lr=1e-2),
-            value_clip_range=None,
-        ),
-        update=Update(loss="token_clip", num_iterations=4),
-    )
-    trainer = fit(module, prompts, tmp_path, steps=1)
-    start = float(trainer.logged_metrics["value/explained_variance"])
-    trainer = fit(module, prompts, tmp_path, steps=40)
-    assert start < 0.2
     assert float(trainer.logged_metrics["value/explained_variance"]) > 0.5

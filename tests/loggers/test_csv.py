@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lrlhf.loggers import ResumingCSVLogger
+from lrlhf.loggers.csv import CSVTable
 from tests.loggers.runs import KilledAfterSaving, KilledError, Killer, Toy, train
 
 FILES = ("metrics.csv", "timings.csv")
@@ -124,15 +125,10 @@ def test_a_new_run_keeps_the_files_of_an_earlier_one(tmp_path: Path) -> None:
     for count in (1, 2, 3):
         go(tmp_path, max_steps=count, save={"dirpath": tmp_path / str(count)})
     # one row a step
-    lengths = {
-        number: len(rows_of(tmp_path / f"timings{number}.csv")) for number in ("", ".1", ".2")
-    }
-    assert lengths == {"": 3, ".1": 1, ".2": 2}
-    # and one where an epoch ends
-    lengths = {
-        number: len(rows_of(tmp_path / f"metrics{number}.csv")) for number in ("", ".1", ".2")
-    }
-    assert lengths == {"": 4, ".1": 2, ".2": 3}
+    for number, count in (("", 3), (".1", 1), (".2", 2)):
+        assert len(rows_of(tmp_path / f"timings{number}.csv")) == count
+        # and one where an epoch ends
+        assert len(rows_of(tmp_path / f"metrics{number}.csv")) == count + 1
 
 
 def test_rows_that_someone_removed_are_missed_aloud(tmp_path: Path) -> None:
@@ -161,17 +157,61 @@ def test_an_evaluation_by_itself_leaves_the_rows_of_training(tmp_path: Path) -> 
 
 
 def test_a_logger_of_another_module_starts_with_its_first_row(tmp_path: Path) -> None:
-    logger = ResumingCSVLogger(tmp_path, name="logs", prefix="p", timings=["slow/"])
+    logger = ResumingCSVLogger(tmp_path, name="logs", timings=["slow/"])
     logger.log_hyperparams({"lr": 0.5})
     logger.log_metrics({"a": torch.tensor(0.1), "slow/b": 2}, step=7)
     logger.log_metrics({"a": float("nan")})
     logger.finalize("success")
-    text = "step,p-a\n7,0.10000000149011612\n1,nan\n"
+    text = "step,a\n7,0.10000000149011612\n1,nan\n"
     assert (tmp_path / "logs" / "metrics.csv").read_text() == text
-    assert (tmp_path / "logs" / "timings.csv").read_text() == "step,p-slow/b\n7,2\n"
+    assert (tmp_path / "logs" / "timings.csv").read_text() == "step,slow/b\n7,2\n"
     assert (tmp_path / "logs" / "hparams.yaml").read_text() == "lr: 0.5\n"
 
 
 def test_a_folder_elsewhere_is_refused() -> None:
     with pytest.raises(ValueError, match="it needs a folder of this machine"):
         ResumingCSVLogger("s3://bucket/run")
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> CSVTable:
+    return CSVTable(tmp_path / "t.csv")
+
+
+def test_new_columns_are_put_in_their_place_and_forgotten_with_their_rows(table: CSVTable) -> None:
+    table.append({"step": 0, "b": 0.25})
+    table.append({"a": 1e-300, "epoch": 0, "step": 1})
+    assert table.path.read_text() == "step,epoch,a,b\n0,,,0.25\n1,0,1e-300,\n"
+    again = CSVTable(table.path)
+    assert again.cut_back(1) == 2
+    assert again.path.read_text() == "step,b\n0,0.25\n"
+    again.append({"step": 1, "b": 3})
+    assert again.path.read_text() == "step,b\n0,0.25\n1,3\n"
+
+
+def test_text_stays_in_its_cell_and_its_line(table: CSVTable) -> None:
+    table.append({"step": 0, "note": 'one, "two"\nthree'})
+    assert CSVTable(table.path).cut_back() == 1
+    assert table.path.read_text() == 'step,note\n0,"one, ""two"" three"\n'
+
+
+def test_a_row_that_did_not_fit_on_the_disk_is_overwritten(table: CSVTable) -> None:
+    table.append({"step": 0})
+    with table.path.open("ab") as handle:
+        handle.write(b"1")
+    table.append({"step": 1})
+    assert table.path.read_text() == "step\n0\n1\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"\xff\xfe\n", "is no table of metrics"),
+        (b"step,epoch\n1\n", "line 2: more or fewer cells than the header"),
+        (b"step,epoch\n1,2,3\n", "line 2: more or fewer cells"),
+    ],
+)
+def test_a_file_that_is_no_table_is_named(table: CSVTable, content: bytes, what: str) -> None:
+    table.path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"t\.csv.*{what}"):
+        table.cut_back()

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,25 @@ from tests.conftest import build_language_model
 from tests.vlms import build_vlm, save_vlm
 
 Answer = httpx.Response
+
+
+def lengths(*, completions: list[Any]) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+class Slow:
+    """A reward function that gives the lengths when it may go on."""
+
+    __name__ = "slow"
+
+    def __init__(self) -> None:
+        self.asked, self.go, self.calls = threading.Event(), threading.Event(), 0
+
+    def __call__(self, *, completions: list[Any]) -> list[float]:
+        self.calls += 1
+        self.asked.set()
+        assert self.go.wait(30)
+        return lengths(completions=completions)
 
 
 class Client:

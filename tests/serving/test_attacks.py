@@ -24,7 +24,7 @@ import lrlhf.serving.server as server_module
 from lrlhf.rewards import LearnedReward
 from lrlhf.serving import QueueOptions, RewardService
 from lrlhf.serving.body import holds_more_values
-from tests.serving.conftest import Client, body_of, file_of, text_of, wait_until
+from tests.serving.conftest import Client, Slow, body_of, file_of, lengths, text_of, wait_until
 
 Serving = Callable[..., Client]
 
@@ -32,10 +32,6 @@ TOKEN = "s3cret-token"
 HEAD = b"POST /v1/score HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
 KNOWN = HEAD + f"authorization: Bearer {TOKEN}\r\n".encode()
 _PATIENCE = 20.0
-
-
-def lengths(*, completions: list[str]) -> list[float]:
-    return [float(len(text)) for text in completions]
 
 
 class Address:
@@ -159,20 +155,12 @@ def test_what_costs_more_than_a_request_is_refused_in_words(
     assert address.score() == 200
 
 
-@pytest.mark.parametrize("start", [b"", HEAD + b"x: "])
 @pytest.mark.usefixtures("_soon")
-def test_a_request_that_stays_half_sent_is_cut(
-    listening: Callable[..., Address], start: bytes
-) -> None:
+def test_a_request_that_stays_half_sent_is_cut(listening: Callable[..., Address]) -> None:
     address = listening()
-    began = time.monotonic()
-    assert answer_of(address.connect(start)) == ""
-    assert time.monotonic() - began < _PATIENCE / 2
-
-
-@pytest.mark.usefixtures("_soon")
-def test_a_drip_of_letters_does_not_keep_a_connection(listening: Callable[..., Address]) -> None:
-    connection = listening().connect(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+    for start in (b"", HEAD + b"x: "):
+        assert answer_of(address.connect(start)) == ""
+    connection = address.connect(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
     assert said(connection).startswith("HTTP/1.1 200 ")
     connection.sendall(b"GET /health HTTP/1.1\r\nx: ")  # a second request, in letters
     with pytest.raises(ConnectionError):
@@ -220,24 +208,18 @@ def test_bodies_that_do_not_arrive_take_no_place(
 
 
 def test_heavy_bodies_leave_room_for_light_ones(serving: Serving) -> None:
-    asked, go = threading.Event(), threading.Event()
-
-    def slow(*, completions: list[str]) -> list[float]:
-        asked.set()
-        assert go.wait(30)
-        return lengths(completions=completions)
-
+    slow = Slow()
     client = serving(slow, max_queue_mb=3.0, max_batch_size=1)
     heavy = body_of(completions=["a" * 150_000], columns={"b": ["a" * 1_500_000]})
 
     async def crowd() -> list[Any]:
         first = [asyncio.create_task(client.send("POST", "/v1/score", json=heavy))]
-        await asyncio.to_thread(asked.wait, 30)
+        await asyncio.to_thread(slow.asked.wait, 30)
         refused = await client.send("POST", "/v1/score", json=heavy | {"videos": None})
         first.append(asyncio.create_task(client.send("POST", "/v1/score", json=body_of())))
         while len(client.service.batcher.places) < 2:
             await asyncio.sleep(0.01)
-        go.set()
+        slow.go.set()
         return [refused, *(await asyncio.gather(*first))]
 
     refused, one, light = asyncio.run(crowd())
@@ -325,16 +307,11 @@ def test_media_wait_as_files_until_there_is_room_for_their_pixels(
 
 
 def test_who_gives_up_while_media_wait_gives_the_room_back(serving: Serving) -> None:
-    go = threading.Event()
-
-    def slow(*, completions: list[str]) -> list[float]:
-        assert go.wait(30)
-        return lengths(completions=completions)
-
+    slow = Slow()
     client = serving(slow, limits={"max_megapixels": 0.06}, timeout_s=0.5, max_batch_size=1)
     answers = client.together([_shown(100), _shown(101), _shown(102)])
     assert {answer.status_code for answer in answers} == {503}
-    go.set()
+    slow.go.set()
     assert client.post(body=_shown(120)).status_code == 200
 
 

@@ -40,11 +40,6 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "error: serve.yaml:4: model.batch_size: batch_size is 0; it must be 1 or more\n",
         ),
         (
-            {"model": {"source": "x"}, "max_itms": 3},
-            [],
-            "error: serve.yaml:5: max_itms: no such option; did you mean 'max_items'?\n",
-        ),
-        (
             {"model": {"source": "x"}},
             ["--host", "0.0.0.0"],
             "error: command line: --host: host is '0.0.0.0', so that other machines reach the "
@@ -91,15 +86,11 @@ def test_a_port_that_is_taken_ends_the_command(
     assert error.startswith(f"error: cannot listen at 127.0.0.1, port {port}: ")
 
 
-@pytest.mark.parametrize(
-    ("host", "allowed"),
-    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("", False)],
-)  # fmt: skip
-def test_without_a_token_only_the_own_machine_is_served(host: str, allowed: bool) -> None:
-    check_exposure(host, "token")
-    if allowed:
+def test_without_a_token_only_the_own_machine_is_served() -> None:
+    for host in ("127.0.0.1", "localhost", "::1"):
         check_exposure(host, None)
-    else:
+    for host in ("0.0.0.0", "", "a.name"):
+        check_exposure(host, "token")
         with pytest.raises(ValueError, match=r"host is .* no token"):
             check_exposure(host, None)
 
@@ -119,13 +110,12 @@ def test_tokens_come_from_the_environment_or_a_file(
         assert not secret or secret not in str(refused.value)
 
 
-@pytest.mark.parametrize("field", [*RequestLimits.__dataclass_fields__])
-def test_limits_are_above_zero(field: str) -> None:
-    for value in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"^{field} is "):
-            RequestLimits(**{field: value})
-    with pytest.raises(ValueError, match=r"^timeout_s is 0"):
-        QueueOptions(timeout_s=0)
+@pytest.mark.parametrize("options", [RequestLimits, QueueOptions])
+def test_limits_are_above_zero(options: Any) -> None:
+    for field in options.__dataclass_fields__:
+        for value in (0, -1, float("nan"), float("inf")):
+            with pytest.raises(ValueError, match=f"^{field} is "):
+                options(**{field: value})
 
 
 @pytest.fixture

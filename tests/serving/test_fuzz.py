@@ -137,16 +137,19 @@ def check(client: Client, content: bytes, path: str, **headers: str) -> None:
         assert "Traceback" not in read["detail"]
 
 
+PATHS = st.sampled_from(["/v1/score", "/get_reward"])
+
+
 @fuzzed
-@given(content=st.binary(max_size=200), path=st.sampled_from(["/v1/score", "/get_reward"]))
-def test_any_bytes(client: Client, content: bytes, path: str) -> None:
+@given(
+    content=st.one_of(
+        st.binary(max_size=200),
+        st.one_of(BODY, ANYTHING).map(lambda body: json.dumps(body).encode()),
+    ),
+    path=PATHS,
+)
+def test_any_bytes_and_any_json(client: Client, content: bytes, path: str) -> None:
     check(client, content, path)
-
-
-@fuzzed
-@given(body=st.one_of(BODY, ANYTHING), path=st.sampled_from(["/v1/score", "/get_reward"]))
-def test_any_json(client: Client, body: Any, path: str) -> None:
-    check(client, json.dumps(body).encode(), path)
 
 
 @fuzzed

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import threading
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from lrlhf.rewards import LearnedReward
-from tests.serving.conftest import Client, body_of, file_of, text_of, wait_until
+from tests.serving.conftest import Client, Slow, body_of, file_of, lengths, text_of, wait_until
 from tests.vlms import picture
 
 Serving = Callable[..., Client]
 
 TOKEN = "s3cret-token"
 PNG = text_of(file_of(Image.new("RGB", (8, 8))))
-BMP = text_of(file_of(Image.new("RGB", (8, 8)), "BMP")).encode()
-
-
-def lengths(*, completions: list[Any]) -> list[float]:
-    return [float(len(text)) for text in completions]
+BMP = text_of(file_of(Image.new("RGB", (8, 8)), "BMP"))
+LIGHT = {"queries": ["a"], "prompts": [""]}
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,6 @@ def lengths(*, completions: list[Any]) -> list[float]:
         ("Bearer wrong", 401),
         (f"Basic {TOKEN}", 401),
         (f"Bearer {TOKEN}x", 401),
-        (f"Bearer {TOKEN}", 200),
         (f"bearer  {TOKEN}", 200),
     ],
 )
@@ -43,8 +43,7 @@ def test_only_who_has_the_token_is_answered(
     client = serving(lengths, token=TOKEN)
     headers = {} if header is None else {"authorization": header.encode("latin-1")}
     for path in ("/v1/score", "/get_reward", "/"):
-        body = body_of() if path == "/v1/score" else {"queries": ["a"], "prompts": ["a"]}
-        answer = client.post(path, body, headers=headers)
+        answer = client.post(path, body_of() if path == "/v1/score" else LIGHT, headers=headers)
         assert answer.status_code == status, path
         if status == 401:
             assert answer.headers["www-authenticate"] == "Bearer"
@@ -57,15 +56,12 @@ def test_only_who_has_the_token_is_answered(
 def test_health_is_told_once_the_model_is_there(serving: Serving) -> None:
     loaded = threading.Event()
 
-    class Slow(LearnedReward):
-        def __init__(self) -> None:
-            super().__init__("nowhere")
-
+    class Late(LearnedReward):
         def prepare(self) -> None:
             assert loaded.wait(30)
             raise ValueError("no such model")
 
-    client = serving(Slow(), wait=False)
+    client = serving(Late("nowhere"), wait=False)
     for answer in (client.get("/health"), client.post(body=body_of()), client.get("/version")):
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "2"
@@ -73,87 +69,67 @@ def test_health_is_told_once_the_model_is_there(serving: Serving) -> None:
     loaded.set()
     wait_until(lambda: client.service.batcher.failure is not None)
     answer = client.get("/health")
-    assert answer.status_code == 503
-    assert "could not be loaded" in answer.json()["detail"]
+    assert (answer.status_code, "could not be loaded" in answer.text) == (503, True)
 
 
-def test_the_version_follows_the_weights(serving: Serving, text_reward: str, tmp_path: Any) -> None:
-    import shutil  # noqa: PLC0415
+def test_the_version_follows_the_weights(
+    serving: Serving, text_reward: str, tmp_path: Path
+) -> None:
+    def told(folder: Any = tmp_path / "copy", **options: Any) -> dict[str, Any]:
+        return serving(LearnedReward(str(folder), **options)).get("/version").json()
 
-    from safetensors.torch import load_file, save_file  # noqa: PLC0415
-
-    told = serving(LearnedReward(text_reward)).get("/version").json()
-    assert (told["model"], told["heads"]) == (text_reward, ["reward"])
+    original = told(text_reward)
+    assert (original["model"], original["heads"]) == (text_reward, ["reward"])
     shutil.copytree(text_reward, tmp_path / "copy")
-    copied = serving(LearnedReward(str(tmp_path / "copy"))).get("/version").json()
-    assert copied["version"] == told["version"]
+    assert told()["version"] == original["version"]
+    assert told(chat_template="x")["version"] != original["version"]
     file = tmp_path / "copy" / "model.safetensors"
     weights = load_file(file)
     weights["score.weight"][0, 0] += 1e-3
     save_file(weights, file, {"format": "pt"})
-    other = serving(LearnedReward(str(tmp_path / "copy"))).get("/version").json()
-    assert other["version"] != told["version"]
-    template = serving(LearnedReward(text_reward, chat_template="x")).get("/version").json()
-    assert template["version"] != told["version"]
+    assert told()["version"] != original["version"]
+
+
+def said(**values: Any) -> bytes:
+    return json.dumps({"prompts": ["a"], "completions": ["a"], **values}).encode()
+
+
+def turn(part: Any) -> list[Any]:
+    return [[{"role": "a", "content": [part]}]]
 
 
 MALFORMED: list[tuple[bytes, str]] = [
     (b"", "it is no JSON"),
     (b"\xff\xfe", "it is no JSON"),
     (b"{}", "prompts: is missing"),
-    (b'{"prompts": [], "completions": 3}', "completions: expected a list, found a number"),
-    (b'{"prompts": ["a"], "completions": []}', "prompts: 1 entries for 0 responses"),
-    (
-        b'{"prompts": [[{"role": "a", "content": [3]}]], "completions": ["a"]}',
-        "prompts[0][0].content[0]: expected a part",
-    ),
-    (
-        b'{"prompts": [[{"role": "a", "content": [{"type": "image", "url": "http://x"}]}]],'
-        b' "completions": ["a"]}',
-        'expected {"type": "image"} alone',
-    ),
-    (
-        b'{"prompts": ["a"], "completions": [[{"role": "a", "content": [{"type": "image"}]}]]}',
-        "completions[0][0].content[0]: a response consists of text",
-    ),
-    (b'{"prompts": ["a"], "completions": ["a"], "image": []}', "'image': no such key; there are"),
-    (b'{"prompts": ["a"], "completions": ["a"], "images": [[3]]}', "images[0][0]: expected base64"),
-    (
-        b'{"prompts": ["a"], "completions": ["a"], "images": [["/etc/passwd"]]}',
-        "not by path or address",
-    ),
-    (
-        b'{"prompts": ["a"], "completions": ["a"], "images": [["/etc/hosts/a"]]}',
-        "images[0][0]: it cannot be read; expected one of PNG, JPEG, WEBP",
-    ),
-    (
-        b'{"prompts": ["a"], "completions": ["a"], "videos": [["%s"]]}' % BMP,
-        "videos[0][0]: it cannot be read; expected one of PNG, GIF, WEBP",
-    ),
-    (b'{"prompts": ["a"], "completions": ["a"], "columns": {"b": [1, 2]}}', "columns.b: 2 entries"),
-    (
-        b'{"prompts": ["a"], "completions": ["a"], "columns": {"log_metric": [1]}}',
-        "columns.log_metric: no name for a column",
-    ),
-    (b'{"prompts": ["a"], "completions": ["a"], "columns": {"b": [NaN]}}', "it is no JSON"),
-    (b'{"prompts": ["a"], "completions": ["a"], "columns": {"b": [1e999]}}', "too large for a"),
-    (
-        b'{"prompts": ["a"], "completions": ["a"], "columns": {"b": [' + b"9" * 5000 + b"]}}",
-        "it is no JSON: number out of range",
-    ),
-    (b'{"prompts": ["\\ud800"], "completions": ["a"]}', "it is no JSON"),
+    (said(completions=3), "completions: expected a list, found a number"),
+    (said(completions=[]), "prompts: 1 entries for 0 responses"),
+    (said(prompts=turn(3)), "prompts[0][0].content[0]: expected a part"),
+    (said(prompts=turn({"type": "image", "url": "http://x"})), 'expected {"type": "image"} alone'),
+    (said(completions=turn({"type": "image"})), "content[0]: a response consists of text"),
+    (said(image=[]), "'image': no such key; there are"),
+    (said(images=[[3]]), "images[0][0]: expected base64"),
+    (said(images=[["/etc/passwd"]]), "not by path or address"),
+    (said(images=[["/etc/hosts/a"]]), "images[0][0]: it cannot be read; expected one of PNG, JPEG"),
+    (said(videos=[[BMP]]), "videos[0][0]: it cannot be read; expected one of PNG, GIF, WEBP"),
+    (said(columns={"b": [1, 2]}), "columns.b: 2 entries"),
+    (said(columns={"log_metric": [1]}), "columns.log_metric: no name for a column"),
+    (said(columns={"b": [float("nan")]}), "it is no JSON"),
+    (said(columns={"b": [0]}).replace(b"0", b"1e999"), "too large for a"),
+    (said(columns={"b": [0]}).replace(b"0", b"9" * 5000), "it is no JSON: number out of range"),
+    (said(prompts=["\ud800"]), "it is no JSON"),
     (b"[" * 100_000, "recursion limit exceeded"),
     (b"[" * 300 + b"]" * 300, "recursion limit exceeded"),
 ]
 
 
-@pytest.mark.parametrize(("content", "detail"), MALFORMED)
-def test_what_is_no_request_is_told_so(serving: Serving, content: bytes, detail: str) -> None:
+def test_what_is_no_request_is_told_so(serving: Serving) -> None:
     client = serving(lengths)
-    answer = client.raw(content)
-    assert answer.status_code == 422
-    assert detail in answer.json()["detail"]
-    assert "Traceback" not in answer.text
+    for content, detail in MALFORMED:
+        answer = client.raw(content)
+        assert answer.status_code == 422, content[:100]
+        assert detail in answer.json()["detail"]
+        assert "Traceback" not in answer.text
     assert client.post(body=body_of()).json()["scores"] == [2.0]  # and it goes on
 
 
@@ -162,42 +138,31 @@ def test_limits_are_kept_to(serving: Serving) -> None:
     client = serving(lengths, limits=limits)
     fine = client.post(body={"prompts": ["12345", ""], "completions": ["67890", ""]})
     assert fine.status_code == 200
+    chat = [{"role": "user", "content": "123456"}]
     for body, detail in [
         ({"prompts": [""] * 3, "completions": [""] * 3}, "3 responses in one request, and 2 are"),
         (body_of(prompts=["123456"], completions=["67890"]), "completions[0]: 11 characters"),
-        (
-            body_of(prompts=[[{"role": "user", "content": "123456"}]], completions=["6"]),
-            "completions[0]: 11 characters",  # 4 + 6 + 1
-        ),
+        (body_of(prompts=[chat], completions=["6"]), "completions[0]: 11 characters"),  # 4 + 6 + 1
         (body_of(columns={"a": ["x" * 1000]}), "the body has more than 0.001 MB"),
     ]:
         answer = client.post(body=body)
-        assert answer.status_code == 413
-        assert detail in answer.json()["detail"]
+        assert (answer.status_code, detail in answer.json()["detail"]) == (413, True)
 
 
-def test_the_size_is_counted_and_not_believed(serving: Serving) -> None:
+@pytest.mark.parametrize("told", [{"content-length": "10"}, {}])
+def test_the_size_is_counted_and_not_believed(serving: Serving, told: dict[str, str]) -> None:
     client = serving(lengths, limits={"max_request_mb": 0.001})
-    sent: list[int] = []
 
     async def endless() -> AsyncIterator[bytes]:
         for _ in range(100_000):
-            sent.append(100)
             yield b" " * 100
 
-    headers = {"content-type": "application/json", "content-length": "10"}
-    for given in (headers, {"content-type": "application/json"}):
-        sent.clear()
-        options = {"content": endless(), "headers": given}
-        answer = asyncio.run(client.send("POST", "/v1/score", **options))
-        assert answer.status_code == 413
+    headers = {"content-type": "application/json", **told}
+    sent = client.send("POST", "/v1/score", content=endless(), headers=headers)
+    assert asyncio.run(sent).status_code == 413
 
 
 IMAGE_LIMITS = {"max_images": 2, "max_megapixels": 0.02, "max_frames": 3}
-
-
-def _shown(image: str | None = None, video: str | None = None, **values: Any) -> dict[str, Any]:
-    return body_of(images=image and [[image]], videos=video and [[video]], **values)
 
 
 def test_images_that_are_too_many_or_too_large_are_refused(serving: Serving) -> None:
@@ -208,14 +173,14 @@ def test_images_that_are_too_many_or_too_large_are_refused(serving: Serving) -> 
     assert (answer.status_code, "more than 2 images" in answer.text) == (422, True)
     # 201 * 100 pixels are more than 20000; all black, so that the file is small
     bomb = text_of(file_of(Image.new("L", (201, 100))))
-    answer = client.post(body=_shown(bomb))
+    answer = client.post(body=body_of(images=[[bomb]]))
     assert (answer.status_code, "more than 0.02 million pixels" in answer.text) == (422, True)
 
 
-def _animation(format: str, count: int, size: int = 8) -> str:
-    frames = [Image.fromarray(np.full((size, size, 3), 20 * i, np.uint8)) for i in range(count)]
+def _animation(format: str, count: int) -> dict[str, Any]:
+    frames = [Image.fromarray(np.full((8, 8, 3), 20 * i, np.uint8)) for i in range(count)]
     content = file_of(frames[0], format, save_all=True, append_images=frames[1:], duration=100)
-    return text_of(content)
+    return body_of(videos=[[text_of(content)]])
 
 
 @pytest.mark.parametrize("format", ["PNG", "GIF", "WEBP"])
@@ -227,14 +192,13 @@ def test_animations_are_videos_up_to_a_number_of_frames(serving: Serving, format
         return [0.0] * len(completions)
 
     client = serving(noted, limits=IMAGE_LIMITS | {"max_megapixels": 1})
-    answer = client.post(body=_shown(video=_animation(format, 3)))
-    assert answer.status_code == 200, answer.text
+    assert client.post(body=_animation(format, 3)).status_code == 200
     assert seen[0][0].frames.shape == (3, 8, 8, 3)
     assert seen[0][0].fps == pytest.approx(10.0)
-    answer = client.post(body=_shown(video=_animation(format, 4)))
+    answer = client.post(body=_animation(format, 4))
     assert (answer.status_code, "more than 3 frames" in answer.text) == (422, True)
     client = serving(noted, limits={"max_megapixels": 0.05})
-    answer = client.post(body=_shown(video=_animation(format, 4)))
+    answer = client.post(body=_animation(format, 4))
     assert (answer.status_code, "million pixels" in answer.text) == (422, True)
 
 
@@ -256,21 +220,15 @@ def test_damaged_files_are_refused(serving: Serving, kind: str, format: str) -> 
 
 
 def test_more_requests_than_may_wait_are_sent_away(serving: Serving) -> None:
-    asked, go = threading.Event(), threading.Event()
-
-    def slow(*, completions: list[str]) -> list[float]:
-        asked.set()
-        assert go.wait(30)
-        return lengths(completions=completions)
-
+    slow = Slow()
     client = serving(slow, max_queue=3)
 
     async def crowd() -> list[Any]:
         first = [asyncio.create_task(client.send("POST", "/", json=LIGHT)) for _ in range(3)]
-        await asyncio.to_thread(asked.wait, 30)
+        await asyncio.to_thread(slow.asked.wait, 30)
         refused = [await client.send("POST", "/", json=LIGHT) for _ in range(2)]
         told = await client.send("GET", "/metrics")
-        go.set()
+        slow.go.set()
         return [*refused, told, *(await asyncio.gather(*first))]
 
     *refused, told, one, two, three = asyncio.run(crowd())
@@ -283,26 +241,16 @@ def test_more_requests_than_may_wait_are_sent_away(serving: Serving) -> None:
     assert client.metrics()["lrlhf_reward_queue_requests"] == 0
 
 
-LIGHT = {"queries": ["a"], "prompts": [""]}
-
-
 def test_a_request_that_takes_too_long_is_given_up(serving: Serving) -> None:
-    go, calls = threading.Event(), []
-
-    def slow(*, completions: list[str]) -> list[float]:
-        calls.append(completions)
-        assert go.wait(30)
-        return lengths(completions=completions)
-
+    slow = Slow()
     client = serving(slow, timeout_s=0.3, max_batch_size=1)
-    answers = client.together([LIGHT, LIGHT], "/")
-    for answer in answers:
+    for answer in client.together([LIGHT, LIGHT], "/"):
         assert answer.status_code == 503
         assert "no scores within 0.3 s" in answer.json()["detail"]
         assert answer.headers["retry-after"] == "1"
-    go.set()
+    slow.go.set()
     assert client.post("/", LIGHT).json()["rewards"] == [1.0]
-    assert len(calls) == 2  # what was given up while it waited is not scored
+    assert slow.calls == 2  # what was given up while it waited is not scored
 
 
 def test_nothing_of_a_request_is_logged(serving: Serving, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ from PIL import Image
 
 from lrlhf.media import Video
 from lrlhf.rewards import LearnedReward
+from lrlhf.serving import Scorer
 from tests.serving.conftest import Client, body_of, file_of, text_of
 from tests.vlms import clip, picture
 
@@ -94,40 +95,27 @@ def _question(*kinds: str) -> list[dict[str, Any]]:
 
 
 def test_images_and_videos_are_shown_to_the_model(serving: Serving, vision_reward: str) -> None:
-    prompts = [_question(), _question("image"), _question("image", "image"), _question("video")]
-    completions = ["seven", "one!", "three", "moves"]
+    kinds = [(), ("image",), ("image", "image"), ("video",)]
+    rows: dict[str, Any] = {
+        "prompts": [_question(*row) for row in kinds],
+        "completions": ["seven", "one!", "three", "moves"],
+    }
     pictures = [[], [picture(0)], [picture(1), picture(2)], []]
     film = clip(1)
     frames = [Image.fromarray(frame) for frame in film.frames]
     apng = file_of(frames[0], save_all=True, append_images=frames[1:], duration=500)
+    sent = [[text_of(file_of(image)) for image in row] or None for row in pictures]
     client = serving(LearnedReward(vision_reward))
 
-    answer = client.post(
-        body={
-            "prompts": prompts,
-            "completions": completions,
-            "images": [[text_of(file_of(image)) for image in row] or None for row in pictures],
-            "videos": [None, None, None, [text_of(apng)]],
-        }
-    )
+    answer = client.post(body={**rows, "images": sent, "videos": [*[None] * 3, [text_of(apng)]]})
 
     assert answer.status_code == 200, answer.text
-    expected = _direct(
-        vision_reward,
-        prompts=prompts,
-        completions=completions,
-        images=pictures,
-        videos=[[], [], [], [film]],
-    )
+    expected = _direct(vision_reward, **rows, images=pictures, videos=[[], [], [], [film]])
     # rows that are computed together, which the service decides, are rounded together
     assert answer.json()["scores"] == pytest.approx(expected, abs=1e-6)
-    blind = _direct(
-        vision_reward,
-        prompts=prompts,
-        completions=completions,
-        images=[[], [picture(3)], [picture(3), picture(2)], []],
-        videos=[[], [], [], [Video(film.frames[::-1].copy(), 2.0)]],
-    )
+    others = [[], [picture(3)], [picture(3), picture(2)], []]
+    backwards = Video(film.frames[::-1].copy(), 2.0)
+    blind = _direct(vision_reward, **rows, images=others, videos=[[], [], [], [backwards]])
     assert blind[0] == pytest.approx(expected[0], abs=1e-6)
     assert all(one != other for one, other in zip(blind[1:], expected[1:], strict=True))
 
@@ -177,8 +165,6 @@ def test_a_function_that_ends_the_process_ends_no_service(serving: Serving) -> N
 
 
 def test_functions_that_read_token_ids_are_not_served() -> None:
-    from lrlhf.serving import Scorer  # noqa: PLC0415
-
     def by_ids(*, completion_ids: list[list[int]]) -> list[float]:
         return [float(len(ids)) for ids in completion_ids]
 

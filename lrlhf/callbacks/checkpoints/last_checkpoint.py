@@ -28,10 +28,7 @@ _REMOVED = "removed"
 def find_last(trainer: L.Trainer, folder: Path, name: str) -> Found:
     """Choose the checkpoint to go on from; rank zero lists them, and all ranks read them.
 
-    Args:
-        trainer: Asks before it sets anything up.
-        folder: Of the checkpoints.
-        name: Of the newest one, without ending.
+    The trainer asks before it sets anything up.
 
     Raises:
         NotACheckpointError: There are some, and none is whole.

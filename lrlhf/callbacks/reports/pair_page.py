@@ -45,8 +45,6 @@ class PairPage(L.Callback):
             raise ValueError(f"PairPage pairs is {pairs}; it must be at least 1")
         self.dirpath = dirpath
         self.pairs = pairs
-        self.paths: list[Path] = []
-        """Pages written by this process, oldest first."""
         self._pairs: list[_Pair] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -76,9 +74,7 @@ class PairPage(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._pairs and is_evaluation(trainer):
             name = f"eval_pairs_{trainer.global_step}.png"
-            path = output_folder(trainer, self.dirpath) / name
-            draw_pairs(path, self._pairs)
-            self.paths.append(path)
+            draw_pairs(output_folder(trainer, self.dirpath) / name, self._pairs)
 
 
 def draw_pairs(path: Path, pairs: Sequence[_Pair]) -> None:

@@ -29,12 +29,8 @@ def render(records: Sequence[Mapping[str, Any]], *, title: str, max_chars: int) 
     """Draw records as a table for a terminal.
 
     Texts are shown as they are: nothing in them is taken for markup or for a control sequence.
-
-    Args:
-        records: One per row.
-        title: Line above the table.
-        max_chars: Longer prompts lose their beginning, longer completions their middle, each
-            with a mark in its place.
+    Prompts of more than ``max_chars`` lose their beginning, completions their middle, each with a
+    mark in its place.
     """
     table = Table(
         title=Text(_visible(title)), title_justify="left", box=box.SIMPLE_HEAD, show_lines=True
@@ -63,14 +59,7 @@ def render(records: Sequence[Mapping[str, Any]], *, title: str, max_chars: int) 
 
 
 def send(trainer: L.Trainer, records: Sequence[Mapping[str, Any]], *, key: str, step: int) -> None:
-    """Log records as a table to every attached logger that shows text; rank zero only.
-
-    Args:
-        trainer: Holds the loggers.
-        records: One per row.
-        key: Name of the table.
-        step: Where it stands on the logger's axis.
-    """
+    """Log records as a table to every attached logger that shows text; rank zero only."""
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             rows = [[step, *_typed(record)] for record in records]
