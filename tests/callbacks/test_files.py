@@ -1,9 +1,40 @@
-from pathlib import Path
+"""Options that cannot work, and where callbacks write."""
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 from lightning.pytorch.loggers import CSVLogger
 
+from lrlhf.callbacks import EMA, HFExport, KLControl, PairPage, RolloutLog, VLLMWeightSync
 from lrlhf.callbacks.output_files import output_folder
 from tests.callbacks.fakes import trainer
+
+
+@pytest.mark.parametrize(
+    ("callback", "option", "values"),
+    [
+        (KLControl, "mode", ["adaptiv"]),
+        (KLControl, "init_coef", [-1.0, 0.0]),
+        (KLControl, "target", [0]),
+        (KLControl, "horizon", [0]),
+        (EMA, "decay", [1.0, -0.1]),
+        (EMA, "every_n_steps", [0]),
+        (HFExport, "every_n_steps", [0]),
+        (HFExport, "keep", [0]),
+        (HFExport, "at_end", [False]),
+        (RolloutLog, "print_every", [0]),
+        (RolloutLog, "keep_tensors", [0]),
+        (VLLMWeightSync, "every_n_steps", [0]),
+        (VLLMWeightSync, "probe_every", [-1]),
+        (VLLMWeightSync, "tolerance", [0.0]),
+        (PairPage, "pairs", [0]),
+    ],
+)
+def test_options_that_cannot_work_are_refused(callback: Any, option: str, values: Any) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=option):
+            callback(**{option: value})
 
 
 def test_the_output_folder_is_the_argument_then_the_loggers_then_the_root(tmp_path: Path) -> None:

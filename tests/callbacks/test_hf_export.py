@@ -1,5 +1,4 @@
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -43,12 +42,6 @@ def test_an_export_that_fails_midway_leaves_the_old_one(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         trainer(tmp_path, HFExport()).fit(Full(), batches(2))
     assert exported(tmp_path / "hf") == {"final": "1"}
-
-
-@pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"keep": 0}, {"at_end": False}])
-def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        HFExport(**options)
 
 
 def test_what_is_missing_is_said_before_training(tmp_path: Path) -> None:

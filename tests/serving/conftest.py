@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,10 +23,12 @@ from transformers import LlamaForSequenceClassification, PreTrainedTokenizerBase
 from lrlhf.models import ScoreModel
 from lrlhf.rewards import LearnedReward
 from lrlhf.serving import QueueOptions, RequestLimits, RewardService
+from lrlhf.serving.server import new_server
 from tests.conftest import build_language_model
 from tests.vlms import build_vlm, save_vlm
 
 Answer = httpx.Response
+Scores = Callable[..., list[float | None]]
 
 
 def lengths(*, completions: list[Any]) -> list[float]:
@@ -120,6 +124,57 @@ def serving() -> Iterator[Callable[..., Client]]:
         service.close()
 
 
+class Address:
+    """A service that listens, and its clients."""
+
+    def __init__(self, port: int, service: RewardService, server: Any) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.service = service
+        self.open = server.server_state.connections
+        self.opened = contextlib.ExitStack()
+
+    def connect(self, *parts: bytes) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=20.0)
+        self.opened.enter_context(connection)
+        for part in parts:
+            connection.sendall(part)
+        return connection
+
+    def score(self, **headers: str) -> int:
+        """Ask over a connection of its own, as an honest client does."""
+        url = f"{self.url}/v1/score"
+        return httpx.post(url, json=body_of(), headers=headers, timeout=20.0).status_code
+
+
+@pytest.fixture
+def listening() -> Iterator[Callable[..., Address]]:
+    """Start services that listen, each with an event loop in a thread of its own."""
+    with contextlib.ExitStack() as stack:
+
+        def start(scorer: Any = lengths, token: str | None = None, **queue: Any) -> Address:
+            options = QueueOptions(**queue)
+            service = RewardService(scorer, token=token, queue=options)
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            server = new_server(
+                service, max_queue=options.max_queue, grace_seconds=options.timeout_s
+            )
+            thread = threading.Thread(target=asyncio.run, args=(server.serve([listener]),))
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(setattr, server, "should_exit", True)
+            address = Address(listener.getsockname()[1], service, server)
+            stack.callback(address.opened.close)
+            wait_until(lambda: service.batcher.served is not None)
+            return address
+
+        yield start
+
+
+Serving = Callable[..., Client]
+Listening = Callable[..., Address]
+
+
 @pytest.fixture(scope="session")
 def text_reward(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase
@@ -150,7 +205,7 @@ def vision_reward(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def text_scores(text_reward: str) -> Callable[..., list[float | None]]:
+def text_scores(text_reward: str) -> Scores:
     """What the model gives when it is asked without a service."""
     function = LearnedReward(text_reward)
 

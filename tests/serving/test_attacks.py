@@ -12,7 +12,6 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -22,66 +21,22 @@ from PIL import Image
 import lrlhf.serving.connections as connections
 import lrlhf.serving.server as server_module
 from lrlhf.rewards import LearnedReward
-from lrlhf.serving import QueueOptions, RewardService
 from lrlhf.serving.body import holds_more_values
-from tests.serving.conftest import Client, Slow, body_of, file_of, lengths, text_of, wait_until
-
-Serving = Callable[..., Client]
+from tests.serving.conftest import (
+    Listening,
+    Serving,
+    Slow,
+    body_of,
+    file_of,
+    lengths,
+    text_of,
+    wait_until,
+)
 
 TOKEN = "s3cret-token"
 HEAD = b"POST /v1/score HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
 KNOWN = HEAD + f"authorization: Bearer {TOKEN}\r\n".encode()
-_PATIENCE = 20.0
-
-
-class Address:
-    """A service that listens, and its clients."""
-
-    def __init__(self, port: int, service: RewardService, server: Any) -> None:
-        self.port = port
-        self.service = service
-        self.open = server.server_state.connections
-        self._opened = contextlib.ExitStack()
-
-    def connect(self, *parts: bytes) -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=_PATIENCE)
-        self._opened.enter_context(connection)
-        for part in parts:
-            connection.sendall(part)
-        return connection
-
-    def score(self, token: str | None = TOKEN) -> int:
-        """Ask over a connection of its own, as an honest client does."""
-        headers = {"authorization": f"Bearer {token}"} if token else {}
-        url = f"http://127.0.0.1:{self.port}/v1/score"
-        return httpx.post(url, json=body_of(), headers=headers, timeout=_PATIENCE).status_code
-
-    def close(self) -> None:
-        self._opened.close()
-
-
-@pytest.fixture
-def listening() -> Iterator[Callable[..., Address]]:
-    """Start services that listen, each with an event loop in a thread of its own."""
-    with contextlib.ExitStack() as stack:
-
-        def start(token: str | None = TOKEN, **queue: Any) -> Address:
-            options = QueueOptions(**queue)
-            service = RewardService(lengths, token=token, queue=options)
-            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            server = server_module.new_server(
-                service, max_queue=options.max_queue, grace_seconds=options.timeout_s
-            )
-            thread = threading.Thread(target=asyncio.run, args=(server.serve([listener]),))
-            thread.start()
-            stack.callback(thread.join)
-            stack.callback(setattr, server, "should_exit", True)
-            address = Address(listener.getsockname()[1], service, server)
-            stack.callback(address.close)
-            wait_until(lambda: service.batcher.served is not None)
-            return address
-
-        yield start
+ASKS = {"authorization": f"Bearer {TOKEN}"}
 
 
 @pytest.fixture
@@ -122,9 +77,9 @@ def pour(connection: socket.socket, part: bytes, times: int, pause: float = 0.05
     ],
 )
 def test_a_head_without_an_end_is_cut_at_16_kb(
-    listening: Callable[..., Address], start: bytes, block: bytes, status: str
+    listening: Listening, start: bytes, block: bytes, status: str
 ) -> None:
-    connection = listening().connect(start)
+    connection = listening(token=TOKEN).connect(start)
     sent = 0
     with contextlib.suppress(ConnectionError):
         while sent < 50_000_000:
@@ -145,19 +100,19 @@ def test_a_head_without_an_end_is_cut_at_16_kb(
     ],
 )
 def test_what_costs_more_than_a_request_is_refused_in_words(
-    listening: Callable[..., Address], head: bytes, status: str
+    listening: Listening, head: bytes, status: str
 ) -> None:
-    address = listening()
+    address = listening(token=TOKEN)
     connection = address.connect(head)
     content = said(connection)
     assert content.startswith(f"HTTP/1.1 {status} ")
     assert len(json.loads(content.partition("\r\n\r\n")[2])["detail"]) > 10
-    assert address.score() == 200
+    assert address.score(**ASKS) == 200
 
 
 @pytest.mark.usefixtures("_soon")
-def test_a_request_that_stays_half_sent_is_cut(listening: Callable[..., Address]) -> None:
-    address = listening()
+def test_a_request_that_stays_half_sent_is_cut(listening: Listening) -> None:
+    address = listening(token=TOKEN)
     for start in (b"", HEAD + b"x: "):
         assert answer_of(address.connect(start)) == ""
     connection = address.connect(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
@@ -169,9 +124,9 @@ def test_a_request_that_stays_half_sent_is_cut(listening: Callable[..., Address]
 
 @pytest.mark.usefixtures("_soon")
 def test_a_client_that_does_not_read_its_answers_is_cut(
-    listening: Callable[..., Address],
+    listening: Listening,
 ) -> None:
-    address = listening(timeout_s=0.4)
+    address = listening(token=TOKEN, timeout_s=0.4)
     connection = address.connect()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     request = f"GET /metrics HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {TOKEN}\r\n\r\n".encode()
@@ -182,28 +137,27 @@ def test_a_client_that_does_not_read_its_answers_is_cut(
 
 
 def test_strangers_make_room_for_others_and_clients_with_a_token_stay(
-    listening: Callable[..., Address], monkeypatch: pytest.MonkeyPatch
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "_SPARE_CONNECTIONS", 6)
-    address = listening(max_queue=2)  # 8 connections
-    headers = {"authorization": f"Bearer {TOKEN}"}
-    with httpx.Client(base_url=f"http://127.0.0.1:{address.port}", headers=headers) as client:
+    address = listening(token=TOKEN, max_queue=2)  # 8 connections
+    with httpx.Client(base_url=address.url, headers=ASKS) as client:
         assert client.post("/v1/score", json=body_of()).status_code == 200
         kept = {id(pooled) for pooled in client._transport._pool.connections}  # type: ignore[attr-defined]
         held = [address.connect(HEAD) for _ in range(30)]
-        assert address.score() == 200
+        assert address.score(**ASKS) == 200
         assert client.post("/v1/score", json=body_of()).status_code == 200
         assert {id(pooled) for pooled in client._transport._pool.connections} == kept  # type: ignore[attr-defined]
     assert [answer_of(connection) for connection in held[:20]] == [""] * 20
 
 
 def test_bodies_that_do_not_arrive_take_no_place(
-    listening: Callable[..., Address],
+    listening: Listening,
 ) -> None:
-    address = listening(max_queue=1, timeout_s=2)
+    address = listening(token=TOKEN, max_queue=1, timeout_s=2)
     slow = [address.connect(KNOWN, b"content-length: 1000\r\n\r\n{") for _ in range(3)]
     wait_until(lambda: len(address.service.batcher.places) == 3)
-    assert address.score() == 200
+    assert address.score(**ASKS) == 200
     assert said(slow[0]).startswith("HTTP/1.1 408 ")
 
 

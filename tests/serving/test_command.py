@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,7 @@ import yaml
 
 from lrlhf.cli import run
 from lrlhf.serving import QueueOptions, RequestLimits, check_exposure, read_token
-from tests.serving.conftest import folder_config
-
-Scores = Callable[..., list[float | None]]
+from tests.serving.conftest import Scores, folder_config
 
 
 @pytest.fixture(autouse=True)

@@ -1,39 +1,18 @@
 """`RemoteReward` against the service itself, over a real connection."""
 
-import contextlib
-import threading
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import uvicorn
 from PIL import Image
 from torch.testing import assert_close
 
 from lrlhf.media import Video
 from lrlhf.rewards import LearnedReward, RemoteReward, RewardError, Rewards
-from lrlhf.serving import create_app
+from tests.serving.conftest import Listening
 
 PROMPTS = ["2 + 2 =", "Say something nice:", "x", "y"]
 TEXTS = [" 4", " you look well today", " ", " z"]
-
-
-@contextlib.contextmanager
-def listening(source: str, token: str | None = None) -> Iterator[str]:
-    app = create_app(LearnedReward(source), token=token)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    try:
-        until = time.monotonic() + 60
-        while not server.started and time.monotonic() < until:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 def scores(function: Any, prompts: Any = PROMPTS, texts: Any = TEXTS, **columns: Any) -> Any:
@@ -43,33 +22,33 @@ def scores(function: Any, prompts: Any = PROMPTS, texts: Any = TEXTS, **columns:
 
 
 def test_a_run_gets_the_scores_of_the_model_itself(
-    text_reward: str, monkeypatch: pytest.MonkeyPatch
+    listening: Listening, text_reward: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LRLHF_REWARD_TOKEN", "some-token")
     expected = scores(LearnedReward(text_reward))
-    with listening(text_reward, "some-token") as url:
-        for batch_size in (1, 3, 32):
-            found = scores(
-                RemoteReward(url, batch_size=batch_size, columns=["answer"]), answer=TEXTS
-            )
-            assert_close(found, expected, rtol=0, atol=1e-6)
-        chat = [({"role": "user", "content": "hi"},)] * 2
-        replies = [[{"role": "assistant", "content": text}] for text in TEXTS[:2]]
-        expected = scores(LearnedReward(text_reward), chat, replies)
-        assert_close(scores(RemoteReward(url), chat, replies), expected, rtol=0, atol=1e-6)
-        monkeypatch.setenv("LRLHF_REWARD_TOKEN", "another")
-        with pytest.raises(RewardError, match=r"HTTP 401: a token is needed.*token_env"):
-            scores(RemoteReward(url))
+    url = listening(LearnedReward(text_reward), token="some-token").url
+    for batch_size in (1, 3, 32):
+        remote = RemoteReward(url, batch_size=batch_size, columns=["answer"])
+        assert_close(scores(remote, answer=TEXTS), expected, rtol=0, atol=1e-6)
+    chat = [({"role": "user", "content": "hi"},)] * 2
+    replies = [[{"role": "assistant", "content": text}] for text in TEXTS[:2]]
+    expected = scores(LearnedReward(text_reward), chat, replies)
+    assert_close(scores(RemoteReward(url), chat, replies), expected, rtol=0, atol=1e-6)
+    monkeypatch.setenv("LRLHF_REWARD_TOKEN", "another")
+    with pytest.raises(RewardError, match=r"HTTP 401: a token is needed.*token_env"):
+        scores(RemoteReward(url))
 
 
-def test_a_run_gets_the_same_scores_over_the_protocol_of_lightrft(text_reward: str) -> None:
+def test_a_run_gets_the_same_scores_over_the_protocol_of_lightrft(
+    listening: Listening, text_reward: str
+) -> None:
     expected = scores(LearnedReward(text_reward))
-    with listening(text_reward) as url:
-        found = scores(RemoteReward(url, protocol="lightrft", batch_size=3))
+    url = listening(LearnedReward(text_reward)).url
+    found = scores(RemoteReward(url, protocol="lightrft", batch_size=3))
     assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-def test_a_run_shows_its_images_and_videos(vision_reward: str) -> None:
+def test_a_run_shows_its_images_and_videos(listening: Listening, vision_reward: str) -> None:
     generator = np.random.default_rng(0)
     image = Image.fromarray(generator.integers(0, 256, (28, 28, 3), dtype=np.uint8))
     video = Video(generator.integers(0, 256, (4, 28, 28, 3), dtype=np.uint8), 2.0)
@@ -78,6 +57,6 @@ def test_a_run_shows_its_images_and_videos(vision_reward: str) -> None:
     replies = [[{"role": "assistant", "content": text}] for text in TEXTS[:2]]
     media = {"images": [[image], []], "videos": [[], [video]]}
     expected = scores(LearnedReward(vision_reward), chats, replies, **media)
-    with listening(vision_reward) as url:
-        found = scores(RemoteReward(url), chats, replies, **media)
+    url = listening(LearnedReward(vision_reward)).url
+    found = scores(RemoteReward(url), chats, replies, **media)
     assert_close(found, expected, rtol=0, atol=1e-6)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from lrlhf.rewards import LearnedReward
-from tests.serving.conftest import Client, file_of, text_of
+from tests.serving.conftest import Scores, Serving, file_of, text_of
 from tests.vlms import build_vlm, picture
-
-Serving = Callable[..., Client]
-Scores = Callable[..., list[float | None]]
 
 
 @pytest.mark.parametrize("path", ["/get_reward", "/"])

@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from lrlhf.rewards import LearnedReward
-from tests.serving.conftest import Client, Slow, body_of, file_of, lengths, text_of, wait_until
+from tests.serving.conftest import Serving, Slow, body_of, file_of, lengths, text_of, wait_until
 from tests.vlms import picture
-
-Serving = Callable[..., Client]
 
 TOKEN = "s3cret-token"
 PNG = text_of(file_of(Image.new("RGB", (8, 8))))

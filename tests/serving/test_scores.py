@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +13,8 @@ from PIL import Image
 from lrlhf.media import Video
 from lrlhf.rewards import LearnedReward
 from lrlhf.serving import Scorer
-from tests.serving.conftest import Client, body_of, file_of, text_of
+from tests.serving.conftest import Scores, Serving, body_of, file_of, text_of
 from tests.vlms import clip, picture
-
-Serving = Callable[..., Client]
-Scores = Callable[..., list[float | None]]
 
 CHAT = [{"role": "user", "content": "Hi"}]
 ROWS: list[tuple[Any, Any]] = [
