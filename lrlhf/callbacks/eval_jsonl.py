@@ -47,7 +47,7 @@ class EvalJSONL(L.Callback):
         # outside of fit the trainer leaves its own counter at 0
         self._loaded_step = int(checkpoint["global_step"])
 
-    def on_validation_start(self, *_: Any) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._lines = []
 
     on_test_start = on_validation_start

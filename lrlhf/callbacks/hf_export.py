@@ -27,32 +27,27 @@ class HFExport(L.Callback):
         dirpath: Folder of the exports; None: ``hf`` in the logger's folder, else in the
             trainer's root.
         every_n_steps: Also export each time so many steps are done; None: only at the end.
-        at_end: Export when training ends.
         use_ema: Export the averaged weights of the `EMA` callback.
         keep: How many ``step_*`` exports to keep, newest first; None: all.
 
     Raises:
-        ValueError: If nothing would ever be exported, the module has no ``export_pretrained``,
-            or ``use_ema`` is on without an `EMA` callback.
+        ValueError: If an option is out of range, the module has no ``export_pretrained``, or
+            ``use_ema`` is on without an `EMA` callback.
     """
 
     def __init__(
         self,
         dirpath: str | Path | None = None,
         every_n_steps: int | None = None,
-        at_end: bool = True,
         use_ema: bool = False,
         keep: int | None = None,
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"HFExport every_n_steps is {every_n_steps}; it must be at least 1")
-        if every_n_steps is None and not at_end:
-            raise ValueError("HFExport would never export: set every_n_steps, or at_end: true")
         if keep is not None and keep < 1:
             raise ValueError(f"HFExport keep is {keep}; it must be at least 1, or null for all")
         self.dirpath = dirpath
         self.every_n_steps = every_n_steps
-        self.at_end = at_end
         self.use_ema = use_ema
         self.keep = keep
         self.last_export: Path | None = None
@@ -78,8 +73,7 @@ class HFExport(L.Callback):
         self._export(trainer, pl_module, f"step_{step:06d}")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.at_end:
-            self._export(trainer, pl_module, "final")
+        self._export(trainer, pl_module, "final")
 
     def _export(self, trainer: L.Trainer, module: L.LightningModule, name: str) -> None:
         assert isinstance(module, Exportable)

@@ -70,7 +70,7 @@ class KLControl(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         assert isinstance(pl_module, KLPenalized)
-        pl_module.log("kl/coef", pl_module.kl_coef, batch_size=1)  # type: ignore[attr-defined]
+        pl_module.log("kl/coef", pl_module.kl_coef, batch_size=1)
         if self.mode == "adaptive":
             self._coef = pl_module.kl_coef = self._adapted(trainer, pl_module)
 

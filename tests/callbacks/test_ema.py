@@ -70,9 +70,10 @@ def test_the_weights_come_back_when_validation_raises(tmp_path: Path) -> None:
 def test_the_weights_come_back_when_an_export_raises_and_no_checkpoint_holds_the_stand_in() -> None:
     module, ema = ToyPolicy(), EMA()
     ema.load_state_dict({"shadows": {"policy.trained": torch.tensor([4.0])}, "step": 1})
-    with pytest.raises(RuntimeError, match="stand in"), ema.averaged(module):
-        assert module.weight == 4.0
+    with ema.averaged(module), pytest.raises(RuntimeError, match="stand in"):
         ema.state_dict()
+    with pytest.raises(ValueError, match="stopped at 4"), ema.averaged(module):
+        raise ValueError(f"stopped at {module.weight:g}")
     assert module.weight == 0.0
 
 

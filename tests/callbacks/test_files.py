@@ -22,7 +22,6 @@ from tests.callbacks.fakes import trainer
         (EMA, "every_n_steps", [0]),
         (HFExport, "every_n_steps", [0]),
         (HFExport, "keep", [0]),
-        (HFExport, "at_end", [False]),
         (RolloutLog, "print_every", [0]),
         (RolloutLog, "keep_tensors", [0]),
         (VLLMWeightSync, "every_n_steps", [0]),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import random
 import socket
 import threading
 import time
@@ -16,6 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 import lrlhf.serving.connections as connections
@@ -190,27 +191,21 @@ def _values(value: Any) -> int:
     return 1 + max(0, len(value) - 1) + sum(_values(entry) for entry in inner)
 
 
-def test_values_are_counted_before_they_are_made() -> None:
-    draw = random.Random(0)
-    texts = ["", "a", ",", "[", '"', "\\", '\\"', '\\\\",[{', "é,", "\n"]
+TEXTS = st.lists(st.sampled_from(["a", ",", "[", '"', "\\", '\\"', '\\\\",[{', "é,", "\n"])).map(
+    "".join
+)
+VALUES = st.recursive(
+    st.one_of(TEXTS, st.sampled_from([0, 1.5, None, True])),
+    lambda inner: st.one_of(st.lists(inner), st.dictionaries(TEXTS, inner)),
+)
 
-    def any_value(depth: int) -> Any:
-        kind = draw.choice("tnld" if depth else "tn")
-        if kind == "t":
-            return "".join(draw.choices(texts, k=draw.randint(0, 4)))
-        if kind == "n":
-            return draw.choice([0, 1.5, None, True])
-        entries = [any_value(depth - 1) for _ in range(draw.randint(0, 4))]
-        if kind == "l":
-            return entries
-        return {f"{draw.choice(texts)}{place}": entry for place, entry in enumerate(entries)}
 
-    for _ in range(300):
-        value = any_value(4)
-        for ascii_only in (True, False):
-            content = json.dumps(value, ensure_ascii=ascii_only).encode()
-            assert not holds_more_values(content, _values(value))
-            assert holds_more_values(content, _values(value) - 1)
+@settings(derandomize=True, deadline=None)
+@given(value=VALUES, ascii_only=st.booleans())
+def test_values_are_counted_before_they_are_made(value: Any, ascii_only: bool) -> None:
+    content = json.dumps(value, ensure_ascii=ascii_only).encode()
+    assert not holds_more_values(content, _values(value))
+    assert holds_more_values(content, _values(value) - 1)
 
 
 @pytest.mark.parametrize("value", ["[]", '{"a":1}', '"\\""', "1"])

@@ -32,18 +32,10 @@ def test_prompt_and_response_are_told_apart_where_it_can_be_known(serving: Servi
         seen.update(columns, prompts=prompts, completions=completions)
         return [1.5] * len(completions)
 
-    answer = serving(noted).post(
-        "/get_reward",
-        {
-            "queries": ["ab", "xy"],
-            "prompts": ["a", "z"],
-            "references": ["r", "s"],
-            "labels": ["l", None],
-        },
-    )
-    assert answer.json() == {"rewards": [1.5, 1.5]}
-    assert (seen["prompts"], seen["completions"]) == (["a", ""], ["b", "xy"])
-    assert (seen["references"], seen["labels"]) == (["r", "s"], ["l", None])
+    columns = {"references": ["r", "s"], "labels": ["l", None]}
+    body = {"queries": ["ab", "xy"], "prompts": ["a", "z"], **columns}
+    assert serving(noted).post("/get_reward", body).json() == {"rewards": [1.5, 1.5]}
+    assert seen == {"prompts": ["a", ""], "completions": ["b", "xy"], **columns}
 
 
 def test_images_are_found_in_the_buffers_of_lightrft(serving: Serving, vision_reward: str) -> None:
@@ -59,14 +51,10 @@ def test_images_are_found_in_the_buffers_of_lightrft(serving: Serving, vision_re
     text = "<|im_start|>user\n{}what?<|im_end|>\n<|im_start|>assistant\nseven<|im_end|>"
     client = serving(LearnedReward(vision_reward))
 
-    answer = client.post(
-        "/get_reward",
-        {
-            "queries": [text.format(many * 2), text.format(one * 2), text.format(many), "blind"],
-            "prompts": ["?"] * 4,
-            "images": [sent, right, right[:1], None],
-        },
-    )
+    queries = [text.format(many * 2), text.format(one * 2), text.format(many), "blind"]
+    images = [sent, right, right[:1], None]
+    body = {"queries": queries, "prompts": ["?"] * 4, "images": images}
+    answer = client.post("/get_reward", body)
 
     assert answer.status_code == 200, answer.text
     rewards = answer.json()["rewards"]
@@ -77,25 +65,18 @@ def test_images_are_found_in_the_buffers_of_lightrft(serving: Serving, vision_re
     assert client.post("/", padded).json()["rewards"][0] == pytest.approx(rewards[1], abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("body", "detail"),
-    [
+def test_what_is_no_request_is_told_so_and_nothing_but_marks_takes_no_time(
+    serving: Serving, text_reward: str
+) -> None:
+    client = serving(LearnedReward(text_reward), timeout_s=20)
+    for body, detail in (
         ({}, "queries: is missing"),
         ({"queries": ["a"], "prompts": []}, "prompts: 0 entries for 1 responses"),
         ({"queries": ["a"], "prompts": ["a"], "labels": [1, 2]}, "labels: 2 entries"),
         ({"queries": ["a"], "images": [["?", "??????"]]}, "images: this is no base64"),
-    ],
-)
-def test_what_is_no_request_is_told_so(
-    serving: Serving, text_reward: str, body: dict[str, Any], detail: str
-) -> None:
-    answer = serving(LearnedReward(text_reward)).post("/get_reward", body)
-    assert answer.status_code == 422
-    assert detail in answer.json()["detail"]
-
-
-def test_a_text_of_nothing_but_marks_takes_no_time(serving: Serving, text_reward: str) -> None:
-    client = serving(LearnedReward(text_reward), timeout_s=20)
+    ):
+        answer = client.post("/get_reward", body)
+        assert (answer.status_code, detail in answer.json()["detail"]) == (422, True)
     text = "x" + "<|pad|>" * 20_000 + "y"
     answer = client.post("/", {"queries": [text], "prompts": [""]})
     assert answer.json() == {"rewards": [None]}  # too long

@@ -95,7 +95,7 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
             auto_insert_metric_name=auto_insert_metric_name,
         )
         self.save_top_k = save_top_k
-        self._step_interval = every_n_train_steps
+        self._step_interval = every_n_train_steps or 0
         self._interval = train_time_interval
         self._timed = time.monotonic()
         self._step = 0
@@ -211,7 +211,7 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
         if trainer.global_step == self._step:
             return  # a batch that only accumulated gradients, which no checkpoint holds
         self._step = trainer.global_step
-        due = bool(self._step_interval) and self._step % self._step_interval == 0
+        due = self._step_interval >= 1 and self._step % self._step_interval == 0
         if not (due or self._time_is_due(trainer)) or self._is_out_of_place(trainer):
             return
         # the value at hand, if any, belongs to older weights where a validation measures it

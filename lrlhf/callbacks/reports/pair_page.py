@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 from PIL import Image, ImageDraw, ImageOps
@@ -21,11 +21,8 @@ _SIDE, _GAP, _LINE = 160, 8, 14
 _BEST = {1.0: "left", -1.0: "right", 0.0: "equal"}
 
 
-class _Pair(NamedTuple):
-    left: Image.Image
-    right: Image.Image
-    lines: list[tuple[str, str]]
-    """Text and colour of each line below the two."""
+_Pair = tuple[Image.Image, Image.Image, list[tuple[str, str]]]
+"""The pictures side by side, and text and colour of each line below them."""
 
 
 class PairPage(L.Callback):
@@ -68,8 +65,7 @@ class PairPage(L.Callback):
         rows = zip(media, outputs["records"], batch.labels.tolist(), strict=False)
         for (left, right), record, labels in rows:
             if left is not None and right is not None and len(self._pairs) < self.pairs:
-                told = _lines(record, labels)
-                self._pairs.append(_Pair(_picture(left), _picture(right), told))
+                self._pairs.append((_picture(left), _picture(right), _lines(record, labels)))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._pairs and is_evaluation(trainer):
@@ -81,17 +77,17 @@ def draw_pairs(path: Path, pairs: Sequence[_Pair]) -> None:
     """Write a PNG with the pairs side by side, and what is told of each below it."""
     columns = min(_COLUMNS, len(pairs))
     width = 2 * (_SIDE + _GAP) + _GAP
-    height = _SIDE + 2 * _GAP + _LINE * max(len(pair.lines) for pair in pairs)
+    height = _SIDE + 2 * _GAP + _LINE * max(len(lines) for _, _, lines in pairs)
     size = (columns * width, math.ceil(len(pairs) / columns) * height)
     page = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(page)
-    for index, pair in enumerate(pairs):
+    for index, (first, second, lines) in enumerate(pairs):
         row, column = divmod(index, columns)
         left, top = column * width + _GAP, row * height + _GAP
-        for picture, place in ((pair.left, left), (pair.right, left + _SIDE + _GAP)):
+        for picture, place in ((first, left), (second, left + _SIDE + _GAP)):
             shown = ImageOps.pad(picture.convert("RGB"), (_SIDE, _SIDE), color="white")
             page.paste(shown, (place, top))
-        for number, (text, colour) in enumerate(pair.lines):
+        for number, (text, colour) in enumerate(lines):
             draw.text((left, top + _SIDE + _LINE * number), text, fill=colour, font_size=11)
     with atomic_write(path) as handle:
         page.save(handle, format="PNG")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,17 @@ class RunReport(L.Callback):
         hold_output_folder(trainer, self.dirpath, stage)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        for name, curve in self.curves.items():
-            if name == self.metric or not self._is_evaluated(name):
-                _record(curve, trainer)
+        names = (name for name in self.curves if not self._is_evaluated(name))
+        self._record(trainer, {self.metric, *names})
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for name, curve in self.curves.items():
-            if self._is_evaluated(name) and is_evaluation(trainer):
-                _record(curve, trainer)
+        if is_evaluation(trainer):
+            self._record(trainer, filter(self._is_evaluated, self.curves))
+
+    def _record(self, trainer: L.Trainer, names: Iterable[str]) -> None:
+        for name in names:
+            if (value := trainer.callback_metrics.get(name)) is not None:
+                self.curves[name].record(trainer.global_step, float(value))
 
     def _is_evaluated(self, name: str) -> bool:
         return name == self.eval_metric or name.startswith("eval/")
@@ -100,12 +104,6 @@ class RunReport(L.Callback):
             drawn["curves"] = folder / "curves.png"
             draw_panels(drawn["curves"], {"run": panels}, targets=_targets(trainer))
         return drawn
-
-
-def _record(curve: Curve, trainer: L.Trainer) -> None:
-    value = trainer.callback_metrics.get(curve.name)
-    if value is not None:
-        curve.record(trainer.global_step, float(value))
 
 
 def _change(curve: Curve, trainer: L.Trainer) -> str:
