@@ -77,7 +77,7 @@ class RunReport(L.Callback):
             rank_zero_warn(f"there are no pictures of curves: {error}")
         lines = [_change(self.curves[name], trainer) for name in (self.metric, self.eval_metric)]
         width = max(map(len, places), default=0)
-        lines += [f" {name:{width}}  {path}" for name, path in places.items()]
+        lines += [f" {name:{width}}   {path}" for name, path in places.items()]
         pl_module.print("\n".join(lines))
 
     def state_dict(self) -> dict[str, Any]:
