@@ -184,11 +184,7 @@ class EMA(L.Callback):
 
 
 def _refuse_rounded_weights(trainer: L.Trainer, module: L.LightningModule) -> None:
-    """Refuse to average copies of the weights that small updates do not change.
-
-    Raises:
-        ValueError: DeepSpeed trains 32-bit weights, and the model has a 16-bit copy of them.
-    """
+    """Refuse to average the 16-bit copy that DeepSpeed makes of the 32-bit weights it trains."""
     if not isinstance(trainer.strategy, DeepSpeedStrategy):
         return
     for name, weight in trainable_weights(module).items():

@@ -123,11 +123,7 @@ class ResumingCSVLogger(CSVLogger):
 
 @rank_zero_only
 def refuse_remote(folder: str | Path, who: str) -> None:
-    """Refuse a folder that is not a path: what is there could not be cut back.
-
-    Raises:
-        ValueError: It has a protocol.
-    """
+    """Refuse a folder with a protocol: what is there could not be cut back."""
     if "://" in str(folder):
         raise ValueError(
             f"{who} save_dir is {folder}: it needs a folder of this machine, whose files it can "

@@ -17,12 +17,7 @@ import torch
 from lrlhf.rewards import LearnedReward, RewardError, RewardFunction
 from lrlhf.rewards.dispatch import Call, Dispatcher, is_async
 from lrlhf.rewards.learned import TextMarks
-from lrlhf.rewards.lookup import (
-    BoundFunction,
-    bind_functions,
-    check_column_names,
-    chosen_arguments,
-)
+from lrlhf.rewards.lookup import bind_functions, check_column_names, chosen_arguments
 from lrlhf.rewards.reward_values import check_values
 from lrlhf.serving.limits import RefusedRequestError
 from lrlhf.serving.score_request import ScoreRequest
@@ -73,8 +68,13 @@ class Scorer:
     def __init__(
         self, function: RewardFunction | Callable[..., Any] | str, *, name: str | None = None
     ) -> None:
-        self._bound = bind_functions([function])[0]
-        _check_arguments(self._bound)
+        self._bound = bind_functions([function], None, BUILTINS)[0]
+        taken = inspect.signature(self._bound.function).parameters.get("completion_ids")
+        if taken is not None and taken.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"reward function {self._bound.name!r} reads the token ids of responses, which are "
+                "the policy's own and are not sent to a service: use it in the run itself"
+            )
         self._name = name
         self._dispatcher = Dispatcher(timeout=None)
         self._is_learned = isinstance(self._bound.function, LearnedReward)
@@ -181,15 +181,6 @@ class Scorer:
             name: [value for request in requests for value in request.columns[name]]
             for name in names
         }
-
-
-def _check_arguments(bound: BoundFunction) -> None:
-    parameter = inspect.signature(bound.function).parameters.get("completion_ids")
-    if parameter is not None and parameter.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"reward function {bound.name!r} reads the token ids of responses, which are the "
-            "policy's own and are not sent to a service: use it in the run itself"
-        )
 
 
 def _joined(requests: Sequence[ScoreRequest]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A module that satisfies the contracts of the callbacks, with numbers known beforehand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +159,20 @@ def trainer(tmp_path: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer
         "callbacks": list(callbacks),
     }
     return L.Trainer(**(settings | options))
+
+
+def resume(
+    tmp_path: Path, first: L.Callback, again: L.Callback, *, steps: int = 2, **module: Any
+) -> Callable[[], ToyPolicy]:
+    """Train an epoch of so many steps, and return what trains a second one from its checkpoint."""
+    begun = trainer(tmp_path, first)
+    begun.fit(ToyPolicy(**module), batches(steps))
+    begun.save_checkpoint(tmp_path / "first.ckpt")
+
+    def go() -> ToyPolicy:
+        policy, path = ToyPolicy(**module), tmp_path / "first.ckpt"
+        run = trainer(tmp_path, again, max_epochs=2)
+        run.fit(policy, batches(steps), ckpt_path=path, weights_only=True)
+        return policy
+
+    return go

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from lrlhf.callbacks import EMA
 from lrlhf.callbacks.ema import trainable_weights
-from tests.callbacks.fakes import ToyPolicy, batches, trainer
+from tests.callbacks.fakes import ToyPolicy, batches, resume, trainer
 
 
 def shadow(ema: EMA) -> float:
@@ -78,15 +78,9 @@ def test_the_weights_come_back_when_an_export_raises_and_no_checkpoint_holds_the
 
 
 def test_a_resumed_run_has_the_average_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    whole = EMA(decay=0.75, warmup=False, every_n_steps=2)
+    whole, first, resumed = (EMA(decay=0.75, warmup=False, every_n_steps=2) for _ in range(3))
     trainer(tmp_path, whole, max_epochs=2).fit(ToyPolicy(), batches(3))
-    first = trainer(tmp_path, EMA(decay=0.75, warmup=False, every_n_steps=2), max_epochs=1)
-    first.fit(ToyPolicy(), batches(3))
-    first.save_checkpoint(tmp_path / "half.ckpt")
-    resumed = EMA(decay=0.75, warmup=False, every_n_steps=2)
-    module = ToyPolicy()
-    again = trainer(tmp_path, resumed, max_epochs=2)
-    again.fit(module, batches(3), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    module = resume(tmp_path, first, resumed, steps=3)()
     # weights 2, 4, 6 with decay 0.75 from 0: 0.5, then 0.375 + 1 = 1.375, then 1.03125 + 1.5
     assert shadow(whole) == shadow(resumed) == 2.53125
     assert module.weight == 6.0

@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lrlhf.callbacks import RolloutLog
 from lrlhf.rollout import load_rollout
-from tests.callbacks.fakes import ToyPolicy, batches, experience, record, trainer
+from tests.callbacks.fakes import ToyPolicy, batches, experience, record, resume, trainer
 
 
 def steps(path: Path) -> list[int]:
@@ -25,29 +25,25 @@ def test_every_response_of_training_is_on_file(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_repeats_no_step(tmp_path: Path) -> None:
-    first = trainer(tmp_path, RolloutLog(print_every=None))
-    first.fit(ToyPolicy(), batches(2))
-    first.save_checkpoint(tmp_path / "two.ckpt")
+    log = RolloutLog(print_every=None)
+    again = resume(tmp_path, log, log)
     path = tmp_path / "rollouts.jsonl"
     # what the run went on to write before it was killed: two steps and half a line
     with path.open("a") as handle:
         handle.writelines(json.dumps(record(step, 0)) + "\n" for step in (2, 3))
         handle.write('{"step": 4, "comp')
-    again = trainer(tmp_path, RolloutLog(print_every=None), max_epochs=2)
-    again.fit(ToyPolicy(), batches(2), ckpt_path=tmp_path / "two.ckpt", weights_only=True)
+    again()
     assert steps(path) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_a_line_that_is_no_record_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
-    first = trainer(tmp_path, RolloutLog(print_every=None))
-    first.fit(ToyPolicy(), batches(1))
-    first.save_checkpoint(tmp_path / "one.ckpt")
+    log = RolloutLog(print_every=None)
+    again = resume(tmp_path, log, log, steps=1)
     path = tmp_path / "rollouts.jsonl"
     content = path.read_text() + "[1]\n"
     path.write_text(content)
-    again = trainer(tmp_path, RolloutLog(print_every=None), max_epochs=2)
     with pytest.raises(ValueError, match=r"rollouts\.jsonl, line 3 is no rollout record"):
-        again.fit(ToyPolicy(), batches(1), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+        again()
     assert path.read_text() == content
 
 
@@ -76,17 +72,13 @@ def test_the_newest_tensors_are_kept_on_demand_beside_the_records(tmp_path: Path
 
 
 def test_a_resumed_run_removes_the_tensors_of_the_steps_it_repeats(tmp_path: Path) -> None:
-    first = trainer(tmp_path, saving())
-    first.fit(ToyPolicy(records_per_step=1), batches(2))
-    first.save_checkpoint(tmp_path / "two.ckpt")
+    again = resume(tmp_path, saving(), saving(), records_per_step=1)
     folder = tmp_path / "rollouts"
     # what the run went on to write before it was killed, also of a rank that is no more
     for name in ("step_000002.rank_0", "step_000002.rank_1", "step_000009.rank_0"):
         (folder / f"{name}.safetensors").write_bytes(b"old")
     (folder / "notes.txt").write_text("mine")
-    again = trainer(tmp_path, saving(), max_epochs=2)
-    module = ToyPolicy(records_per_step=1)
-    again.fit(module, batches(2), ckpt_path=tmp_path / "two.ckpt", weights_only=True)
+    again()
     assert tensors(tmp_path) == ["notes.txt", *stored(0, 1, 2, 3)]
     assert load_rollout(folder / stored(2)[0]).records[0]["step"] == 2
 

@@ -28,10 +28,7 @@ _REMOVED = "removed"
 def find_last(trainer: L.Trainer, folder: Path, name: str) -> Found:
     """Choose the checkpoint to go on from; rank zero lists them, and all ranks read them.
 
-    The trainer asks before it sets anything up.
-
-    Raises:
-        NotACheckpointError: There are some, and none is whole.
+    The trainer asks before it sets anything up. That there are some and none is whole is an error.
     """
     strategy = trainer.strategy if trainer.world_size > 1 else None
     if strategy is not None:
