@@ -89,7 +89,7 @@ def test_a_new_run_sets_the_tensors_of_an_earlier_one_aside(tmp_path: Path) -> N
         trainer(tmp_path, log).fit(ToyPolicy(records_per_step=1), batches(count))
     written = [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.glob("rollouts*/*"))]
     earlier, newest = stored(0), stored(0, 1, 2)
-    assert written == [f"rollouts.1/{earlier[0]}", *(f"rollouts/{name}" for name in newest)]
+    assert written == [*(f"rollouts/{name}" for name in newest), f"rollouts.1/{earlier[0]}"]
     # file and folder of one run have one number
     assert steps(tmp_path / "rollouts.1.jsonl") == [0]
     assert steps(tmp_path / "rollouts.2.jsonl") == [0, 1]

@@ -28,8 +28,9 @@ def test_a_run_gets_the_scores_of_the_model_itself(
     expected = scores(LearnedReward(text_reward))
     url = listening(LearnedReward(text_reward), token="some-token").url
     for batch_size in (1, 3, 32):
+        # what is scored together is rounded together
         remote = RemoteReward(url, batch_size=batch_size, columns=["answer"])
-        assert_close(scores(remote, answer=TEXTS), expected, rtol=0, atol=1e-6)
+        assert_close(scores(remote, answer=TEXTS), expected, rtol=0, atol=1e-5)
     chat = [({"role": "user", "content": "hi"},)] * 2
     replies = [[{"role": "assistant", "content": text}] for text in TEXTS[:2]]
     expected = scores(LearnedReward(text_reward), chat, replies)
@@ -45,7 +46,7 @@ def test_a_run_gets_the_same_scores_over_the_protocol_of_lightrft(
     expected = scores(LearnedReward(text_reward))
     url = listening(LearnedReward(text_reward)).url
     found = scores(RemoteReward(url, protocol="lightrft", batch_size=3))
-    assert_close(found, expected, rtol=0, atol=1e-6)
+    assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_a_run_shows_its_images_and_videos(listening: Listening, vision_reward: str) -> None:
@@ -59,4 +60,4 @@ def test_a_run_shows_its_images_and_videos(listening: Listening, vision_reward: 
     expected = scores(LearnedReward(vision_reward), chats, replies, **media)
     url = listening(LearnedReward(vision_reward)).url
     found = scores(RemoteReward(url), chats, replies, **media)
-    assert_close(found, expected, rtol=0, atol=1e-6)
+    assert_close(found, expected, rtol=0, atol=1e-5)
