@@ -47,11 +47,9 @@ def test_a_resumed_run_goes_on_with_the_adapted_coefficient(tmp_path: Path) -> N
     first = trainer(tmp_path, KLControl(**options))
     first.fit(ToyPolicy(kl=[20.0]), batches(1))
     first.save_checkpoint(tmp_path / "one.ckpt")
-    spy = CoefSpy()
+    spy, module = CoefSpy(), ToyPolicy(kl=[20.0, 2.0])
     again = trainer(tmp_path, KLControl(**options), spy, max_epochs=2)
-    again.fit(
-        ToyPolicy(kl=[20.0, 2.0]), batches(1), ckpt_path=tmp_path / "one.ckpt", weights_only=True
-    )
+    again.fit(module, batches(1), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
     assert spy.used == [0.51]  # 0.5 * 1.02
 
 

@@ -1,6 +1,5 @@
 """The page of pairs that a reward model judged."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import lightning as L
@@ -13,28 +12,21 @@ from torch.utils.data import DataLoader
 from lrlhf.callbacks import PairPage
 from lrlhf.callbacks.reports.pair_page import _lines
 from lrlhf.types import Media, PreferenceBatch, SequenceBatch
+from tests.callbacks.fakes import trainer
 
 
-def flat(level: int) -> Media:
-    pixels = np.full((24, 24, 3), level, np.uint8)
-    return Media(tensors={}, tokens={"image": 1}, images=(Image.fromarray(pixels),))
-
-
-def sequences(media: Sequence[Media | None] | None, rows: int) -> SequenceBatch:
-    ids = torch.zeros(rows, 2, dtype=torch.long)
+def candidates(*levels: int | None) -> SequenceBatch:
+    """Each with a picture of one grey level, or none."""
+    ids = torch.zeros(len(levels), 2, dtype=torch.long)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    shown = None if media is None else tuple(media)
-    return SequenceBatch(input_ids=ids, attention_mask=mask, response_mask=mask, media=shown)
-
-
-def batch(*levels: tuple[int, int] | None) -> PreferenceBatch:
-    sides = [[None if pair is None else flat(pair[side]) for pair in levels] for side in (0, 1)]
-    return PreferenceBatch(
-        candidate0=sequences(sides[0], len(levels)),
-        candidate1=sequences(sides[1], len(levels)),
-        labels=torch.tensor([[1.0]] * len(levels)),
-        info=({},) * len(levels),
+    pictures = [
+        None if level is None else Image.new("RGB", (24, 24), (level,) * 3) for level in levels
+    ]
+    media = tuple(
+        picture and Media(tensors={}, tokens={"image": 1}, images=(picture,))
+        for picture in pictures
     )
+    return SequenceBatch(input_ids=ids, attention_mask=mask, response_mask=mask, media=media)
 
 
 class Judge(L.LightningModule):
@@ -43,24 +35,16 @@ class Judge(L.LightningModule):
         return {"records": [record] * len(given)}
 
 
-def validate(page: PairPage, folder: Path, *batches: PreferenceBatch) -> None:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[page],
-    )
-    loader = DataLoader(list(batches), batch_size=None)  # type: ignore[arg-type]
-    trainer.validate(Judge(), dataloaders=loader, verbose=False)
-
-
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*batch_size")
 def test_a_page_holds_the_first_pairs_of_the_validation_set(tmp_path: Path) -> None:
-    page = PairPage(pairs=3)
-    validate(page, tmp_path, batch((10, 240), None, (30, 220)))
+    batch = PreferenceBatch(
+        candidate0=candidates(10, None, 30),
+        candidate1=candidates(240, None, 220),
+        labels=torch.tensor([[1.0]] * 3),
+        info=({},) * 3,
+    )
+    loader = DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
+    trainer(tmp_path, PairPage(pairs=3)).validate(Judge(), loader, verbose=False)
     drawn = np.asarray(Image.open(tmp_path / "eval_pairs_0.png").convert("L"))
     for level in (10, 240, 30, 220):
         # each picture is a large area of its one grey level
