@@ -35,7 +35,8 @@ def test_prompt_and_response_are_told_apart_where_it_can_be_known(serving: Servi
     columns = {"references": ["r", "s"], "labels": ["l", None]}
     body = {"queries": ["ab", "xy"], "prompts": ["a", "z"], **columns}
     assert serving(noted).post("/get_reward", body).json() == {"rewards": [1.5, 1.5]}
-    assert seen == {"prompts": ["a", ""], "completions": ["b", "xy"], **columns}
+    expected = {"prompts": ["a", ""], "completions": ["b", "xy"], **columns}
+    assert expected.items() <= seen.items()
 
 
 def test_images_are_found_in_the_buffers_of_lightrft(serving: Serving, vision_reward: str) -> None:
