@@ -92,7 +92,7 @@ def sample(language_model, tokenizer):
     """Samples responses to prompts, and returns them and the seeds that the engine was given."""
 
     def sample(it: Iteration, *texts: str, **options: Any) -> tuple[Any, list[list[int]]]:
-        rewards = Rewards([lambda completions: list(map(len, completions))], names=["length"])
+        rewards = Rewards({"length": lambda completions: list(map(len, completions))})
         loaded, engine = LoadedPolicy(language_model, tokenizer, None), Says()
         sampler = Sampler(loaded, engine, rewards, settings_of(**options), seed=5)
         return sampler.sample(prompts_of(tokenizer, *texts), it), engine.asked

@@ -105,9 +105,11 @@ def scored(case: dict[str, Any]) -> Tensor:
     """Scores as the runner of the rewards makes them, None included."""
     table = case["rewards_per_function"]
     rewards = Rewards(
-        [lambda completions, index=index: [row[index] for row in table] for index in (0, 1)],
+        {
+            name: lambda completions, index=index: [row[index] for row in table]
+            for index, name in enumerate(("first", "second"))
+        },
         weights=case["reward_weights"],
-        names=["first", "second"],
         max_unscorable_fraction=1.0,
     )
     texts, ids, columns = ([one] * len(table) for one in ("", [0], {}))

@@ -318,7 +318,7 @@ def test_dynamic_sampling_samples_until_the_groups_differ(ppo, train, prompts) -
 def test_dynamic_sampling_ends_with_the_batch_and_leaves_its_fillers_out(
     ppo, train, reward: Any, advantage: Advantage
 ) -> None:
-    rewards = Rewards([reward], names=["score"])
+    rewards = Rewards({"score": reward})
     options = {"rewards": rewards, "advantage": advantage, "reference": Reference(kl_coef=0.0)}
     run = train(ppo(dynamic_sampling=DynamicSampling(prompts=2), **options))
     assert run.logged["rollout/rounds"] == 2  # 4 prompts, 2 at a time
