@@ -26,7 +26,6 @@ from lrlhf.models import CausalLM, sequence_logprobs
 from lrlhf.rollout import (
     RolloutEngine,
     Sampling,
-    SyncedEngine,
     TransformersEngine,
     VLLMEngine,
     VLLMServerEngine,
@@ -109,7 +108,10 @@ def _engine(name: str, options: argparse.Namespace) -> RolloutEngine:
 
 
 def _push(engine: RolloutEngine, version: int) -> float:
-    return engine.push(version).seconds if isinstance(engine, SyncedEngine) else 0.0
+    begin = time.perf_counter()
+    if engine.capabilities.holds_copy:
+        engine.push(version)
+    return time.perf_counter() - begin
 
 
 @torch.no_grad()

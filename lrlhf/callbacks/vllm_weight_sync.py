@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +12,6 @@ from lrlhf.modules import SamplesResponses
 from lrlhf.rollout import RolloutEngine, RolloutListener, WeightSyncError
 from lrlhf.run import SplitsModels
 from lrlhf.types import Experience
-
-logger = logging.getLogger(__name__)
 
 _FLOAT32_GAP = 1e-4
 _LOW_PRECISION_GAP = 0.08
@@ -49,10 +46,12 @@ class VLLMWeightSync(RolloutListener, L.Callback):
     def __init__(
         self, every_n_steps: int = 1, probe_every: int = 10, tolerance: float | None = None
     ) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"VLLMWeightSync every_n_steps is {every_n_steps}; it must be above 0")
-        if probe_every < 0:
-            raise ValueError(f"VLLMWeightSync probe_every is {probe_every}; it must be 0 or more")
+        for name, value, least in (
+            ("every_n_steps", every_n_steps, 1),
+            ("probe_every", probe_every, 0),
+        ):
+            if value < least:
+                raise ValueError(f"VLLMWeightSync {name} is {value}; it must be {least} or more")
         if tolerance is not None and tolerance <= 0:
             raise ValueError(f"VLLMWeightSync tolerance is {tolerance}; it must be above 0")
         self.every_n_steps = every_n_steps
@@ -88,21 +87,18 @@ class VLLMWeightSync(RolloutListener, L.Callback):
         )
         step = trainer.global_step
         engine.policy_moved(step)
+        evaluated, self._evaluated = self._evaluated, not trainer.training
         # after `setup` the engine may hold weights of an earlier run, whatever their number
         if engine.version is not None and self._pushes and averaged == self._averaged:
             due = self.every_n_steps if trainer.training else 1
             if step - engine.version < due:
-                if trainer.training and self._evaluated:
+                if trainer.training and evaluated:
                     # a run that is resumed after the validation has nothing of it in its caches
                     engine.forget()
-                self._evaluated = not trainer.training
                 return
-        self._evaluated = not trainer.training
-        report = engine.push(step)
+        engine.push(step)
         self._averaged = averaged
         self._pushes += 1
-        if report.restarts:
-            logger.warning("the engine was started %d times during a push", report.restarts)
         if self.probe_every and (self._pushes <= 2 or self._pushes % self.probe_every == 0):
             self._probe(engine, trainer)
 

@@ -13,9 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.rewards import RewardResult, Rewards
+from lrlhf.rewards import CompletionTurns, RewardResult, Rewards
 from lrlhf.rollout.engines.engine import RolloutEngine
-from lrlhf.rollout.records import completions_for_rewards, plain_json, rollout_records
+from lrlhf.rollout.records import plain_json, rollout_records
 from lrlhf.rollout.responses import response_ids
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.texts import response_texts
@@ -35,16 +35,10 @@ class Collected(NamedTuple):
     def with_beside(self, beside: Mapping[str, Float[Tensor, " B"]]) -> Collected:
         """Add values of each row, also to the records, from which stored rollouts read them."""
         values = {name: value.tolist() for name, value in beside.items()}
-        records = [
-            {
-                **record,
-                "beside": {
-                    **record.get("beside", {}),
-                    **{name: plain_json(value[row]) for name, value in values.items()},
-                },
-            }
-            for row, record in enumerate(self.records)
-        ]
+        records = []
+        for row, record in enumerate(self.records):
+            own = {name: plain_json(value[row]) for name, value in values.items()}
+            records.append({**record, "beside": {**record.get("beside", {}), **own}})
         return self._replace(records=records, beside={**self.beside, **beside})
 
 
@@ -121,25 +115,30 @@ class Collector:
     ) -> Collected:
         """Score responses that were generated; see `collect`."""
         num_generations = len(rollout) // len(prompts)
-        rows = range(len(rollout))
+        groups = [row // num_generations for row in range(len(rollout))]
         with phase("reward"):
-            ids = response_ids(rollout, prompts)
             texts = response_texts(prompts, rollout, self._tokenizer, sampling)
             columns = self._columns(prompts)
             rewards = self._rewards.score(
-                prompts=[prompts.prompts[row // num_generations] for row in rows],
-                completions=completions_for_rewards(
-                    prompts, texts, num_generations=num_generations
-                ),
-                completion_ids=ids,
-                columns=[columns[row // num_generations] for row in rows],
+                prompts=[prompts.prompts[group] for group in groups],
+                completions=[
+                    # a turn of the chat, where the prompt is one
+                    text if isinstance(prompts.prompts[group], str) else CompletionTurns(text)
+                    for group, text in zip(groups, texts, strict=True)
+                ],
+                completion_ids=response_ids(rollout, prompts),
+                columns=[columns[group] for group in groups],
                 limited=limited,
             )
         records = rollout_records(
-            prompts, rollout, texts, rewards, tokenizer=self._tokenizer, step=step
+            prompts,
+            rollout,
+            texts,
+            rewards,
+            tokenizer=self._tokenizer,
+            temperature=sampling.temperature,
+            step=step,
         )
-        for record in records:
-            record["temperature"] = sampling.temperature
         return Collected(rollout, rewards, records)
 
     def _columns(self, prompts: PromptBatch) -> list[Mapping[str, Any]]:
@@ -147,10 +146,11 @@ class Collector:
         if not self._shows_media:
             return list(prompts.columns)
         media = prompts.media or (None,) * len(prompts)
-        shown = [
-            {"images": [], "videos": []}
-            if entry is None
-            else {"images": list(entry.images), "videos": list(entry.videos)}
-            for entry in media
+        return [
+            {
+                **own,
+                "images": [] if shown is None else list(shown.images),
+                "videos": [] if shown is None else list(shown.videos),
+            }
+            for own, shown in zip(prompts.columns, media, strict=True)
         ]
-        return [{**own, **more} for own, more in zip(prompts.columns, shown, strict=True)]

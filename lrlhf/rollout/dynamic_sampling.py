@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -85,15 +86,26 @@ def merge_collected(parts: Sequence[Collected]) -> Collected:
     """Put several rounds of one iteration into one, groups numbered through."""
     if len(parts) == 1:
         return parts[0]
-    records: list[dict[str, Any]] = []
-    offset = 0
-    for part in parts:
-        records += [{**record, "group": record["group"] + offset} for record in part.records]
-        offset += int(part.rollout.group_ids.max()) + 1
+    rollouts = [part.rollout for part in parts]
+    offsets = [0, *accumulate(int(rollout.group_ids.max()) + 1 for rollout in rollouts)][:-1]
+    width = max(rollout.input_ids.shape[1] for rollout in rollouts)
+    merged: dict[str, Any] = {"media": joined_media(rollouts)}
+    for name in (field.name for field in fields(Rollout) if field.name != "media"):
+        columns = [getattr(rollout, name) for rollout in rollouts]
+        if name == "group_ids":
+            columns = [ids + offset for ids, offset in zip(columns, offsets, strict=True)]
+        if columns[0] is not None and columns[0].dim() == 2:
+            # the mask tells what is padding, so its value does not matter
+            columns = [F.pad(column, (0, width - column.shape[1])) for column in columns]
+        merged[name] = None if columns[0] is None else torch.cat(columns)
     return Collected(
-        _merge_rollouts([part.rollout for part in parts]),
+        Rollout(**merged),
         _merge_rewards([part.rewards for part in parts]),
-        records,
+        [
+            {**record, "group": record["group"] + offset}
+            for part, offset in zip(parts, offsets, strict=True)
+            for record in part.records
+        ],
         {name: torch.cat([part.beside[name] for part in parts]) for name in parts[0].beside},
     )
 
@@ -114,28 +126,6 @@ def select_collected(collected: Collected, rows: Tensor) -> Collected:
         [collected.records[row] for row in chosen],
         {name: values[rows.to(values.device)] for name, values in collected.beside.items()},
     )
-
-
-def _merge_rollouts(rollouts: Sequence[Rollout]) -> Rollout:
-    width = max(rollout.input_ids.shape[1] for rollout in rollouts)
-    merged: dict[str, Any] = {"media": joined_media(rollouts)}
-    for field in fields(Rollout):
-        if field.name in merged:
-            continue
-        columns = [getattr(rollout, field.name) for rollout in rollouts]
-        if columns[0] is None:
-            merged[field.name] = None
-        elif columns[0].dim() == 2:
-            # the mask tells what is padding, so its value does not matter
-            merged[field.name] = torch.cat([F.pad(c, (0, width - c.shape[1])) for c in columns])
-        else:
-            merged[field.name] = torch.cat(columns)
-    offsets, total = [], 0
-    for rollout in rollouts:
-        offsets.append(rollout.group_ids + total)
-        total += int(rollout.group_ids.max()) + 1
-    merged["group_ids"] = torch.cat(offsets)
-    return Rollout(**merged)
 
 
 def _merge_rewards(results: Sequence[RewardResult]) -> RewardResult:

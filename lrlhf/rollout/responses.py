@@ -133,17 +133,16 @@ def assemble_rollout(
         _row(contexts[index // num_generations], response, device)
         for index, response in enumerate(responses)
     ]
+    ids, sampled, logprobs, masses = map(list, zip(*rows, strict=True))
     cut = any(one.kept_mass is not None for each in responses for one in each.segments)
-    input_ids = pad_sequence([row.ids for row in rows], batch_first=True, padding_value=pad_id)
-    lengths = torch.tensor([len(row.ids) for row in rows], device=device)
+    input_ids = pad_sequence(ids, batch_first=True, padding_value=pad_id)
+    lengths = torch.tensor([len(row) for row in ids], device=device)
     return Rollout(
         input_ids=input_ids,
         attention_mask=torch.arange(input_ids.shape[1], device=device) < lengths[:, None],
-        response_mask=pad_sequence([row.sampled for row in rows], batch_first=True),
-        sampling_logprobs=pad_sequence([row.logprobs for row in rows], batch_first=True),
-        kept_mass=pad_sequence([row.mass for row in rows], batch_first=True, padding_value=1.0)
-        if cut
-        else None,
+        response_mask=pad_sequence(sampled, batch_first=True),
+        sampling_logprobs=pad_sequence(logprobs, batch_first=True),
+        kept_mass=pad_sequence(masses, batch_first=True, padding_value=1.0) if cut else None,
         media=repeated_media(prompts.media, num_generations),
         group_ids=torch.arange(len(rows), device=device) // num_generations,
         truncated=torch.tensor([response.truncated for response in responses], device=device),
@@ -151,16 +150,8 @@ def assemble_rollout(
     )
 
 
-class _Row(NamedTuple):
-    """A prompt and a response to it, `[L]` each."""
-
-    ids: Tensor
-    sampled: Tensor
-    logprobs: Tensor
-    mass: Tensor
-
-
-def _row(context: Tensor, response: Response, device: torch.device) -> _Row:
+def _row(context: Tensor, response: Response, device: torch.device) -> Iterator[Tensor]:
+    """Go through a prompt's and its response's ids, mask, log-probabilities and mass, `[L]`."""
     parts = []
     for one in (Segment(token_ids=context), *response.segments):
         ids = one.token_ids.to(device)
@@ -173,7 +164,7 @@ def _row(context: Tensor, response: Response, device: torch.device) -> _Row:
                 nothing + 1 if one.kept_mass is None else one.kept_mass.to(device),
             )
         )
-    return _Row(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return (torch.cat(column) for column in zip(*parts, strict=True))
 
 
 def _weight_versions(responses: Sequence[Response], device: torch.device) -> Tensor | None:
@@ -195,13 +186,12 @@ def responses_of(rollout: Rollout, prompts: PromptBatch) -> list[Response]:
         rollout: Rows of one prompt are consecutive.
         prompts: That it answers.
     """
+    versions = rollout.weight_version
     return [
         Response(
             segments=tuple(_segment(rollout, row, run) for run in runs),
             truncated=bool(rollout.truncated[row]),
-            weight_version=None
-            if rollout.weight_version is None
-            else int(rollout.weight_version[row]),
+            weight_version=None if versions is None else int(versions[row]),
         )
         for row, runs in enumerate(response_runs(rollout, prompts))
     ]
@@ -264,18 +254,33 @@ def continued_prompts(prompts: PromptBatch, responses: Sequence[Response]) -> Pr
         torch.cat([contexts[index // copies], response.token_ids.to(device)])
         for index, response in enumerate(responses)
     ]
-    width = max(map(len, rows))
-    lengths = torch.tensor([len(row) for row in rows], device=device)
     repeated = prompts.select(torch.arange(len(responses)) // copies)
     return replace(
         repeated,
-        # the padding repeats a token of the prompts, which every model knows
-        input_ids=torch.stack(
-            [torch.cat([row.new_full((width - len(row),), int(row[0])), row]) for row in rows]
-        ),
-        attention_mask=torch.arange(width, device=device) >= width - lengths[:, None],
+        **_left_padded(rows),
         media=repeated.media and tuple(map(_shown_again, repeated.media, responses)),
     )
+
+
+def untold_prompts(
+    rows: Sequence[Sequence[int]], media: tuple[Media | None, ...] | None = None
+) -> PromptBatch:
+    """Return prompts of which only the tokens are known, and what they show."""
+    nothing: tuple[dict[str, str], ...] = ({},) * len(rows)
+    ids = [torch.tensor(row) for row in rows]
+    return PromptBatch(**_left_padded(ids), prompts=("",) * len(rows), columns=nothing, media=media)
+
+
+def _left_padded(rows: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return ``input_ids`` and ``attention_mask`` of rows; the padding is a token of the first."""
+    pad_id, device = int(rows[0][0]), rows[0].device
+    ids = pad_sequence(list(rows), batch_first=True, padding_value=pad_id, padding_side="left")
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    padding = ids.shape[1] - lengths[:, None]
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.arange(ids.shape[1], device=device) >= padding,
+    }
 
 
 def _shown_again(media: Media | None, response: Response) -> Media | None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lrlhf.rollout.engines.background import in_background
 from lrlhf.rollout.engines.engine import RolloutEngine
@@ -119,26 +118,21 @@ class RolloutAhead:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what was generated ahead: the weights that sampled it will be gone."""
-        if self._pending is None or self._pending.rollout.exception() is not None:
+        pending = self._pending
+        if pending is None or pending.rollout.exception() is not None:
             return None
-        rollout = self._pending.rollout.result()
+        rollout = pending.rollout.result()
         # what it shows comes with the prompts again
         names = [field.name for field in fields(rollout) if field.name != "media"]
         tensors = {name: getattr(rollout, name) for name in names}
-        return {
-            "step": self._pending.step,
-            "prompts": self._pending.prompts,
-            "rollout": tensors,
-        }
+        return {"step": pending.step, "prompts": pending.prompts, "rollout": tensors}
 
     def load_state_dict(self, state: dict[str, Any] | None, device: torch.device) -> None:
         """Go on with what `state_dict` returned."""
         if state is None:
             return
         done: Future[Rollout] = Future()
-        tensors: dict[str, Tensor | None] = state["rollout"]
-        rollout = Rollout(**tensors)  # type: ignore[arg-type]
-        done.set_result(rollout.to(device))
+        done.set_result(Rollout(**state["rollout"]).to(device))
         self._pending = _Pending(state["step"], state["prompts"], done)
 
 

@@ -34,23 +34,20 @@ class Sampling:
     stop_in_text: bool = False
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"sampling.temperature is {self.temperature}; it must be 0 or more")
-        if self.max_new_tokens < 1:
-            raise ValueError(
-                f"sampling.max_new_tokens is {self.max_new_tokens}; it must be 1 or more"
-            )
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            raise ValueError(
-                f"sampling.min_new_tokens is {self.min_new_tokens}; it must lie between 0 and "
-                f"max_new_tokens ({self.max_new_tokens})"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"sampling.top_p is {self.top_p}; it must lie in (0, 1], 1 keeps all")
-        if self.top_k < 0:
-            raise ValueError(f"sampling.top_k is {self.top_k}; it must be 0 (all tokens) or more")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"sampling.min_p is {self.min_p}; it must lie in [0, 1), 0 keeps all")
+        for name, holds, rule in (
+            ("temperature", self.temperature >= 0, "be 0 or more"),
+            ("max_new_tokens", self.max_new_tokens >= 1, "be 1 or more"),
+            (
+                "min_new_tokens",
+                0 <= self.min_new_tokens <= self.max_new_tokens,
+                f"lie between 0 and max_new_tokens ({self.max_new_tokens})",
+            ),
+            ("top_p", 0 < self.top_p <= 1, "lie in (0, 1], 1 keeps all"),
+            ("top_k", self.top_k >= 0, "be 0 (all tokens) or more"),
+            ("min_p", 0 <= self.min_p < 1, "lie in [0, 1), 0 keeps all"),
+        ):
+            if not holds:
+                raise ValueError(f"sampling.{name} is {getattr(self, name)}; it must {rule}")
         if "" in self.stop:
             raise ValueError("sampling.stop holds an empty string, which would end every response")
 

@@ -23,7 +23,8 @@ FORMAT = "lrlhf-rollout-1"
 _NAME = re.compile(r"step_(\d+)\.rank_(\d+)\.safetensors")
 _TENSORS = tuple(field.name for field in fields(Rollout) if field.name != "media")
 _MEDIA = "media."
-_OPTIONAL = ("kept_mass", "weight_version")
+_OPTIONAL = {"kept_mass", "weight_version"}
+_REQUIRED = {*_TENSORS, "scores", "records"} - _OPTIONAL
 
 
 class RolloutFile(NamedTuple):
@@ -79,8 +80,12 @@ def save_rollout(
         if tensor is not None
     }
     tensors |= _media_tensors(rollout)
+    try:
+        lines = json.dumps([dict(record) for record in records], allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a record of the rollout is not of JSON types: {error}") from error
     # a tensor of bytes and no metadata: readers refuse headers above 100 MB
-    tensors["records"] = torch.frombuffer(_encode(records), dtype=torch.uint8)
+    tensors["records"] = _bytes(lines)
     data = save(tensors, metadata={"format": FORMAT, "checksum": _checksum(tensors)})
     if isinstance(target, Path):
         target.write_bytes(data)
@@ -98,7 +103,10 @@ def load_rollout(path: Path) -> StoredRollout:
         tensors = {name: file.get_tensor(name) for name in names}
         checksum = file.metadata().get("checksum")
     if checksum != _checksum(tensors):
-        raise _damaged(path, "it holds other bytes than were written")
+        raise ValueError(
+            f"{path} is no whole rollout: it holds other bytes than were written; remove it, or "
+            "restore it from a copy"
+        )
     records = tuple(json.loads(bytes(tensors.pop("records").numpy())))
     media = _media_of(tensors)
     scores = tensors.pop("scores")
@@ -124,7 +132,19 @@ def _opened(path: Path) -> Iterator[tuple[list[str], Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
-            _check_names(names, file.metadata() or {}, path)
+            found = (file.metadata() or {}).get("format")
+            if found != FORMAT:
+                raise ValueError(
+                    f"{path} is no stored rollout: its format is {found!r}, not {FORMAT!r}; only "
+                    "files that RolloutLog(save_tensors=True) wrote can be read"
+                )
+            own = {name for name in names if not name.startswith(_MEDIA)}
+            missing, unknown = sorted(_REQUIRED - own), sorted(own - _REQUIRED - _OPTIONAL)
+            if missing or unknown:
+                raise ValueError(
+                    f"{path} is no whole rollout: tensors {missing} are missing and {unknown} are "
+                    "unknown; remove it, or restore it from a copy"
+                )
             yield names, file
     except SafetensorError as error:
         raise ValueError(
@@ -158,8 +178,12 @@ def _media_tensors(rollout: Rollout) -> dict[str, Tensor]:
         for index, entry in enumerate(different)
         for key, tensor in entry.tensors.items()
     }
-    about = torch.frombuffer(bytearray(json.dumps(described).encode()), dtype=torch.uint8)
+    about = _bytes(json.dumps(described))
     return {**tensors, f"{_MEDIA}rows": torch.tensor(rows), f"{_MEDIA}about": about}
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _media_of(tensors: dict[str, Tensor]) -> tuple[Media | None, ...] | None:
@@ -172,41 +196,13 @@ def _media_of(tensors: dict[str, Tensor]) -> tuple[Media | None, ...] | None:
     different = []
     for index, about in enumerate(described):
         prefix = f"{_MEDIA}{index}."
-        own = {name: tensor for name, tensor in parts.items() if name.startswith(prefix)}
+        own = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in parts.items()
+            if name.startswith(prefix)
+        }
+        names, prompt_ids = tuple(about["names"]), tuple(about["prompt_ids"])
         different.append(
-            Media(
-                tensors={name.removeprefix(prefix): tensor for name, tensor in own.items()},
-                tokens=about["tokens"],
-                names=tuple(about["names"]),
-                prompt_ids=tuple(about["prompt_ids"]),
-            )
+            Media(tensors=own, tokens=about["tokens"], names=names, prompt_ids=prompt_ids)
         )
     return tuple(None if row < 0 else different[row] for row in rows)
-
-
-def _check_names(names: Sequence[str], metadata: Mapping[str, str], path: Path) -> None:
-    found = metadata.get("format")
-    if found != FORMAT:
-        raise ValueError(
-            f"{path} is no stored rollout: its format is {found!r}, not {FORMAT!r}; only files "
-            "that RolloutLog(save_tensors=True) wrote can be read"
-        )
-    required = {*_TENSORS, "scores", "records"} - {*_OPTIONAL}
-    own = {name for name in names if not name.startswith(_MEDIA)}
-    missing, unknown = sorted(required - own), sorted(own - required - {*_OPTIONAL})
-    if missing or unknown:
-        raise ValueError(
-            f"{path} is no whole rollout: tensors {missing} are missing and {unknown} are unknown; "
-            "remove it, or restore it from a copy"
-        )
-
-
-def _encode(records: Sequence[Mapping[str, Any]]) -> bytearray:
-    try:
-        return bytearray(json.dumps([dict(record) for record in records], allow_nan=False).encode())
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"a record of the rollout is not of JSON types: {error}") from error
-
-
-def _damaged(path: Path, what: str) -> ValueError:
-    return ValueError(f"{path} is no whole rollout: {what}; remove it, or restore it from a copy")

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from lrlhf.rollout.batching.karmarkar_karp import imbalance, loads, partition
+from lrlhf.rollout.balance import imbalance, loads, partition
 from lrlhf.run.collectives import Collectives
 from lrlhf.types import Experience
 

@@ -26,16 +26,14 @@ class WeightReceiver:
 
     def lrlhf_describe(self) -> dict[str, Any]:
         """Tell the trainer what it needs to know of this engine."""
-        model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
-        parallel = self.vllm_config.parallel_config
+        model = self.vllm_config.model_config
         served = model.served_model_name
         return {
             "model": served[0] if isinstance(served, list) else served or model.model,
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_model_len": int(model.max_model_len),
             "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
-            "prefix_caching": bool(cache.enable_prefix_caching),
-            "workers": int(parallel.world_size),
+            "workers": int(self.vllm_config.parallel_config.world_size),
             "vllm": str(importlib.import_module("vllm").__version__),
         }
 

@@ -12,6 +12,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from io import BufferedReader
 
 import torch
 from torch import Tensor
@@ -105,7 +106,8 @@ class Sender:
     def _shows_token(self, connection: socket.socket) -> bool:
         connection.settimeout(min(self._timeout, _TOKEN_SECONDS))
         try:
-            shown = _receive(connection, _read_length(connection, _LONGEST_TOKEN))
+            with connection.makefile("rb") as file:
+                shown = _read(file, _read_length(file, _LONGEST_TOKEN))
         except OSError:
             # a stranger who says something else, or nothing, keeps no worker out
             return False
@@ -120,12 +122,15 @@ def receive(host: str, port: int, token: str, *, timeout: float) -> Iterator[tup
             seconds for a tensor.
     """
     try:
-        with socket.create_connection((host, port), timeout=timeout) as connection:
+        with (
+            socket.create_connection((host, port), timeout=timeout) as connection,
+            connection.makefile("rb") as file,
+        ):
             connection.sendall(_LENGTH.pack(len(token)) + token.encode())
-            while size := _read_length(connection):
-                name, kind, shape = json.loads(_receive(connection, size))
+            while size := _read_length(file):
+                name, kind, shape = json.loads(_read(file, size))
                 tensor = torch.empty(shape, dtype=_TYPES[kind])
-                _fill(connection, _memory(tensor))
+                _fill(file, _memory(tensor))
                 yield name, tensor
     except StreamError:
         raise
@@ -142,22 +147,19 @@ def _memory(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _read_length(connection: socket.socket, longest: int | None = None) -> int:
-    size: int = _LENGTH.unpack(_receive(connection, _LENGTH.size))[0]
+def _read_length(file: BufferedReader, longest: int | None = None) -> int:
+    size: int = _LENGTH.unpack(_read(file, _LENGTH.size))[0]
     if longest is not None and size > longest:
         raise StreamError("the first message is no token")
     return size
 
 
-def _receive(connection: socket.socket, size: int) -> bytearray:
+def _read(file: BufferedReader, size: int) -> bytes:
     data = bytearray(size)
-    _fill(connection, memoryview(data))
-    return data
+    _fill(file, memoryview(data))
+    return bytes(data)
 
 
-def _fill(connection: socket.socket, view: memoryview) -> None:
-    while view:
-        count = connection.recv_into(view)
-        if count == 0:
-            raise StreamError("the connection ended in the middle of a message")
-        view = view[count:]
+def _fill(file: BufferedReader, view: memoryview) -> None:
+    if file.readinto(view) < len(view):
+        raise StreamError("the connection ended in the middle of a message")

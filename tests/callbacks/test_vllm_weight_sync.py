@@ -1,6 +1,6 @@
 """A policy and an engine with a copy of it, through whole runs on a model of 27,000 parameters."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from lrlhf.rollout import (
     ProbeGap,
     RolloutEngine,
     Sampling,
-    SyncReport,
     TransformersEngine,
     WeightSyncError,
 )
@@ -98,28 +97,42 @@ def assert_different(first: dict[str, Tensor], second: dict[str, Tensor]) -> Non
 # ------------------------------------------------------------------ when
 
 
-@pytest.mark.parametrize(("every", "versions"), [(1, [0, 1, 2, 3]), (2, [0, 0, 2, 2])])
+@pytest.mark.parametrize(("every_n_steps", "versions"), [(1, [0, 1, 2]), (2, [0, 0, 2])])
 def test_responses_come_from_the_weights_of_the_last_push(
-    run, every: int, versions: list[int]
+    language_model, tokenizer, prompts, tmp_path, every_n_steps: int, versions: list[int]
 ) -> None:
-    engine = CopyEngine()
-    trainer, weights, watcher = run(engine, VLLMWeightSync(every_n_steps=every), steps=4)
-    assert [draw.version for draw in responses(engine)] == versions
-    for draw, step in zip(responses(engine), versions, strict=True):
-        assert_drawn_with(draw, weights[step])
-    assert_different(weights[0], weights[1])
-    assert trainer.logged_metrics["sync/age"] == 3 - versions[3]  # of the last iteration
+    engine, snapshots, watcher = CopyEngine(), Snapshots(), Watcher()
+    module = build(language_model, tokenizer, engine)
+    callbacks = [VLLMWeightSync(every_n_steps), snapshots, watcher]
+    run = fit(module, prompts, tmp_path, steps=3, callbacks=callbacks, limit_val_batches=0)
+    drawn = responses(engine)
+    assert [draw.version for draw in drawn] == versions
+    for draw, version in zip(drawn, versions, strict=True):
+        assert_drawn_with(draw, snapshots.weights[version])
+    assert_different(snapshots.weights[0], snapshots.weights[1])
+    assert run.logged_metrics["sync/age"] == 0  # of the last iteration
     assert [phase for phase in watcher.phases if phase][:2] == ["sync", "generate"]
     assert [records[0]["weight_version"] for records in watcher.records] == versions
     for version, experience in zip(versions, watcher.experiences, strict=True):
+        assert experience.weight_version is not None
         assert experience.weight_version.unique().tolist() == [version]
 
 
-def test_validation_sees_the_present_weights_whatever_the_interval(run) -> None:
-    engine = CopyEngine()
-    options = {"val_check_interval": 1, "num_sanity_val_steps": 1, "limit_val_batches": 1}
-    sync = VLLMWeightSync(every_n_steps=9, probe_every=0)
-    _, weights, _ = run(engine, sync, steps=2, **options)
+def test_validation_sees_the_present_weights_whatever_the_interval(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    engine, snapshots = CopyEngine(), Snapshots()
+    module = build(language_model, tokenizer, engine)
+    fit(
+        module,
+        prompts,
+        tmp_path,
+        steps=2,
+        callbacks=[VLLMWeightSync(every_n_steps=9, probe_every=0), snapshots],
+        val_check_interval=1,
+        num_sanity_val_steps=1,
+        limit_val_batches=1,
+    )
     # the sanity check, iteration 0, validation, iteration 1, validation
     expected = [(True, 0), (False, 0), (True, 1), (False, 1), (True, 2)]
     assert [(draw.greedy, draw.version) for draw in engine.draws] == expected
@@ -194,76 +207,57 @@ def test_an_engine_that_is_restarted_between_pushes_has_the_present_weights_and_
     assert [records[0]["weight_version"] for records in watcher.records] == [0, 1, 1, 3]
 
 
-class Diary(CopyEngine):
-    """Notes in which order it was used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries: list[str] = []
-
-    def _send(self, tensors: Any) -> list[dict[str, str]]:
-        self.entries.append("push")
-        return super()._send(tensors)
-
-    def _reset_caches(self) -> None:
-        self.entries.append("reset")
-        super()._reset_caches()
-
-    def _respond(self, requests: Any, sampling: Sampling) -> Any:
-        self.entries.append("eval" if sampling.temperature == 0 else "train")
-        return super()._respond(requests, sampling)
-
-
-def test_training_draws_nothing_from_what_a_validation_left_in_the_caches(run) -> None:
-    engine = Diary()
-    options = {"num_sanity_val_steps": 0, "val_check_interval": 2, "limit_val_batches": 1}
-    sync = VLLMWeightSync(every_n_steps=4, probe_every=0)
-    run(engine, sync, steps=4, check_val_every_n_epoch=None, **options)
-    # a validation pushes; after it the same weights go on, without its states, and only once
-    before = ["push", "reset", "train", "train"]
-    between = ["push", "reset", "eval", "reset", "train", "train"]
-    assert engine.entries == [*before, *between, "push", "reset", "eval"]
-
-
 # ------------------------------------------------------------------ checks
 
 
-@pytest.mark.parametrize(("probe_every", "probed"), [(0, []), (2, [0, 1, 3])])
 def test_the_first_two_pushes_and_every_nth_are_probed(
-    run, probe_every: int, probed: list[int]
+    language_model, tokenizer, prompts, tmp_path
 ) -> None:
     engine = CopyEngine()
-    run(engine, VLLMWeightSync(probe_every=probe_every), steps=5)
-    assert [draw.version for draw in engine.draws if is_probe(draw)] == probed
+    module = build(language_model, tokenizer, engine)
+    callbacks = [VLLMWeightSync(probe_every=2)]
+    fit(module, prompts, tmp_path, steps=5, callbacks=callbacks, limit_val_batches=0)
+    assert [draw.version for draw in engine.draws if is_probe(draw)] == [0, 1, 3]
 
 
 @pytest.mark.parametrize(
-    ("engine", "tolerance", "message"),
+    ("fault", "told"),
     [
-        # a weight that arrives with older values; states of older weights
-        ({"stale": NORM}, None, f"other values of the weight {NORM}"),
-        ({"keep_caches": True}, None, r"every weight arrived .* differ .*tolerance is 0\.0001"),
-        # bfloat16 rounds log-probabilities by more than 1e-4 and by less than 0.2
-        ({"dtype": torch.bfloat16}, None, ""),
-        ({"dtype": torch.bfloat16}, 1e-4, r"tolerance is 0\.0001"),
+        ({"stale": NORM}, f"other values of the weight {NORM}"),
+        ({"keep_caches": True}, r"every weight arrived .* differ .*tolerance is 0\.0001"),
     ],
 )
-def test_an_engine_that_computes_otherwise_stops_the_run(
-    run, engine: dict[str, Any], tolerance: float | None, message: str
+def test_older_weights_or_their_states_stop_the_run(
+    language_model, tokenizer, prompts, tmp_path, fault: dict[str, Any], told: str
 ) -> None:
-    sync = VLLMWeightSync(tolerance=tolerance)
-    if not message:
-        run(CopyEngine(**engine), sync)
-        return
-    with pytest.raises(WeightSyncError, match=message):
-        run(CopyEngine(**engine), sync)
+    watcher = Watcher()
+    module = build(language_model, tokenizer, CopyEngine(**fault))
+    with pytest.raises(WeightSyncError, match=told):
+        fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync(), watcher], limit_val_batches=0)
+    # the first push found nothing older
+    assert len(watcher.experiences) == 1
 
 
-def test_log_probabilities_that_are_no_number_stop_the_run(run, monkeypatch) -> None:
+def test_the_tolerance_is_that_of_the_engines_precision(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    # bfloat16 rounds log-probabilities by more than 1e-4 and by less than 0.2
+    options: dict[str, Any] = {"steps": 1, "limit_val_batches": 0}
+    module = build(language_model, tokenizer, CopyEngine(dtype=torch.bfloat16))
+    fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()], **options)
+    module = build(language_model, tokenizer, CopyEngine(dtype=torch.bfloat16))
+    with pytest.raises(WeightSyncError, match=r"tolerance is 0\.0001"):
+        fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync(tolerance=1e-4)], **options)
+
+
+def test_log_probabilities_that_are_no_number_stop_the_run(
+    language_model, tokenizer, prompts, tmp_path, monkeypatch
+) -> None:
     engine, nan = CopyEngine(), float("nan")
     monkeypatch.setattr(engine, "probe", lambda: ProbeGap(nan, nan, nan, low_precision=False))
+    module = build(language_model, tokenizer, engine)
     with pytest.raises(WeightSyncError, match="differ from the policy's by nan"):
-        run(engine, VLLMWeightSync())
+        fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()])
 
 
 class Mislabelled(CopyEngine):
@@ -273,27 +267,71 @@ class Mislabelled(CopyEngine):
         super().__init__()
         self._by = by
 
-    def push(self, version: int) -> SyncReport:
-        report = super().push(version)
+    def push(self, version: int) -> None:
+        super().push(version)
         self._version = version + self._by
-        return report
 
 
-@pytest.mark.parametrize(("by", "every", "passes"), [(-1, 1, False), (-1, 2, True), (1, 3, False)])
+@pytest.mark.parametrize(
+    ("by", "every_n_steps", "passes"),
+    [(-1, 1, False), (-1, 2, True), (1, 3, False)],
+)
 def test_responses_that_are_too_old_or_from_the_future_stop_the_run(
-    run, by: int, every: int, passes: bool
+    language_model, tokenizer, prompts, tmp_path, by: int, every_n_steps: int, passes: bool
 ) -> None:
-    sync = VLLMWeightSync(every, probe_every=0)
+    module = build(language_model, tokenizer, Mislabelled(by))
+    options: dict[str, Any] = {"steps": 1, "limit_val_batches": 0}
+    options["callbacks"] = [VLLMWeightSync(every_n_steps, probe_every=0)]
     if passes:
-        run(Mislabelled(by), sync, steps=1)
+        fit(module, prompts, tmp_path, **options)
         return
-    message = rf"weights {-by} iterations old, and at most {every - 1} are"
-    with pytest.raises(WeightSyncError, match=message):
-        run(Mislabelled(by), sync, steps=1)
+    with pytest.raises(
+        WeightSyncError, match=rf"weights {-by} iterations old, and at most {every_n_steps - 1} are"
+    ):
+        fit(module, prompts, tmp_path, **options)
 
 
-def test_an_engine_without_weights_of_its_own_is_refused(run) -> None:
+def test_an_engine_without_weights_and_options_out_of_range_are_refused(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
+    module = build(language_model, tokenizer, TransformersEngine())
     with pytest.raises(
         ValueError, match=r"model\.engine is TransformersEngine, which generates with the policy"
     ):
-        run(TransformersEngine(), VLLMWeightSync())
+        fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()])
+    for options in ({"every_n_steps": 0}, {"probe_every": -1}, {"tolerance": 0.0}):
+        with pytest.raises(ValueError, match=f"VLLMWeightSync {next(iter(options))} is"):
+            VLLMWeightSync(**options)
+
+
+def test_training_draws_nothing_from_what_a_validation_left_in_the_caches(
+    language_model, tokenizer, prompts, tmp_path, monkeypatch
+) -> None:
+    engine = CopyEngine()
+    entries: list[str] = []
+
+    def noted(call: str, original: Any, *args: Any) -> Any:
+        greedy = call == "_respond" and args[1].temperature == 0
+        entries.append("_validate" if greedy else call)
+        return original(*args)
+
+    for call in ("_send", "_reset_caches", "_respond"):
+        monkeypatch.setattr(engine, call, partial(noted, call, getattr(engine, call)))
+    fit(
+        build(language_model, tokenizer, engine),
+        prompts,
+        tmp_path,
+        steps=4,
+        callbacks=[VLLMWeightSync(every_n_steps=4, probe_every=0)],
+        num_sanity_val_steps=0,
+        val_check_interval=2,
+        limit_val_batches=1,
+        check_val_every_n_epoch=None,
+    )
+    # a validation pushes; after it the same weights go on, without its states, and only once
+    push = ["_send", "_reset_caches"]
+    assert entries == [
+        *[*push, "_respond", "_respond"],
+        *[*push, "_validate", "_reset_caches", "_respond", "_respond"],
+        *[*push, "_validate"],
+    ]

@@ -13,17 +13,13 @@ from tests.rollout.copy_engine import CopyEngine, prompt_batch
 SAMPLING = Sampling(max_new_tokens=4)
 
 
-def elsewhere(**options: Any) -> CopyEngine:
-    return CopyEngine(concurrent=True, **options)
-
-
 PROMPTS = prompt_batch([[10, 11], [12]])
 
 
 def started(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options: Any
 ) -> tuple[CopyEngine, RolloutAhead]:
-    engine = elsewhere(**options)
+    engine = CopyEngine(**options)
     engine.attach(model, tokenizer)
     engine.push(0)
     ahead = RolloutAhead(engine)
@@ -31,12 +27,8 @@ def started(
     return engine, ahead
 
 
-def alone(condition: bool) -> bool:
-    return condition
-
-
 def take(ahead: RolloutAhead, step: int = 1, prompts: PromptBatch = PROMPTS, **options: Any) -> Any:
-    arguments = {"num_generations": 2, "any_rank": alone} | options
+    arguments = {"num_generations": 2, "any_rank": bool} | options
     return ahead.take(step, prompts, **arguments)
 
 
@@ -45,9 +37,7 @@ def take(ahead: RolloutAhead, step: int = 1, prompts: PromptBatch = PROMPTS, **o
     [
         {"step": 2},
         {"prompts": prompt_batch([[10, 11], [13]])},
-        {"prompts": prompt_batch([[12], [10, 11]])},
         {"prompts": prompt_batch([[10], [12]])},  # which the responses' prompts begin with
-        {"prompts": prompt_batch([[10, 11]])},
         {"num_generations": 1},
         # another rank has to draw anew, and all do it together
         {"any_rank": lambda _: True},
@@ -61,19 +51,21 @@ def test_responses_to_something_else_are_not_taken(
     assert take(ahead) is None
 
 
-def test_a_failure_makes_all_ranks_push_again(language_model, tokenizer) -> None:
-    # on this rank
-    engine, ahead = started(language_model, tokenizer, fail={"respond": [1]})
-    assert take(ahead) is None
-    assert engine.version is None
-    # on another one: a push to a shared engine needs them all
-    engine, ahead = started(language_model, tokenizer)
-    assert take(ahead, any_rank=lambda _: True) is None
-    assert engine.version is None
-    # nobody's
-    engine, ahead = started(language_model, tokenizer)
-    assert take(ahead, step=2) is None
-    assert engine.version == 0
+@pytest.mark.parametrize(
+    ("fails", "options", "version"),
+    [
+        ([1], {}, None),
+        # on another rank: a push to a shared engine needs them all
+        ([], {"any_rank": lambda _: True}, None),
+        ([], {"step": 2}, 0),
+    ],
+)
+def test_a_failure_makes_all_ranks_push_again(
+    language_model, tokenizer, fails: list[int], options: dict[str, Any], version: int | None
+) -> None:
+    engine, ahead = started(language_model, tokenizer, fail={"respond": fails})
+    assert take(ahead, **options) is None
+    assert engine.version == version
 
 
 @pytest.mark.parametrize("sampling", [SAMPLING, Sampling(max_new_tokens=4, top_k=5)])
@@ -83,7 +75,7 @@ def test_a_state_holds_the_whole_rollout(
     _, ahead = started(language_model, tokenizer)
     ahead.start(1, PROMPTS, sampling, num_generations=2, seeds=range(4))
     torch.save(ahead.state_dict(), tmp_path / "state.pt")
-    resumed = RolloutAhead(elsewhere())
+    resumed = RolloutAhead(CopyEngine())
     resumed.load_state_dict(
         torch.load(tmp_path / "state.pt", weights_only=True), torch.device("cpu")
     )
@@ -100,7 +92,7 @@ def test_a_state_that_was_read_to_the_cpu_is_moved_to_its_prompts(
     language_model, tokenizer
 ) -> None:
     _, ahead = started(language_model, tokenizer)
-    resumed = RolloutAhead(elsewhere())
+    resumed = RolloutAhead(CopyEngine())
     # Lightning loads checkpoints before it moves the module
     resumed.load_state_dict(ahead.state_dict(), torch.device("cpu"))
     assert take(resumed, prompts=PROMPTS.to("cuda")).input_ids.is_cuda
@@ -108,12 +100,7 @@ def test_a_state_that_was_read_to_the_cpu_is_moved_to_its_prompts(
 
 def test_what_was_begun_is_taken_once_whatever_the_padding(language_model, tokenizer) -> None:
     _, ahead = started(language_model, tokenizer)
-    wider = PromptBatch(
-        input_ids=torch.tensor([[0, 10, 11], [0, 0, 12]]),
-        attention_mask=torch.tensor([[False, True, True], [False, False, True]]),
-        prompts=("", ""),
-        columns=({}, {}),
-    )
+    wider = prompt_batch([[10, 11], [12], [1, 2, 3]]).select(torch.tensor([0, 1]))
     assert len(take(ahead, prompts=wider)) == 4
     assert take(ahead) is None
 

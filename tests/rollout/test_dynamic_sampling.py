@@ -3,13 +3,8 @@
 import torch
 
 from lrlhf.rewards import RewardResult
-from lrlhf.rollout import (
-    Collected,
-    beside_of,
-    collect_different,
-    groups_differ,
-    merge_collected,
-)
+from lrlhf.rollout import Collected, beside_of, collect_different, groups_differ
+from lrlhf.rollout.dynamic_sampling import merge_collected
 from lrlhf.types import PromptBatch, Rollout
 
 NAN = float("nan")

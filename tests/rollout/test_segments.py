@@ -32,10 +32,8 @@ from lrlhf.rollout import (
     TransformersEngine,
     assemble_rollout,
     continued_prompts,
-    load_rollout,
     response_ids,
     responses_of,
-    save_rollout,
 )
 from lrlhf.types import PromptBatch, Rollout
 from tests.modules.policy_runs import Watcher, fit, letters, weights
@@ -147,13 +145,6 @@ def test_a_further_turn_is_asked_for_with_all_that_was_said() -> None:
     assert turn.attention_mask[:, -1].all()  # left-padded
 
 
-def test_everything_is_kept_on_disk(tmp_path: Path) -> None:
-    save_rollout(tmp_path / "a.safetensors", turns(), torch.zeros(2), [{"beside": {"x": 1.0}}, {}])
-    stored = load_rollout(tmp_path / "a.safetensors")
-    assert torch.equal(stored.rollout.response_mask, turns().response_mask)
-    assert [len(one.segments) for one in responses_of(stored.rollout, PROMPTS)] == [3, 2]
-
-
 # ------------------------------------------------------------------ the model
 
 
@@ -180,17 +171,12 @@ def test_logprobs_behind_given_tokens_are_those_of_the_whole_sequence(
             mask = rollout.response_mask[row, 1 : len(ids)]
             torch.testing.assert_close(own[mask], expected[mask], rtol=0, atol=1e-5)
             assert (logprobs[row, ~rollout.response_mask[row]] == 0).all()
-
-
-def test_given_tokens_get_no_gradient(language_model: PreTrainedModel) -> None:
-    rollout, gradients = turns(), []
-    norm = language_model.get_parameter("model.norm.weight")
-    for everything in (True, False):
-        logprobs = sequence_logprobs(language_model, rollout)
-        read = logprobs if everything else logprobs[rollout.response_mask]
-        (gradient,) = torch.autograd.grad((read - 1).square().sum(), norm)
-        gradients.append(gradient)
-    torch.testing.assert_close(*gradients)
+    (gradient,) = torch.autograd.grad(
+        sequence_logprobs(language_model, rollout)[~rollout.response_mask].sum(),
+        language_model.get_parameter("model.norm.weight"),
+        allow_unused=True,
+    )
+    assert gradient is None or not gradient.any()
 
 
 def test_given_tokens_in_the_middle_take_part_in_no_formula() -> None:
@@ -335,19 +321,9 @@ def test_a_wrapper_is_synced_like_the_engine_that_it_wraps(
     assert wrapped.capabilities == Capabilities(
         holds_copy=True, concurrent=True, tells_kept_mass=False
     )
-    assert wrapped.push(2).version == wrapped.version == engine.version == 2
+    wrapped.push(2)
+    assert wrapped.version == engine.version == 2
     assert wrapped.probe().mean < 1e-4
-    rollout = wrapped.generate(
-        prompt_batch([[40, 41], [42]]),
-        Sampling(max_new_tokens=3),
-        num_generations=2,
-        seeds=range(4),
-    )
-    assert rollout.weight_version is not None
-    assert rollout.weight_version.tolist() == [2] * 4
-    with torch.no_grad():
-        own = sequence_logprobs(language_model, rollout)
-    torch.testing.assert_close(own, rollout.sampling_logprobs, rtol=0, atol=1e-4)
     wrapped.outdate()
     assert engine.version is None
     wrapped.close()

@@ -59,9 +59,7 @@ def assert_same(first: Rollout, second: Rollout) -> None:
 
 def test_responses_are_those_of_the_policy(language_model, tokenizer, prompts) -> None:
     engine = attached(language_model, tokenizer)
-    report = engine.push(version=3)
-    assert (report.version, report.restarts) == (3, 0)
-    assert report.seconds > 0
+    engine.push(version=3)
     rollout = generate(engine, prompts)
     own = TransformersEngine()
     own.attach(language_model, tokenizer)
@@ -86,15 +84,6 @@ def test_another_policy_makes_the_weights_unknown(language_model, tokenizer) -> 
     engine.push(0)
     assert torch.equal(engine.pushed[-1][NORM], other.get_parameter(NORM))
     assert engine.probe().mean < 1e-4
-
-
-def test_weights_arrive_in_the_type_of_the_engine(language_model, tokenizer) -> None:
-    engine = attached(language_model, tokenizer, dtype=torch.bfloat16)
-    engine.push(0)
-    for name, tensor in engine.pushed[0].items():
-        assert torch.equal(tensor, language_model.get_parameter(name).bfloat16()), name
-    # 8 bits of precision round log-probabilities, by less than the tolerance for it
-    assert 1e-4 < engine.probe().mean < 0.2
 
 
 def test_a_push_within_inference_mode_can_be_followed_by_one_outside(
@@ -157,38 +146,6 @@ def test_a_probe_measures_the_distance_to_the_policy(language_model, tokenizer) 
     assert gap.mean > 1e-2
 
 
-def _moved(response: Response, by: torch.Tensor) -> Response:
-    (segment,) = response.segments
-    assert segment.logprobs is not None
-    moved = segment.logprobs + by[: len(segment.logprobs)]
-    return Response.sampled(segment.token_ids, moved, truncated=response.truncated)
-
-
-class Disturbed(CopyEngine):
-    """Says other log-probabilities than it draws with: `[responses, tokens]` are added to them."""
-
-    def __init__(self, added: torch.Tensor) -> None:
-        super().__init__()
-        self.added = added
-
-    def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
-        return [
-            _moved(response, added)
-            for response, added in zip(
-                super()._respond(requests, sampling), self.added, strict=True
-            )
-        ]
-
-
-def test_a_probe_shows_states_that_older_weights_left_in_a_cache(language_model, tokenizer) -> None:
-    engine = attached(language_model, tokenizer, keep_caches=True)
-    engine.push(0)
-    assert engine.probe().mean < 1e-4
-    train(language_model)
-    engine.push(1)
-    assert engine.probe().mean > 1e-2
-
-
 # ------------------------------------------------------------------ recovery
 
 
@@ -199,7 +156,8 @@ def test_without_recovery_the_first_failure_is_told(language_model, tokenizer, p
         generate(engine, prompts)
     assert engine.restarts == 0
     # the next push finds an engine that is gone, and starts it again
-    assert engine.push(1).restarts == 1
+    engine.push(1)
+    assert engine.restarts == 1
     assert engine.probe().mean < 1e-4
 
 
@@ -259,13 +217,24 @@ def test_a_prompt_without_room_for_its_response_names_the_options(
     ],
 )
 def test_a_probe_tells_other_weights_from_rounding(
-    language_model, tokenizer, typical: float, place: Any, size: float
+    language_model, tokenizer, monkeypatch, typical: float, place: Any, size: float
 ) -> None:
     added = torch.zeros(4, 8)
     added[place] = size
-    engine = Disturbed(added)
-    engine.attach(language_model, tokenizer)
+    engine = attached(language_model, tokenizer)
     engine.push(0)
+    respond = engine._respond
+
+    def disturbed(requests: Sequence[Request], sampling: Sampling) -> list[Response]:
+        """Say other log-probabilities than it draws with."""
+        responses = respond(requests, sampling)
+        for response, more in zip(responses, added, strict=True):
+            logprobs = response.segments[0].logprobs
+            assert logprobs is not None
+            logprobs += more[: len(logprobs)]
+        return responses
+
+    monkeypatch.setattr(engine, "_respond", disturbed)
     gap = engine.probe()
     assert gap.mean == pytest.approx(float(added.mean()), rel=1e-3)
     assert gap.typical == pytest.approx(typical, abs=1e-4)
@@ -296,14 +265,7 @@ def test_a_wrong_weight_is_named(
 
 
 @pytest.mark.parametrize(
-    "fail",
-    [
-        {"respond": [1]},
-        {"start": [1]},
-        {"send": [1]},
-        {"respond": [1], "start": [2]},
-        {"respond": [1], "send": [2]},
-    ],
+    "fail", [{"start": [1]}, {"send": [1]}, {"respond": [1], "start": [2]}, {"respond": [1]}]
 )
 def test_failures_are_mended_and_change_no_response(
     language_model, tokenizer, prompts, caplog, fail: dict[str, list[int]]
@@ -327,8 +289,7 @@ def test_failures_are_mended_and_change_no_response(
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("call", ["start", "send", "respond"])
-@pytest.mark.parametrize("max_restarts", [0, 2])
+@pytest.mark.parametrize(("call", "max_restarts"), [("send", 0), ("respond", 2)])
 def test_an_engine_that_goes_on_failing_ends_the_call(
     language_model, tokenizer, prompts, call: str, max_restarts: int
 ) -> None:

@@ -36,35 +36,12 @@ def adapted(model: PreTrainedModel, **options: Any) -> PeftModel:
         return get_peft_model(model, config)
 
 
-LAYER = [
-    "self_attn.q_proj.weight",
-    "self_attn.k_proj.weight",
-    "self_attn.v_proj.weight",
-    "self_attn.o_proj.weight",
-    "mlp.gate_proj.weight",
-    "mlp.up_proj.weight",
-    "mlp.down_proj.weight",
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-]
-BODY = [
-    "model.embed_tokens.weight",
-    *(f"model.layers.{layer}.{name}" for layer in range(2) for name in LAYER),
-    "model.norm.weight",
-]
-
-
-def test_tied_weights_come_once_under_the_name_of_the_embedding(language_model) -> None:
-    assert [name for name, _ in PolicyWeights(language_model).tensors()] == BODY
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("target_modules", ["all-linear", ["down_proj", "lm_head"]])
+@pytest.mark.parametrize(
+    ("tied", "target_modules"), [(True, "all-linear"), (False, ["down_proj", "lm_head"])]
+)
 def test_adapters_are_merged_as_peft_merges_them(
     tokenizer, tied: bool, target_modules: Any
 ) -> None:
-    if tied and "lm_head" in target_modules:
-        pytest.skip("refused, see below")
     policy = adapted(
         build_language_model(tokenizer) if tied else untied(tokenizer),
         target_modules=target_modules,
@@ -94,7 +71,8 @@ def test_weights_are_read_when_asked_for_and_cast_where_they_are_numbers(
     with torch.no_grad():
         language_model.model.norm.weight.fill_(5.0)
     read = dict(weights.tensors(dtype))
-    assert sorted(read) == sorted([*BODY, "model.steps"])
+    # the output layer is tied, and comes once under the name of the embedding
+    assert sorted(read) == sorted([*dict(language_model.named_parameters()), "model.steps"])
     assert read.pop("model.steps").dtype == torch.int64
     for name, tensor in read.items():
         own = language_model.get_parameter(name)
@@ -127,8 +105,6 @@ def test_merged_layers_exist_one_at_a_time(language_model, monkeypatch) -> None:
     ("options", "culprit"),
     [
         ({"target_modules": ["lm_head"]}, "output layer has"),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "output layer has"),
-        ({"target_modules": ["embed_tokens"]}, "embedding has"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "embedding has"),
     ],
 )
@@ -142,9 +118,10 @@ def test_an_adapter_on_one_of_two_tied_layers_is_refused(
 # ------------------------------------------------------------------ names of checkpoints
 
 
-@pytest.mark.parametrize("lora", [False, True])
 # weights that are cut, renamed, and put together
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_neox", "hrm_text"])
+@pytest.mark.parametrize(
+    ("family", "lora"), [("deepseek_v3", False), ("gpt_neox", True), ("hrm_text", True)]
+)
 def test_names_and_values_are_those_of_the_files_of_an_export(
     family: str, lora: bool, tmp_path: Path
 ) -> None:
@@ -170,9 +147,7 @@ EXPECTED = {"z.first": "1", "m.second": "2", "a.third": "3"}
     [
         # the first in the model's order, not in the engine's or by name
         ({"a.third": "0", "m.second": "0", "z.first": "1"}, "other values of the weight m.second"),
-        ({"m.second": "2"}, "was not given the weight z.first"),
         ({"a.third": "0", "z.first": "1"}, "was not given the weight m.second"),
-        ({}, "was not given the weight z.first"),
         (EXPECTED | {"extra": "4"}, "a weight extra, which the policy lacks"),
     ],
 )

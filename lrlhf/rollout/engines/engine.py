@@ -35,14 +35,6 @@ class Capabilities:
     media: bool = True
 
 
-class SyncReport(NamedTuple):
-    """What a push took."""
-
-    version: int
-    seconds: float
-    restarts: int
-
-
 class ProbeGap(NamedTuple):
     """Distance between log-probabilities of engine and trainer, in nats."""
 
@@ -117,7 +109,7 @@ class RolloutEngine(ABC):
         """Training iterations behind the engine's weights; None: it has none, or unknown ones."""
         return None
 
-    def push(self, version: int) -> SyncReport:
+    def push(self, version: int) -> None:
         """Give the engine the policy's weights, and check that they arrived.
 
         Args:
@@ -196,8 +188,8 @@ class EngineWrapper(RolloutEngine):
     def version(self) -> int | None:
         return self.engine.version
 
-    def push(self, version: int) -> SyncReport:
-        return self.engine.push(version)
+    def push(self, version: int) -> None:
+        self.engine.push(version)
 
     def outdate(self) -> None:
         self.engine.outdate()

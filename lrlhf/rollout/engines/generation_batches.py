@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-import torch
 from transformers import PreTrainedModel
 
 from lrlhf.models import ruled_out_ids
 from lrlhf.models.modes import ModelRefusalError, refusals
+from lrlhf.rollout.responses import untold_prompts
 from lrlhf.types import PromptBatch
 
 
@@ -37,17 +37,9 @@ class Way(NamedTuple):
     """Why a faster way is not taken, or why none is exact; None: the fastest is."""
 
 
-class Part(NamedTuple):
-    """Responses that are generated together."""
-
-    prompts: list[int]
-    responses: list[int]
-    """By number; those of a prompt are consecutive, and as many of each."""
-
-
 def parts(
     lengths: Sequence[int], *, num_generations: int, prompts_at_once: int, batching: Batching
-) -> Iterator[Part]:
+) -> Iterator[tuple[list[int], list[int]]]:
     """Divide the responses to some prompts.
 
     Args:
@@ -55,10 +47,13 @@ def parts(
         num_generations: Responses to each.
         prompts_at_once: At most; a single response ignores it.
         batching: What may go together.
+
+    Yields:
+        Prompts and responses that go together, by number; as many of each prompt.
     """
     if batching is Batching.SINGLE:
         for response in range(len(lengths) * num_generations):
-            yield Part([response // num_generations], [response])
+            yield [response // num_generations], [response]
         return
     groups: dict[int, list[int]] = {}
     for prompt, length in enumerate(lengths):
@@ -68,24 +63,22 @@ def parts(
         for start in range(0, len(group), prompts_at_once):
             chosen = group[start : start + prompts_at_once]
             copies = range(num_generations)
-            yield Part(chosen, [one * num_generations + copy for one in chosen for copy in copies])
+            yield chosen, [one * num_generations + copy for one in chosen for copy in copies]
 
 
-def best_way(gap_of: Callable[[Way], float], *, limit: float, share_prompts: bool) -> Way:
+def best_way(gap_of: Callable[[Way], float], *, limit: float) -> Way:
     """Find the fastest way that is exact; where none is, the fastest of those that come close.
 
     Args:
         gap_of: Mean distance in nats between a way's log-probabilities and a forward pass's.
         limit: Up to which a way is exact.
-        share_prompts: Whether to try computing prompts once.
 
     Raises:
         ModelRefusalError: The model cannot generate at all.
     """
-    ways = [Way(share_prompts, Batching.TOGETHER), *(Way(False, one) for one in Batching)]
     gaps: dict[Way, float] = {}
     reasons: list[str] = []
-    for way in dict.fromkeys(ways):
+    for way in (Way(shares_prompts=True), *(Way(batching=one) for one in Batching)):
         try:
             with refusals():
                 gap = gap_of(way)
@@ -110,13 +103,4 @@ def trial_prompts(model: PreTrainedModel) -> PromptBatch:
     known = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
     marks = set(ruled_out_ids(model.config))
     ids = [token for token in range(min(known, 64)) if token not in marks]
-    rows = [ids[-6:], ids[-9:-6], ids[-1:]]
-    width = len(rows[0])
-    return PromptBatch(
-        input_ids=torch.tensor([[ids[-1]] * (width - len(row)) + row for row in rows]),
-        attention_mask=torch.tensor(
-            [[False] * (width - len(row)) + [True] * len(row) for row in rows]
-        ),
-        prompts=("",) * len(rows),
-        columns=({},) * len(rows),
-    ).to(model.device)
+    return untold_prompts([ids[-6:], ids[-9:-6], ids[-1:]]).to(model.device)

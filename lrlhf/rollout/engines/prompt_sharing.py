@@ -9,22 +9,9 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from lrlhf.models import (
-    backbone_inputs,
-    check_media,
-    forget_offsets,
-    numbers_media,
-    repeat_offsets,
-)
+from lrlhf.models import backbone_inputs, forget_offsets, numbers_media, repeat_offsets
 from lrlhf.rollout.responses import repeated_media
 from lrlhf.types import Media
 
@@ -75,32 +62,8 @@ def prefill(
     return cache
 
 
-def continued(
-    model: PreTrainedModel,
-    input_ids: Int[Tensor, "B P"],
-    mask: Int[Tensor, "B P"],
-    cache: DynamicCache | None,
-    *,
-    num_generations: int,
-    config: GenerationConfig,
-    processor: LogitsProcessor,
-    ending: StoppingCriteriaList | None = None,
-) -> Int[Tensor, "B*G P+L"]:
-    """Continue every prompt ``num_generations`` times with the tokens that a processor chooses."""
-    with _own_generation_config(model):
-        sequences: Tensor = model.generate(  # type: ignore[operator]
-            input_ids=input_ids.repeat_interleave(num_generations, dim=0),
-            attention_mask=mask.repeat_interleave(num_generations, dim=0),
-            generation_config=config,
-            logits_processor=LogitsProcessorList([processor]),
-            stopping_criteria=ending,
-            past_key_values=cache,
-        )
-    return sequences
-
-
 @contextlib.contextmanager
-def _own_generation_config(model: PreTrainedModel) -> Iterator[None]:
+def plain_generation_config(model: PreTrainedModel) -> Iterator[None]:
     """Keep a checkpoint's generation defaults (repetition penalty, temperature) out of it.
 
     ``generate`` fills what a given config leaves open from the model's own.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +21,6 @@ from lrlhf.rollout.engines.engine import (
     Capabilities,
     ProbeGap,
     RolloutEngine,
-    SyncReport,
     check_seeds,
     pad_token_id,
 )
@@ -30,8 +29,7 @@ from lrlhf.rollout.engines.policy_weights import (
     WeightSyncError,
     compare_fingerprints,
 )
-from lrlhf.rollout.engines.weight_probe import PROBE_RESPONSE, gap_between, probe_prompts
-from lrlhf.rollout.responses import Response, assemble_rollout, prompt_token_ids
+from lrlhf.rollout.responses import Response, assemble_rollout, prompt_token_ids, untold_prompts
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import Media, PromptBatch, Rollout
 from lrlhf.vllm_worker.fingerprint import Fingerprinted
@@ -39,6 +37,11 @@ from lrlhf.vllm_worker.fingerprint import Fingerprinted
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
+
+_PROBE_PROMPTS = 4
+_PROBE_TOKENS = 80
+_PROBE_RESPONSE = 8
+_PROBE_IMAGE = 64
 
 _recovers: ContextVar[bool] = ContextVar("recovers", default=True)
 
@@ -82,6 +85,12 @@ class SyncedEngine(RolloutEngine):
         max_restarts: How often in a row a call may start the engine anew before it gives up.
     """
 
+    # what `attach` sets
+    _policy: nn.Module
+    _tokenizer: PreTrainedTokenizerBase
+    _processor: MediaProcessor | None
+    _weights: PolicyWeights
+
     def __init__(self, *, max_restarts: int = 2) -> None:
         if max_restarts < 0:
             raise ValueError(f"engine.max_restarts is {max_restarts}; it must be 0 or more")
@@ -89,10 +98,6 @@ class SyncedEngine(RolloutEngine):
         self._version: int | None = None
         self._policy_version = 0
         self.restarts = 0
-        self._policy: nn.Module | None = None
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._processor: MediaProcessor | None = None
-        self._weights: PolicyWeights | None = None
         self._running = False
 
     # ------------------------------------------------------------------ what an engine brings
@@ -140,7 +145,7 @@ class SyncedEngine(RolloutEngine):
         tokenizer: PreTrainedTokenizerBase,
         processor: MediaProcessor | None = None,
     ) -> None:
-        if policy is not self._policy:
+        if policy is not getattr(self, "_policy", None):
             # what runs has the architecture of the other one
             self.close()
             self._weights = PolicyWeights(policy)
@@ -166,13 +171,11 @@ class SyncedEngine(RolloutEngine):
     def forget(self) -> None:
         self._with_restarts(self._reset_caches)
 
-    def push(self, version: int) -> SyncReport:
-        if self._weights is None:
+    def push(self, version: int) -> None:
+        if not hasattr(self, "_weights"):
             raise RuntimeError(f"{type(self).__name__}.attach has not been called")
         self._policy_version = version
-        start, restarts = time.perf_counter(), self.restarts
         self._with_restarts(lambda: self._push_once(version), repush=False)
-        return SyncReport(version, time.perf_counter() - start, self.restarts - restarts)
 
     def generate(
         self,
@@ -196,7 +199,6 @@ class SyncedEngine(RolloutEngine):
                 f"{type(self).__name__} was given no weights: add lrlhf.callbacks.VLLMWeightSync "
                 "to trainer.callbacks, or call engine.push(version=0)"
             )
-        assert self._tokenizer is not None
         check_seeds(seeds, prompts, num_generations)
         contexts = [ids.tolist() for ids in prompt_token_ids(prompts)]
         shown = prompts.media or (None,) * len(prompts)
@@ -226,18 +228,20 @@ class SyncedEngine(RolloutEngine):
 
     @torch.no_grad()
     def probe(self) -> ProbeGap:
-        assert self._policy is not None
-        assert self._tokenizer is not None
-        prompts = probe_prompts(
+        prompts = _probe_prompts(
             self._tokenizer, self._processor, max_model_len=self.max_model_len
         ).to(self._device)
-        sampling = Sampling(max_new_tokens=PROBE_RESPONSE)
+        sampling = Sampling(max_new_tokens=_PROBE_RESPONSE)
         rollout = self.generate(prompts, sampling, num_generations=1, seeds=range(len(prompts)))
         with evaluating(self._policy), torch.autocast(self._device.type, enabled=False):
             own = sequence_logprobs(self._policy, rollout)
         kinds = {self.dtype, *(weight.dtype for weight in self._policy.parameters())}
         low_precision = bool(kinds & {torch.bfloat16, torch.float16})
-        return gap_between(own, rollout, low_precision=low_precision)
+        gaps, mask = (own - rollout.sampling_logprobs).abs(), rollout.response_mask
+        # a row with NaN among its tokens has NaN as its median
+        medians = [row[counts].median() for row, counts in zip(gaps, mask, strict=True)]
+        typical = float(torch.stack(medians).max())
+        return ProbeGap(typical, float(gaps[mask].mean()), float(gaps[mask].max()), low_precision)
 
     # ------------------------------------------------------------------ how it is done
 
@@ -245,25 +249,17 @@ class SyncedEngine(RolloutEngine):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _push_once(self, version: int) -> None:
-        assert self._weights is not None
         self._version = None
         # adapters are merged in the precision of the weights, whatever the training step casts to
         with torch.autocast(self._device.type, enabled=False):
             self._start_together()
             tensors = Fingerprinted(self._weights.tensors(self.dtype))
-            arrived: list[dict[str, str]] = []
-            problem: Exception | None = None
             try:
                 arrived = self._send(tensors)
-            except Exception as error:  # noqa: BLE001  raised again below
-                problem = error
-            # whether or not this rank's engine took them, others put their weights together
-            self._bring_parts(tensors)
-            try:
-                if problem is not None:
-                    raise problem
-            finally:
-                problem = None  # else its traceback would keep this frame, and the engine, alive
+            except Exception:
+                # whether or not this rank's engine took them, others put their weights together
+                self._bring_parts(tensors)
+                raise
             for _ in tensors:
                 pass  # what the engine did not ask for was to arrive too
             self._reset_caches()
@@ -322,22 +318,23 @@ class SyncedEngine(RolloutEngine):
 
     @property
     def _takes_all_ranks(self) -> bool:
-        return self._weights is not None and self._weights.are_split
+        return self._weights.are_split
+
+    @property
+    def _acts_with_ranks(self) -> bool:
+        """Whether ranks share this engine, or parts of the weights that a new one is given."""
+        return self._takes_all_ranks
 
     def _worst_of_ranks(self, trouble: int) -> int:
-        """Return the largest number of the ranks that act together.
-
-        Those share this engine, or parts of the weights that a restarted one is given.
-        """
-        if not self._takes_all_ranks:
+        """Return the largest number of the ranks that act together."""
+        if not self._acts_with_ranks:
             return trouble
-        worst = torch.tensor(trouble, device=self._device)
-        torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
-        return int(worst)
+        troubles = [trouble] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(troubles, trouble)
+        return max(troubles)
 
     @property
     def _device(self) -> torch.device:
-        assert self._policy is not None
         return next(self._policy.parameters()).device
 
     def _check_room(self, longest_prompt: int, sampling: Sampling) -> None:
@@ -348,3 +345,25 @@ class SyncedEngine(RolloutEngine):
                 f"{self.max_model_len} (engine.max_model_len): raise it to "
                 f"{longest_prompt + sampling.max_new_tokens}, or set data.max_prompt_tokens"
             )
+
+
+def _probe_prompts(
+    tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None, *, max_model_len: int
+) -> PromptBatch:
+    """Return the same prompts every time, with an image also where the policy sees.
+
+    They fill several blocks of a prefix cache, so that states which older weights left there
+    show up too.
+    """
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    ordinary = [token for token in range(len(tokenizer)) if token not in special]
+    length = max(1, min(_PROBE_TOKENS, max_model_len - _PROBE_RESPONSE))
+    numbers = np.random.Generator(np.random.Philox(0))
+    rows: list[list[int]] = numbers.choice(ordinary, (_PROBE_PROMPTS, length)).tolist()
+    media: list[Media | None] = [None] * _PROBE_PROMPTS
+    if processor is not None:
+        seen = processor.specimen(tokenizer, size=_PROBE_IMAGE)
+        if len(seen.input_ids) + _PROBE_RESPONSE <= max_model_len:
+            rows.append(seen.input_ids)
+            media.append(seen.media)
+    return untold_prompts(rows, tuple(media))

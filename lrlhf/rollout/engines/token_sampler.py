@@ -40,7 +40,13 @@ class TokenSampler(LogitsProcessor):
         self._uniform = torch.from_numpy(
             np.stack([np.random.Generator(np.random.Philox(seed)).random(steps) for seed in seeds])
         )
-        self._warpers = _warpers(sampling)
+        self._warpers: list[LogitsProcessor] = []
+        if sampling.top_k > 0:
+            self._warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p > 0:
+            self._warpers.append(MinPLogitsWarper(sampling.min_p))
         self._logprobs: list[Tensor] = []
         self._kept_mass: list[Tensor] = []
 
@@ -128,14 +134,3 @@ def _inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
     target = uniform[:, None] * cumulated[:, -1:]
     chosen = torch.searchsorted(cumulated, target, right=True)[:, 0]
     return chosen.clamp(max=logprobs.shape[1] - 1)
-
-
-def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
-    warpers: list[LogitsProcessor] = []
-    if sampling.top_k > 0:
-        warpers.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        warpers.append(TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p > 0:
-        warpers.append(MinPLogitsWarper(sampling.min_p))
-    return warpers

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
+    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -20,14 +21,9 @@ from lrlhf.media import MediaProcessor
 from lrlhf.models import eos_token_ids, evaluating, ruled_out_ids, sequence_logprobs
 from lrlhf.models.modes import trial
 from lrlhf.models.sharding import gathered, has_split_weights
-from lrlhf.rollout.engines.engine import (
-    Capabilities,
-    RolloutEngine,
-    check_seeds,
-    pad_token_id,
-)
+from lrlhf.rollout.engines.engine import Capabilities, RolloutEngine, check_seeds, pad_token_id
 from lrlhf.rollout.engines.generation_batches import Way, best_way, parts, trial_prompts
-from lrlhf.rollout.engines.prompt_sharing import continued, prefill
+from lrlhf.rollout.engines.prompt_sharing import plain_generation_config, prefill
 from lrlhf.rollout.engines.token_sampler import Ending, TokenSampler
 from lrlhf.rollout.responses import Response, assemble_rollout
 from lrlhf.rollout.sampling import Sampling
@@ -49,27 +45,25 @@ class TransformersEngine(RolloutEngine):
     that does not help either, the engine is not exact, and its log-probabilities are treated as
     another model's.
 
-    The prompt is computed once per group. Every response has a random stream of its own: the
-    token at step ``t`` is where the cumulated probabilities pass the ``t``-th uniform number
-    of the response's seed.
+    The prompt is computed once per group where that gives the same probabilities. Every response
+    has a random stream of its own: the token at step ``t`` is where the cumulated probabilities
+    pass the ``t``-th uniform number of the response's seed.
 
     Args:
         max_batch_size: Responses computed at the same time; None: all of them. Smaller values
             save memory for keys and values and change nothing else.
-        share_prompts: Compute the prompt once per group, if a trial before the first responses
-            gives the same probabilities; the log says why it does not. Off, every response
-            computes its own.
     """
 
-    def __init__(self, max_batch_size: int | None = None, share_prompts: bool = True) -> None:
+    # what `attach` sets
+    _policy: nn.Module
+    _tokenizer: PreTrainedTokenizerBase
+
+    def __init__(self, max_batch_size: int | None = None) -> None:
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"engine.max_batch_size is {max_batch_size}; it must be 1 or more")
         self.max_batch_size = max_batch_size
-        self.share_prompts = share_prompts
         self._way = Way()
         self._tried: nn.Module | None = None
-        self._policy: nn.Module | None = None
-        self._tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -94,7 +88,7 @@ class TransformersEngine(RolloutEngine):
         num_generations: int,
         seeds: Sequence[int],
     ) -> Rollout:
-        if self._policy is None or self._tokenizer is None:
+        if not hasattr(self, "_policy"):
             raise RuntimeError("TransformersEngine.attach has not been called")
         check_seeds(seeds, prompts, num_generations)
         prompts_at_once = len(prompts)
@@ -117,12 +111,8 @@ class TransformersEngine(RolloutEngine):
             responses = self._generate(
                 self._way, prompts, sampling, num_generations, seeds, prompts_at_once
             )
-        return assemble_rollout(
-            prompts,
-            responses,
-            num_generations=num_generations,
-            pad_id=pad_token_id(self._tokenizer),
-        )
+        pad_id = pad_token_id(self._tokenizer)
+        return assemble_rollout(prompts, responses, num_generations=num_generations, pad_id=pad_id)
 
     @property
     def shares_prompts(self) -> bool:
@@ -139,7 +129,7 @@ class TransformersEngine(RolloutEngine):
         prompts_at_once: int,
     ) -> list[Response]:
         answered: dict[int, Response] = {}
-        for part in parts(
+        for chosen, wanted in parts(
             prompts.attention_mask.sum(dim=1).tolist(),
             num_generations=num_generations,
             prompts_at_once=prompts_at_once,
@@ -147,18 +137,17 @@ class TransformersEngine(RolloutEngine):
         ):
             answers = self._respond(
                 way,
-                prompts.select(torch.tensor(part.prompts)),
+                prompts.select(torch.tensor(chosen)),
                 sampling,
-                len(part.responses) // len(part.prompts),
-                [seeds[response] for response in part.responses],
+                len(wanted) // len(chosen),
+                [seeds[response] for response in wanted],
             )
-            answered.update(zip(part.responses, answers, strict=True))
+            answered.update(zip(wanted, answers, strict=True))
         return [answered[response] for response in range(len(seeds))]
 
     def _try_ways(self) -> Way:
         """Find out what may be generated together, and whether that is exact."""
-        assert self._policy is not None
-        way = best_way(self._gap, limit=self._allowed_gap(), share_prompts=self.share_prompts)
+        way = best_way(self._gap, limit=self._allowed_gap())
         if way.reason is not None:
             remedy = "Its responses are weighed, see model.importance_sampling"
             if way.exact:
@@ -174,7 +163,6 @@ class TransformersEngine(RolloutEngine):
         return way
 
     def _allowed_gap(self) -> float:
-        assert self._policy is not None
         whole = all(weight.dtype == torch.float32 for weight in self._policy.parameters())
         # weights that are split are gathered in 16 bits, also where autocast is off
         whole = whole and not has_split_weights(self._policy)
@@ -184,7 +172,6 @@ class TransformersEngine(RolloutEngine):
     @trial()
     def _gap(self, way: Way) -> float:
         """Return how far log-probabilities of generation are from those of a forward pass."""
-        assert self._policy is not None
         prompts, seeds = trial_prompts(_generator(self._policy)), list(range(6))
         with torch.autocast(prompts.input_ids.device.type, enabled=False):
             responses = self._generate(way, prompts, Sampling(max_new_tokens=4), 2, seeds, 3)
@@ -200,8 +187,6 @@ class TransformersEngine(RolloutEngine):
         num_generations: int,
         seeds: Sequence[int],
     ) -> list[Response]:
-        assert self._policy is not None
-        assert self._tokenizer is not None
         model = _generator(self._policy)
         eos = sorted(eos_token_ids(model, self._tokenizer))
         width = int(prompts.attention_mask.sum(dim=1).max())
@@ -223,27 +208,23 @@ class TransformersEngine(RolloutEngine):
             num_generations=num_generations,
             share=way.shares_prompts,
         )
-        sequences = continued(
-            model,
-            input_ids,
-            mask,
-            cache,
-            num_generations=num_generations,
-            config=_plain_config(sampling, eos, pad_token_id(self._tokenizer)),
-            processor=sampler,
-            ending=StoppingCriteriaList([ending]),
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
+            do_sample=False,  # the processor samples
+            max_new_tokens=sampling.max_new_tokens,
+            min_new_tokens=sampling.min_new_tokens or None,
+            eos_token_id=eos,
+            pad_token_id=pad_token_id(self._tokenizer),
         )
+        with plain_generation_config(model):
+            sequences: Tensor = model.generate(  # type: ignore[operator]
+                input_ids=input_ids.repeat_interleave(num_generations, dim=0),
+                attention_mask=mask.repeat_interleave(num_generations, dim=0),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([sampler]),
+                stopping_criteria=StoppingCriteriaList([ending]),
+                past_key_values=cache,
+            )
         return sampler.responses(sequences[:, width:], ending.ends)
-
-
-def _plain_config(sampling: Sampling, eos: list[int], pad_id: int) -> GenerationConfig:
-    return GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=False,  # the processor samples
-        max_new_tokens=sampling.max_new_tokens,
-        min_new_tokens=sampling.min_new_tokens or None,
-        eos_token_id=eos,
-        pad_token_id=pad_id,
-    )
 
 
 @contextlib.contextmanager

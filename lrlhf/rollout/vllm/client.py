@@ -94,14 +94,12 @@ class ServerClient:
         results: list[Any] = self.post("/collective_rpc", body, timeout=timeout)["results"]
         return results
 
-    def complete(
-        self, bodies: Sequence[dict[str, Any]], prompts: Sequence[list[int]], *, stall: float
-    ) -> list[Response]:
+    def complete(self, bodies: Sequence[dict[str, Any]], *, stall: float) -> list[Response]:
         """Ask for one completion per body, all at once, and return them in that order.
 
         Args:
-            bodies: Of ``/v1/completions``.
-            prompts: Token ids of each, to compare with what the server says it read.
+            bodies: Of ``/v1/completions``; ``prompt`` is token ids, and what the server says it
+                read has to be the same.
             stall: Seconds without any completion after which the server counts as hung.
 
         Raises:
@@ -111,7 +109,7 @@ class ServerClient:
         answers = in_background(
             lambda: asyncio.run(self._complete(bodies, stall)), name="vllm-requests"
         ).result()
-        return [_read(answer, prompt) for answer, prompt in zip(answers, prompts, strict=True)]
+        return [_read(answer, body["prompt"]) for answer, body in zip(answers, bodies, strict=True)]
 
     async def _complete(self, bodies: Sequence[dict[str, Any]], stall: float) -> list[Any]:
         gate = asyncio.Semaphore(self._concurrency)

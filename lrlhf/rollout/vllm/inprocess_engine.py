@@ -16,13 +16,7 @@ from torch import Tensor
 from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.rollout.vllm.support import (
-    import_vllm,
-    is_cpu,
-    media_argument,
-    sampling_arguments,
-    seed_argument,
-)
+from lrlhf.rollout.vllm.support import import_vllm, is_cpu, media_argument, sampling_arguments
 from lrlhf.rollout.vllm.vllm_base import VLLMBase, read_response
 
 
@@ -125,19 +119,16 @@ class VLLMEngine(VLLMBase):
                 "policy with engine.inexact_video: true (mismatch/* tells how different)"
             )
         vllm = import_vllm()
-        shared = sampling_arguments(sampling, self._known_policy, self._known_tokenizer)
+        shared = sampling_arguments(sampling, self._weights.model, self._tokenizer)
         shared["detokenize"] = bool(sampling.stop)
-        parameters = [
-            vllm.SamplingParams(**shared, seed=seed_argument(request, sampling))
-            for request in requests
-        ]
+        parameters = [vllm.SamplingParams(**shared, seed=request.seed) for request in requests]
         prompts = [
             {"prompt_token_ids": request.short_ids, **media_argument(request.media)}
             for request in requests
         ]
         # responses have seeds of their own, but vLLM takes numbers from the global stream besides
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with self._failing("generation"), torch.random.fork_rng(devices), torch.inference_mode():
+        forked = torch.random.fork_rng(_current_devices())
+        with self._failing("generation"), forked, torch.inference_mode():
             answers = self._llm.generate(prompts, parameters, use_tqdm=False)
         for request, answer in zip(requests, answers, strict=True):
             if list(answer.prompt_token_ids) != request.prompt_ids:
@@ -145,18 +136,12 @@ class VLLMEngine(VLLMBase):
                     "vLLM answered another prompt than the one it was given: "
                     f"{len(answer.prompt_token_ids)} tokens instead of {len(request.prompt_ids)}"
                 )
-        outputs = [answer.outputs[0] for answer in answers]
-        return [
-            read_response(
-                list(output.token_ids),
-                [
-                    step[token].logprob
-                    for step, token in zip(output.logprobs, output.token_ids, strict=True)
-                ],
-                output.finish_reason,
-            )
-            for output in outputs
-        ]
+        responses = []
+        for output in (answer.outputs[0] for answer in answers):
+            steps = zip(output.logprobs, output.token_ids, strict=True)
+            logprobs = [step[token].logprob for step, token in steps]
+            responses.append(read_response(output.token_ids, logprobs, output.finish_reason))
+        return responses
 
     @contextlib.contextmanager
     def _failing(self, what: str) -> Iterator[None]:
@@ -183,6 +168,10 @@ class VLLMEngine(VLLMBase):
             )
 
 
+def _current_devices() -> list[int]:
+    return [torch.cuda.current_device()] if torch.cuda.is_available() else []
+
+
 @contextlib.contextmanager
 def _isolated() -> Iterator[None]:
     """Keep what vLLM changes of its process at start-up away from the trainer.
@@ -198,22 +187,18 @@ def _isolated() -> Iterator[None]:
             # the rank's own GPU, which need not be that of its number
             os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
         os.environ.setdefault("LOCAL_RANK", str(torch.distributed.get_node_local_rank(0)))
-    states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
-    on_gpu = torch.cuda.is_available()
-    device, cuda = (
-        (torch.cuda.current_device(), torch.cuda.get_rng_state()) if on_gpu else (0, None)
-    )
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    devices = _current_devices()
     # one process: a child would load everything again, and could not be handed tensors
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
-        yield
+        with torch.random.fork_rng(devices):
+            yield
     finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-        if cuda is not None:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+        for device in devices:
             torch.cuda.set_device(device)
-            torch.cuda.set_rng_state(cuda)
         torch.set_num_threads = set_num_threads
         # vLLM goes on reading its own
         for name in os.environ.keys() - environment.keys():

@@ -10,19 +10,17 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from lrlhf.rollout.vllm import process_guard as guard
+from lrlhf.rollout.vllm import process_guard
 
-ABORT_GRACE = 1.5
-"""Seconds between SIGTERM and SIGKILL when nobody is there to wait for longer."""
-TAIL_LINES = 30
-TAIL_BYTES = 256 * 1024
+GRACE = 5.0
+"""Seconds between SIGTERM and SIGKILL."""
+_TAIL_LINES = 30
+_TAIL_BYTES = 256 * 1024
 _SECRET_NAME = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
 
 
@@ -33,9 +31,8 @@ class ServerStartError(RuntimeError):
 class ServerProcess:
     """Runs a server under a guard that ends all its processes with this one.
 
-    When this process ends, killed or not, the guard (see
-    `lrlhf.rollout.vllm.process_guard`) notices and
-    ends the server with everything that it started. ``start`` and ``stop`` may alternate.
+    When this process ends, killed or not, the guard (see `lrlhf.rollout.vllm.process_guard`)
+    notices and ends the server with everything that it started.
 
     Args:
         command: Program and arguments of the server.
@@ -50,54 +47,25 @@ class ServerProcess:
         self._log_file = log_file
         self._log_start = 0
         self._guard: subprocess.Popen[bytes] | None = None
-        self._ended = True
-        self._exit_code: int | None = None
+        self._trainer = 0
 
     def start(self) -> None:
-        """Start the server and return at once.
-
-        Raises:
-            RuntimeError: It is running already.
-        """
-        if self.running:
-            raise RuntimeError("the server is running already: stop it first")
-        self.stop(ABORT_GRACE)  # what an earlier server that crashed may have left
+        """Start the server and return at once."""
+        self._trainer = os.getpid()
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        # isolated and without site-packages: nothing in the environment can break the guard
-        script = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(ABORT_GRACE)]
+        # isolated: nothing in the environment can break the guard
+        guard = [sys.executable, "-I", process_guard.__file__, str(self._trainer), str(GRACE)]
         with self._log_file.open("ab") as log:
             self._log_start = log.tell()
             self._guard = subprocess.Popen(
-                [*script, "--", *self._command],
+                [*guard, *self._command],
                 env=self._env,
-                bufsize=0,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        atexit.register(self.stop, ABORT_GRACE)
-        assert self._guard.stdout is not None
-        os.set_blocking(self._guard.stdout.fileno(), False)
-        self._ended, self._exit_code = False, None
-        _STARTED.add(self)
-
-    @property
-    def running(self) -> bool:
-        """Whether the command itself has not ended; processes that it leaves do not count."""
-        if not self._ended:
-            assert self._guard is not None
-            assert self._guard.stdout is not None
-            # None: nothing to read as yet
-            status = self._guard.stdout.read(64)
-            self._ended = status is not None
-            self._exit_code = int(status) if status else None
-        return not self._ended
-
-    @property
-    def exit_code(self) -> int | None:
-        """The command's code, 128 + n after signal n; None if it runs, or was made to end."""
-        return None if self.running else self._exit_code
+        atexit.register(self.stop)
 
     def wait_until(self, ready: Callable[[], bool], *, timeout: float, poll: float = 0.2) -> None:
         """Wait for the server; stop it if it does not become ready.
@@ -111,29 +79,25 @@ class ServerProcess:
         Raises:
             ServerStartError: The server ended or the time ran out; with the end of the log.
         """
+        assert self._guard is not None
         deadline = time.monotonic() + timeout
-        while self.running:
+        what = f"was not ready after {timeout:g} s"
+        while time.monotonic() < deadline:
+            if (code := self._guard.poll()) is not None:
+                what = f"ended with code {code} before it was ready"
+                break
             if ready():
                 return
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise self._start_error(f"was not ready after {timeout:g} s")
-            time.sleep(min(poll, left))
-        code = "" if self._exit_code is None else f" with code {self._exit_code}"
-        raise self._start_error(f"ended{code} before it was ready")
-
-    def _start_error(self, what: str) -> ServerStartError:
-        self.stop(ABORT_GRACE)
-        tail = self.log_tail(TAIL_LINES) or "(nothing)"
-        return ServerStartError(f"the server {what}. The end of {self._log_file}:\n{tail}")
+            time.sleep(poll)
+        self.stop()
+        tail = self.log_tail(_TAIL_LINES) or "(nothing)"
+        raise ServerStartError(f"the server {what}. The end of {self._log_file}:\n{tail}")
 
     def log_tail(self, lines: int) -> str:
         """Read the last lines that the server wrote since it was started last."""
-        if not self._log_file.exists():
-            return ""
         with self._log_file.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
-            log.seek(max(min(self._log_start, size), size - TAIL_BYTES))
+            log.seek(max(min(self._log_start, size), size - _TAIL_BYTES))
             text = log.read().decode(errors="replace")
         for secret in self._secrets():
             text = text.replace(secret, "***")
@@ -141,100 +105,30 @@ class ServerProcess:
 
     def _secrets(self) -> list[str]:
         """List what must not be shown, the longest first as one may contain another."""
-        named = list(self._env.items())
-        option = ""
-        for argument in self._command:
-            if argument.startswith("-"):
-                option, _, argument = argument.partition("=")
-            named.append((option, argument))
+        words = [word for argument in self._command for word in argument.split("=", 1)]
+        named = [*self._env.items(), *pairwise(words)]
         # shorter values are words such as "false", not secrets
         found = {value for name, value in named if _SECRET_NAME.search(name) and len(value) >= 8}
         return sorted(found, key=len, reverse=True)
 
-    def pids(self) -> list[int]:
-        """List the processes that live: the guard, the server and all that it started."""
-        if self._guard is None:
-            return []
-        table = guard.process_table()
-        candidates = {self._guard.pid} | guard.members(self._guard.pid, table)
-        return sorted(pid for pid in candidates if pid in table and not table[pid].zombie)
+    def stop(self) -> bool:
+        """End the server; returns when none of its processes is left.
 
-    def stop(self, grace: float = 10.0) -> None:
-        """End the server; return when none of its processes is left. Does nothing the second time.
-
-        Args:
-            grace: Seconds between SIGTERM and SIGKILL.
-
-        Raises:
-            RuntimeError: A process did not even end on SIGKILL.
+        Returns:
+            Whether it ran until then; False also where there was nothing to end.
         """
-        if self._guard is None:
-            return
-        assert self._guard.stdin is not None
-        assert self._guard.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # the guard ended already
-            self._guard.stdin.write(f"{grace}\n".encode())
+        # a forked child that exits, such as a worker of a data loader, ends nothing
+        if self._guard is None or os.getpid() != self._trainer:
+            return False
+        self._guard.terminate()
         try:
-            self._guard.wait(grace + 10)
+            code = self._guard.wait(GRACE + 10)
         except subprocess.TimeoutExpired:
             self._guard.kill()
-            self._guard.wait()
-        if self._guard.returncode < 0:
-            _kill_members(self._guard.pid)
-        _ = self.running  # reads the exit code before the pipe closes
-        self._ended = True
-        self._forget()
+            code = self._guard.wait()
+        if code < 0:  # it was killed and could end nothing, but its process group has its number
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._guard.pid, signal.SIGKILL)
+        self._guard = None
         atexit.unregister(self.stop)
-
-    def _forget(self) -> None:
-        """Close this process's ends of the pipes."""
-        if self._guard is not None:
-            for pipe in (self._guard.stdin, self._guard.stdout):
-                assert pipe is not None
-                pipe.close()
-            if self._guard.returncode is None:
-                self._guard.returncode = 0  # in a forked child, who cannot wait for it
-        self._guard, self._ended = None, True
-        _STARTED.discard(self)
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.stop()
-        else:
-            self.stop(ABORT_GRACE)
-
-
-def _kill_members(pid: int) -> None:
-    """End what a guard left that was killed itself; no orphan adopted it, but the session holds."""
-    deadline = time.monotonic() + 10
-    while True:
-        table = guard.process_table()
-        left = {member for member in guard.members(pid, table) if not table[member].zombie}
-        if not left:
-            return
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"processes {sorted(left)} of the server do not end on SIGKILL")
-        guard.send_signal(left, signal.SIGKILL)
-        time.sleep(0.02)
-
-
-_STARTED: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    # a forked child, such as a worker of a data loader, holds a copy of the pipe: the end of file
-    # would come with its end, and its own exit would end the server
-    for server in list(_STARTED):
-        server._forget()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
+        return code == 0

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, distributed
 
 from lrlhf.rollout.engines.background import in_background
 from lrlhf.rollout.engines.engine import Capabilities
@@ -25,14 +25,12 @@ from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.vllm.client import ServerClient
-from lrlhf.rollout.vllm.group import RankGroup
 from lrlhf.rollout.vllm.process import ServerProcess, ServerStartError
 from lrlhf.rollout.vllm.support import (
+    QUIET_ENVIRONMENT,
     check_installed,
     is_cpu,
-    quiet_environment,
     sampling_arguments,
-    seed_argument,
 )
 from lrlhf.rollout.vllm.vllm_base import EngineStartError, VLLMBase
 from lrlhf.threads import spin_not_at_all
@@ -54,14 +52,6 @@ _TRAINERS_OWN = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-
-
-class _Outcome(NamedTuple):
-    """What the leader tells the other ranks of something that only it did."""
-
-    value: Any
-    failure: str | None
-    refusal: str | None
 
 
 class VLLMServerEngine(VLLMBase):
@@ -116,7 +106,6 @@ class VLLMServerEngine(VLLMBase):
         self.stall_timeout = stall_timeout
         self.sync_timeout = sync_timeout
         self.log_file = log_file
-        self._group = RankGroup()
         self._process: ServerProcess | None = None
         self._client: ServerClient | None = None
         self._last_push = ""
@@ -130,8 +119,8 @@ class VLLMServerEngine(VLLMBase):
     # ------------------------------------------------------------------ life of the server
 
     def _start(self) -> None:
-        address = self._led(self._start_server if self.url is None else self._find_server)
-        url, token, described = address
+        act = self._start_server if self.url is None else self._find_server
+        url, token, described = self._led(act)
         self._client = self._client or self._connect(url, token)
         self._check_description(described)
 
@@ -140,13 +129,11 @@ class VLLMServerEngine(VLLMBase):
             self._client.close()
             self._client = None
         if self._process is not None:
-            worked = self._process.running
-            self._process.stop()
-            self._process = None
-            if worked and self._log_folder is not None:
+            if self._process.stop() and self._log_folder is not None:
                 # what a server that failed wrote stays
                 shutil.rmtree(self._log_folder, ignore_errors=True)
                 self._log_folder = None
+            self._process = None
         self._remove_folder()
 
     def _start_server(self) -> tuple[str, str, dict[str, Any]]:
@@ -203,11 +190,8 @@ class VLLMServerEngine(VLLMBase):
     def _connect(self, url: str, token: str) -> ServerClient:
         return ServerClient(url, token, concurrency=self.max_num_seqs)
 
-    def command(self, port: int) -> list[str]:
+    def command(self, port: int, python: str = sys.executable) -> list[str]:
         """Return the command that starts a server for this policy."""
-        return [sys.executable, *self._server_arguments(port)]
-
-    def _server_arguments(self, port: int) -> list[str]:
         arguments = self._launch_arguments() | {
             "host": "127.0.0.1",
             "port": port,
@@ -215,16 +199,16 @@ class VLLMServerEngine(VLLMBase):
             "middleware": _GUARD,
         }
         # not the console script: the CPU build has none that works
-        return ["-m", _SERVER, *command_line(arguments)]
+        return [python, "-m", _SERVER, *command_line(arguments)]
 
     def _command_for_users(self) -> str:
-        arguments = self._server_arguments(8000)
+        command = self.command(8000, "python")
         # the folder that is written for a server of one's own is gone by then
-        arguments[arguments.index("--model") + 1] = "MODEL"
-        return f"VLLM_SERVER_DEV_MODE=1 {TOKEN_VARIABLE}=TOKEN {shlex.join(['python', *arguments])}"
+        command[command.index("--model") + 1] = "MODEL"
+        return f"VLLM_SERVER_DEV_MODE=1 {TOKEN_VARIABLE}=TOKEN {shlex.join(command)}"
 
     def _environment(self, token: str) -> dict[str, str]:
-        environment = quiet_environment() | {
+        environment = QUIET_ENVIRONMENT | {
             name: value for name, value in os.environ.items() if name not in _TRAINERS_OWN
         }
         if is_cpu():
@@ -238,7 +222,7 @@ class VLLMServerEngine(VLLMBase):
     # ------------------------------------------------------------------ weights and responses
 
     def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
-        if not self._group.leads:
+        if not _leads():
             # brings its parts of split weights; and takes the fingerprints of its own meanwhile
             for _ in tensors:
                 pass
@@ -284,32 +268,23 @@ class VLLMServerEngine(VLLMBase):
             self._connected.post(path, timeout=self.sync_timeout)
 
     def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
-        shared = sampling_arguments(sampling, self._known_policy, self._known_tokenizer)
-        shared |= {"return_token_ids": True, "model": str(self._model_name())}
+        shared = sampling_arguments(sampling, self._weights.model, self._tokenizer)
+        shared |= {"return_token_ids": True, "model": self._described["model"]}
         bodies = [
-            {
-                **shared,
-                "prompt": request.prompt_ids,
-                "seed": seed_argument(request, sampling),
-            }
-            for request in requests
+            {**shared, "prompt": request.prompt_ids, "seed": request.seed} for request in requests
         ]
-        prompts = [request.prompt_ids for request in requests]
         self._check_last_push()
-        responses = self._connected.complete(bodies, prompts, stall=self.stall_timeout)
+        responses = self._connected.complete(bodies, stall=self.stall_timeout)
         self._check_last_push()
         return responses
 
     def _check_last_push(self) -> None:
         """Make sure that the server was not started anew, or given weights by someone else."""
-        if not self._group.leads:
+        if not _leads():
             return
         found = self._connected.call_workers("lrlhf_last_push", timeout=self.sync_timeout)
         if set(found) != {self._last_push}:
             raise EngineFailure("the vLLM server has other weights than it was given here")
-
-    def _model_name(self) -> str:
-        return str(self._described["model"])
 
     @property
     def _connected(self) -> ServerClient:
@@ -318,28 +293,35 @@ class VLLMServerEngine(VLLMBase):
 
     # ------------------------------------------------------------------ ranks
 
-    def _worst_of_ranks(self, trouble: int) -> int:
-        return self._group.worst(trouble)
+    @property
+    def _acts_with_ranks(self) -> bool:
+        """All of them share the server."""
+        return distributed.is_initialized()
 
     def _led(self, act: Callable[[], ResultT]) -> ResultT:
         """Act on rank 0 only; what comes of it, also an error, comes to every rank."""
-        outcome, error = _Outcome(None, None, None), None
-        if self._group.leads:
+        outcome: list[Any] = [None, None]
+        error: Exception | None = None
+        if _leads():
             try:
-                outcome = _Outcome(act(), None, None)
-            except EngineFailure as failure:
-                outcome = _Outcome(None, str(failure), None)
+                outcome[0] = act()
             except Exception as raised:  # noqa: BLE001  raised again once every rank knows of it
-                outcome, error = _Outcome(None, None, str(raised)), raised
-        outcome = self._group.share(outcome)
-        if error is not None:
-            raise error
-        if outcome.failure is not None:
-            raise EngineFailure(outcome.failure)
-        if outcome.refusal is not None:
-            raise EngineStartError(outcome.refusal)
-        value: ResultT = outcome.value
-        return value
+                error = raised
+                # not itself: what it holds may not survive the way to another process
+                fails = isinstance(error, EngineFailure)
+                outcome[1] = (EngineFailure if fails else EngineStartError)(str(error))
+        if distributed.is_initialized():
+            distributed.broadcast_object_list(outcome, src=0)
+        value, told = outcome
+        if told is not None:
+            raise error or told
+        result: ResultT = value
+        return result
+
+
+def _leads() -> bool:
+    """Whether this process starts, feeds and ends the server."""
+    return not distributed.is_initialized() or distributed.get_rank() == 0
 
 
 def command_line(arguments: dict[str, Any]) -> list[str]:

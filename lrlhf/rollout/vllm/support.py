@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import tempfile
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,10 +12,8 @@ import torch
 from packaging.version import Version
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.media import MediaProcessor, Video
-from lrlhf.models import eos_token_ids, ruled_out_ids, skeleton_of
-from lrlhf.rollout.engines.policy_weights import PolicyWeights
-from lrlhf.rollout.engines.synced_engine import Request
+from lrlhf.media import Video
+from lrlhf.models import eos_token_ids, ruled_out_ids
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import Media
 
@@ -29,14 +25,13 @@ _ADVICE = (
 _OLDEST, _NEWEST = Version("0.27"), Version("0.34")
 
 
-def quiet_environment() -> dict[str, str]:
-    """Return settings of vLLM that the user's own environment may override."""
-    return {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        # threads that are bound to cores would stand in the trainer's way
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
+QUIET_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    # threads that are bound to cores would stand in the trainer's way
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""Settings of vLLM that the user's own environment may override."""
 
 
 def import_vllm() -> ModuleType:
@@ -46,7 +41,7 @@ def import_vllm() -> ModuleType:
         ImportError: It is missing, cannot be loaded, or its version is not supported; says what to
             install.
     """
-    for name, value in quiet_environment().items():
+    for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
         module = importlib.import_module("vllm")
@@ -87,22 +82,6 @@ def is_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def write_model_folder(
-    weights: PolicyWeights,
-    tokenizer: PreTrainedTokenizerBase,
-    processor: MediaProcessor | None,
-) -> Path:
-    """Write what vLLM builds the architecture from: config, tokenizer, processor, no weights."""
-    folder = Path(tempfile.mkdtemp(prefix="lrlhf-vllm-"))
-    skeleton = skeleton_of(weights.model)
-    skeleton.config.architectures = [type(skeleton).__name__]
-    skeleton.config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    if processor is not None:
-        processor.save(folder)
-    return folder
-
-
 def sampling_arguments(
     sampling: Sampling, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
@@ -134,12 +113,9 @@ def media_argument(media: Media | None) -> dict[str, Any]:
     """Return the fields of a prompt that show something: what the policy's processor was given."""
     if media is None:
         return {}
-    shown: dict[str, Any] = {}
-    if media.images:
-        shown["image"] = list(media.images)
-    if media.videos:
-        shown["video"] = [(video.frames, _described(video)) for video in media.videos]
-    return {"multi_modal_data": shown}
+    videos = [(video.frames, _described(video)) for video in media.videos]
+    shown = {"image": list(media.images), "video": videos}
+    return {"multi_modal_data": {kind: some for kind, some in shown.items() if some}}
 
 
 def _described(video: Video) -> dict[str, Any]:
@@ -153,8 +129,3 @@ def _described(video: Video) -> dict[str, Any]:
         # they were taken from the film already
         "do_sample_frames": False,
     }
-
-
-def seed_argument(request: Request, sampling: Sampling) -> int | None:
-    """Return the seed of a response; greedy decoding has none."""
-    return None if sampling.temperature == 0 else request.seed

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lrlhf.models import skeleton_of
 from lrlhf.rollout.engines.synced_engine import EngineFailure, SyncedEngine
 from lrlhf.rollout.responses import Response
-from lrlhf.rollout.vllm.support import (
-    EXTENSION,
-    check_version,
-    is_cpu,
-    write_model_folder,
-)
+from lrlhf.rollout.vllm.support import EXTENSION, check_version, is_cpu
 
 EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 # the smallest block that vLLM's CPU attention takes: prompts below it would never be shared
 _CPU_BLOCK = 32
 _CPU_CACHE_GIB = 1.0
-_SHORTEST = 16
 
 
 class EngineStartError(RuntimeError):
@@ -71,11 +66,6 @@ class VLLMBase(SyncedEngine):
         ):
             if value is not None and not value > 0:
                 raise ValueError(f"engine.{name} is {value}; it must be above 0")
-        if max_model_len is not None and max_model_len < _SHORTEST:
-            raise ValueError(
-                f"engine.max_model_len is {max_model_len}; the probe of the weights alone needs "
-                f"{_SHORTEST} tokens"
-            )
         if gpu_memory_utilization is None:
             gpu_memory_utilization = self.default_gpu_memory_utilization
         if not 0 < gpu_memory_utilization <= 1:
@@ -106,10 +96,18 @@ class VLLMBase(SyncedEngine):
 
     def _launch_arguments(self) -> dict[str, Any]:
         """Engine arguments by vLLM's names; the weights come with the first push."""
-        self._refuse_experts_on_cpu()
+        config = self._weights.model.config.get_text_config()
+        dtype, cache_gib = self.engine_dtype, self.kv_cache_gib
+        if is_cpu() and config.to_dict().get("num_experts_per_tok"):
+            raise self._start_error(
+                "its CPU kernels for mixtures of experts go on computing with old weights after a "
+                "push; take lrlhf.rollout.TransformersEngine"
+            )
+        if dtype == "auto":
+            dtype = "float32" if is_cpu() else "bfloat16"
         arguments: dict[str, Any] = {
             "model": str(self._model_folder()),
-            "dtype": self._launch_dtype(),
+            "dtype": dtype,
             "load_format": "dummy",
             "worker_extension_cls": EXTENSION,
             # of the distribution that was sampled from: divided by the temperature, cut tokens out
@@ -120,7 +118,6 @@ class VLLMBase(SyncedEngine):
             "enforce_eager": is_cpu() if self.enforce_eager is None else self.enforce_eager,
             "enable_prefix_caching": True,
         }
-        cache_gib = self.kv_cache_gib
         if is_cpu():
             arguments["block_size"] = _CPU_BLOCK
             cache_gib = cache_gib or _CPU_CACHE_GIB
@@ -129,28 +126,20 @@ class VLLMBase(SyncedEngine):
         if cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(cache_gib * 2**30)
         if self.wanted_model_len is not None:
-            config = self._known_policy.config.get_text_config()
             own = getattr(config, "max_position_embeddings", None)
             arguments["max_model_len"] = min(self.wanted_model_len, own or self.wanted_model_len)
         return {**arguments, **self.options}
 
-    def _refuse_experts_on_cpu(self) -> None:
-        config = self._known_policy.config.get_text_config().to_dict()
-        if is_cpu() and config.get("num_experts_per_tok"):
-            raise self._start_error(
-                "its CPU kernels for mixtures of experts go on computing with old weights after a "
-                "push; take lrlhf.rollout.TransformersEngine"
-            )
-
-    def _launch_dtype(self) -> str:
-        if self.engine_dtype == "auto":
-            return "float32" if is_cpu() else "bfloat16"
-        return self.engine_dtype
-
     def _model_folder(self) -> Path:
+        """Write what vLLM builds the architecture from: all but the weights."""
         if self._folder is None:
-            assert self._weights is not None
-            self._folder = write_model_folder(self._weights, self._known_tokenizer, self._processor)
+            self._folder = Path(tempfile.mkdtemp(prefix="lrlhf-vllm-"))
+            skeleton = skeleton_of(self._weights.model)
+            skeleton.config.architectures = [type(skeleton).__name__]
+            skeleton.config.save_pretrained(self._folder)
+            self._tokenizer.save_pretrained(self._folder)
+            if self._processor is not None:
+                self._processor.save(self._folder)
         return self._folder
 
     def _remove_folder(self) -> None:
@@ -170,34 +159,17 @@ class VLLMBase(SyncedEngine):
 
     def _start_error(self, reason: str) -> EngineStartError:
         """Turn vLLM's complaint into what to change."""
-        text = f"vLLM did not start: {reason}"
-        if ("KV cache" in reason or "cache blocks" in reason) and (is_cpu() or self.kv_cache_gib):
-            text += (
-                f" (engine.kv_cache_gib is {self.kv_cache_gib}, engine.max_model_len is "
-                f"{self.wanted_model_len}: raise the first or lower the second)"
-            )
-        elif "cache" in reason:
-            text += (
-                f" (engine.gpu_memory_utilization is {self.gpu_memory_utilization}, "
+        advice, share = "", f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}"
+        if "cache" in reason:
+            own = is_cpu() or self.kv_cache_gib
+            advice = (
+                f" ({f'engine.kv_cache_gib is {self.kv_cache_gib}' if own else share}, "
                 f"engine.max_model_len is {self.wanted_model_len}: raise the first or lower the "
                 "second)"
             )
         elif "memory" in reason.lower():
-            text += (
-                f" (engine.gpu_memory_utilization is {self.gpu_memory_utilization}: lower it, or "
-                "free memory of the GPU)"
-            )
-        return EngineStartError(text)
-
-    @property
-    def _known_policy(self) -> PreTrainedModel:
-        assert self._weights is not None
-        return self._weights.model
-
-    @property
-    def _known_tokenizer(self) -> PreTrainedTokenizerBase:
-        assert self._tokenizer is not None
-        return self._tokenizer
+            advice = f" ({share}: lower it, or free memory of the GPU)"
+        return EngineStartError(f"vLLM did not start: {reason}{advice}")
 
 
 def read_response(

@@ -22,8 +22,9 @@ from types import FrameType
 from typing import Final
 
 import lightning as L
+import psutil
 
-from lrlhf.rollout.vllm.process_guard import members, process_table, send_signal
+from lrlhf.rollout.vllm.process_guard import descendants, send_signal
 
 _HOUR = 3600.0
 _INTERRUPT: Final = signal.SIGURG
@@ -277,10 +278,9 @@ def end_process(said: str, *, spare: Collection[int] = ()) -> None:
     os._exit(1)
 
 
-def _descendants(spare: Collection[int]) -> set[int]:
-    table = process_table()
-    kept = set(spare).union(*(members(pid, table) for pid in spare))
-    return {pid for pid in members(os.getpid(), table) - kept if not table[pid].zombie}
+def _descendants(spare: Collection[int]) -> list[psutil.Process]:
+    kept = {*spare, *(process.pid for pid in spare for process in descendants(pid))}
+    return [process for process in descendants(os.getpid()) if process.pid not in kept]
 
 
 def _write(text: str) -> None:

@@ -1,1 +1,0 @@
-"""How rows are cut into minibatches and micro-batches."""
