@@ -94,9 +94,6 @@ def assert_different(first: dict[str, Tensor], second: dict[str, Tensor]) -> Non
     assert all(not torch.equal(first[name], value) for name, value in second.items())
 
 
-# ------------------------------------------------------------------ when
-
-
 @pytest.mark.parametrize(("every_n_steps", "versions"), [(1, [0, 1, 2]), (2, [0, 0, 2])])
 def test_responses_come_from_the_weights_of_the_last_push(
     language_model, tokenizer, prompts, tmp_path, every_n_steps: int, versions: list[int]
@@ -118,7 +115,7 @@ def test_responses_come_from_the_weights_of_the_last_push(
         assert experience.weight_version.unique().tolist() == [version]
 
 
-def test_validation_sees_the_present_weights_whatever_the_interval(
+def test_validation_draws_with_averaged_weights_and_training_with_the_trained_ones(
     language_model, tokenizer, prompts, tmp_path
 ) -> None:
     engine, snapshots = CopyEngine(), Snapshots()
@@ -127,26 +124,12 @@ def test_validation_sees_the_present_weights_whatever_the_interval(
         module,
         prompts,
         tmp_path,
-        steps=2,
-        callbacks=[VLLMWeightSync(every_n_steps=9, probe_every=0), snapshots],
+        steps=3,
+        callbacks=[EMA(decay=0.5, warmup=False), VLLMWeightSync(9), snapshots],
         val_check_interval=1,
-        num_sanity_val_steps=1,
-        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        limit_val_batches=2,
     )
-    # the sanity check, iteration 0, validation, iteration 1, validation
-    expected = [(True, 0), (False, 0), (True, 1), (False, 1), (True, 2)]
-    assert [(draw.greedy, draw.version) for draw in engine.draws] == expected
-    for draw, (_, step) in zip(engine.draws, expected, strict=True):
-        assert_drawn_with(draw, weights[step])
-    # what a validation pushed is not pushed again
-    assert len(engine.pushed) == 3
-
-
-def test_validation_draws_with_averaged_weights_and_training_with_the_trained_ones(run) -> None:
-    engine = CopyEngine()
-    options = {"val_check_interval": 1, "num_sanity_val_steps": 0, "limit_val_batches": 2}
-    callbacks = [EMA(decay=0.5, warmup=False), VLLMWeightSync(9)]
-    _, weights, _ = run(engine, *callbacks, steps=3, **options)
     # the average by hand: half of the old one and half of the weights, from the first weights on
     averages = [weights[0]]
     for step in weights[1:]:
@@ -161,20 +144,6 @@ def test_validation_draws_with_averaged_weights_and_training_with_the_trained_on
         assert_different(averages[step + 1], weights[step + 1])
     # one push for each change between the two kinds, none between two batches of a validation
     assert len(engine.pushed) == 6
-
-
-def test_a_resumed_run_pushes_the_weights_of_the_checkpoint(run, language_model, tmp_path) -> None:
-    checkpoint = str(tmp_path / "two.ckpt")
-    trainer, weights, _ = run(CopyEngine(), VLLMWeightSync())
-    trainer.save_checkpoint(checkpoint)
-    with torch.no_grad():
-        for parameter in language_model.parameters():
-            parameter.zero_()
-    engine = CopyEngine()
-    run(engine, VLLMWeightSync(), steps=3, ckpt_path=checkpoint)
-    (draw,) = responses(engine)
-    assert draw.version == 2
-    assert_drawn_with(draw, weights[2])
 
 
 class PowerCut(L.Callback):
@@ -205,9 +174,6 @@ def test_an_engine_that_is_restarted_between_pushes_has_the_present_weights_and_
         assert draw.version is not None
         assert_drawn_with(draw, weights[draw.version])
     assert [records[0]["weight_version"] for records in watcher.records] == [0, 1, 1, 3]
-
-
-# ------------------------------------------------------------------ checks
 
 
 def test_the_first_two_pushes_and_every_nth_are_probed(

@@ -96,23 +96,3 @@ def test_a_state_that_was_read_to_the_cpu_is_moved_to_its_prompts(
     # Lightning loads checkpoints before it moves the module
     resumed.load_state_dict(ahead.state_dict(), torch.device("cpu"))
     assert take(resumed, prompts=PROMPTS.to("cuda")).input_ids.is_cuda
-
-
-def test_what_was_begun_is_taken_once_whatever_the_padding(language_model, tokenizer) -> None:
-    _, ahead = started(language_model, tokenizer)
-    wider = prompt_batch([[10, 11], [12], [1, 2, 3]]).select(torch.tensor([0, 1]))
-    assert len(take(ahead, prompts=wider)) == 4
-    assert take(ahead) is None
-
-
-def test_a_new_start_waits_for_the_one_before_and_what_is_dropped_is_gone(
-    language_model, tokenizer
-) -> None:
-    engine, ahead = started(language_model, tokenizer)
-    ahead.start(2, PROMPTS, SAMPLING, num_generations=2, seeds=range(4))
-    ahead.wait()
-    assert len(engine.draws) == 2
-    ahead.drop()
-    assert ahead.state_dict() is None
-    ahead.load_state_dict(None, torch.device("cpu"))
-    assert take(ahead, step=2) is None

@@ -81,11 +81,6 @@ def answered(prompt: Row, response: list[int]) -> Row:
     return replace(prompt, input_ids=ids, response=len(response), plain=plain)
 
 
-@torch.no_grad()
-def plain_of(vlm: Vlm, prompt: Row, response: list[int]) -> Tensor:
-    return plain_logprobs(vlm.model, vlm, answered(prompt, response))
-
-
 @pytest.mark.parametrize("num_generations", [1, 3])
 def test_log_probabilities_of_drawn_tokens_are_those_of_training_and_of_the_plain_model(
     vlm: Vlm, num_generations: int
@@ -103,36 +98,30 @@ def test_log_probabilities_of_drawn_tokens_are_those_of_training_and_of_the_plai
         trained = sequence_logprobs(vlm.model, rollout)
     torch.testing.assert_close(rollout.sampling_logprobs, trained, rtol=0, atol=1e-5)
     for index, response in enumerate(responses(rollout)):
-        plain = plain_of(vlm, rows[index // num_generations], response)
+        row_now = answered(rows[index // num_generations], response)
+        with torch.no_grad():
+            plain = plain_logprobs(vlm.model, vlm, row_now)
         drawn = rollout.sampling_logprobs[index, rollout.response_mask[index]]
         torch.testing.assert_close(drawn, plain, rtol=0, atol=1e-5)
 
 
-def test_neither_sharing_prompts_nor_the_batch_size_changes_a_token(vlm: Vlm) -> None:
+def test_the_batch_size_changes_no_token(vlm: Vlm) -> None:
     rows = prompt_rows(vlm)
     drawn = responses(generate(vlm, rows, num_generations=3))
     assert len({tuple(response) for response in drawn}) > len(rows)
-    assert responses(generate(vlm, rows, num_generations=3, share_prompts=False)) == drawn
-    for size in (3, 6):
-        assert responses(generate(vlm, rows, num_generations=3, max_batch_size=size)) == drawn
+    assert responses(generate(vlm, rows, num_generations=3, max_batch_size=3)) == drawn
 
 
 @pytest.mark.parametrize("num_generations", [1, 2])
-@pytest.mark.parametrize("family", QWEN_FAMILIES[:1])
-def test_a_text_is_not_moved_by_the_images_of_an_earlier_prompt(
-    family: str, num_generations: int
-) -> None:
-    vlm, fresh = build_vlm(family), build_vlm(family)
+def test_a_text_is_not_moved_by_the_images_of_an_earlier_prompt(num_generations: int) -> None:
+    vlm, fresh = build_vlm(QWEN_FAMILIES[0]), build_vlm(QWEN_FAMILIES[0])
     texts = [row(vlm, question="one or two?", answer=""), row(vlm, question="why?", answer="")]
     alone = generate(fresh, texts, num_generations=num_generations)
     shown = [row(vlm, [2], answer=""), row(vlm, [1, 2, 3], answer="")]
     generate(vlm, shown, num_generations=num_generations)
     after = generate(vlm, texts, num_generations=num_generations)
     assert responses(after) == responses(alone)
-    for index, response in enumerate(responses(after)):
-        plain = plain_of(fresh, texts[index // num_generations], response)
-        drawn = after.sampling_logprobs[index, after.response_mask[index]]
-        torch.testing.assert_close(drawn, plain, rtol=0, atol=1e-5)
+    torch.testing.assert_close(after.sampling_logprobs, alone.sampling_logprobs, rtol=0, atol=1e-5)
 
 
 def always_saying(model: nn.Module, ids: list[int]) -> None:
@@ -157,10 +146,8 @@ def test_a_policy_that_wants_to_never_says_a_placeholder(vlm: Vlm, temperature: 
     said = {token for response in responses(rollout) for token in response}
     assert said
     assert not said & set(banned)
-    with torch.no_grad():
-        trained = sequence_logprobs(vlm.model, rollout)
-    torch.testing.assert_close(rollout.sampling_logprobs, trained, rtol=0, atol=1e-4)
-    assert (trained[rollout.response_mask] > -20).all()  # 50 nats would be the placeholders'
+    # 50 nats would be the placeholders'
+    assert (rollout.sampling_logprobs[rollout.response_mask] > -20).all()
 
 
 def test_a_text_model_answers_no_pictures() -> None:

@@ -4,25 +4,19 @@ import pickle
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.callbacks import VLLMWeightSync
-from lrlhf.functional.advantages import generalized_advantages
-from lrlhf.functional.kl import shape_rewards
-from lrlhf.functional.policy import high_entropy_mask
-from lrlhf.media import MediaProcessor
 from lrlhf.models import allow_packing, sequence_logprobs
 from lrlhf.modules import RLOO, Reference, Update
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.rewards import Rewards, completion_segments
 from lrlhf.rollout import (
-    Capabilities,
     Collector,
     EngineWrapper,
     Response,
@@ -45,15 +39,6 @@ HINT = " Sure? "
 class AsksAgain(EngineWrapper):
     """What a user writes: a fixed text after each response, then one more turn of the policy."""
 
-    def attach(
-        self,
-        policy: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        processor: MediaProcessor | None = None,
-    ) -> None:
-        super().attach(policy, tokenizer, processor)
-        self.hint = torch.tensor(tokenizer(HINT, add_special_tokens=False).input_ids)
-
     def generate(
         self,
         prompts: PromptBatch,
@@ -65,7 +50,8 @@ class AsksAgain(EngineWrapper):
         first = self.engine.generate(
             prompts, sampling, num_generations=num_generations, seeds=seeds
         )
-        asked = [response.given(self.hint) for response in responses_of(first, prompts)]
+        hint = torch.tensor(self.tokenizer(HINT, add_special_tokens=False).input_ids)
+        asked = [response.given(hint) for response in responses_of(first, prompts)]
         turn = continued_prompts(prompts, asked)
         second = self.engine.generate(
             turn, sampling, num_generations=1, seeds=[seed + 1 for seed in seeds]
@@ -145,9 +131,6 @@ def test_a_further_turn_is_asked_for_with_all_that_was_said() -> None:
     assert turn.attention_mask[:, -1].all()  # left-padded
 
 
-# ------------------------------------------------------------------ the model
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_logprobs_behind_given_tokens_are_those_of_the_whole_sequence(
     language_model: PreTrainedModel, packed: bool
@@ -177,24 +160,6 @@ def test_logprobs_behind_given_tokens_are_those_of_the_whole_sequence(
         allow_unused=True,
     )
     assert gradient is None or not gradient.any()
-
-
-def test_given_tokens_in_the_middle_take_part_in_no_formula() -> None:
-    mask = turns().response_mask
-    noise = torch.randn(mask.shape)
-    # the score is on the last sampled token, and credit passes over what was given
-    rewards = shape_rewards(torch.tensor([2.0, 3.0]), noise, mask, kl_coef=0.0)
-    assert rewards.nonzero().tolist() == [[0, 7], [1, 2]]
-    advantages, _ = generalized_advantages(
-        rewards, torch.where(mask, 0.0, 99.0), mask, gamma=0.5, lam=1.0
-    )
-    assert advantages[0].tolist() == [0.0, 0.0, 0.5, 1.0, 0.0, 0.0, 0.0, 2.0]
-    chosen = high_entropy_mask(torch.where(mask, noise.abs(), 99.0), mask, fraction=0.67)
-    assert not (chosen & ~mask).any()
-    assert chosen.sum(dim=1).tolist() == [2, 1]
-
-
-# ------------------------------------------------------------------ rewards and records
 
 
 def collected(
@@ -258,26 +223,9 @@ def test_rewards_and_records_see_the_segments(
         assert type(pickle.loads(pickle.dumps(completion))) is (list if chat else str)
 
 
-def test_letters_cut_in_two_by_a_segment_lose_no_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    first, second = tokenizer("ä", add_special_tokens=False).input_ids
-    response = sampled(first).given(torch.tensor([second])).followed_by(sampled(second))
-    prompts = replace(prompt_batch([[40]]), prompts=("x",))
-    rollout = assemble_rollout(prompts, [response], num_generations=1, pad_id=0)
-    collector = Collector(TransformersEngine(), Rewards([letters]), tokenizer)
-    (record,) = collector.score(prompts, rollout, Sampling(), step=0, phase=nullcontext).records
-    assert len(record["segments"]) == 3
-    assert record["completion"] == "".join(one["text"] for one in record["segments"])
-
-
-# ------------------------------------------------------------------ wrapped engines
-
-
 @pytest.mark.parametrize("wrapped", [TransformersEngine, CopyEngine])
 def test_a_users_wrapper_trains_with_rloo(
-    language_model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
-    wrapped: type[RolloutEngine],
+    language_model, tokenizer, tmp_path, wrapped: type[RolloutEngine]
 ) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(f'{{"prompt": "say {word}"}}' for word in "abcdefgh"))
@@ -310,21 +258,3 @@ def test_a_users_wrapper_trains_with_rloo(
     assert any(
         not torch.equal(before[name], value) for name, value in weights(module.policy).items()
     )
-
-
-def test_a_wrapper_is_synced_like_the_engine_that_it_wraps(
-    language_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    engine = CopyEngine(concurrent=True)
-    wrapped = AsksAgain(engine)
-    wrapped.attach(language_model, tokenizer)
-    assert wrapped.capabilities == Capabilities(
-        holds_copy=True, concurrent=True, tells_kept_mass=False
-    )
-    wrapped.push(2)
-    assert wrapped.version == engine.version == 2
-    assert wrapped.probe().mean < 1e-4
-    wrapped.outdate()
-    assert engine.version is None
-    wrapped.close()
-    assert not engine.started

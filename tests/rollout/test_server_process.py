@@ -259,20 +259,3 @@ def test_a_server_that_does_not_get_ready_shows_the_end_of_its_log(
     # the child that the server left behind is gone too
     assert not fake.pids()
     assert not server.stop()
-
-
-def test_cycles_leak_neither_file_descriptors_nor_zombies(fake: Fake) -> None:
-    def left() -> tuple[int, set[str]]:
-        ps = ["ps", "-o", "pid=,stat=", "--ppid", str(os.getpid())]
-        rows = subprocess.run(ps, capture_output=True, text=True, check=True).stdout.splitlines()
-        zombies = {row for row in rows if row.split()[1].startswith("Z")}
-        return len(list(Path("/proc/self/fd").iterdir())), zombies
-
-    before = left()
-    for cycle in range(4):
-        server = fake.ready("alone")
-        if cycle % 2:
-            fake.kill(part="guard")
-        assert server.stop() != bool(cycle % 2)
-    assert left() == before
-    assert eventually(lambda: not fake.pids())

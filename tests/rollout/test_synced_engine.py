@@ -1,4 +1,3 @@
-import copy
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ from lrlhf.rollout import (
     EngineFailure,
     Response,
     Sampling,
-    TransformersEngine,
     WeightSyncError,
 )
 from lrlhf.rollout.engines.policy_weights import PolicyWeights
@@ -54,24 +52,6 @@ def assert_same(first: Rollout, second: Rollout) -> None:
     assert torch.equal(first.sampling_logprobs, second.sampling_logprobs)
 
 
-# ------------------------------------------------------------------ versions
-
-
-def test_responses_are_those_of_the_policy(language_model, tokenizer, prompts) -> None:
-    engine = attached(language_model, tokenizer)
-    engine.push(version=3)
-    rollout = generate(engine, prompts)
-    own = TransformersEngine()
-    own.attach(language_model, tokenizer)
-    expected = own.generate(prompts, SAMPLING, num_generations=2, seeds=SEEDS)
-    assert torch.equal(rollout.input_ids, expected.input_ids)
-    assert torch.equal(rollout.group_ids, expected.group_ids)
-    assert torch.equal(rollout.truncated, expected.truncated)
-    torch.testing.assert_close(rollout.sampling_logprobs, expected.sampling_logprobs)
-    assert rollout.weight_version is not None
-    assert rollout.weight_version.tolist() == [3] * 6
-
-
 def test_another_policy_makes_the_weights_unknown(language_model, tokenizer) -> None:
     engine = attached(language_model, tokenizer)
     engine.push(4)
@@ -102,9 +82,6 @@ def test_a_push_within_inference_mode_can_be_followed_by_one_outside(
     assert engine.probe().mean < 1e-4
 
 
-# ------------------------------------------------------------------ checks
-
-
 def test_a_push_puts_the_weights_together_once(language_model, tokenizer, monkeypatch) -> None:
     # with split weights or adapters that is a gather or a product for each of them
     engine = attached(language_model, tokenizer)
@@ -121,34 +98,6 @@ def test_a_push_puts_the_weights_together_once(language_model, tokenizer, monkey
     assert len(read) == len(set(read)) == len(dict(language_model.named_parameters()))
 
 
-def test_a_probe_measures_the_distance_to_the_policy(language_model, tokenizer) -> None:
-    engine = attached(language_model, tokenizer)
-    engine.push(0)
-    older = copy.deepcopy(language_model)
-    train(language_model)
-    gap = engine.probe()
-    # the same again, by hand: log-softmax of whole logits of both models
-    prompts = engine.draws[-1].prompts
-    own = TransformersEngine()
-    own.attach(older, tokenizer)
-    rollout = own.generate(
-        prompt_batch(prompts), Sampling(max_new_tokens=8), num_generations=1, seeds=range(4)
-    )
-    values = []
-    for model in (older, language_model):
-        with torch.no_grad():
-            logits = model(rollout.input_ids, attention_mask=rollout.attention_mask.long()).logits
-        chosen = rollout.input_ids[:, 1:, None]
-        values.append(logits.log_softmax(-1)[:, :-1].gather(2, chosen)[..., 0])
-    gaps = (values[0] - values[1]).abs()[rollout.response_mask[:, 1:]]
-    assert gap.mean == pytest.approx(float(gaps.mean()), rel=1e-3)
-    assert gap.max == pytest.approx(float(gaps.max()), rel=1e-3)
-    assert gap.mean > 1e-2
-
-
-# ------------------------------------------------------------------ recovery
-
-
 def test_without_recovery_the_first_failure_is_told(language_model, tokenizer, prompts) -> None:
     engine = attached(language_model, tokenizer, fail={"respond": [1]})
     engine.push(0)
@@ -161,30 +110,19 @@ def test_without_recovery_the_first_failure_is_told(language_model, tokenizer, p
     assert engine.probe().mean < 1e-4
 
 
-def test_a_failure_on_another_rank_starts_the_engine_here_too(
+def test_a_failure_on_another_rank_starts_the_engine_here_too_if_that_can_help(
     language_model, tokenizer, prompts, monkeypatch
 ) -> None:
     engine = attached(language_model, tokenizer)
     engine.push(0)
     expected = generate(engine, prompts)
-    elsewhere = iter([1, 0])
+    elsewhere = iter([1, 0, 2])
     monkeypatch.setattr(engine, "_worst_of_ranks", lambda here: max(here, next(elsewhere)))
     assert_same(expected, generate(engine, prompts))
     assert (engine.restarts, engine.calls["start"]) == (1, 2)
-
-
-def test_an_error_that_no_restart_mends_ends_the_call_on_every_rank(
-    language_model, tokenizer, prompts, monkeypatch
-) -> None:
-    engine = attached(language_model, tokenizer)
-    engine.push(0)
-    monkeypatch.setattr(engine, "_worst_of_ranks", lambda here: 2)
     with pytest.raises(EngineFailure, match="on another rank, which cannot be mended"):
         generate(engine, prompts)
-    assert engine.restarts == 0
-
-
-# ------------------------------------------------------------------ arguments
+    assert engine.restarts == 1
 
 
 def test_a_prompt_without_room_for_its_response_names_the_options(
@@ -202,9 +140,6 @@ def test_a_prompt_without_room_for_its_response_names_the_options(
     roomy = attached(language_model, tokenizer, max_model_len=20)
     roomy.push(0)
     assert len(generate(roomy, prompts)) == 6
-
-
-# ------------------------------------------------------------------ tables
 
 
 @pytest.mark.parametrize(
@@ -307,15 +242,12 @@ def test_an_engine_that_goes_on_failing_ends_the_call(
     assert not engine.started
 
 
-@pytest.mark.parametrize(("room", "length"), [(256, 80), (30, 22)])
-def test_probes_ask_the_same_long_prompts_without_special_tokens(
-    language_model, tokenizer, room: int, length: int
-) -> None:
-    engine = attached(language_model, tokenizer, max_model_len=room)
+def test_probes_ask_the_same_long_prompts_without_special_tokens(language_model, tokenizer) -> None:
+    engine = attached(language_model, tokenizer, max_model_len=30)
     engine.push(0)
     engine.probe()
     engine.probe()
     first, second = (draw.prompts for draw in engine.draws)
     assert first == second
-    assert [len(ids) for ids in first] == [length] * 4
+    assert [len(ids) for ids in first] == [22] * 4  # with room for the responses
     assert not {0, 1, 2, 3} & {token for ids in first for token in ids}

@@ -89,11 +89,15 @@ def test_a_turn_of_a_chat_and_a_text_without_beginning_start_anew() -> None:
     assert texts(tokenizer, "", [["\u25814"]], ids=[1]) == ["4"]  # only a special token before
 
 
+# the two letters that stand for the two bytes of an umlaut
+((UMLAUT, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("\u00e4")
+FIRST, SECOND = UMLAUT
+
+
 def word_pieces() -> PreTrainedTokenizerBase:
     """Pieces that begin, end and hold stop strings; a letter in two bytes."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    byte = dict(zip(("a-umlaut-1", "a-umlaut-2"), pre_tokenizers_of("\u00e4"), strict=True))
-    pieces = ["<pad>", "<|end|>", "ab", "c#", "##", "#d", byte["a-umlaut-2"] + "#", *letters]
+    pieces = ["<pad>", "<|end|>", "ab", "c#", "##", "#d", SECOND + "#", *letters]
     backend = Tokenizer(BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -107,24 +111,13 @@ def word_pieces() -> PreTrainedTokenizerBase:
     )
 
 
-def pre_tokenizers_of(letter: str) -> str:
-    """The two letters that stand for the two bytes of one."""
-    ((piece, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(letter)
-    return piece
-
-
-FIRST, SECOND = pre_tokenizers_of("\u00e4")
-
-
 @pytest.mark.parametrize(
     ("stop", "response", "expected"),
     [
-        (("#",), ["ab", "#"], "ab"),
         (("##",), ["ab", "##"], "ab"),
         (("#",), ["ab", "##"], "ab"),  # the first of them ends it
         (("##", "#"), ["ab", "##"], "ab"),
         (("##",), ["ab", "c#", "#d"], "abc"),  # over two tokens, and in the midst of both
-        (("##",), ["#d", "ab", "c#", "#"], "#dabc"),
         (("#",), [FIRST, SECOND + "#"], "\u00e4"),
         (("<|end|>",), ["ab", "<|end|>"], "ab"),
         (("<|end|>#",), ["ab", "<|end|>", "#"], "ab"),

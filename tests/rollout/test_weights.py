@@ -7,14 +7,13 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from torch import Tensor, nn
 from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from lrlhf.models import merged_weights, save_model
+from lrlhf.models import save_model
 from lrlhf.rollout import PolicyWeights, WeightSyncError
 from lrlhf.rollout.engines.policy_weights import compare_fingerprints
 from tests.conftest import build_language_model
@@ -80,25 +79,6 @@ def test_weights_are_read_when_asked_for_and_cast_where_they_are_numbers(
         assert torch.equal(tensor, own.to(tensor.dtype))
         assert (tensor.data_ptr() == own.data_ptr()) == (dtype is None)  # no needless copy
         assert not tensor.requires_grad
-
-
-def test_merged_layers_exist_one_at_a_time(language_model, monkeypatch) -> None:
-    policy = adapted(language_model, target_modules="all-linear")
-    merging = []
-    layer = language_model.get_submodule("model.layers.0.mlp.up_proj")
-    original = type(layer).get_delta_weight
-
-    def counted(self: nn.Module, adapter: str) -> Tensor:
-        merging.append(self)
-        return original(self, adapter)
-
-    monkeypatch.setattr(type(layer), "get_delta_weight", counted)
-    stream = merged_weights(PolicyWeights(policy).model, tied_once=True)
-    merging.clear()
-    for name, _ in stream:
-        if name.endswith("self_attn.q_proj.weight"):
-            break
-    assert len(merging) == 1
 
 
 @pytest.mark.parametrize(

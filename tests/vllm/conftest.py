@@ -7,6 +7,7 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.rollout import EngineWrapper, VLLMEngine, VLLMServerEngine
+from lrlhf.rollout.vllm.process_guard import descendants
 from tests.vllm.models import build_policy, new_server
 
 HERE = Path(__file__).parent
@@ -70,7 +71,9 @@ def server(
     engine.attach(build_policy(tokenizer), tokenizer)
     engine.push(0)
     yield engine
-    process = engine._process
-    assert process is not None
+    assert engine._process is not None
+    assert engine._process._guard is not None
+    processes = descendants(engine._process._guard.pid)
+    assert len(processes) > 1
     engine.close()
-    assert process.pids() == []
+    assert not [process for process in processes if process.is_running()]

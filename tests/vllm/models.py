@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.rollout import VLLMServerEngine
+from lrlhf.rollout import Sampling, SyncedEngine, VLLMServerEngine
 from lrlhf.types import PromptBatch, Rollout
 from tests.conftest import build_language_model
 
@@ -59,6 +59,27 @@ def logprobs_by_whole_logits(model: nn.Module, rollout: Rollout, temperature: fl
 def largest_gap(model: nn.Module, rollout: Rollout, temperature: float = 1.0) -> float:
     own = logprobs_by_whole_logits(model, rollout, temperature)
     return float((own - rollout.sampling_logprobs).abs().max())
+
+
+LONG = "a prompt that fills more than one block of the prefix cache"
+
+
+def assert_pushes_arrive(
+    engine: SyncedEngine, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, count: int = 3
+) -> None:
+    """Change the policy and push it, again and again, and compare what is sampled with it."""
+    prompts = prompts_of(LONG, "short", tokenizer=tokenizer)
+    sampling = Sampling(max_new_tokens=12, temperature=0.8)
+    for version in range(1, count + 1):
+        disturb(policy, seed=version)
+        before = {name: weight.clone() for name, weight in policy.state_dict().items()}
+        engine.push(version)
+        rollout = engine.generate(prompts, sampling, num_generations=2, seeds=range(4))
+        assert largest_gap(policy, rollout, 0.8) < 1e-4
+        assert rollout.weight_version is not None
+        assert rollout.weight_version.tolist() == [version] * 4
+        after = policy.state_dict()
+        assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
 def new_server(folder: Path) -> VLLMServerEngine:

@@ -115,13 +115,9 @@ def test_a_server_refuses_images() -> None:
     engine.attach(vlm.model, vlm.tokenizer, vlm.processor)
     engine._version = 0
     engine._described = {"max_model_len": 512}
+    prompts = prompts_of([asked(vlm, [0])])
     with pytest.raises(ValueError, match=r"takes no images"):
-        engine.generate(
-            prompts_of([asked(vlm, [0])]),
-            Sampling(max_new_tokens=4),
-            num_generations=1,
-            seeds=[0],
-        )
+        engine.generate(prompts, Sampling(max_new_tokens=4), num_generations=1, seeds=[0])
 
 
 def test_videos_are_refused_unless_a_mismatch_is_accepted(shown: tuple[VLLMEngine, Vlm]) -> None:

@@ -1,29 +1,20 @@
 """A vLLM server beside the trainer, and what becomes of a run when it dies."""
 
-import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import httpx
-import lightning as L
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.callbacks import VLLMWeightSync
-from lrlhf.modules import RLOO
-from lrlhf.modules.optimizers import OptimizerConfig
-from lrlhf.rewards import Rewards
 from lrlhf.rollout import EngineFailure, Sampling, VLLMServerEngine
 from lrlhf.rollout.engines.synced_engine import without_recovery
-from lrlhf.rollout.vllm.process import ServerProcess
-from tests.modules.policy_runs import fit, letters, weights
-from tests.vllm.models import build_policy, disturb, largest_gap, new_server, prompts_of
+from lrlhf.rollout.vllm.process_guard import descendants, send_signal
+from tests.vllm.models import LONG, assert_pushes_arrive, build_policy, prompts_of
 
-LONG = "a prompt that fills more than one block of the prefix cache"
 STEPS = 5
 
 
@@ -32,19 +23,7 @@ def test_pushes_through_the_socket_agree_with_the_policy_each_time(
 ) -> None:
     policy = server._policy
     assert policy is not None
-    prompts = prompts_of(LONG, "short", tokenizer=tokenizer)
-    for version in range(1, 4):
-        disturb(policy, seed=version)
-        server.push(version)
-        rollout = server.generate(
-            prompts,
-            Sampling(max_new_tokens=12, temperature=0.8),
-            num_generations=2,
-            seeds=range(4),
-        )
-        assert largest_gap(policy, rollout, 0.8) < 1e-4
-        assert rollout.weight_version is not None
-        assert rollout.weight_version.tolist() == [version] * 4
+    assert_pushes_arrive(server, policy, tokenizer)
     assert server.probe().mean < 1e-4
 
 
@@ -92,102 +71,50 @@ def test_a_server_that_someone_started_takes_weights_too(
         stranger.push(0)
 
 
-class Faults(L.Callback):
-    """Kills a part of the server at three moments of a run."""
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        engine = module.engine
-        if trainer.global_step == 1:
-            self._kill_on(engine, "_respond", "in the middle of generation")
-        elif trainer.global_step == 2:
-            kill_server(engine._process)
-            self.done.append("between iterations")
-        elif trainer.global_step == 3:
-            self._kill_on(engine, "_send", "during a push")
-
-    def _kill_on(self, engine: VLLMServerEngine, name: str, when: str) -> None:
-        original = getattr(engine, name)
-
-        def once(first: Any, *rest: Any) -> Any:
-            setattr(engine, name, original)
-            self.done.append(when)
-            if name == "_send":
-                return original(killing(first, engine._process))
-            client = engine._client
-            assert client is not None
-            checked, answers = client._checked, []
-
-            def check_and_kill(answer: httpx.Response) -> Any:
-                answers.append(answer)
-                if len(answers) == 3:
-                    kill_server(engine._process)
-                return checked(answer)
-
-            client._checked = check_and_kill  # type: ignore[method-assign]
-            return original(first, *rest)
-
-        setattr(engine, name, once)
-
-
-def killing(
-    tensors: Iterator[tuple[str, Tensor]], process: ServerProcess | None
-) -> Iterator[tuple[str, Tensor]]:
-    for index, pair in enumerate(tensors):
-        if index == 2:
-            kill_server(process)
-        yield pair
-
-
-def kill_server(process: ServerProcess | None) -> None:
-    """Kill the engine's processes but not its guard, as a crash would."""
-    assert process is not None
-    assert process._guard is not None
-    for pid in process.pids():
-        if pid != process._guard.pid:
-            os.kill(pid, signal.SIGKILL)
-
-
-def run(
-    tokenizer: PreTrainedTokenizerBase, folder: Path, callbacks: list[L.Callback], **options: Any
-) -> tuple[RLOO, L.Trainer]:
-    folder.mkdir()
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("\n".join(f'{{"prompt": "say {word}"}}' for word in "abcdefghijklmnop"))
-    module = RLOO(
-        build_policy(tokenizer),
-        Rewards([letters]),
-        tokenizer=tokenizer,
-        engine=new_server(folder),
-        num_generations=4,
-        sampling=Sampling(max_new_tokens=8),
-        optimizer=OptimizerConfig(lr=1e-2),
-        seed=1,
-        **options,
-    )
-    trainer = fit(
-        module, prompts, folder, steps=STEPS, callbacks=[*callbacks, VLLMWeightSync(probe_every=1)]
-    )
-    return module, trainer
-
-
-@pytest.mark.exhaustive
-def test_a_run_whose_server_is_killed_three_times_ends_with_the_same_weights(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+@pytest.mark.parametrize("during", ["generation", "a push", "neither"])
+def test_a_server_that_is_killed_is_started_again_and_gives_the_same_responses(
+    server: VLLMServerEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    during: str,
 ) -> None:
-    undisturbed, trainer = run(tokenizer, tmp_path / "undisturbed", [])
-    assert trainer.callback_metrics["mismatch/max"] < 1e-4
-    # the next responses are generated while the present ones train
-    _, ahead = run(tokenizer, tmp_path / "ahead", [], rollout_ahead=1)
-    assert int(ahead.callback_metrics["sync/age"]) == 1
-    faults = Faults()
-    disturbed, _ = run(tokenizer, tmp_path / "disturbed", [faults])
-    assert faults.done == ["in the middle of generation", "between iterations", "during a push"]
-    assert disturbed.engine.restarts == 3
-    expected = weights(undisturbed.policy)
-    for name, weight in weights(disturbed.policy).items():
-        torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-4)
+    def ask() -> Tensor:
+        prompts = prompts_of(LONG, "short", tokenizer=tokenizer)
+        sampling = Sampling(max_new_tokens=12)
+        return server.generate(prompts, sampling, num_generations=2, seeds=range(4)).input_ids
+
+    def kill_server() -> None:
+        # the processes under the guard, as a crash would
+        assert server._process is not None
+        assert server._process._guard is not None
+        send_signal(descendants(server._process._guard.pid), signal.SIGKILL)
+
+    def killing(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for index, pair in enumerate(tensors):
+            if index == 2 and not killed:
+                killed.append(True)
+                kill_server()
+            yield pair
+
+    server.push(9)
+    expected, restarts, send = ask(), server.restarts, server._send
+    killed: list[bool] = []
+    client = server._client
+    assert client is not None
+    if during == "a push":
+        monkeypatch.setattr(server, "_send", lambda tensors: send(killing(tensors)))
+        server.push(9)
+    elif during == "generation":
+        checked = client._checked
+
+        def kill_and_check(answer: httpx.Response) -> Any:
+            if answer.request.url.path == "/v1/completions" and not killed:
+                killed.append(True)
+                kill_server()
+            return checked(answer)
+
+        monkeypatch.setattr(client, "_checked", kill_and_check)
+    else:
+        kill_server()
+    assert torch.equal(ask(), expected)
+    assert server.restarts == restarts + 1

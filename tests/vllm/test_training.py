@@ -62,39 +62,33 @@ class Gaps(Watcher):
         self.gaps.append(largest_gap(module.policy.eval(), experience, 0.9))
 
 
-@pytest.mark.parametrize("kind", [RLOO, pytest.param(PPO, marks=pytest.mark.exhaustive)])
-def test_every_iteration_learns_from_the_present_policy(
-    kind: type[RLOO | PPO], build: Any, prompts: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kind", "every_n_steps", "versions"),
+    [
+        (RLOO, 1, [0, 1, 2]),
+        (RLOO, 2, [0, 0, 2]),
+        pytest.param(PPO, 1, [0, 1, 2], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_every_iteration_learns_from_the_policy_of_the_last_push(
+    kind: type[RLOO | PPO],
+    every_n_steps: int,
+    versions: list[int],
+    build: Any,
+    prompts: Path,
+    tmp_path: Path,
 ) -> None:
-    gaps = Gaps()
-    trained = build(kind)
+    gaps, trained = Gaps(), build(kind)
     before = weights(trained.policy)
-    trainer = fit(
-        trained, prompts, tmp_path, steps=3, callbacks=[gaps, VLLMWeightSync(probe_every=1)]
-    )
-    assert len(gaps.gaps) == 3
-    assert max(gaps.gaps) < 1e-4
-    assert [int(e.weight_version.max()) for e in gaps.experiences] == [0, 1, 2]
+    callbacks = [gaps, VLLMWeightSync(every_n_steps, probe_every=1)]
+    trainer = fit(trained, prompts, tmp_path, steps=3, callbacks=callbacks)
+    assert [int(e.weight_version.max()) for e in gaps.experiences] == versions
+    fresh = [step == version for step, version in enumerate(versions)]
+    assert [gap < 1e-4 for gap in gaps.gaps] == fresh
     assert trainer.callback_metrics["sync/age"] == 0
     assert trainer.callback_metrics["mismatch/max"] < 1e-4
     assert trainer.callback_metrics["perf/sync_s"] > 0
     assert any(not torch.equal(before[name], w) for name, w in weights(trained.policy).items())
-
-
-def test_without_pushes_the_responses_come_from_an_older_policy(
-    build: Any, prompts: Path, tmp_path: Path
-) -> None:
-    gaps = Gaps()
-    trainer = fit(
-        build(),
-        prompts,
-        tmp_path,
-        steps=4,
-        callbacks=[gaps, VLLMWeightSync(every_n_steps=2)],
-    )
-    assert [int(e.weight_version.max()) for e in gaps.experiences] == [0, 0, 2, 2]
-    assert [gap < 1e-4 for gap in gaps.gaps] == [True, False, True, False]
-    assert trainer.callback_metrics["sync/age"] == 1
 
 
 @pytest.mark.exhaustive
