@@ -150,7 +150,9 @@ def _packed(
     parts = [part for tree in trees for part in _within(tree, max_tokens)]
     bins = _fill(parts, max_tokens)
     while len(bins) < min(at_least, len(batch)):
-        largest = max(range(len(bins)), key=lambda place: _rows(bins[place]))
+        largest = max(
+            range(len(bins)), key=lambda place: sum(len(part.rows) for part in bins[place])
+        )
         bins[largest : largest + 1] = _halved(bins[largest])
     bins.sort(key=_tokens, reverse=True)
     lengths = rows.attention_mask.sum(dim=1)
@@ -204,10 +206,6 @@ def _halved(parts: list[Tree]) -> tuple[list[Tree], list[Tree]]:
     (tree,) = parts
     middle = len(tree.rows) // 2
     return [_part(tree, 0, middle)], [_part(tree, middle, len(tree.rows))]
-
-
-def _rows(parts: Sequence[Tree]) -> int:
-    return sum(len(part.rows) for part in parts)
 
 
 def _tokens(parts: Sequence[Tree]) -> int:

@@ -127,6 +127,12 @@ def assemble_rollout(
             f"the engine returned {len(responses)} responses to {len(prompts)} prompts; "
             f"{len(prompts) * num_generations} were asked for"
         )
+    versions = [one.weight_version for one in responses if one.weight_version is not None]
+    if 0 < len(versions) < len(responses):
+        raise ValueError(
+            f"{len(versions)} of {len(responses)} responses say what weights sampled them: give "
+            "weight_version for all of them or for none"
+        )
     device = prompts.input_ids.device
     contexts = prompt_token_ids(prompts)
     rows = [
@@ -146,7 +152,7 @@ def assemble_rollout(
         media=repeated_media(prompts.media, num_generations),
         group_ids=torch.arange(len(rows), device=device) // num_generations,
         truncated=torch.tensor([response.truncated for response in responses], device=device),
-        weight_version=_weight_versions(responses, device),
+        weight_version=torch.tensor(versions, device=device) if versions else None,
     )
 
 
@@ -167,18 +173,6 @@ def _row(context: Tensor, response: Response, device: torch.device) -> Iterator[
     return (torch.cat(column) for column in zip(*parts, strict=True))
 
 
-def _weight_versions(responses: Sequence[Response], device: torch.device) -> Tensor | None:
-    versions = [one.weight_version for one in responses if one.weight_version is not None]
-    if not versions:
-        return None
-    if len(versions) < len(responses):
-        raise ValueError(
-            f"{len(versions)} of {len(responses)} responses say what weights sampled them: give "
-            "weight_version for all of them or for none"
-        )
-    return torch.tensor(versions, device=device)
-
-
 def responses_of(rollout: Rollout, prompts: PromptBatch) -> list[Response]:
     """Take a rollout apart again, into what `assemble_rollout` would make it of.
 
@@ -186,25 +180,24 @@ def responses_of(rollout: Rollout, prompts: PromptBatch) -> list[Response]:
         rollout: Rows of one prompt are consecutive.
         prompts: That it answers.
     """
-    versions = rollout.weight_version
+    versions, masses = rollout.weight_version, rollout.kept_mass
+
+    def segment(row: int, run: Run) -> Segment:
+        columns = slice(run.start, run.end)
+        return Segment(
+            token_ids=rollout.input_ids[row, columns],
+            logprobs=rollout.sampling_logprobs[row, columns] if run.sampled else None,
+            kept_mass=masses[row, columns] if run.sampled and masses is not None else None,
+        )
+
     return [
         Response(
-            segments=tuple(_segment(rollout, row, run) for run in runs),
+            segments=tuple(segment(row, run) for run in runs),
             truncated=bool(rollout.truncated[row]),
             weight_version=None if versions is None else int(versions[row]),
         )
         for row, runs in enumerate(response_runs(rollout, prompts))
     ]
-
-
-def _segment(rollout: Rollout, row: int, run: Run) -> Segment:
-    columns = slice(run.start, run.end)
-    mass = rollout.kept_mass
-    return Segment(
-        token_ids=rollout.input_ids[row, columns],
-        logprobs=rollout.sampling_logprobs[row, columns] if run.sampled else None,
-        kept_mass=mass[row, columns] if run.sampled and mass is not None else None,
-    )
 
 
 def response_runs(rollout: Rollout, prompts: PromptBatch) -> list[list[Run]]:

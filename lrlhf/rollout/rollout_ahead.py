@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,7 @@ from lrlhf.types import PromptBatch, Rollout
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
+class _Pending(NamedTuple):
     step: int
     prompts: list[list[int]]
     """Token ids."""
@@ -101,9 +100,9 @@ class RolloutAhead:
                 "the responses generated ahead answer other prompts; generating them again"
             )
             rollout = None
-        if rollout is not None:
-            rollout = replace(rollout, media=repeated_media(prompts.media, num_generations))
-        return None if any_rank(rollout is None) else rollout
+        if any_rank(rollout is None) or rollout is None:
+            return None
+        return replace(rollout, media=repeated_media(prompts.media, num_generations))
 
     def wait(self) -> None:
         """Wait until the engine is idle; what it generated stays."""

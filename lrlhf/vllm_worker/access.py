@@ -40,14 +40,11 @@ class TokenGuard:
         if scope["type"] in ("http", "websocket") and scope["path"] not in _OPEN:
             shown = dict(scope["headers"]).get(b"authorization", b"")
             if not secrets.compare_digest(shown, self._expected):
-                await _refuse(scope, send)
+                if scope["type"] == "websocket":
+                    reason = "a token is needed"
+                    await send({"type": "websocket.close", "code": 1008, "reason": reason})
+                else:
+                    await send({"type": "http.response.start", "status": 401, "headers": []})
+                    await send({"type": "http.response.body", "body": b"a token is needed\n"})
                 return
         await self._app(scope, receive, send)
-
-
-async def _refuse(scope: Scope, send: Send) -> None:
-    if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 1008, "reason": "a token is needed"})
-        return
-    await send({"type": "http.response.start", "status": 401, "headers": []})
-    await send({"type": "http.response.body", "body": b"a token is needed\n"})

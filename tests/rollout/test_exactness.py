@@ -92,7 +92,7 @@ def test_a_model_that_generates_otherwise_than_it_computes_is_not_called_exact(
     assert not engine.capabilities.exact
     assert "model.importance_sampling" in caplog.text
     # nothing helps, so nothing is slowed down
-    assert engine.shares_prompts
+    assert engine._way.shares_prompts
 
 
 def test_an_ordinary_model_is_exact_and_computes_prompts_once(
@@ -105,7 +105,7 @@ def test_an_ordinary_model_is_exact_and_computes_prompts_once(
     with caplog.at_level(logging.WARNING, "lrlhf"):
         rollout = generate(adapted, tokenizer, Sampling(max_new_tokens=2), engine=engine)
     assert engine.capabilities.exact
-    assert engine.shares_prompts
+    assert engine._way.shares_prompts
     assert not caplog.records
     own = sequence_logprobs(adapted, rollout)
     torch.testing.assert_close(own, rollout.sampling_logprobs, atol=1e-4, rtol=1e-4)
@@ -131,7 +131,7 @@ def test_a_cache_that_is_copied_wrongly_is_not_shared(
     engine = TransformersEngine()
     generate(language_model, tokenizer, Sampling(max_new_tokens=2), engine=engine)
     assert engine.capabilities.exact
-    assert not engine.shares_prompts
+    assert not engine._way.shares_prompts
 
 
 def test_weights_that_are_not_finite_are_left_to_the_guard(language_model, tokenizer) -> None:

@@ -276,10 +276,10 @@ class SyncedEngine(RolloutEngine):
             self._start()
         except BaseException as error:
             self.close()
-            if self._takes_all_ranks and isinstance(error, Exception):
+            if self._weights.are_split and isinstance(error, Exception):
                 self._worst_of_ranks(1 if isinstance(error, EngineFailure) else 2)
             raise
-        if self._takes_all_ranks and self._worst_of_ranks(0) > 0:
+        if self._weights.are_split and self._worst_of_ranks(0) > 0:
             raise EngineFailure("the engine did not start on another rank")
 
     def _with_restarts(self, call: Callable[[], ResultT], *, repush: bool = True) -> ResultT:
@@ -312,18 +312,14 @@ class SyncedEngine(RolloutEngine):
 
     def _bring_parts(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Go through what is left, where other ranks need this one's parts of it."""
-        if self._takes_all_ranks:
+        if self._weights.are_split:
             for _ in tensors:
                 pass
 
     @property
-    def _takes_all_ranks(self) -> bool:
-        return self._weights.are_split
-
-    @property
     def _acts_with_ranks(self) -> bool:
         """Whether ranks share this engine, or parts of the weights that a new one is given."""
-        return self._takes_all_ranks
+        return self._weights.are_split
 
     def _worst_of_ranks(self, trouble: int) -> int:
         """Return the largest number of the ranks that act together."""

@@ -108,40 +108,27 @@ class TransformersEngine(RolloutEngine):
             if self._tried is not self._policy:
                 self._way = self._try_ways()
                 self._tried = self._policy
-            responses = self._generate(
-                self._way, prompts, sampling, num_generations, seeds, prompts_at_once
-            )
+            responses = self._generate(self._way, prompts, sampling, seeds, prompts_at_once)
         pad_id = pad_token_id(self._tokenizer)
         return assemble_rollout(prompts, responses, num_generations=num_generations, pad_id=pad_id)
-
-    @property
-    def shares_prompts(self) -> bool:
-        """Whether the prompts of the last responses were computed once."""
-        return self._way.shares_prompts
 
     def _generate(
         self,
         way: Way,
         prompts: PromptBatch,
         sampling: Sampling,
-        num_generations: int,
         seeds: Sequence[int],
         prompts_at_once: int,
     ) -> list[Response]:
         answered: dict[int, Response] = {}
         for chosen, wanted in parts(
             prompts.attention_mask.sum(dim=1).tolist(),
-            num_generations=num_generations,
+            num_generations=len(seeds) // len(prompts),
             prompts_at_once=prompts_at_once,
             batching=way.batching,
         ):
-            answers = self._respond(
-                way,
-                prompts.select(torch.tensor(chosen)),
-                sampling,
-                len(wanted) // len(chosen),
-                [seeds[response] for response in wanted],
-            )
+            asked, own = prompts.select(torch.tensor(chosen)), [seeds[one] for one in wanted]
+            answers = self._respond(way, asked, sampling, own)
             answered.update(zip(wanted, answers, strict=True))
         return [answered[response] for response in range(len(seeds))]
 
@@ -174,20 +161,15 @@ class TransformersEngine(RolloutEngine):
         """Return how far log-probabilities of generation are from those of a forward pass."""
         prompts, seeds = trial_prompts(_generator(self._policy)), list(range(6))
         with torch.autocast(prompts.input_ids.device.type, enabled=False):
-            responses = self._generate(way, prompts, Sampling(max_new_tokens=4), 2, seeds, 3)
+            responses = self._generate(way, prompts, Sampling(max_new_tokens=4), seeds, 3)
             rollout = assemble_rollout(prompts, responses, num_generations=2, pad_id=0)
             own = sequence_logprobs(self._policy, rollout)
         return float((own - rollout.sampling_logprobs).abs()[rollout.response_mask].mean())
 
     def _respond(
-        self,
-        way: Way,
-        prompts: PromptBatch,
-        sampling: Sampling,
-        num_generations: int,
-        seeds: Sequence[int],
+        self, way: Way, prompts: PromptBatch, sampling: Sampling, seeds: Sequence[int]
     ) -> list[Response]:
-        model = _generator(self._policy)
+        model, num_generations = _generator(self._policy), len(seeds) // len(prompts)
         eos = sorted(eos_token_ids(model, self._tokenizer))
         width = int(prompts.attention_mask.sum(dim=1).max())
         input_ids = prompts.input_ids[:, -width:]

@@ -109,7 +109,14 @@ class ServerClient:
         answers = in_background(
             lambda: asyncio.run(self._complete(bodies, stall)), name="vllm-requests"
         ).result()
-        return [_read(answer, body["prompt"]) for answer, body in zip(answers, bodies, strict=True)]
+        responses = []
+        for answer, body in zip(answers, bodies, strict=True):
+            choice = answer["choices"][0]
+            if choice["prompt_token_ids"] != body["prompt"]:
+                raise EngineFailure("vLLM answered another prompt than the one it was given")
+            logprobs = choice["logprobs"]["token_logprobs"]
+            responses.append(read_response(choice["token_ids"], logprobs, choice["finish_reason"]))
+        return responses
 
     async def _complete(self, bodies: Sequence[dict[str, Any]], stall: float) -> list[Any]:
         gate = asyncio.Semaphore(self._concurrency)
@@ -146,12 +153,3 @@ class ServerClient:
 def _unanswered(path: str, error: Exception) -> EngineFailure:
     reason = f"{type(error).__name__}: {error}"
     return EngineFailure(f"the vLLM server did not answer {path} ({reason})")
-
-
-def _read(answer: dict[str, Any], prompt: list[int]) -> Response:
-    choice = answer["choices"][0]
-    if choice["prompt_token_ids"] != prompt:
-        raise EngineFailure("vLLM answered another prompt than the one it was given")
-    return read_response(
-        choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
-    )

@@ -55,13 +55,20 @@ class VLLMEngine(VLLMBase):
                 )
             # it was closed, but could not be ended
             return
-        self._refuse_other_device()
+        grouped = torch.distributed.is_initialized()
+        single = not grouped or torch.distributed.get_world_size() == 1
+        device = self._device
+        # one process takes the first GPU that it sees, whichever the policy is on
+        if device.type == "cuda" and single and device.index:
+            raise self._start_error(
+                f"the policy is on {device}, and vLLM would take the first GPU: choose the GPU "
+                f"with CUDA_VISIBLE_DEVICES={device.index} and trainer.devices: 1"
+            )
         vllm = import_vllm()
         arguments = {**self._launch_arguments(), "enable_sleep_mode": self.sleeps}
-        grouped = torch.distributed.is_initialized()
         # without a process group vLLM makes one, which further engines share
         self._in_trainers_group = grouped and VLLMEngine._alone == 0
-        if self._in_trainers_group and torch.distributed.get_world_size() > 1:
+        if self._in_trainers_group and not single:
             arguments["distributed_executor_backend"] = "external_launcher"
         with _isolated():
             try:
@@ -156,16 +163,6 @@ class VLLMEngine(VLLMBase):
             self._broken = True
             reason = f"{type(error).__name__}: {error}"
             raise EngineFailure(f"vLLM failed in {what} ({reason})") from error
-
-    def _refuse_other_device(self) -> None:
-        """One process takes the first GPU that it sees, whichever the policy is on."""
-        device = self._device
-        single = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-        if device.type == "cuda" and single and device.index:
-            raise self._start_error(
-                f"the policy is on {device}, and vLLM would take the first GPU: choose the GPU "
-                f"with CUDA_VISIBLE_DEVICES={device.index} and trainer.devices: 1"
-            )
 
 
 def _current_devices() -> list[int]:

@@ -119,10 +119,9 @@ class VLLMServerEngine(VLLMBase):
     # ------------------------------------------------------------------ life of the server
 
     def _start(self) -> None:
-        act = self._start_server if self.url is None else self._find_server
-        url, token, described = self._led(act)
+        url, token = self._led(self._start_server if self.url is None else self._find_server)
         self._client = self._client or self._connect(url, token)
-        self._check_description(described)
+        self._check_description(self._led(self._describe))
 
     def _stop(self) -> None:
         if self._client is not None:
@@ -136,7 +135,7 @@ class VLLMServerEngine(VLLMBase):
             self._process = None
         self._remove_folder()
 
-    def _start_server(self) -> tuple[str, str, dict[str, Any]]:
+    def _start_server(self) -> tuple[str, str]:
         check_installed()
         token = secrets.token_hex(32)
         port = _free_port()
@@ -155,9 +154,9 @@ class VLLMServerEngine(VLLMBase):
             cause = root_cause(self._process.log_tail(1000))
             reason = f"{cause} (all of it is in {log_file})" if cause else str(error)
             raise self._start_error(reason) from error
-        return url, token, self._describe(self._client)
+        return url, token
 
-    def _find_server(self) -> tuple[str, str, dict[str, Any]]:
+    def _find_server(self) -> tuple[str, str]:
         assert self.url is not None
         token = os.environ.get(TOKEN_VARIABLE, "")
         if not token:
@@ -174,18 +173,17 @@ class VLLMServerEngine(VLLMBase):
                     f"(engine.start_timeout); start it with\n{self._command_for_users()}"
                 )
             time.sleep(1.0)
-        return self.url, token, self._describe(self._client)
+        return self.url, token
 
-    def _describe(self, client: ServerClient) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         try:
-            described = client.call_workers("lrlhf_describe", timeout=60.0)[0]
+            described = self._connected.call_workers("lrlhf_describe", timeout=60.0)
         except EngineFailure as error:
             raise EngineStartError(
                 f"the vLLM server cannot take weights ({error}); start it with\n"
                 f"{self._command_for_users()}"
             ) from error
-        assert isinstance(described, dict)
-        return described
+        return dict(described[0])
 
     def _connect(self, url: str, token: str) -> ServerClient:
         return ServerClient(url, token, concurrency=self.max_num_seqs)

@@ -85,8 +85,7 @@ class VLLMBase(SyncedEngine):
     @property
     def dtype(self) -> torch.dtype:
         """What the running engine keeps its weights in."""
-        found = getattr(torch, self._described["dtype"])
-        assert isinstance(found, torch.dtype)
+        found: torch.dtype = getattr(torch, self._described["dtype"])
         return found
 
     @property
