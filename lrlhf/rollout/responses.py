@@ -247,10 +247,12 @@ def continued_prompts(prompts: PromptBatch, responses: Sequence[Response]) -> Pr
         torch.cat([contexts[index // copies], response.token_ids.to(device)])
         for index, response in enumerate(responses)
     ]
+    input_ids, mask = _left_padded(rows)
     repeated = prompts.select(torch.arange(len(responses)) // copies)
     return replace(
         repeated,
-        **_left_padded(rows),
+        input_ids=input_ids,
+        attention_mask=mask,
         media=repeated.media and tuple(map(_shown_again, repeated.media, responses)),
     )
 
@@ -259,21 +261,22 @@ def untold_prompts(
     rows: Sequence[Sequence[int]], media: tuple[Media | None, ...] | None = None
 ) -> PromptBatch:
     """Return prompts of which only the tokens are known, and what they show."""
-    nothing: tuple[dict[str, str], ...] = ({},) * len(rows)
-    ids = [torch.tensor(row) for row in rows]
-    return PromptBatch(**_left_padded(ids), prompts=("",) * len(rows), columns=nothing, media=media)
+    input_ids, mask = _left_padded([torch.tensor(row) for row in rows])
+    return PromptBatch(
+        input_ids=input_ids,
+        attention_mask=mask,
+        prompts=("",) * len(rows),
+        columns=({},) * len(rows),
+        media=media,
+    )
 
 
-def _left_padded(rows: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return ``input_ids`` and ``attention_mask`` of rows; the padding is a token of the first."""
+def _left_padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return ids and mask of rows, `[B, T]`; the padding is a token, which every model knows."""
     pad_id, device = int(rows[0][0]), rows[0].device
     ids = pad_sequence(list(rows), batch_first=True, padding_value=pad_id, padding_side="left")
     lengths = torch.tensor([len(row) for row in rows], device=device)
-    padding = ids.shape[1] - lengths[:, None]
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.arange(ids.shape[1], device=device) >= padding,
-    }
+    return ids, torch.arange(ids.shape[1], device=device) >= ids.shape[1] - lengths[:, None]
 
 
 def _shown_again(media: Media | None, response: Response) -> Media | None:

@@ -19,7 +19,7 @@ from lrlhf.rollout import (
     responses_of,
 )
 from lrlhf.rollout.engines.synced_engine import Request
-from lrlhf.types import PromptBatch
+from lrlhf.rollout.responses import untold_prompts
 from lrlhf.vllm_worker.fingerprint import fingerprint
 
 
@@ -134,7 +134,7 @@ class CopyEngine(SyncedEngine):
         drawer = TransformersEngine()
         drawer.attach(self._cached, self._tokenizer)
         drawer._tried = self._cached  # the trial is not what is tested with it
-        asked = prompt_batch(prompts)
+        asked = untold_prompts(prompts)
         rollout = drawer.generate(
             asked, sampling, num_generations=1, seeds=[request.seed for request in requests]
         )
@@ -152,16 +152,3 @@ class CopyEngine(SyncedEngine):
     def _model(self) -> PreTrainedModel:
         assert self._copy is not None
         return self._copy
-
-
-def prompt_batch(prompts: Sequence[Sequence[int]]) -> PromptBatch:
-    """Prompts of token ids, left-padded with 0."""
-    width = max(map(len, prompts))
-    padded = [[0] * (width - len(ids)) + list(ids) for ids in prompts]
-    real = [[False] * (width - len(ids)) + [True] * len(ids) for ids in prompts]
-    return PromptBatch(
-        input_ids=torch.tensor(padded),
-        attention_mask=torch.tensor(real),
-        prompts=("",) * len(prompts),
-        columns=({},) * len(prompts),
-    )

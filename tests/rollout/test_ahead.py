@@ -7,13 +7,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.rollout import RolloutAhead, Sampling
+from lrlhf.rollout.responses import untold_prompts
 from lrlhf.types import PromptBatch
-from tests.rollout.copy_engine import CopyEngine, prompt_batch
+from tests.rollout.copy_engine import CopyEngine
 
 SAMPLING = Sampling(max_new_tokens=4)
 
 
-PROMPTS = prompt_batch([[10, 11], [12]])
+PROMPTS = untold_prompts([[10, 11], [12]])
 
 
 def started(
@@ -36,8 +37,8 @@ def take(ahead: RolloutAhead, step: int = 1, prompts: PromptBatch = PROMPTS, **o
     "options",
     [
         {"step": 2},
-        {"prompts": prompt_batch([[10, 11], [13]])},
-        {"prompts": prompt_batch([[10], [12]])},  # which the responses' prompts begin with
+        {"prompts": untold_prompts([[10, 11], [13]])},
+        {"prompts": untold_prompts([[10], [12]])},  # which the responses' prompts begin with
         {"num_generations": 1},
         # another rank has to draw anew, and all do it together
         {"any_rank": lambda _: True},

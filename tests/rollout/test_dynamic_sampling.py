@@ -76,6 +76,11 @@ def test_rounds_go_on_until_enough_groups_differ() -> None:
     assert not found.filler.any()
     assert found.collected.beside["greedy"].tolist() == [0, 0, 2, 2]
     assert found.everything.beside["greedy"].tolist() == [-1, -1, 0, 0, 1, 1, 2, 2]
+    rollout = found.collected.rollout
+    assert rollout.input_ids.shape == (4, 4)  # three columns in the first round, four after
+    assert rollout.attention_mask.sum(dim=1).tolist() == [3, 3, 4, 4]
+    assert rollout.sampling_logprobs[0].tolist() == [-1, -1, -1, 0]
+    assert rollout.group_ids.unique().numel() == 2
 
 
 def test_what_was_sampled_beside_the_responses_comes_back_from_the_records() -> None:
@@ -87,14 +92,6 @@ def test_what_was_sampled_beside_the_responses_comes_back_from_the_records() -> 
     assert read["greedy"].tolist() == [0, 0, 2, 2]
     torch.testing.assert_close(read["other"], values, equal_nan=True)
     assert beside_of([{"group": 0}]) == {}
-
-
-def test_rounds_of_other_widths_are_padded() -> None:
-    rollout = collect(6, 2)[0].collected.rollout
-    assert rollout.input_ids.shape == (4, 4)  # three columns in the first round, four after
-    assert rollout.attention_mask.sum(dim=1).tolist() == [3, 3, 4, 4]
-    assert rollout.sampling_logprobs[0].tolist() == [-1, -1, -1, 0]
-    assert rollout.group_ids.unique().numel() == 2
 
 
 def test_a_batch_that_ends_early_is_filled_up() -> None:

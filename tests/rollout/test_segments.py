@@ -29,9 +29,10 @@ from lrlhf.rollout import (
     response_ids,
     responses_of,
 )
+from lrlhf.rollout.responses import untold_prompts
 from lrlhf.types import PromptBatch, Rollout
 from tests.modules.policy_runs import Watcher, fit, letters, weights
-from tests.rollout.copy_engine import CopyEngine, prompt_batch
+from tests.rollout.copy_engine import CopyEngine
 
 HINT = " Sure? "
 
@@ -72,7 +73,7 @@ def sampled(*ids: int, logprob: float = -1.0, **options: Any) -> Response:
     return Response.sampled(torch.tensor(ids), torch.full((len(ids),), logprob), **options)
 
 
-PROMPTS = prompt_batch([[10, 11], [12]])
+PROMPTS = untold_prompts([[10, 11], [12]])
 TURNS = [
     sampled(1, 2).given(torch.tensor([7, 8, 9])).followed_by(sampled(3, truncated=True)),
     replace(sampled(4), segments=(Segment(token_ids=torch.tensor([6])), *sampled(4).segments)),
@@ -137,7 +138,7 @@ def test_logprobs_behind_given_tokens_are_those_of_the_whole_sequence(
 ) -> None:
     if packed:
         assert allow_packing(language_model)
-    prompts = prompt_batch([[10, 11, 12, 13], [12, 14]])
+    prompts = untold_prompts([[10, 11, 12, 13], [12, 14]])
     responses = [
         *TURNS,
         sampled(1, 2, 5).given(torch.tensor([7])).followed_by(sampled(3, 3)),
@@ -176,7 +177,7 @@ def collected(
         Response.sampled(parts[2], torch.zeros(len(parts[2])), truncated=False)
     )
     one_turn = Response.sampled(parts[2], torch.zeros(len(parts[2])), truncated=False)
-    prompts = replace(prompt_batch([ids("why").tolist()]), prompts=(prompt,))
+    prompts = replace(untold_prompts([ids("why").tolist()]), prompts=(prompt,))
     seen: list[Any] = []
     said: list[list[int]] = []
 

@@ -64,9 +64,6 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> ModuleType:
     return module
 
 
-# ------------------------------------------------------------------ the package
-
-
 def test_a_missing_package_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not there
     for check in (support.import_vllm, support.check_installed):
@@ -76,29 +73,17 @@ def test_a_missing_package_says_what_to_install(monkeypatch) -> None:
             assert advice in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("version", "taken"),
-    [
-        ("0.27.1+cpu", True),
-        ("0.33.9", True),
-        ("0.26.9", False),
-        ("0.34.0", False),
-    ],
-)
-def test_versions_that_were_tried_are_imported(monkeypatch, version: str, taken: bool) -> None:
-    module = installed(monkeypatch, version)
-    # what the user has set stays, and the rest is set
+def test_versions_that_were_tried_are_imported(monkeypatch) -> None:
+    # what the user has set stays
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")
-    if taken:
+    for version in ("0.27.1+cpu", "0.33.9"):
+        module = installed(monkeypatch, version)
         assert support.import_vllm() is module
-        assert support.os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
-    else:
+    assert support.os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    for version in ("0.26.9", "0.34.0"):
+        installed(monkeypatch, version)
         with pytest.raises(ImportError, match=r"is not supported: .* from 0\.27 to below 0\.34"):
             support.import_vllm()
-
-
-# ------------------------------------------------------------------ options
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -115,28 +100,8 @@ def test_options_out_of_range_are_refused() -> None:
             engine(**options)
 
 
-# ------------------------------------------------------------------ what it is started with
-
-
 def option(command: list[str], name: str) -> str:
     return command[command.index(f"--{name}") + 1]
-
-
-CPU = {
-    "host": "127.0.0.1",
-    "port": "8123",
-    "dtype": "float32",
-    "load-format": "dummy",
-    "logprobs-mode": "processed_logprobs",
-    "generation-config": "vllm",
-    "middleware": "lrlhf.vllm_worker.access.TokenGuard",
-    "worker-extension-cls": "lrlhf.vllm_worker.extension.WeightReceiver",
-    "max-num-seqs": "256",
-    "block-size": "32",
-    "kv-cache-memory-bytes": "1073741824",  # 1 GiB
-    "enforce-eager": None,
-    "enable-prefix-caching": None,
-}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +115,21 @@ CPU = {
                 "max_num_seqs": 7,
                 "options": {"block_size": 64, "middleware": "x", "host": "y"},
             },
-            CPU | {"dtype": "bfloat16", "block-size": "64", "max-num-seqs": "7"},
+            {
+                "host": "127.0.0.1",
+                "port": "8123",
+                "dtype": "bfloat16",
+                "load-format": "dummy",
+                "logprobs-mode": "processed_logprobs",
+                "generation-config": "vllm",
+                "middleware": "lrlhf.vllm_worker.access.TokenGuard",
+                "worker-extension-cls": "lrlhf.vllm_worker.extension.WeightReceiver",
+                "max-num-seqs": "7",
+                "block-size": "64",
+                "kv-cache-memory-bytes": "1073741824",  # 1 GiB
+                "enforce-eager": None,
+                "enable-prefix-caching": None,
+            },
         ),
         (
             True,
@@ -306,9 +285,6 @@ def test_a_url_where_nobody_answers_tells_the_command_without_the_token(
     assert "\nVLLM_SERVER_DEV_MODE=1 VLLM_API_KEY=TOKEN python -m vllm.entrypoints" in said
     assert "--middleware lrlhf.vllm_worker.access.TokenGuard" in said
     assert SECRET not in said
-
-
-# ------------------------------------------------------------------ what it is asked for
 
 
 def test_what_is_asked_for(language_model, tokenizer) -> None:

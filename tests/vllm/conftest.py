@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.rollout import EngineWrapper, VLLMEngine, VLLMServerEngine
+from lrlhf.rollout import VLLMEngine, VLLMServerEngine
 from lrlhf.rollout.vllm.process_guard import descendants
 from tests.vllm.models import build_policy, new_server
 
@@ -21,13 +21,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore"))
             # a server imports vLLM three times: half a minute, or several on a busy machine
             item.add_marker(pytest.mark.timeout(1500))
-
-
-class Kept(EngineWrapper):
-    """Stays as it is when a run ends: the next one pushes its weights into the same engine."""
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture(scope="session")
