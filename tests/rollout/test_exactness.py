@@ -17,8 +17,8 @@ from tests.rollout.test_transformers_engine import gap, generate
 
 
 # RWKV mixes the rows of a batch when it decodes; the states of RecurrentGemma are no part of the
-# cache, and take the padding in; MiniMax has linear attention without a mask
-@pytest.mark.parametrize("family", ["rwkv", "recurrent_gemma", "minimax"])
+# cache, and take the padding in
+@pytest.mark.parametrize("family", ["rwkv", "recurrent_gemma"])
 def test_responses_are_drawn_from_the_policy_whatever_a_batch_does_to_the_model(
     family: str, tokenizer, caplog
 ) -> None:
