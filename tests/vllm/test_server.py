@@ -71,7 +71,14 @@ def test_a_server_that_someone_started_takes_weights_too(
         stranger.push(0)
 
 
-@pytest.mark.parametrize("during", ["generation", "a push", "neither"])
+@pytest.mark.parametrize(
+    "during",
+    [
+        "generation",
+        pytest.param("a push", marks=pytest.mark.exhaustive),
+        pytest.param("neither", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_server_that_is_killed_is_started_again_and_gives_the_same_responses(
     server: VLLMServerEngine,
     tokenizer: PreTrainedTokenizerBase,
