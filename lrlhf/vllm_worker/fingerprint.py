@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 
 _ROW = 2**16
-_ROWS_AT_ONCE = {"cpu": 4}
-"""On a processor so few that they stay in the cache of a core; elsewhere `_MANY`."""
-_MANY = 256
 _WORDS = {1: torch.uint8, 2: torch.int16}
 # 2^64 / golden ratio
 _MIX = -7046029254386353131
@@ -53,7 +50,8 @@ def fingerprint(tensor: Tensor) -> int:
     words = tensor.contiguous().view(-1).view(_WORDS.get(tensor.element_size(), torch.int32))
     weights = _weights(_ROW, tensor.device).int()
     whole = len(words) // _ROW * _ROW
-    at_once = _ROWS_AT_ONCE.get(tensor.device.type, _MANY)
+    # on a processor so few that they stay in the cache of a core
+    at_once = 4 if tensor.is_cpu else 256
     parts = torch.split(words[:whole].view(-1, _ROW), at_once)
     sums = [_row_sums(rows, weights) for rows in parts if len(rows)]
     sums.append(_row_sums(words[None, whole:], weights[: len(words) - whole]))
