@@ -20,15 +20,14 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.cli import SaveConfigCallback
-from torch import Tensor
 
 from lrlhf.guard.anomalies import Anomaly
 from lrlhf.guard.bundle import NotADumpError, StepBundle, read_bundle, write_bundle
 from lrlhf.run import Collectives
-from lrlhf.run.atomic import open_folder, place_folder, recover_folder
+from lrlhf.run.atomic import check_room, place_folder, recover_folder, remove
 from lrlhf.run.checkpoints.checkpoint_reader import read_checkpoint
 
-FORMAT = "lrlhf-dump-2"
+FORMAT = "lrlhf-dump-3"
 ANOMALY_FILE, CONFIG_FILE, RECORDS_FILE = "anomaly.json", "config.yaml", "records.jsonl"
 STATE_FILE = "state.pt"
 
@@ -89,8 +88,10 @@ def write_dump(
     def prepare() -> None:
         if first:
             recover_folder(folder)
-            open_folder(fresh)
-            _check_space(fresh, state)
+            remove(fresh)
+            fresh.mkdir(parents=True)
+            # running out of space midway would stop the other ranks
+            check_room(fresh, state, "a copy of the weights")
 
     def finish() -> None:
         if first:
@@ -128,24 +129,6 @@ def _state(module: L.LightningModule) -> dict[str, Any]:
     }
     module.on_save_checkpoint(state)
     return state
-
-
-def _check_space(folder: Path, state: Mapping[str, Any]) -> None:
-    """Refuse to begin what will not fit: running out of space midway stops the other ranks."""
-    needed, free = _bytes(state), shutil.disk_usage(folder).free
-    if needed > free:
-        raise OSError(
-            f"the weights take {needed / 2**20:.0f} MiB, and {folder.parent} has "
-            f"{free / 2**20:.0f} MiB left"
-        )
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, Mapping):
-        return sum(_bytes(part) for part in value.values())
-    return sum(_bytes(part) for part in value) if isinstance(value, list | tuple) else 0
 
 
 def _write_texts(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -54,7 +56,8 @@ class Replayable(Protocol):
         ...
 
 
-class RankReplay(NamedTuple):
+@dataclass
+class RankReplay:
     """What one process's part of a step came to, taken again.
 
     Attributes:
@@ -63,13 +66,15 @@ class RankReplay(NamedTuple):
         first_module: The first part of a model whose output is not finite, by name; empty: none.
         gradients: Parameters whose gradients are not finite, by name.
         rows: Of the batch, in JSON types.
+        sums: See `Retaken`.
     """
 
     rank: int
-    found: tuple[Anomaly, ...]
-    first_module: str
-    gradients: tuple[str, ...]
-    rows: tuple[Mapping[str, Any], ...]
+    found: tuple[Anomaly, ...] = ()
+    first_module: str = ""
+    gradients: list[str] = field(default_factory=list)
+    rows: Sequence[Mapping[str, Any]] = ()
+    sums: Tensor | None = None
 
 
 class DumpReplay(NamedTuple):
@@ -120,7 +125,7 @@ def replay_dump(module: L.LightningModule, folder: Path | str) -> DumpReplay:
         )
     takes = [_Take(module, dump, rank) for rank in range(len(dump.bundles))]
     ranks = tuple(take.fit() for take in takes)
-    sums = [take.sums for take in takes if take.sums is not None]
+    sums = [rank.sums for rank in ranks if rank.sums is not None]
     found = [one for rank in ranks for one in rank.found]
     if sums:
         guard: StepGuard = module.step_guard  # type: ignore[assignment]
@@ -145,12 +150,9 @@ class _Take(L.Callback):
     """One rank's part of a step, taken as the only step of a fit."""
 
     def __init__(self, module: L.LightningModule, dump: Dump, rank: int) -> None:
-        self._module, self._dump, self._rank = module, dump, rank
+        self._module, self._dump = module, dump
+        self._replay = RankReplay(rank)
         self._state: dict[str, Any] = {}
-        self._first_module = ""
-        self._gradients: list[str] = []
-        self._records: list[dict[str, Any]] = []
-        self.sums: Tensor | None = None
         self.weights: tuple[str, ...] = ()
         """Those of the dump that are not finite, by name."""
 
@@ -177,13 +179,9 @@ class _Take(L.Callback):
         )
         with module.step_guard.collecting() as found, self._looking(), self._in_its_place():
             trainer.fit(module, range(1))  # the batch is the dump's
-        return RankReplay(
-            self._rank,
-            tuple(one._replace(rank=self._rank) for one in found),
-            self._first_module,
-            tuple(self._gradients),
-            tuple(self._records),
-        )
+        rank = self._replay.rank
+        self._replay.found = tuple(one._replace(rank=rank) for one in found)
+        return self._replay
 
     @contextlib.contextmanager
     def _in_its_place(self) -> Iterator[None]:
@@ -199,8 +197,9 @@ class _Take(L.Callback):
 
     def _take(self, *_: object) -> None:
         assert isinstance(self._module, Replayable)
-        self._records, sums = self._module.retake(self._dump.bundles[self._rank])
-        self.sums = None if sums is None else sums.cpu()
+        replay = self._replay
+        replay.rows, sums = self._module.retake(self._dump.bundles[replay.rank])
+        replay.sums = None if sums is None else sums.cpu()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         pl_module.on_load_checkpoint(dict(self._state))
@@ -212,27 +211,24 @@ class _Take(L.Callback):
     ) -> None:
         names = {id(weight): name for name, weight in pl_module.named_parameters()}
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        self._gradients += [names[id(one)] for one in weights if not _is_finite(one.grad)]
+        self._replay.gradients += [names[id(one)] for one in weights if not _is_finite(one.grad)]
 
     @contextlib.contextmanager
     def _looking(self) -> Iterator[None]:
         """Look at the output of every part of the module inside."""
         named = [(name, part) for name, part in self._module.named_modules() if name]
-        handles = [part.register_forward_hook(self._look_at(name)) for name, part in named]
+        handles = [part.register_forward_hook(partial(self._look, name)) for name, part in named]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _look_at(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(part: nn.Module, given: Any, output: Any) -> None:
-            del part, given
-            # parts inside others answer first
-            if not self._first_module and not _is_finite(output):
-                self._first_module = name
-
-        return look
+    def _look(self, name: str, part: nn.Module, given: Any, output: Any) -> None:
+        del part, given
+        # parts inside others answer first
+        if not self._replay.first_module and not _is_finite(output):
+            self._replay.first_module = name
 
 
 def _is_finite(output: Any) -> bool:

@@ -4,7 +4,6 @@ from lrlhf.run.checkpoints.checkpoint_io import AtomicCheckpointIO, use_atomic_c
 from lrlhf.run.collectives import Collectives
 from lrlhf.run.gradient_updates import Updater, gradients_of
 from lrlhf.run.host_memory import keep_host_memory, return_host_memory
-from lrlhf.run.idle_parameters import minds_idle_parts, waits_for_every_parameter
 from lrlhf.run.lightning_internals import (
     NoProgressError,
     count_iterations_as_steps,
@@ -12,7 +11,7 @@ from lrlhf.run.lightning_internals import (
     trainer_of,
 )
 from lrlhf.run.seeding import run_seed, sample_seeds, seed_everything_for
-from lrlhf.run.split_models import SplitsModels
+from lrlhf.run.split_models import SplitsModels, minds_idle_parts, waits_for_every_parameter
 from lrlhf.run.supervision.deadlines import DeadlineError
 from lrlhf.run.supervision.signals import LostProcessError
 from lrlhf.run.supervision.watch import watch_over

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
 from safetensors import SafetensorError
-
-from lrlhf.run.locks import claim, is_claimed
+from torch import Tensor
 
 TEMPORARY: Final = "tmp"
+HELD: Final = (errno.EACCES, errno.EAGAIN)
+"""What the system says where another process has a lock; all else: there are no locks."""
 
 
 @contextlib.contextmanager
@@ -74,7 +77,7 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     one, also after a crash. If the block raises, ``path`` is as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(path)
+    remove_unclaimed(path.parent, path.name, TEMPORARY)
     temporary, handle = _open_temporary(path)
     try:
         with naming(path, temporary), handle:
@@ -95,7 +98,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     last; after a crash between the two, the next call moves it back.
     """
     recover_folder(path)
-    remove_leftovers(path)
+    remove_unclaimed(path.parent, path.name, TEMPORARY)
     try:
         with temporary_folder(path) as fresh:
             yield fresh
@@ -122,20 +125,20 @@ def atomic_link(path: Path, target: Path) -> None:
     The link is relative, so that both can be moved together. Where links are refused, as on some
     file systems, ``path`` becomes a copy.
     """
-    remove_leftovers(path)
+    remove_unclaimed(path.parent, path.name, TEMPORARY)
     fresh = _hidden_name(path, TEMPORARY)
     try:
         fresh.symlink_to(os.path.relpath(target, path.parent))
     except (OSError, NotImplementedError):
-        _copy(target, path)
+        if target.is_dir():
+            with atomic_folder(path) as folder:
+                shutil.copytree(target, folder, dirs_exist_ok=True)
+        else:
+            with atomic_write(path) as handle, target.open("rb") as stream:
+                shutil.copyfileobj(stream, handle)
         return
     _take_name(fresh, path)
     _sync_folder(path.parent)
-
-
-def remove_leftovers(path: Path) -> None:
-    """Remove what killed processes left of their attempts to write ``path``."""
-    remove_unclaimed(path.parent, path.name, TEMPORARY)
 
 
 def remove_unclaimed(folder: Path, name: str, ending: str) -> None:
@@ -153,8 +156,38 @@ def remove_unclaimed(folder: Path, name: str, ending: str) -> None:
     # a pattern of every checkpoint's name would be compiled and kept; older versions had no token
     end = f".{name}.{ending}"
     for left in [entry for entry in folder.iterdir() if entry.name.endswith(end)]:
-        if left.name.startswith(".") and not is_claimed(left):
+        if left.name.startswith(".") and not _is_claimed(left):
             remove(left)
+
+
+def _claim(descriptor: int) -> bool:
+    """Have others see that an open file or folder is being written, until it is closed.
+
+    Returns:
+        Whether nobody else has claimed it; also true where the file system has no such locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in HELD
+    return True
+
+
+def _is_claimed(path: Path) -> bool:
+    """Tell whether a living process has claimed a file or folder; a link has no owner."""
+    if path.is_symlink():
+        return False
+    try:
+        # network file systems lock only what may be written, which a folder cannot be
+        descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    except PermissionError:  # another user's, and theirs to remove
+        return True
+    try:
+        return not _claim(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _hidden_name(path: Path, ending: str) -> Path:
@@ -168,7 +201,7 @@ def _open_temporary(path: Path) -> tuple[Path, IO[bytes]]:
         with naming(path, fresh):
             handle = fresh.open("wb")
         # else another process took it for a leftover before it was claimed
-        if claim(handle.fileno()) and fresh.exists():
+        if _claim(handle.fileno()) and fresh.exists():
             return fresh, handle
         handle.close()
 
@@ -180,24 +213,9 @@ def _make_temporary(path: Path, ending: str) -> tuple[Path, int]:
             fresh.mkdir(parents=True)
         with contextlib.suppress(FileNotFoundError):
             descriptor = os.open(fresh, os.O_RDONLY)
-            if claim(descriptor) and fresh.exists():
+            if _claim(descriptor) and fresh.exists():
                 return fresh, descriptor
             os.close(descriptor)
-
-
-def _copy(source: Path, path: Path) -> None:
-    if source.is_dir():
-        with atomic_folder(path) as folder:
-            shutil.copytree(source, folder, dirs_exist_ok=True)
-        return
-    with atomic_write(path) as handle, source.open("rb") as stream:
-        shutil.copyfileobj(stream, handle)
-
-
-def open_folder(fresh: Path) -> None:
-    """Make an empty folder, in the place of what a crash may have left there."""
-    remove(fresh)
-    fresh.mkdir(parents=True)
 
 
 def place_folder(fresh: Path, path: Path) -> None:
@@ -267,3 +285,35 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_room(path: Path, content: Any, what: str = "a checkpoint") -> None:
+    """Refuse to write what the disk has no room for.
+
+    Args:
+        path: Of the file or folder; need not exist.
+        content: Nested; its tensors count, whole ones as split ones, each once.
+        what: What the content is.
+
+    Raises:
+        OSError: There is less room than the tensors take.
+    """
+    unique = {id(tensor): tensor for tensor in _tensors(content)}
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
+    whole = path.absolute()
+    free = shutil.disk_usage(next(p for p in (whole, *whole.parents) if p.exists())).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: {what} takes at least {needed / 1e9:.3g} GB, and "
+            f"{free / 1e9:.3g} GB are free: make room, or set another dirpath",
+            str(path),
+        )
+
+
+def _tensors(content: Any) -> Iterator[Tensor]:
+    if isinstance(content, Tensor):
+        yield content
+    elif isinstance(content, Mapping | list | tuple):
+        for value in content.values() if isinstance(content, Mapping) else content:
+            yield from _tensors(value)

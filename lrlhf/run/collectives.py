@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from lrlhf.functional.masking import masked_sum
 
 T = TypeVar("T")
+
+
+def from_rank_zero(strategy: Strategy, function: Callable[[], T]) -> T:
+    """Call a function on rank zero; every rank, all of which call, returns or raises the outcome.
+
+    Raises:
+        OSError: From the function.
+        ValueError: From the function.
+    """
+    outcome: tuple[T | None, Exception | None] = (None, None)
+    if strategy.is_global_zero:
+        try:
+            outcome = function(), None
+        except (OSError, ValueError) as error:  # the others wait to be told
+            outcome = None, error
+    value, failure = strategy.broadcast(outcome)
+    if failure is not None:
+        raise failure
+    return value  # type: ignore[return-value]  # what the function returned
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import socket
 import time
-import weakref
 from pathlib import Path
 from typing import IO, Final
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lrlhf.run.atomic import naming
+from lrlhf.run.atomic import HELD, naming
+from lrlhf.run.collectives import from_rank_zero
 from lrlhf.run.lightning_internals import at_teardown
-from lrlhf.run.locks import own
 from lrlhf.run.run_folder import is_trial
 
 LOCK_FILE: Final = ".lrlhf.lock"
 _held: dict[Path, IO[bytes]] = {}
-_of_trainer: weakref.WeakKeyDictionary[L.Trainer, list[Path]] = weakref.WeakKeyDictionary()
 
 
 class FolderInUseError(ValueError):
@@ -44,15 +43,7 @@ def hold_folder(trainer: L.Trainer, folder: Path) -> None:
     """
     if "://" in str(folder) or is_trial(trainer):
         return
-    failure: Exception | None = None
-    if trainer.is_global_zero:
-        try:
-            _hold(trainer, folder)
-        except (FolderInUseError, OSError) as error:  # the others wait to be told
-            failure = error
-    failure = trainer.strategy.broadcast(failure)
-    if failure is not None:
-        raise failure
+    from_rank_zero(trainer.strategy, lambda: _hold(trainer, folder))
 
 
 def is_held_by_another(folder: Path) -> bool:
@@ -62,7 +53,7 @@ def is_held_by_another(folder: Path) -> bool:
         return False
     try:
         with path.open("r+b") as handle:
-            return own(handle.fileno()) is False
+            return _own(handle.fileno()) is False
     except FileNotFoundError:
         return False
     except OSError:  # not this user's to write, so neither is what lies there to be tidied
@@ -75,21 +66,17 @@ def _lock_file(folder: Path) -> Path:
 
 def _hold(trainer: L.Trainer, folder: Path) -> None:
     path = _lock_file(folder)
-    if path in _held:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    _held[path] = _taken(folder, path)
-    if trainer not in _of_trainer:
-        _of_trainer[trainer] = []
-        at_teardown(trainer, functools.partial(_release, trainer))
-    _of_trainer[trainer].append(path)
+    if path not in _held:
+        folder.mkdir(parents=True, exist_ok=True)
+        _held[path] = _taken(folder, path)
+        at_teardown(trainer, functools.partial(_release, path))
 
 
 def _taken(folder: Path, path: Path) -> IO[bytes]:
     while True:
         # read and write, as whoever comes second reads who is first
         handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-        free = own(handle.fileno())
+        free = _own(handle.fileno())
         if free is False:
             with handle:
                 owner = handle.read().decode(errors="replace").strip()
@@ -116,7 +103,22 @@ def _taken(folder: Path, path: Path) -> IO[bytes]:
     return handle
 
 
-def _release(trainer: L.Trainer) -> None:
-    for path in _of_trainer.pop(trainer, []):
+def _own(descriptor: int) -> bool | None:
+    """Take an open file for this process, and for none that it forks, until it is closed.
+
+    The lock is gone too when this process closes any other descriptor of the same file.
+
+    Returns:
+        Whether no other process has it; None: the file system has no such locks.
+    """
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in HELD else None
+    return True
+
+
+def _release(path: Path) -> None:
+    if path in _held:
         with contextlib.suppress(OSError), _held.pop(path):
             path.unlink(missing_ok=True)  # as long as it is ours

@@ -64,16 +64,13 @@ class _OfParameters:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def scale(self, factor: float | Tensor) -> None:
-        # on a GPU all of a device's at once
-        for device, gradients in self._by_device().items():
-            here = factor.to(device) if isinstance(factor, Tensor) else factor
-            torch._foreach_mul_(gradients, here)
-
-    def _by_device(self) -> dict[torch.device, list[Tensor]]:
         devices: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
         for gradient in self._tensors:
             devices[gradient.device].append(gradient)
-        return devices
+        # on a GPU all of a device's at once
+        for device, gradients in devices.items():
+            here = factor.to(device) if isinstance(factor, Tensor) else factor
+            torch._foreach_mul_(gradients, here)
 
     def drop(self) -> None:
         for parameter in self._parameters:
@@ -89,11 +86,7 @@ def gradients_of(trainer: L.Trainer, optimizer: Optimizer) -> Gradients:
 
 
 class Updater:
-    """Backward and step of one optimizer at a time.
-
-    Args:
-        module: Its trainer's strategy does the work.
-    """
+    """Backward and step of one optimizer at a time, by the strategy of a module's trainer."""
 
     def __init__(self, module: L.LightningModule) -> None:
         self._module = module

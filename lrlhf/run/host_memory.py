@@ -21,14 +21,8 @@ def keep_host_memory() -> bool:
     """Let this process keep the memory that a micro-batch frees, where its C library is glibc.
 
     By default glibc returns the end of its heap to the system as soon as 64 MB of it are free, and
-    at once every block of 32 MB or more. Both is so after each pass, and the next one waits for the
-    system to clear each page of it again. The largest amount that the process holds stays about
-    what it is (where blocks of many sizes took turns, 12 % more were seen), and is held for longer:
-    until :func:`return_host_memory`. Blocks of threads other than the main one are not affected
-    where they are large.
-
-    Settings of the user (``MALLOC_*``, ``GLIBC_TUNABLES``) win, and another allocator that was
-    loaded before (``LD_PRELOAD``) has its own ways and ignores this.
+    at once every block of 32 MB or more, and the next micro-batch waits for the system to clear
+    each page again. Settings of the user (``MALLOC_*``, ``GLIBC_TUNABLES``) win.
 
     Returns:
         Whether it was set.
@@ -45,12 +39,7 @@ def keep_host_memory() -> bool:
 
 
 def return_host_memory() -> None:
-    """Give what is free back to the system, and let glibc go its own way again.
-
-    After a fit, for a notebook that goes on. Memory that is in use now and becomes free later, as
-    that of the optimizers, serves this process; glibc returns what lies at the end of its heap.
-    Does nothing where :func:`keep_host_memory` is not in effect.
-    """
+    """Give what is free back to the system after a fit, for a notebook that goes on."""
     global _kept
     if _kept:
         _set(_RETURN)

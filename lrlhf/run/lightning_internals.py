@@ -39,7 +39,6 @@ from lightning.pytorch.strategies.launchers import (
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from torch.distributed.constants import default_pg_timeout
-from torch.optim import Optimizer
 
 from lrlhf.run.checkpoints.checksums import NotACheckpointError
 
@@ -351,14 +350,10 @@ def trainer_of(module: L.LightningModule) -> L.Trainer | None:
     return module._trainer
 
 
-def build_optimizers(module: L.LightningModule) -> tuple[list[Optimizer], list[Any]]:
-    """Return what ``configure_optimizers`` of a module says: optimizers, and schedules."""
-    return _init_optimizers_and_lr_schedulers(module)
-
-
-def move_optimizers(optimizers: list[Optimizer], device: Any) -> None:
-    """Move the states of optimizers to a device."""
-    _optimizers_to_device(optimizers, device)
+build_optimizers = _init_optimizers_and_lr_schedulers
+"""Returns what ``configure_optimizers`` of a module says: optimizers, and schedules."""
+move_optimizers = _optimizers_to_device
+"""Moves the states of optimizers to a device."""
 
 
 def after_closure(plugin: Precision, module: L.LightningModule, optimizer: Any) -> None:

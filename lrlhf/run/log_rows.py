@@ -110,10 +110,6 @@ def keep_log_rows(trainer: L.Trainer, stage: str) -> None:
     """Have the logs of a trainer be those of one run, however often it is interrupted.
 
     Call it when a run is set up, on every rank; a second call changes nothing.
-
-    Args:
-        trainer: Of the run.
-        stage: ``fit``, ``validate``, ``test`` or ``predict``.
     """
     if stage != "fit":
         for log in _resumable(trainer) if trainer.is_global_zero else ():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
@@ -17,14 +17,8 @@ from lrlhf.types import Experience
 MIN_GAIN: Final = 0.02
 """Share of the slowest rank's tokens that an exchange must save to be worth it."""
 
-_DTYPES: Final = (
-    *(torch.bool, torch.int32, torch.int64),
-    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
-)
 _PADDING: Final = {"kept_mass": 1.0, "importance_weights": 1.0}
 """What a column has where there is no token, unless 0."""
-_FIXED: Final = -1
-"""Number of a column that stays where it is, and its rows with it."""
 
 
 class Balanced(NamedTuple):
@@ -61,18 +55,25 @@ def balance_over_ranks(
     """
     if collectives.world_size == 1:
         return Balanced(rows, 1.0, 1.0)
-    groups = _groups(rows)
-    entries, movable = _gather_entries(rows, groups, collectives)
-    plan = _Plan.of(entries, collectives.world_size, equal_counts=equal_rows)
-    gain = 1 - plan.after / plan.before
-    if not movable or gain < MIN_GAIN or (equal_rows and not plan.has_equal_rows):
-        return Balanced(rows, plan.before, plan.before)
-    return Balanced(_exchanged(rows, groups, plan, collectives), plan.before, plan.after)
+    world = collectives.world_size
+    told = collectives.gather((_column_kinds(rows), _groups(rows, collectives.rank)))
+    kinds, groups = told[0][0], [group for _, own in told for group in own]
+    movable = kinds is not None and all(other == kinds for other, _ in told)
+    costs, counts = [group.cost for group in groups], [len(group.rows) for group in groups]
+    parts = partition(costs, world, equal_counts=equal_rows)
+    now = [[i for i, group in enumerate(groups) if group.rank == rank] for rank in range(world)]
+    before, after = imbalance(loads(costs, now)), imbalance(loads(costs, parts))
+    fits = not equal_rows or len(set(loads(counts, parts))) == 1
+    if not movable or not fits or 1 - after / before < MIN_GAIN:
+        return Balanced(rows, before, before)
+    return Balanced(_exchanged(rows, groups, parts, collectives), before, after)
 
 
 class _Group(NamedTuple):
-    """Rows of one prompt on one rank."""
+    """Rows of one prompt."""
 
+    rank: int
+    """Where they are."""
     rows: list[int]
     cost: int
     """Tokens of the prompt, once, and of what follows it in each row."""
@@ -80,57 +81,8 @@ class _Group(NamedTuple):
     """Tokens of the rows as they are sent, with a prompt each."""
 
 
-class _Entry(NamedTuple):
-    """What all ranks know of a group."""
-
-    rank: int
-    cost: int
-    rows: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Where the groups of all ranks go; every rank makes the same plan.
-
-    Args:
-        entries: The groups, rank by rank.
-        parts: Indices of the groups that each rank gets.
-    """
-
-    entries: Sequence[_Entry]
-    parts: Sequence[Sequence[int]]
-
-    @staticmethod
-    def of(entries: Sequence[_Entry], world: int, *, equal_counts: bool) -> _Plan:
-        costs = [entry.cost for entry in entries]
-        return _Plan(entries, partition(costs, world, equal_counts=equal_counts))
-
-    @property
-    def before(self) -> float:
-        """Largest cost of a rank over the mean, as the groups are."""
-        now = [0] * len(self.parts)
-        for entry in self.entries:
-            now[entry.rank] += entry.cost
-        return imbalance(now)
-
-    @property
-    def after(self) -> float:
-        """The same after the exchange."""
-        return imbalance(loads([entry.cost for entry in self.entries], self.parts))
-
-    @property
-    def has_equal_rows(self) -> bool:
-        """Whether all ranks have equally many rows afterwards."""
-        return len(set(loads([entry.rows for entry in self.entries], self.parts))) == 1
-
-    def moves(self, source: int, target: int) -> list[int]:
-        """Return the groups that go from one rank to another, in the order they are sent."""
-        return [index for index in self.parts[target] if self.entries[index].rank == source]
-
-
-def _groups(rows: Experience) -> list[_Group]:
-    """Collect the rows of each prompt."""
+def _groups(rows: Experience, rank: int) -> list[_Group]:
+    """Collect the rows of each prompt of this rank."""
     lengths = rows.lengths.tolist()
     # a row without a response is all prompt
     prompts = torch.where(
@@ -141,6 +93,7 @@ def _groups(rows: Experience) -> list[_Group]:
         members.setdefault(group, []).append(row)
     return [
         _Group(
+            rank,
             own,
             cost=max(prompts[row] for row in own) + sum(lengths[row] - prompts[row] for row in own),
             tokens=sum(lengths[row] for row in own),
@@ -149,48 +102,36 @@ def _groups(rows: Experience) -> list[_Group]:
     ]
 
 
-def _gather_entries(
-    rows: Experience, groups: Sequence[_Group], collectives: Collectives
-) -> tuple[list[_Entry], bool]:
-    """Tell each other the groups, and whether all ranks have the same columns, all movable."""
-    head = torch.tensor([len(groups), *_column_numbers(rows)])
-    heads = [other.tolist() for other in _gather(head, collectives)]
-    movable = all(other[1:] == heads[0][1:] for other in heads) and _FIXED not in heads[0][1:]
-    table = torch.zeros(max(other[0] for other in heads), 3, dtype=torch.int64)
-    table[: len(groups)] = torch.tensor([[one.cost, len(one.rows), one.tokens] for one in groups])
-    entries = [
-        _Entry(rank, *row)
-        for rank, other in enumerate(_gather(table, collectives))
-        for row in other[: heads[rank][0]].tolist()
-    ]
-    return entries, movable
-
-
-def _column_numbers(rows: Experience) -> list[int]:
-    """Say what each column is, so that ranks can compare theirs."""
-    width = rows.input_ids.shape[1]
-    numbers = []
-    for field in fields(rows):
-        value = getattr(rows, field.name)
-        if value is None:
-            numbers.append(0)
-        elif not isinstance(value, Tensor) or value.dtype not in _DTYPES:
-            numbers.append(_FIXED)
-        else:
-            assert value.shape[1:] in ((), (width,)), field.name
-            numbers.append(1 + 2 * _DTYPES.index(value.dtype) + value.dim() - 1)
-    return numbers
+def _column_kinds(rows: Experience) -> dict[str, tuple[str, int]] | None:
+    """Say what each column is; None: there is one that stays where it is, and its rows with it."""
+    values = {field.name: getattr(rows, field.name) for field in fields(rows)}
+    given = {name: value for name, value in values.items() if value is not None}
+    if not all(isinstance(value, Tensor) for value in given.values()):
+        return None
+    return {name: (str(value.dtype), value.dim()) for name, value in given.items()}
 
 
 def _exchanged(
-    rows: Experience, groups: Sequence[_Group], plan: _Plan, collectives: Collectives
+    rows: Experience,
+    groups: Sequence[_Group],
+    parts: Sequence[Sequence[int]],
+    collectives: Collectives,
 ) -> Experience:
-    """Send each row where the plan has it, and put together what arrives."""
-    rank, ranks = collectives.rank, range(collectives.world_size)
-    first = next(index for index, entry in enumerate(plan.entries) if entry.rank == rank)
-    leaving = [plan.moves(rank, target) for target in ranks]
-    coming = [plan.moves(source, rank) for source in ranks]
-    sent = [(group, row) for group in chain(*leaving) for row in groups[group - first].rows]
+    """Send each row where it belongs, and put together what arrives.
+
+    Args:
+        rows: Of this rank.
+        groups: Of all ranks, rank by rank.
+        parts: Numbers of the groups that each rank gets.
+        collectives: The ranks.
+    """
+    rank = collectives.rank
+    leaving = [[index for index in part if groups[index].rank == rank] for part in parts]
+    coming = [
+        [index for index in parts[rank] if groups[index].rank == source]
+        for source in range(len(parts))
+    ]
+    sent = [(group, row) for group in chain(*leaving) for row in groups[group].rows]
     ids, order = torch.tensor(sent).to(rows.group_ids).unbind(dim=1)
     chosen = replace(rows.select(order), group_ids=ids)
 
@@ -200,60 +141,44 @@ def _exchanged(
     per_row = {name: value for name, value in tensors.items() if value.dim() == 1}
     per_token = {name: value[mask] for name, value in tensors.items() if value.dim() == 2}
 
-    row_counts = [entry.rows for entry in plan.entries]
-    route = _Route(loads(row_counts, leaving), loads(row_counts, coming), collectives)
-    arrived: dict[str, Any] = route.swap({**per_row, "lengths": chosen.lengths})
+    counts = [len(group.rows) for group in groups]
+    arrived: dict[str, Any] = _swapped(
+        {**per_row, "lengths": chosen.lengths},
+        loads(counts, leaving),
+        loads(counts, coming),
+        collectives,
+    )
     lengths = arrived.pop("lengths")
     mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
-    token_counts = [entry.tokens for entry in plan.entries]
-    route = _Route(loads(token_counts, leaving), loads(token_counts, coming), collectives)
-    for name, tokens in route.swap(per_token).items():
-        arrived[name] = _padded(tokens, mask, _PADDING.get(name, 0))
+    tokens = [group.tokens for group in groups]
+    came = _swapped(per_token, loads(tokens, leaving), loads(tokens, coming), collectives)
+    for name, entries in came.items():
+        whole = torch.full_like(mask, _PADDING.get(name, 0), dtype=entries.dtype)
+        whole[mask] = entries
+        arrived[name] = whole
     return replace(rows, attention_mask=mask, **arrived)
 
 
-@dataclass(frozen=True)
-class _Route:
-    """How many entries of a column go to each rank, and how many come from each.
+def _swapped(
+    columns: Mapping[str, Tensor], leaving: list[int], coming: list[int], collectives: Collectives
+) -> dict[str, Tensor]:
+    """Send and receive columns of one length, `[N]` each, on one device.
+
+    They travel as one matrix of bytes, so that every back end can send every type, unchanged.
 
     Args:
-        leaving: By rank that they go to; the first entries go to the first rank, and so on.
-        coming: By rank that they come from, in the order they arrive.
+        columns: By name.
+        leaving: Entries by rank that they go to; the first ones go to the first rank, and so on.
+        coming: Entries by rank that they come from, in the order they arrive.
         collectives: The ranks.
     """
-
-    leaving: list[int]
-    coming: list[int]
-    collectives: Collectives
-
-    def swap(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Send and receive columns of one length, `[N]` each, on one device.
-
-        They travel as one matrix of bytes, so that every back end can send every type, unchanged.
-        """
-        parts = [column.contiguous()[:, None].view(torch.uint8) for column in columns.values()]
-        device = self.collectives.trainer.strategy.root_device
-        out = torch.cat(parts, dim=1).to(device)
-        arrived = out.new_empty(sum(self.coming), out.shape[1])
-        distributed.all_to_all_single(arrived, out, self.coming, self.leaving)
-        split = torch.split(arrived.to(parts[0].device), [part.shape[1] for part in parts], dim=1)
-        return {
-            # a copy: bytes in the middle of a row are not where a number may begin
-            name: part.clone(memory_format=torch.contiguous_format).view(column.dtype).squeeze(1)
-            for (name, column), part in zip(columns.items(), split, strict=True)
-        }
-
-
-def _padded(tokens: Tensor, mask: Tensor, padding: float) -> Tensor:
-    """Put tokens, row after row, where the mask has them."""
-    whole = torch.full(mask.shape, padding, dtype=tokens.dtype, device=tokens.device)
-    whole[mask] = tokens
-    return whole
-
-
-def _gather(values: Tensor, collectives: Collectives) -> list[Tensor]:
-    """Return the values of every rank, which are of one shape, on the CPU."""
-    here = values.to(collectives.trainer.strategy.root_device)
-    everyone = [torch.empty_like(here) for _ in range(collectives.world_size)]
-    distributed.all_gather(everyone, here)
-    return [other.cpu() for other in everyone]
+    parts = [column.contiguous()[:, None].view(torch.uint8) for column in columns.values()]
+    out = torch.cat(parts, dim=1).to(collectives.trainer.strategy.root_device)
+    arrived = out.new_empty(sum(coming), out.shape[1])
+    distributed.all_to_all_single(arrived, out, coming, leaving)
+    split = torch.split(arrived.to(parts[0].device), [part.shape[1] for part in parts], dim=1)
+    return {
+        # a copy: bytes in the middle of a row are not where a number may begin
+        name: part.clone(memory_format=torch.contiguous_format).view(column.dtype).squeeze(1)
+        for (name, column), part in zip(columns.items(), split, strict=True)
+    }

@@ -1,13 +1,15 @@
-"""What a strategy asks of a module."""
+"""What strategies ask of a module, and what they mind."""
 
 from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
 import lightning as L
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import nn
 
 from lrlhf.models import is_compiled
+from lrlhf.run.lightning_internals import looks_for_unused_parameters
 
 
 @runtime_checkable
@@ -36,11 +38,7 @@ def leave_inference_mode(trainer: L.Trainer) -> None:
 
 
 def refuse_quantised(model: nn.Module, strategy: str, remedy: str) -> None:
-    """Refuse to split weights that are more than their entries.
-
-    Raises:
-        ValueError: Some are quantised.
-    """
+    """Raise `ValueError` for weights that are more than their entries, and cannot be split."""
     if {type(weight).__name__ for weight in model.parameters()} & {"Params4bit", "Int8Params"}:
         raise ValueError(
             f"{strategy} cannot split weights that are quantised (quantization: 4bit or 8bit); "
@@ -49,11 +47,7 @@ def refuse_quantised(model: nn.Module, strategy: str, remedy: str) -> None:
 
 
 def refuse_compiled(model: nn.Module, strategy: str, remedy: str) -> None:
-    """Refuse a model whose compiled layers would wait for weights that hooks gather.
-
-    Raises:
-        ValueError: Its layers are compiled.
-    """
+    """Raise `ValueError` for compiled layers, which would wait for weights that hooks gather."""
     if is_compiled(model):
         raise ValueError(
             f"{strategy} gathers weights inside of layers, which cannot be compiled then; "
@@ -62,14 +56,31 @@ def refuse_compiled(model: nn.Module, strategy: str, remedy: str) -> None:
 
 
 def trained_models(module: L.LightningModule | None) -> dict[str, nn.Module]:
-    """Return a module's trained models by role.
-
-    Raises:
-        TypeError: It does not name them.
-    """
+    """Return a module's trained models by role; `TypeError` if it does not name them."""
     if not isinstance(module, Trains):
         raise TypeError(
             f"{type(module).__name__} has no trainable_models(), which this strategy needs to "
             "know what to split; subclasses of lrlhf.modules.TrainingModule have it"
         )
     return module.trainable_models()
+
+
+def waits_for_every_parameter(trainer: L.Trainer) -> bool:
+    """Tell whether a backward pass that leaves trainable parameters out would stop the run.
+
+    DistributedDataParallel waits for the gradient of each, unless it was told to look for those
+    that are unused.
+    """
+    strategy = trainer.strategy
+    if not isinstance(strategy, DDPStrategy) or isinstance(strategy, SplitsModels):
+        return False
+    return not looks_for_unused_parameters(strategy)
+
+
+def minds_idle_parts(trainer: L.Trainer) -> bool:
+    """Tell whether a part of a model that takes part on some ranks only would stop the run.
+
+    DeepSpeed fills buckets with gradients as they come, on every rank its own.
+    """
+    several = trainer.world_size > 1 and isinstance(trainer.strategy, DeepSpeedStrategy)
+    return several or waits_for_every_parameter(trainer)

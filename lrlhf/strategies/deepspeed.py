@@ -41,12 +41,12 @@ from lrlhf.strategies.deepspeed_config import (
     merged,
 )
 from lrlhf.strategies.deepspeed_engine import (
+    EnginePrecision,
     TrainedEngine,
     check_ownership,
     close_engine,
     split_frozen,
 )
-from lrlhf.strategies.deepspeed_precision import EnginePrecision
 from lrlhf.strategies.deepspeed_states import (
     load_module_state,
     load_optimizer_state,

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lrlhf.models import zero
+from lrlhf.run.lightning_internals import after_closure
+
+if TYPE_CHECKING:
+    from lrlhf.strategies.deepspeed import DeepSpeed
 
 
 class Place(NamedTuple):
@@ -69,9 +76,10 @@ class TrainedEngine:
         self.stage = int(config["zero_optimization"]["stage"])
         self.offloads = "offload_optimizer" in config["zero_optimization"]
         self._dropped = False
-        self._group_of = {
+        self.group_of = {
             id(weight): index for index, group in enumerate(self.groups) for weight in group
         }
+        """Index of a trained weight's group of parameters, by the id of the weight."""
         if self.stage == 3:
             zero.remember(model, self.zero.parameter_offload)
         if "bf16" in config:
@@ -86,10 +94,6 @@ class TrainedEngine:
         for weight, source in zip(weights, sources, strict=True):
             place = self.place(weight)
             place.of(place.flat).copy_(place.cut(source))
-
-    def trains(self, weight: Tensor) -> bool:
-        """Tell whether the optimizer moves a weight."""
-        return id(weight) in self._group_of
 
     # ------------------------------------------------------------------ backward
 
@@ -178,40 +182,25 @@ class TrainedEngine:
 
     # ------------------------------------------------------------------ layout
 
-    def place(self, weight: Tensor) -> Place:
-        """Find this rank's share of a trained weight."""
-        return self._place_of_piece(weight) if self.stage == 3 else self._place_of_row(weight)
-
-    def group_of(self, weight: Tensor) -> int:
-        """Return the index of a trained weight's group of parameters."""
-        return self._group_of[id(weight)]
-
     def _flats(self) -> list[Any]:
         if self.stage == 3:
             return list(self.zero.fp32_partitioned_groups_flat)
         return list(self.zero.single_partition_of_fp32_groups)
 
-    def _place_of_piece(self, weight: Any) -> Place:
-        """ZeRO-3 cuts every parameter into shards of one length."""
-        index, offset, length = self.zero.grad_position[self.zero.get_param_id(weight)]
-        start = zero.start_of_partition(weight)
-        length = max(0, min(length, weight.ds_numel - start))
-        return Place(self.zero.fp32_partitioned_groups_flat[index], offset, start, length)
-
-    def _place_of_row(self, weight: Any) -> Place:
-        """ZeRO-1 and 2 put a group's parameters in a row and cut that."""
-        flat = self.zero.single_partition_of_fp32_groups[self.group_of(weight)]
+    def place(self, weight: Any) -> Place:
+        """Find this rank's share of a trained weight."""
+        if self.stage == 3:  # which cuts every parameter into shards of one length
+            index, offset, length = self.zero.grad_position[self.zero.get_param_id(weight)]
+            start = zero.start_of_partition(weight)
+            length = max(0, min(length, weight.ds_numel - start))
+            return Place(self.zero.fp32_partitioned_groups_flat[index], offset, start, length)
+        # the others put a group's parameters in a row and cut that
+        flat = self.zero.single_partition_of_fp32_groups[self.group_of[id(weight)]]
         share = weight._hp_mapping
         if share is None:
             return Place(flat, 0, 0, 0)
         here, there = share.hp_fragment_address, share.lp_fragment_address
         return Place(flat, here.start, there.start, here.numel)
-
-    # ------------------------------------------------------------------ end
-
-    def close(self) -> None:
-        """Take DeepSpeed off the model."""
-        close_engine(self.engine)
 
 
 def split_frozen(model: nn.Module, config: dict[str, Any]) -> Any:
@@ -264,3 +253,82 @@ def check_ownership(
                     f"the optimizer of {role} moves {names.get(id(weight))}, which is no weight of "
                     "that model: the i-th optimizer belongs to the i-th of trainable_models()"
                 )
+
+
+class EnginePrecision(DeepSpeedPrecision):
+    """Backward and step through the strategy's engines; nothing else is converted here.
+
+    Lightning's own turns every number of a batch into bfloat16, scores and margins too.
+
+    Args:
+        precision: ``trainer.precision``.
+        strategy: Has the engines.
+
+    Raises:
+        ValueError: The precision needs a loss scale.
+    """
+
+    def __init__(self, precision: Any, strategy: DeepSpeed) -> None:
+        if precision in ("16-mixed", "16-true"):
+            raise ValueError(
+                f"trainer.precision is {precision}: DeepSpeed's loss scale and steps that are left "
+                "out because of a gradient that is not finite do not go together; use bf16-mixed"
+            )
+        super().__init__(precision)
+        self._strategy = strategy
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module  # the engines do it, and keep a copy in 32 bits
+
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+    def tensor_init_context(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def backward(  # type: ignore[override]
+        self,
+        tensor: Tensor,
+        model: L.LightningModule,
+        optimizer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        del model, optimizer, args, kwargs
+        self._strategy.run_backward(tensor)
+
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Any,
+        model: L.LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        del kwargs
+        engine = self._strategy.engine_of(optimizer)
+        result = closure()
+        if model.automatic_optimization and result is None:
+            raise ValueError(
+                "training_step returned None; DeepSpeed needs a loss from every process"
+            )
+        engine.reduce()
+        after_closure(self, model, optimizer)
+        engine.step()
+        return result
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        if not clip_val:
+            return
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            raise ValueError(
+                "trainer.gradient_clip_algorithm is value, which DeepSpeed does not support; "
+                "use norm"
+            )
+        gradients = self._strategy.engine_of(optimizer)
+        norm = gradients.norm()
+        gradients.scale(torch.clamp(clip_val / (norm + 1e-6), max=1.0))

@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 
 from lrlhf.models import zero
 from lrlhf.models.sharding import CheckpointMismatchError, load_state
@@ -197,7 +197,8 @@ def load_optimizer_state(
             if number is not None:
                 numbers.setdefault(place.flat, {}).setdefault(key, []).append(number)
     for flat, lists in numbers.items():
-        group = engine.base.param_groups[_group_of_flat(engine, weights, flat)]
+        number = next(engine.group_of[id(one)] for one in weights if engine.place(one).flat is flat)
+        group = engine.base.param_groups[number]
         for key, several in lists.items():
             engine.base.state[flat][key] = _common(key, several, flat, group)
 
@@ -211,10 +212,6 @@ def _restore(engine: TrainedEngine, place: Place, shape: torch.Size, key: str, v
         state[key] = torch.zeros_like(place.flat, requires_grad=False)
     place.of(state[key]).copy_(place.cut(value))
     return None
-
-
-def _group_of_flat(engine: TrainedEngine, weights: Sequence[nn.Parameter], flat: Tensor) -> int:
-    return next(engine.group_of(weight) for weight in weights if engine.place(weight).flat is flat)
 
 
 def _common(key: str, values: list[Any], flat: Tensor, group: Mapping[str, Any]) -> Any:
@@ -233,4 +230,4 @@ def _common(key: str, values: list[Any], flat: Tensor, group: Mapping[str, Any])
 
 
 def _engine_of(tensor: Tensor, engines: Sequence[TrainedEngine]) -> TrainedEngine | None:
-    return next((engine for engine in engines if engine.trains(tensor)), None)
+    return next((engine for engine in engines if id(tensor) in engine.group_of), None)

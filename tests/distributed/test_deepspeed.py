@@ -28,8 +28,7 @@ from lrlhf.models.sharding import CheckpointMismatchError, within
 from lrlhf.modules.optimizers import parameter_groups
 from lrlhf.run.gradient_updates import Updater
 from lrlhf.strategies.deepspeed import DeepSpeed
-from lrlhf.strategies.deepspeed_engine import check_ownership
-from lrlhf.strategies.deepspeed_precision import EnginePrecision
+from lrlhf.strategies.deepspeed_engine import EnginePrecision, check_ownership
 from tests.conftest import build_language_model, build_tokenizer
 
 pytestmark = pytest.mark.skipif(

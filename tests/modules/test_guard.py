@@ -216,7 +216,7 @@ def test_a_full_disk_ends_the_dump_and_not_the_run(
         assert train(module).trainer.global_step == 1
     assert list((tmp_path / "dumps").iterdir()) == []
     assert "could not be written" in caplog.text
-    assert "0 MiB left" in caplog.text
+    assert "0 GB are free" in caplog.text
 
 
 def test_what_is_no_dump_says_so(make, tmp_path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lrlhf.callbacks import Deadlines
-from lrlhf.run.supervision.deadlines import DeadlineError, DeadlineWatch, PhaseClock
+from lrlhf.run.supervision.deadlines import DeadlineError, PhaseClock, write_stacks
 from tests.distributed.runs import ROOT, environment, living
 from tests.strategies.hanging import run
 
@@ -90,16 +90,7 @@ def test_a_disk_without_room_for_the_stacks_does_not_keep_the_run_alive(
 ) -> None:
     blocked = tmp_path / "file"
     blocked.touch()
-    watch = DeadlineWatch(
-        PhaseClock(),
-        Deadlines(),
-        rank=3,
-        folder=blocked,
-        whereabouts=lambda: "in a test",
-        ranks=(),
-        poll_s=0.05,
-    )
-    where = watch.write_stacks("late")
+    where = write_stacks(blocked / "stacks_rank0.txt", "late")
     assert where.startswith("the stacks above (no file of them: ")
     assert "test_a_disk_without_room" in capfd.readouterr().err
 

@@ -24,9 +24,8 @@ from lrlhf.callbacks.checkpoints.last_checkpoint import (
     rename_damaged,
     set_aside,
 )
-from lrlhf.run.atomic import atomic_link
+from lrlhf.run.atomic import atomic_link, check_room
 from lrlhf.run.checkpoints.checkpoint_search import Found
-from lrlhf.run.checkpoints.room import check_room
 from lrlhf.run.folder_lock import hold_folder
 from lrlhf.run.lightning_internals import FindsLast, logged_in_validation
 from lrlhf.run.supervision.signals import SavesOnTermination

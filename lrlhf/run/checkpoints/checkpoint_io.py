@@ -11,10 +11,9 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from lrlhf.run.atomic import atomic_write
+from lrlhf.run.atomic import atomic_write, check_room
 from lrlhf.run.checkpoints.checkpoint_reader import explained, read_folder
 from lrlhf.run.checkpoints.checkpoint_search import check
-from lrlhf.run.checkpoints.room import check_room
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

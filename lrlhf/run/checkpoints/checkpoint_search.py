@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import Strategy
 from lrlhf.run.atomic import recover_folder
 from lrlhf.run.checkpoints.checkpoint_reader import META_FILE
 from lrlhf.run.checkpoints.checksums import NotACheckpointError, flaw_of, remember_whole
+from lrlhf.run.collectives import from_rank_zero
 
 SUFFIX: Final = ".ckpt"
 # what damaged bytes make torch's reader of pickles say
@@ -99,22 +100,15 @@ def newest_intact(
         NotACheckpointError: A process does not see what rank zero has found.
         OSError: One is there and cannot be read now.
     """
+
+    def look() -> list[_Candidate]:
+        if tidy:
+            recover_checkpoints(folder)
+        return _in_order([_describe(path) for path in checkpoints_in(folder)], folder, last)
+
+    candidates = look() if strategy is None else from_rank_zero(strategy, look)
     passed: dict[Path, str] = {}
     damaged: list[Path] = []
-    candidates: list[_Candidate] = []
-    failure: OSError | None = None
-    if strategy is None or strategy.is_global_zero:
-        try:
-            if tidy:
-                recover_checkpoints(folder)
-            found = [_describe(path) for path in checkpoints_in(folder)]
-            candidates = _in_order(found, folder, last)
-        except OSError as error:  # the others wait to be told
-            failure = error
-    if strategy is not None:
-        candidates, failure = strategy.broadcast((candidates, failure))
-    if failure is not None:
-        raise failure
     for candidate in candidates:
         path = candidate.path
         damage = flaw_of(path) if strategy is None else _flaw_on_all_ranks(path)

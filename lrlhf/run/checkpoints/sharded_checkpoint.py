@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from lrlhf.run.atomic import (
     atomic_folder,
     atomic_write,
+    check_room,
     naming,
     place_folder,
     recover_folder,
@@ -44,7 +45,7 @@ from lrlhf.run.checkpoints.checkpoint_reader import (
 )
 from lrlhf.run.checkpoints.checkpoint_search import check, check_together
 from lrlhf.run.checkpoints.checksums import write_checksums
-from lrlhf.run.checkpoints.room import check_room
+from lrlhf.run.collectives import from_rank_zero
 
 PARTS: Final = "parts"
 """Ending of a folder that several processes are writing."""
@@ -184,17 +185,13 @@ class FolderCheckpoints(Strategy):
                 "a folder that they share; set dirpath of RLCheckpoint to one"
             )
         path = Path(self.broadcast(filepath))
-        refusal: OSError | None = None
-        if self.is_global_zero:
+
+        def prepare() -> None:
             recover_folder(path)
             remove_unclaimed(path.parent, path.name, PARTS)
-            try:
-                check_room(path, checkpoint)
-            except OSError as error:  # the others wait to be told
-                refusal = error
-        refusal = self.broadcast(refusal)
-        if refusal is not None:
-            raise refusal
+            check_room(path, checkpoint)
+
+        from_rank_zero(self, prepare)
         own = temporary_folder(path, PARTS) if self.is_global_zero else contextlib.nullcontext()
         with own as made:
             fresh = self.broadcast(made)

@@ -157,35 +157,27 @@ def answering_sigterm(launcher: Launcher | None) -> Iterator[None]:
         Terminated: The run was asked to end.
         LostProcessError: A process that was forked ended without an error of its own.
     """
-    answer = _Answer(launcher)
+    waited = False
+
+    def answer(signum: int, _: FrameType | None) -> None:
+        nonlocal waited
+        # the trainer's handler calls the one that it replaced: then there is nothing to do
+        if signal.getsignal(signum) is not answer:
+            return
+        if launcher is not None:
+            launcher.kill(signum)
+        waited = waits_for_others(launcher)
+        if not waited:  # else they save, and this process hears how they ended
+            raise Terminated
+
     before = signal.signal(signal.SIGTERM, answer)
     try:
         yield
     except ProcessExitedException as error:
-        if answer.waits or error.exit_code == STATUS:
+        if waited or error.exit_code == STATUS:
             raise Terminated from error
         raise LostProcessError(
             f"{error}; its own last lines say why, and --ckpt_path last continues"
         ) from error
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-class _Answer:
-    """The handler of `answering_sigterm`."""
-
-    def __init__(self, launcher: Launcher | None) -> None:
-        self._launcher = launcher
-        self.waits = False
-
-    def __call__(self, signum: int, _: FrameType | None) -> None:
-        # the trainer's handler calls the one that it replaced: then there is nothing to do
-        installed: object = signal.getsignal(signum)
-        if installed is not self:
-            return
-        if self._launcher is not None:
-            self._launcher.kill(signum)
-        if waits_for_others(self._launcher):
-            self.waits = True  # they save, and this process hears how they ended
-            return
-        raise Terminated

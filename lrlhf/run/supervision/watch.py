@@ -2,7 +2,10 @@
 
 A process that is gone leaves the others in a collective: over gloo they notice at once, over NCCL
 after the timeout of the process group, which is half an hour, and neither says where that was.
-Phases that take too long are the matter of `lrlhf.run.supervision.deadlines`.
+
+A phase that hangs costs as much as training does, and says nothing: `faulthandler` writes down
+where every thread is, `DeadlineError` is raised in the main thread, so that engines, servers and
+loaders close, and the process is ended where that is in vain because the main thread waits in C.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from types import FrameType
+from typing import Any, Final, ParamSpec, TypeVar
 
 import lightning as L
 import torch
@@ -35,11 +39,20 @@ from lrlhf.run.lightning_internals import (
     retire_observer,
 )
 from lrlhf.run.run_folder import run_folder
-from lrlhf.run.supervision.deadlines import Deadlines, DeadlineWatch, PhaseClock, end_process
+from lrlhf.run.supervision.deadlines import (
+    DeadlineError,
+    Deadlines,
+    PhaseClock,
+    end_process,
+    write_stacks,
+)
 from lrlhf.run.supervision.signals import STATUS, LostProcessError, Termination
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_INTERRUPT: Final = signal.SIGURG
+"""Ignored by every process that does not ask for it, and used by no library of ours."""
 
 _logger = logging.getLogger(__name__)
 
@@ -78,11 +91,10 @@ def watch_over(trainer: L.Trainer, *, grace_s: float = 10.0, poll_s: float = 0.5
 class Watch(L.Callback, RolloutListener):
     """Knows what this process is doing, and which others it cannot go on without.
 
-    A phase that takes longer than its deadline ends the run with `DeadlineError`.
-
-    A collective that fails because another process is gone raises `LostProcessError`, which names
-    the phase. Where this process launched others, or was launched, a thread looks whether they
-    live: one that is stuck is ended with the same message, without waiting for the timeout.
+    A phase that takes longer than its deadline ends the run with `DeadlineError`. A collective that
+    fails because another process is gone raises `LostProcessError`, which names the phase. Where
+    this process launched others, or was launched, a thread looks whether they live: one that is
+    stuck is ended with the same message, without waiting for the timeout.
 
     Args:
         trainer: Of the run.
@@ -92,13 +104,18 @@ class Watch(L.Callback, RolloutListener):
 
     def __init__(self, trainer: L.Trainer, *, grace_s: float, poll_s: float) -> None:
         self._trainer = trainer
-        self._clock = PhaseClock()
+        self._clock, self._deadlines = PhaseClock(), Deadlines()
         self._timeout_s = process_group_timeout(trainer).total_seconds()
         self._family = _Family(trainer)
         self._grace_s, self._poll_s = grace_s, poll_s
-        self._done = threading.Event()
-        self._done.set()
-        self._deadlines: DeadlineWatch | None = None
+        self._ended = threading.Event()
+        """The run is torn down."""
+        self._ended.set()
+        self._leaving = threading.Event()
+        """Other processes may end now before this one does."""
+        self._stacks = Path()
+        self._late = ""
+        self._before: Any = None
         # where Lightning has no hook: around the loop, the checkpoints and the end
         if trainer.world_size > 1:
             trainer.fit_loop.run = self.naming_lost_processes()(trainer.fit_loop.run)  # type: ignore[method-assign]
@@ -109,33 +126,38 @@ class Watch(L.Callback, RolloutListener):
         at_teardown(trainer, self._finish)
 
     def begin(self) -> None:
-        """Look at the clock, and for the others, until the run is torn down."""
-        if self._deadlines is not None:
-            return
-        self._clock.enter("set-up")
-        self._deadlines = self._new_deadlines()
-        self._deadlines.begin()
-        if self._trainer.world_size > 1 and self._done.is_set():
-            self._done.clear()
-            threading.Thread(target=self._look, name="process-watch", daemon=True).start()
+        """Look at the clock, and for the others, until the run is torn down.
 
-    def _new_deadlines(self) -> DeadlineWatch:
+        The main thread can be interrupted if it is the one that calls.
+        """
+        if not self._ended.is_set():
+            return
         trainer = self._trainer
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         given = [callback for callback in callbacks if isinstance(callback, Deadlines)]
-        deadlines = given[0] if given else Deadlines()
-        folder = deadlines.dirpath or run_folder(trainer)
+        self._deadlines = given[0] if given else Deadlines()
+        folder = run_folder(trainer)
         if trainer.world_size > 1:
             folder = Path(trainer.strategy.broadcast(str(folder)))
-        return DeadlineWatch(
-            self._clock,
-            deadlines,
-            rank=trainer.global_rank,
-            folder=folder,
-            whereabouts=lambda: self.whereabouts,
-            ranks={child.pid for child in self._family.children},
-            poll_s=self._poll_s,
-        )
+            self._leaving.clear()
+        else:
+            self._leaving.set()
+        self._stacks = folder / f"stacks_rank{trainer.global_rank}.txt"
+        self._clock.enter("set-up")
+        self._late, self._ended = "", threading.Event()
+        main = threading.current_thread() is threading.main_thread()
+        if main:
+            # None: whoever installed it was not Python
+            self._before = signal.signal(_INTERRUPT, self._interrupt) or signal.SIG_DFL
+        arguments = (self._ended, main)
+        threading.Thread(target=self._look, args=arguments, name="watch", daemon=True).start()
+
+    def _finish(self) -> None:
+        if self._before is not None:
+            signal.signal(_INTERRUPT, self._before)
+            self._before = None
+        self._ended.set()
+        return_host_memory()
 
     def _timed(self, phase: str, function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -145,11 +167,51 @@ class Watch(L.Callback, RolloutListener):
 
         return timed
 
-    def _finish(self) -> None:
-        if self._deadlines is not None:
-            self._deadlines.finish()
-            self._deadlines = None
-        return_host_memory()
+    # ---- what runs in a thread beside the training
+
+    def _look(self, ended: threading.Event, main: bool) -> None:
+        last = time.monotonic()
+        while not ended.wait(self._poll_s):
+            now = time.monotonic()
+            # while the process was stopped, or the machine slept, the phase used no time
+            phase, seconds = self._clock.tick(min(now - last, 2 * self._poll_s))
+            last = now
+            key, limit = self._deadlines.of(phase)
+            if limit is not None and seconds > limit:
+                self._expire(key, f"for {seconds:.0f} s, and its deadline is {limit:g} s", main)
+                return
+            who = "" if self._leaving.is_set() else self._family.find_lost()
+            # its own error, if it gets one, says more; else it is stuck where none reaches it
+            if who and not self._leaving.wait(self._grace_s):
+                end_process(self._sentence("ended", who))
+
+    def _expire(self, key: str, how_long: str, main: bool) -> None:
+        """Raise `DeadlineError` in the main thread, and end the process if that is in vain."""
+        ended, grace = self._ended, self._deadlines.grace
+        rank = self._trainer.global_rank
+        reason = f"rank {rank} has been {self.whereabouts} {how_long}"
+        late = (
+            f"{reason}: {write_stacks(self._stacks, reason)} shows what it was doing; --ckpt_path "
+            f"last continues, and the callback Deadlines with another {key} gives it more time"
+        )
+        if ended.is_set():
+            return
+        self._late = late
+        if main:
+            signal.pthread_kill(threading.main_thread().ident or 0, _INTERRUPT)
+            if ended.wait(grace):
+                # who caught the error may go on; the end of the interpreter waits for threads
+                while threading.main_thread().is_alive():
+                    time.sleep(self._poll_s)
+                time.sleep(grace)
+        end_process(late, spare={child.pid for child in self._family.children})
+
+    def _interrupt(self, signum: int, frame: FrameType | None) -> None:
+        """Handle the signal, in the main thread."""
+        del signum, frame
+        late, self._late = self._late, ""
+        if late:
+            raise DeadlineError(late)
 
     # ---- what this process is doing
 
@@ -197,7 +259,7 @@ class Watch(L.Callback, RolloutListener):
     # ---- who is gone
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._done.set()
+        self._leaving.set()
 
     @contextlib.contextmanager
     def naming_lost_processes(self) -> Iterator[None]:
@@ -221,7 +283,7 @@ class Watch(L.Callback, RolloutListener):
     def _leave(self, error: BaseException) -> None:
         """Look no more for processes that may end before this one does."""
         if self._family.children or isinstance(error, SIGTERMException):
-            self._done.set()
+            self._leaving.set()
 
     def _explain(self, error: RuntimeError) -> str | None:
         text = str(error)
@@ -242,15 +304,6 @@ class Watch(L.Callback, RolloutListener):
             f"another process {what} while rank {self._trainer.global_rank} was {self.whereabouts} "
             f"({who or 'its own last lines say why'}); --ckpt_path last continues"
         )
-
-    def _look(self) -> None:
-        """Run in a thread beside the training."""
-        while not self._done.wait(self._poll_s):
-            if who := self._family.find_lost():
-                # its own error, if it gets one, says more; else it is stuck where none reaches it
-                if not self._done.wait(self._grace_s):
-                    end_process(self._sentence("ended", who))
-                return
 
 
 class _Family:
