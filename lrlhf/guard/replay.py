@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -72,7 +72,7 @@ class RankReplay:
     rank: int
     found: tuple[Anomaly, ...] = ()
     first_module: str = ""
-    gradients: list[str] = field(default_factory=list)
+    gradients: tuple[str, ...] = ()
     rows: Sequence[Mapping[str, Any]] = ()
     sums: Tensor | None = None
 
@@ -211,7 +211,8 @@ class _Take(L.Callback):
     ) -> None:
         names = {id(weight): name for name, weight in pl_module.named_parameters()}
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        self._replay.gradients += [names[id(one)] for one in weights if not _is_finite(one.grad)]
+        bad = (names[id(one)] for one in weights if not _is_finite(one.grad))
+        self._replay.gradients += tuple(bad)
 
     @contextlib.contextmanager
     def _looking(self) -> Iterator[None]:

@@ -121,15 +121,25 @@ def living() -> dict[int, tuple[int, int]]:
     return found
 
 
-def wait_for(folder: Path, rank: int, step: int, phase: str, *, seconds: float = 300) -> None:
-    """Wait until a rank is in a phase of a step, or of a later one."""
+def wait_for(
+    process: subprocess.Popen[str], folder: Path, rank: int, step: int, phase: str
+) -> None:
+    """Wait until a rank is in a phase of a step, or of a later one.
+
+    Raises:
+        RuntimeError: The process ended before; with its output.
+        TimeoutError: It was not there after 300 s.
+    """
     mark = folder / f"rank{rank}.phase"
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         if mark.exists():
             now, name = mark.read_text().split()
             if int(now) >= step and name == phase:
                 return
+        if process.poll() is not None:
+            output, _ = process.communicate()
+            raise RuntimeError(f"ended with {process.returncode} before step {step}:\n{output}")
         time.sleep(0.01)
     raise TimeoutError(f"rank {rank} was not in phase {phase!r} of step {step}")
 

@@ -117,13 +117,13 @@ def lora(folder: Path) -> RLOO:
     return from_folder(folder, 3e-3, lora=LoRA(r=2), gradient_checkpointing=True)
 
 
-def through_an_engine(_folder: Path) -> RLOO:
+def through_an_engine(_folder: Path, engine: CopyEngine | None = None) -> RLOO:
     tokenizer = build_tokenizer()
     return RLOO(
         build_language_model(tokenizer),
         Rewards([letters]),
         tokenizer=tokenizer,
-        engine=CopyEngine(),
+        engine=engine or CopyEngine(),
         num_generations=2,
         sampling=Sampling(max_new_tokens=6),
         reference=Reference(kl_coef=0.05, offload=True),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +12,9 @@ import pytest
 import torch
 from torch import Tensor, distributed, multiprocessing
 
-from lrlhf.datamodules import PromptDataModule
-from lrlhf.modules.policy import updates
 from lrlhf.run import Collectives
-from lrlhf.run import sequence_balancing as exchange
-from lrlhf.run.sequence_balancing import Balanced, balance_over_ranks
+from lrlhf.run.sequence_balancing import balance_over_ranks
 from lrlhf.types import Experience, Media
-from tests.distributed import strategy_runs
 
 pytestmark = pytest.mark.slow
 
@@ -176,12 +170,6 @@ def test_what_cannot_be_exchanged_stays_on_all_ranks(
         assert rank["balance"][0] == rank["balance"][1] > 1.0
 
 
-def test_groups_of_several_sizes_are_exchanged_where_rows_need_not_be_equal(tmp_path: Path) -> None:
-    ranks = exchanged(tmp_path, 2, by_rank=[{"size": 2, "scale": 9.0}, {}], equal_rows=False)
-    assert [rank["same"] for rank in ranks] == [False, False]
-    assert ranks[0]["balance"][1] < ranks[0]["balance"][0] * 0.98
-
-
 def test_rows_that_are_balanced_already_stay(tmp_path: Path) -> None:
     same = {"scale": 0.0, "weight_version": torch.zeros(12, dtype=torch.int64)}
     # a response of one token each; prompts differ by less than 2 % of the whole
@@ -194,53 +182,3 @@ def test_one_process_gets_its_own_rows_back() -> None:
     alone = cast(L.Trainer, SimpleNamespace(world_size=1))
     rows = experience(0)
     assert balance_over_ranks(rows, Collectives(alone)) == (rows, 1.0, 1.0)
-
-
-def noting(path: Path) -> Callable[[Experience, Collectives], Balanced]:
-    """Exchange rows, and write down how evenly the ranks are loaded."""
-
-    def balance(rows: Experience, collectives: Collectives) -> Balanced:
-        balanced = balance_over_ranks(rows, collectives)
-        with path.with_suffix(f".{collectives.rank}").open("a") as handle:
-            handle.write(json.dumps(balanced[1:]) + "\n")
-        return balanced
-
-    return balance
-
-
-def data_of(_module: L.LightningModule, folder: Path, ranks: int) -> L.LightningDataModule:
-    """Prompts of 5 to 53 letters."""
-    path = folder / "rows.jsonl"
-    rows = [{"prompt": f"say {'bcdf'[index % 4] * (1 + index * 7 % 49)}"} for index in range(32)]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return PromptDataModule(train=str(path), batch_size=strategy_runs.ROWS // ranks)
-
-
-@pytest.mark.exhaustive
-def test_training_ends_where_it_does_without_the_exchange(
-    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(strategy_runs, "data_of", data_of)
-    model = Path(model_folder)
-    monkeypatch.setattr(updates, "balance_over_ranks", noting(tmp_path / "moved.x"))
-    moved = strategy_runs.run("ppo", model, tmp_path / "moved", strategy="ddp")
-    monkeypatch.setattr(exchange, "MIN_GAIN", 2.0)  # more than there is to gain: nothing moves
-    monkeypatch.setattr(updates, "balance_over_ranks", noting(tmp_path / "stayed.x"))
-    stayed = strategy_runs.run("ppo", model, tmp_path / "stayed", strategy="ddp")
-
-    def balances(folder: str) -> list[tuple[float, float]]:
-        texts = [(tmp_path / f"{folder}.{rank}").read_text() for rank in (0, 1)]
-        assert texts[0] == texts[1]
-        return [tuple(json.loads(line)) for line in texts[0].splitlines()]
-
-    assert all(before == after for before, after in balances("stayed"))
-    assert len(balances("moved")) == strategy_runs.STEPS
-    assert sum(after < before for before, after in balances("moved")) >= 2
-    for name, weight in stayed[0]["weights"].items():
-        for state in moved:
-            torch.testing.assert_close(state["weights"][name], weight, rtol=1e-4, atol=1e-6)
-    same = [name for name in stayed[0]["metrics"] if not name.startswith("perf/")]
-    for state in moved:
-        assert {name: state["metrics"][name] for name in same} == {
-            name: pytest.approx(stayed[0]["metrics"][name], rel=1e-3, abs=1e-5) for name in same
-        }

@@ -17,8 +17,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from lrlhf.callbacks import AtomicCheckpointIO, RLCheckpoint
-from lrlhf.modules.policy.iteration import Iteration
-from lrlhf.run.supervision.signals import Terminated, Termination, answering_sigterm
+from lrlhf.run.supervision.signals import Terminated, answering_sigterm
 from lrlhf.run.supervision.watch import watch_over
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 from tests.distributed.runs import ROOT, fit, members, pid_of, running, wait_for, write_config
@@ -86,14 +85,6 @@ def test_the_running_step_is_finished_and_saved(tmp_path: Path) -> None:
     module = Told()
     run(tmp_path, module, ckpt_path=tmp_path / "ck" / "last.ckpt")
     assert module.weight == 6.0
-
-
-def test_no_validation_comes_between_the_signal_and_the_end(tmp_path: Path) -> None:
-    module = Told(step=1)
-    with pytest.raises(Terminated):
-        run(tmp_path, module, val_check_interval=2, validation=batches(3))
-    assert module.validated == 0
-    assert last(tmp_path) == 2.0
 
 
 def test_a_validation_of_one_process_ends_early_and_the_run_goes_on_from_there(
@@ -178,11 +169,6 @@ def test_a_signal_outside_training_ends_the_run_too() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_trainer_gets_one_set_of_notes(tmp_path: Path) -> None:
-    made = trainer(tmp_path)
-    assert Termination.of(made) is Termination.of(made)
-
-
 def test_lightning_still_has_what_the_handlers_replace() -> None:
     """Fails when Lightning changes what `Termination` leans on."""
     registered = inspect.getsource(_SignalConnector.register_signal_handlers)
@@ -208,23 +194,21 @@ def saved_at(folder: Path) -> tuple[int, float]:
     return saved["global_step"], float(saved["state_dict"]["policy.weight"])
 
 
-POPEN = "ddp_find_unused_parameters_true"
-FORK = "ddp_fork_find_unused_parameters_true"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "to"),
     [
-        (POPEN, "group"),
-        pytest.param(POPEN, "rank 1", marks=pytest.mark.exhaustive),
-        pytest.param(FORK, "launcher", marks=pytest.mark.exhaustive),
+        ("ddp_find_unused_parameters_true", "group"),
+        pytest.param("ddp_find_unused_parameters_true", "rank 1", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "ddp_fork_find_unused_parameters_true", "launcher", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_two_processes_save_and_end(tmp_path: Path, strategy: str, to: str) -> None:
     config = write_config(tmp_path, strategy=strategy)
     with running(fit(config), ROOT) as process:
-        wait_for(tmp_path, 0, 4, "update")
+        wait_for(process, tmp_path, 0, 4, "update")
         if to == "group":
             os.killpg(process.pid, signal.SIGTERM)
         else:
@@ -244,7 +228,7 @@ def test_a_rank_that_hangs_ends_all_at_its_deadline(tmp_path: Path) -> None:
     deadlines = {"class_path": "Deadlines", "init_args": {"generate": 10.0, "grace": 5.0}}
     config = write_config(tmp_path, callbacks=[deadlines])
     with running(fit(config, "--model.stuck_at=2"), ROOT) as process:
-        wait_for(tmp_path, 0, 2, "stuck")
+        wait_for(process, tmp_path, 0, 2, "stuck")
         output = ended(process)
         assert process.returncode == 1, output
         deadline = time.monotonic() + 30
@@ -255,16 +239,3 @@ def test_a_rank_that_hangs_ends_all_at_its_deadline(tmp_path: Path) -> None:
     assert "in phase 'generate' of iteration 2" in output.partition("rank 1 ")[2]
     assert "training_step" in (tmp_path / "stacks_rank0.txt").read_text()
     assert "collectives.py" in (tmp_path / "stacks_rank1.txt").read_text()
-
-
-def test_phases_are_told_to_the_watch(tmp_path: Path) -> None:
-    module = ToyPolicy()
-    made = trainer(tmp_path)
-    made.strategy._lightning_module = module
-    module.trainer = made
-    watch_over(made)
-    iteration = Iteration(module)
-    (watch,) = [callback for callback in made.callbacks if type(callback).__name__ == "Watch"]
-    with iteration.phase("generate"):
-        assert watch.whereabouts == "in phase 'generate' of iteration 1"
-    assert watch.whereabouts == "in phase 'between phases' of iteration 1"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.faults_table_runs import Run, Table
+from tests.faults.faulty_runs import Run
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +37,3 @@ def _own_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = logger.handlers, logger.level
     yield
     logger.handlers, logger.level = before
-
-
-@pytest.fixture
-def table(request: pytest.FixtureRequest) -> Table:
-    """Takes what became of the fault that the test, or its case, is named after."""
-    case = getattr(request.node, "callspec", None)
-    return Table(case.id if case else request.node.name.removeprefix("test_"))

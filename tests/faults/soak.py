@@ -111,11 +111,9 @@ def excesses(grown: dict[str, float]) -> list[str]:
     ]
 
 
-def train(
-    kind: str, folder: Path, *, iterations: int, leak: Callable[[], object] | None = None
-) -> list[Sample]:
+def train(kind: str, folder: Path, *, iterations: int) -> list[Sample]:
     """Train a tiny model with all that a run usually has, and return the samples."""
-    measure = Measure(leak)
+    measure = Measure()
     module, data, callbacks = _parts(kind, folder)
     trainer = L.Trainer(
         default_root_dir=folder,
@@ -156,9 +154,10 @@ def _parts(
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if kind == "RewardModel":
-        network = _reward_network(model, folder, tokenizer)
+        for part in (model, tokenizer):
+            part.save_pretrained(folder / "model")
         pairs = PreferenceDataModule(train=str(path), val=str(path), batch_size=2)
-        return RewardModel(network), pairs, []
+        return RewardModel(str(folder / "model")), pairs, []
     prompts = PromptDataModule(
         train=str(path), val=str(path), batch_size=2, val_batch_size=16, prompt_column="prompt"
     )
@@ -173,13 +172,6 @@ def _parts(
     gae = Advantage(estimator="gae", scale_rewards="std")
     ppo = PPO(model, Rewards([letters]), advantage=gae, update=Update(loss="token_clip"), **options)
     return ppo, prompts, callbacks
-
-
-def _reward_network(model: Any, folder: Path, tokenizer: Any) -> str:
-    source = folder / "model"
-    model.save_pretrained(source)
-    tokenizer.save_pretrained(source)
-    return str(source)
 
 
 def main() -> int:

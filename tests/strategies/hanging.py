@@ -9,7 +9,6 @@ after half a second, ``never`` runs through.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -97,27 +96,18 @@ class Hanging(L.LightningModule):
 class Saves(L.Callback):
     """Saves after the second step."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Hanging, *_: Any) -> None:
         if trainer.global_step == 2:
-            trainer.save_checkpoint(self._folder / "saved.ckpt")
+            trainer.save_checkpoint(pl_module.folder / "saved.ckpt")
 
 
 class SlowReading(AtomicCheckpointIO):
-    """Hangs when it reads.
+    """Hangs when it reads, if the module says so."""
 
-    Args:
-        module: Decides whether.
-    """
-
-    def __init__(self, module: Hanging) -> None:
-        super().__init__()
-        self._module = module
+    module: Hanging
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._module._hang_in("load")
+        self.module._hang_in("load")
         return super().load_checkpoint(*args, **kwargs)
 
 
@@ -136,8 +126,10 @@ class Rows(Dataset[Tensor]):
         return torch.tensor([float(index)])
 
 
-def trainer_for(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
-    return L.Trainer(
+def fit(module: Hanging, *callbacks: L.Callback, ckpt_path: Path | None = None) -> None:
+    reading = SlowReading()
+    reading.module = module
+    trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
         max_steps=4,
@@ -146,10 +138,13 @@ def trainer_for(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Train
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        default_root_dir=folder,
-        callbacks=list(callbacks),
-        **options,
+        val_check_interval=2,
+        default_root_dir=module.folder,
+        callbacks=[*callbacks, Saves()],
+        plugins=[reading],
     )
+    loaders = DataLoader(Rows(module)), DataLoader(torch.zeros(1))
+    trainer.fit(module, *loaders, ckpt_path=ckpt_path, weights_only=True)
 
 
 def run(folder: Path, phase: str, how: str, seconds: float = 1.5) -> Hanging:
@@ -158,29 +153,16 @@ def run(folder: Path, phase: str, how: str, seconds: float = 1.5) -> Hanging:
     limits: dict[str, Any] = {"grace": 2.0, phase: seconds}
     path = None
     if phase == "load":
-        other = Hanging("none", "never", folder)
-        saving = trainer_for(folder, Saves(folder))
-        saving.fit(other, DataLoader(Rows(other)))
+        fit(Hanging("none", "never", folder))
         path = folder / "saved.ckpt"
-    trainer = trainer_for(
-        folder,
-        Deadlines(**limits),
-        Saves(folder),
-        plugins=[SlowReading(module)],
-        val_check_interval=2,
-    )
-    loaders = DataLoader(Rows(module)), DataLoader(torch.zeros(1))
-    trainer.fit(module, *loaders, ckpt_path=path, weights_only=True)
+    fit(module, Deadlines(**limits), ckpt_path=path)
     return module
 
 
 def main(arguments: list[str]) -> int:
     folder, phase, how = Path(arguments[0]), arguments[1], arguments[2]
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-    worker = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(1000,))
-    worker.daemon = True
-    worker.start()
-    (folder / "pids").write_text(f"{os.getpid()} {child.pid} {worker.pid}")
+    (folder / "pids").write_text(f"{os.getpid()} {child.pid}")
     try:
         run(folder, phase, how, float(arguments[3]))
     except DeadlineError as error:

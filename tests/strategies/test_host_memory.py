@@ -35,30 +35,22 @@ BLOCKS = [(25, 2_000_000), (2, 25_000_000)]
 """How many, and of how many float32: 200 MB, below and above what glibc leaves to the system."""
 BYTES = 200_000_000
 PAGES = BYTES // 4096
-
-glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc only")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc only"),
+]
 
 
 def passes(blocks: tuple[int, int], **environment: str) -> list[int]:
     """What `PASSES` prints."""
-    plain = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"
-    }
-    told = subprocess.run(
-        [sys.executable, "-c", PASSES, *map(str, blocks)],
-        env={**plain, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    kept, *numbers = told.stdout.splitlines()[-1].split()
+    names = [name for name in os.environ if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]
+    plain = {name: os.environ[name] for name in names}
+    command = [sys.executable, "-c", PASSES, *map(str, blocks)]
+    told = subprocess.check_output(command, env={**plain, **environment}, text=True)
+    kept, *numbers = told.splitlines()[-1].split()
     return [kept == "True", *map(int, numbers)]
 
 
-@pytest.mark.slow
-@glibc
 @pytest.mark.parametrize("blocks", BLOCKS)
 def test_memory_is_kept_and_then_given_back(blocks: tuple[int, int]) -> None:
     kept, pages, full, left = passes(blocks)
@@ -68,8 +60,6 @@ def test_memory_is_kept_and_then_given_back(blocks: tuple[int, int]) -> None:
     assert left < BYTES / 4
 
 
-@pytest.mark.slow
-@glibc
 @pytest.mark.skipif(
     HUGE_PAGES.exists() and "[always]" in HUGE_PAGES.read_text(),
     reason="the system gives pages of 2 MB",

@@ -115,9 +115,6 @@ def test_a_run_that_begins_says_so_and_an_evaluation_stands_apart(tmp_path: Path
     )
     trainer.test(Toy(), torch.utils.data.DataLoader(torch.zeros(2, 4)), verbose=False)
     assert log.told == ["start over", "test"]
-
-
-def test_a_trial_run_leaves_the_logs_alone(tmp_path: Path) -> None:
     log = Notebook([])
     train(tmp_path, [log], fast_dev_run=True)
     assert (log.told, log.rows) == ([], [])

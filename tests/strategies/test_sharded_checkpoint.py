@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lrlhf.run.atomic import atomic_folder, open_folder
+from lrlhf.run.atomic import atomic_folder
 from lrlhf.run.checkpoints.checkpoint_reader import (
     StoredTensors,
     is_folder_checkpoint,
@@ -25,7 +25,7 @@ from lrlhf.run.checkpoints.checkpoint_reader import (
     read_folder,
 )
 from lrlhf.run.checkpoints.checksums import NotACheckpointError
-from lrlhf.run.checkpoints.sharded_checkpoint import convert_checkpoint, save_folder, write_file
+from lrlhf.run.checkpoints.sharded_checkpoint import convert_checkpoint, save_folder
 
 
 def save(checkpoint: Mapping[str, Any], folder: Path) -> Path:
@@ -86,57 +86,41 @@ def contents() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("lazy", [True, False])
-def test_what_goes_in_comes_out(lazy: bool, tmp_path: Path) -> None:
-    checkpoint = contents()
-    assert_equal(read_folder(save(checkpoint, tmp_path / "c"), lazy=lazy), checkpoint)
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "no tensor": {"step": 1},
+    "only tensors": {"only": torch.ones(2)},
+    "empty parts": {"a": {}, "b": [], "c": ()},
+    "names that spell the same path": {
+        "a": {"b": torch.zeros(1), "rest": 0},
+        "a/b": torch.ones(1),
+        "numbers": {0: torch.zeros(2), "0": torch.ones(2), "rest": 0},
+    },
+}
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-@pytest.mark.parametrize(
-    "checkpoint",
-    [{}, {"step": 1}, {"only": torch.ones(2)}, {"a": {}, "b": [], "c": ()}],
-    ids=["nothing", "no tensor", "only tensors", "empty parts"],
-)
-def test_unusual_checkpoints_come_out_too(
-    checkpoint: dict[str, Any], lazy: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", ["usual", *UNUSUAL])
+def test_what_goes_in_comes_out(kind: str, lazy: bool, tmp_path: Path) -> None:
+    checkpoint = contents() if kind == "usual" else UNUSUAL[kind]
     found = read_folder(save(checkpoint, tmp_path / "c"), lazy=lazy)
     assert isinstance(found, dict)
     assert_equal(found, checkpoint)
 
 
-@pytest.mark.parametrize("lazy", [True, False])
-def test_names_that_spell_the_same_path_stay_apart(lazy: bool, tmp_path: Path) -> None:
-    one, two, three, four = torch.arange(4.0).split(1)
-    checkpoint = {
-        "a": {"b": one, "rest": 0},
-        "a/b": two,
-        "numbers": {0: three, "0": four, "rest": 0},
-    }
-    assert_equal(read_folder(save(checkpoint, tmp_path / "c"), lazy=lazy), checkpoint)
-
-
-def test_a_name_that_means_something_else_here_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="/hparams has an entry '__tensor__'"):
-        save({"hparams": {"__tensor__": "x"}}, tmp_path / "c")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_no_process_holds_is_not_left_out_in_silence(tmp_path: Path) -> None:
-    checkpoint = {"state_dict": {"w": torch.ones(2, device="meta"), "b": torch.ones(2)}}
-    with pytest.raises(ValueError, match="no rank holds /state_dict/w"):
+@pytest.mark.parametrize(
+    ("checkpoint", "message"),
+    [
+        ({"hparams": {"__tensor__": "x"}}, "/hparams has an entry '__tensor__'"),
+        ({"state": {"w": torch.ones(2, device="meta")}}, "no rank holds /state/w"),
+    ],
+)
+def test_what_could_not_be_read_again_is_not_written(
+    checkpoint: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
         save(checkpoint, tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_reading_does_not_share_memory_with_what_was_saved(tmp_path: Path) -> None:
-    weight = torch.ones(2)
-    folder = save({"step": 1, "w": weight}, tmp_path / "c")
-    weight.zero_()
-    first = read_folder(folder, lazy=False)
-    first["w"].zero_()
-    assert read_folder(folder, lazy=False)["w"].tolist() == [1.0, 1.0]
 
 
 # ---------------------------------------------------------------------- lazily
@@ -158,24 +142,15 @@ def test_stored_tensors_are_a_mapping_that_reads_one_at_a_time(
     stored = read_folder(folder, lazy=True)["state_dict"]
     reads.clear()
     assert isinstance(stored, StoredTensors)
-    assert isinstance(stored, Mapping)
     assert "a" in stored
     assert "d" not in stored
-    assert 1 not in stored
-    assert len(stored) == 3
     assert list(stored) == list(stored.keys()) == ["a", "b", "c"]
-    assert stored.keys() ^ {"a", "d"} == {"b", "c", "d"}
-    assert reads == []
+    assert (len(stored), reads) == (3, [])
     assert stored["b"].tolist() == [0, 0, 0]
     assert len(reads) == 1
-    assert stored.get("d") is None
     with pytest.raises(KeyError, match="d"):
         stored["d"]
-    assert {name: value.tolist() for name, value in stored.items()} == {
-        "a": [1.0, 1.0],
-        "b": [0.0, 0.0, 0.0],
-        "c": 4,
-    }
+    assert_equal(dict(stored), tensors)
     assert len(reads) == 4
 
 
@@ -199,14 +174,10 @@ class Foreign:
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "no shard": lambda c: shard(c).unlink(),
     "cut shard": lambda c: cut(shard(c)),
-    "empty shard": lambda c: shard(c).write_bytes(b""),
     "other shard": lambda c: shard(c).write_bytes(b"x" * shard(c).stat().st_size),
     "no list": lambda c: (c / ".metadata").unlink(),
-    "cut list": lambda c: cut(c / ".metadata"),
-    "empty list": lambda c: (c / ".metadata").write_bytes(b""),
     "other list": lambda c: (c / ".metadata").write_bytes(pickle.dumps({"a": 1})),
     "cut meta": lambda c: cut(c / "meta.pt"),
-    "empty meta": lambda c: (c / "meta.pt").write_bytes(b""),
     "foreign class": lambda c: torch.save({"a": Foreign()}, c / "meta.pt"),
     "other meta": lambda c: torch.save([1], c / "meta.pt"),
     "unknown tensor": lambda c: torch.save({"w": {"__tensor__": "/v"}}, c / "meta.pt"),
@@ -231,14 +202,10 @@ def short(text: str) -> bytes:
     ("module", "name"),
     [
         ("os", "system"),
-        ("posix", "system"),
-        ("builtins", "eval"),
         # as attributes of modules whose own classes such a list consists of
         ("torch.distributed.checkpoint.filesystem", "os.system"),
         ("torch.distributed.checkpoint.metadata", "os.system"),
-        ("torch", "os.system"),
         ("torch", "serialization.os.system"),
-        ("pathlib", "os.system"),
     ],
 )
 def test_a_list_of_tensors_that_would_run_code_is_refused_and_does_not(
@@ -276,11 +243,9 @@ def test_an_interrupt_while_reading_or_writing_stays_an_interrupt(
 
 
 NO_CHECKPOINTS: dict[str, Callable[[Path], object]] = {
-    "empty": lambda path: path.write_bytes(b""),
     "text": lambda path: path.write_text("hello " * 100),
     "foreign": lambda path: torch.save({"state_dict": {}, "a": Foreign()}, path),
     "other": lambda path: torch.save({"w": torch.ones(1)}, path),
-    "list": lambda path: torch.save([1], path),
     "folder": lambda path: path.mkdir(),
     "missing": lambda _: None,
 }
@@ -316,16 +281,12 @@ def test_converting_there_and_back_keeps_every_bit(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [file, folder, again]
 
 
-@pytest.mark.parametrize("to", ["sharded", "full"])
-def test_converting_over_something_is_refused(to: Any, tmp_path: Path) -> None:
+def test_converting_over_something_is_refused(tmp_path: Path) -> None:
     torch.save(contents(), tmp_path / "a.ckpt")
     (tmp_path / "b.ckpt").write_text("precious")
-    (tmp_path / "c.ckpt").mkdir()
-    for name in ("b.ckpt", "c.ckpt"):
-        with pytest.raises(FileExistsError, match=rf"{name} exists; choose another name"):
-            convert_checkpoint(tmp_path / "a.ckpt", tmp_path / name, to)
+    with pytest.raises(FileExistsError, match=r"b\.ckpt exists; choose another name"):
+        convert_checkpoint(tmp_path / "a.ckpt", tmp_path / "b.ckpt", "full")
     assert (tmp_path / "b.ckpt").read_text() == "precious"
-    assert list((tmp_path / "c.ckpt").iterdir()) == []
 
 
 def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -334,22 +295,6 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpointError, match=r"a\.ckpt"):
         convert_checkpoint(folder, tmp_path / "b.ckpt", "full")
     assert list(tmp_path.iterdir()) == [folder]
-
-
-@pytest.mark.parametrize("before", ["nothing", "file", "folder"])
-def test_a_folder_becomes_one_file_in_the_place_of_what_was_there(
-    before: str, tmp_path: Path
-) -> None:
-    path, parts = tmp_path / "last.ckpt", tmp_path / ".last.ckpt.parts"
-    if before == "file":
-        path.write_text("old")
-    elif before == "folder":
-        save({"old": torch.ones(1)}, path)
-    open_folder(parts)
-    save_folder(contents() | {"w": torch.arange(3)}, parts, None)
-    write_file(parts, path)
-    assert torch.load(path, weights_only=True)["w"].tolist() == [0, 1, 2]
-    assert list(tmp_path.iterdir()) == [path]
 
 
 # ---------------------------------------------------------------------- two processes
@@ -401,18 +346,16 @@ def two_ranks(rank: int, folder: Path, case: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.fixture
-def saved_by_two(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+def saved_by_two(folder: Path, case: str) -> Path:
     # forked: what is imported already is there
     torch.multiprocessing.start_processes(
-        two_ranks, args=(tmp_path, request.param), nprocs=2, start_method="fork"
+        two_ranks, args=(folder, case), nprocs=2, start_method="fork"
     )
-    return tmp_path
+    return folder
 
 
 @pytest.mark.skipif(os.name != "posix", reason="processes are forked")
-@pytest.mark.parametrize("saved_by_two", ["plain", "more on rank 1"], indirect=True)
-def test_tensors_come_from_the_ranks_that_hold_them(saved_by_two: Path) -> None:
+def test_tensors_come_from_the_ranks_that_hold_them(tmp_path: Path) -> None:
     expected = {
         "rank": 0,
         "w": {
@@ -422,12 +365,13 @@ def test_tensors_come_from_the_ranks_that_hold_them(saved_by_two: Path) -> None:
             "on 1": torch.arange(3.0) + 1,
         },
     }
-    assert not list(saved_by_two.glob("error*"))
+    saved_by_two(tmp_path, "more on rank 1")
+    assert not list(tmp_path.glob("error*"))
     for lazy in (True, False):
-        assert_equal(read_folder(saved_by_two / "c", lazy=lazy), expected)
+        assert_equal(read_folder(tmp_path / "c", lazy=lazy), expected)
 
 
-@pytest.mark.parametrize("saved_by_two", ["on none"], indirect=True)
-def test_all_ranks_refuse_what_none_of_them_holds(saved_by_two: Path) -> None:
+def test_all_ranks_refuse_what_none_of_them_holds(tmp_path: Path) -> None:
+    saved_by_two(tmp_path, "on none")
     for rank in range(2):
-        assert "no rank holds /w/lost" in (saved_by_two / f"error{rank}").read_text()
+        assert "no rank holds /w/lost" in (tmp_path / f"error{rank}").read_text()

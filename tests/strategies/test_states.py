@@ -106,33 +106,21 @@ def test_by_name_the_order_of_parameters_does_not_matter() -> None:
     assert_same_moments(moments(other, fresh), moments(module, optimizer))
 
 
-def test_a_state_before_the_first_step_is_empty_and_loads() -> None:
-    module, other = Two(), Two()
-    state = optimizer_state(module, adamw(module))
-    assert state["state"] == {}
-    fresh = adamw(other)
-    load_optimizer_state(other, fresh, state)
-    assert not fresh.state
-
-
-def test_entries_that_are_no_tensors_come_through() -> None:
-    # SGD keeps None for a parameter without momentum
-    module, other = Two(), Two()
-    optimizer = SGD(module.parameters(), lr=0.1)
-    stepped(module, optimizer)
-    fresh = SGD(other.parameters(), lr=0.5)
-    load_optimizer_state(other, fresh, optimizer_state(module, optimizer))
-    assert all(value == {"momentum_buffer": None} for value in fresh.state.values())
-    assert fresh.param_groups[0]["lr"] == 0.1
-
-
-def test_a_parameter_that_got_no_gradient_has_no_state() -> None:
+def test_parameters_without_a_state_and_entries_that_are_no_tensors_come_through() -> None:
     module, other = Two(), Two()
     optimizer, fresh = adamw(module), adamw(other)
+    load_optimizer_state(other, fresh, optimizer_state(module, optimizer))
+    assert not fresh.state  # before the first step
     module.first.bias.grad = torch.ones(2)
     optimizer.step()
     load_optimizer_state(other, fresh, optimizer_state(module, optimizer))
     assert set(fresh.state) == {other.first.bias}
+    # SGD keeps None for a parameter without momentum
+    sgd, fresh = SGD(module.parameters(), lr=0.1), SGD(other.parameters(), lr=0.5)
+    stepped(module, sgd)
+    load_optimizer_state(other, fresh, optimizer_state(module, sgd))
+    assert all(value == {"momentum_buffer": None} for value in fresh.state.values())
+    assert fresh.param_groups[0]["lr"] == 0.1
 
 
 def test_the_state_of_other_parameters_is_refused() -> None:
@@ -141,18 +129,12 @@ def test_the_state_of_other_parameters_is_refused() -> None:
     smaller = AdamW([module.first.weight])
     with pytest.raises(CheckpointMismatchError, match="has 3 parameters and this one 1"):
         load_optimizer_state(module, smaller, state)
+    with pytest.raises(CheckpointMismatchError, match="2 groups of parameters and this one 1"):
+        load_optimizer_state(module, adamw(module, one_group=True), state)
     state["param_groups"][1]["params"] = ["elsewhere.bias"]
     state["state"]["elsewhere.bias"] = state["state"].pop("first.bias")
     with pytest.raises(CheckpointMismatchError, match=r"elsewhere\.bias"):
         load_optimizer_state(module, adamw(module), state)
-
-
-@pytest.mark.parametrize("by", [optimizer_state, lambda _, optimizer: optimizer.state_dict()])
-def test_other_groups_are_refused(by: Callable[..., dict[str, Any]]) -> None:
-    module, optimizer = trained()
-    other = Two()
-    with pytest.raises(CheckpointMismatchError, match="2 groups of parameters and this one 1"):
-        load_optimizer_state(other, adamw(other, one_group=True), by(module, optimizer))
 
 
 def test_numbers_stand_for_parameters_in_the_order_of_the_groups() -> None:

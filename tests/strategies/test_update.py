@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 
 from lrlhf.run import Updater, count_iterations_as_steps, gradients_of
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+
 
 def trainer() -> L.Trainer:
     return L.Trainer(
@@ -47,16 +49,11 @@ def test_norm_scale_and_drop_of_all_groups() -> None:
     assert one.grad is None
     assert two.grad is None
     assert gradients.norm().item() == 0.0
-
-
-def test_dropped_gradients_move_no_weight_moment_or_decay() -> None:
-    one, two, idle = weights()
-    optimizer = AdamW([one, two, idle], lr=1.0, weight_decay=0.5)
-    gradients_of(trainer(), optimizer).drop()
-    optimizer.step()
-    assert not optimizer.state
-    for weight in (one, two, idle):
-        assert weight.tolist() == [1.0, 1.0]
+    # no weight, moment or decay moves
+    step = AdamW([one, two, idle], lr=1.0, weight_decay=0.5)
+    step.step()
+    assert not step.state
+    assert [weight.tolist() for weight in (one, two, idle)] == [[1.0, 1.0]] * 3
 
 
 class Two(L.LightningModule):
@@ -93,16 +90,13 @@ def fit(module: Two) -> Two:
     return module
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize(
     ("clips", "expected"),
     [
         # gradients 3 and 4; w = -lr · g · min(1, clip / |g|)
         ((float("inf"), float("inf")), (-3.0, -2.0)),
-        ((1.0, float("inf")), (-1.0, -2.0)),
-        ((float("inf"), 0.5), (-3.0, -0.25)),
-        ((10.0, 10.0), (-3.0, -2.0)),
-        ((0.0, 1.0), (0.0, -0.5)),
+        ((1.0, 10.0), (-1.0, -2.0)),
+        ((0.0, 0.5), (0.0, -0.25)),
     ],
 )
 def test_each_optimizer_is_clipped_to_its_own_norm(
@@ -116,9 +110,7 @@ def test_each_optimizer_is_clipped_to_its_own_norm(
     assert module.two.grad is None
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
-@pytest.mark.parametrize("factor", [float("inf"), float("nan")])
-@pytest.mark.parametrize("clip", [1.0, float("inf")])
+@pytest.mark.parametrize(("factor", "clip"), [(float("inf"), 1.0), (float("nan"), float("inf"))])
 def test_a_gradient_that_is_not_finite_moves_its_own_model_only_by_nothing(
     factor: float, clip: float
 ) -> None:
@@ -128,7 +120,6 @@ def test_a_gradient_that_is_not_finite_moves_its_own_model_only_by_nothing(
     assert module.two.tolist() == [0.0, -2.0]
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_two_optimizers_make_one_step() -> None:
     module = Two((1.0, 1.0))
     made = trainer()

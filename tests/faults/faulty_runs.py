@@ -1,11 +1,9 @@
 """Runs of the command line on a tiny model, with a fault in them, in this process."""
 
 import contextlib
-import functools
 import io
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -14,14 +12,12 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import lightning as L
-import pytest
 import torch
 import yaml
 from torch import Tensor
 
 from lrlhf.cli import run
 from lrlhf.rollout import RolloutListener
-from tests.faults.faults_table import FAULTS, Outcome, report
 
 STEPS = 4
 
@@ -65,15 +61,7 @@ class Faulty:
             time.sleep(1)
         if self.way == "exit":
             sys.exit(3)
-        ways = {
-            "few": good[:1],
-            "nan": [float("nan")] * len(good),
-            "inf": [float("inf")] * len(good),
-            "none": [None] * len(good),
-            "some": [None, *good[1:]],
-            "hang": good,
-        }
-        return ways[self.way]
+        return good
 
 
 class Inject(L.Callback, RolloutListener):
@@ -203,23 +191,15 @@ class Run:
         assert not Inject.plan, f"never came to pass: {list(Inject.plan)}"
         return Ended(status, out.getvalue(), err.getvalue())
 
-    def set_reward(self, way: str, **options: Any) -> None:
-        """Have the reward go wrong; ``options`` are those of `Faulty` and of ``Rewards``."""
-        own = {key: options.pop(key) for key in ("first", "last") if key in options}
-        function = {"class_path": f"{__name__}.Faulty", "init_args": {"way": way, **own}}
-        self.config["model"]["init_args"]["rewards"]["init_args"] = {
-            "functions": [function],
-            **options,
-        }
+    def set_reward(self, way: str, *, first: int, last: int = 10**9, **options: Any) -> None:
+        """Have the reward go wrong; ``options`` are those of ``Rewards``."""
+        arguments = {"way": way, "first": first, "last": last}
+        function = {"class_path": f"{__name__}.Faulty", "init_args": arguments}
+        rewards = self.config["model"]["init_args"]["rewards"]
+        rewards["init_args"] = {"functions": [function], **options}
 
     def path(self, name: str) -> Path:
         return self.folder / "run" / name
-
-    @property
-    def checkpoints(self) -> list[Path]:
-        """Ranked checkpoints, oldest first, without ``last.ckpt``."""
-        found = self.path("checkpoints").glob("step=*.ckpt")
-        return sorted(path for path in found if not path.is_symlink())
 
     def last(self) -> dict[str, Any]:
         loaded: dict[str, Any] = torch.load(
@@ -257,56 +237,3 @@ def assert_intact(run: Run, steps: int) -> None:
         seen = {record["step"] for record in run.records()}
         assert seen <= set(range(steps + 1))
         assert seen >= set(range(steps))
-
-
-def case(name: str, first: Any, *rest: str, exhaustive: bool = False) -> Any:
-    """A case of a table of faults: what is done, and what the message has to name."""
-    marks = [pytest.mark.exhaustive] if exhaustive else []
-    return pytest.param(first, rest, id=name, marks=marks)
-
-
-class Table:
-    """What a test tells the table of faults.
-
-    Args:
-        name: Of the fault.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name, self._fault = name, FAULTS[name]
-
-    def recovered(self, seen: str) -> None:
-        """The run came to its end."""
-        self._tell("recovered", seen)
-
-    def stopped(
-        self, ended: Ended, *culprits: str, status: int = 1, traceback: bool = False
-    ) -> None:
-        """The run stopped with a message that has all the culprits in it."""
-        assert ended.status == status, ended
-        assert ("Traceback" in ended.err) == traceback, ended.err
-        for culprit in culprits:
-            assert culprit in ended.message, ended.err
-        # neither temporary folders nor ports belong into a table
-        shown = re.sub(r"/[^\s']*/run/", "run/", ended.message)
-        shown = re.sub(r"(127\.0\.0\.1):\d+", r"\1:PORT", shown)
-        shown = shown if len(shown) < 240 else f"{shown[:240]} …"
-        self._tell("stopped", f"exit {status}: `{shown}`")
-
-    def _tell(self, ended: str, seen: str) -> None:
-        assert ended == self._fault.expected
-        report(Outcome(self._name, ended, seen))
-
-
-def once(
-    original: Callable[..., Any], error: Exception, when: Callable[..., bool]
-) -> Callable[..., Any]:
-    """``original``, which raises ``error`` where ``when`` says so."""
-
-    @functools.wraps(original)
-    def faulty(*arguments: Any, **options: Any) -> Any:
-        if when(*arguments, **options):
-            raise error
-        return original(*arguments, **options)
-
-    return faulty
