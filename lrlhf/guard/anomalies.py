@@ -108,20 +108,15 @@ def reference_kl(experience: Experience) -> Tensor | None:
 
 
 def measure(experience: Experience, *, replayed: bool, drawn: bool = False) -> Tensor:
-    """`[10]`: the `IterationSums` of this rank.
+    """`[10]`: the `IterationSums` of this rank, before its update.
 
-    Args:
-        experience: Of the iteration, before its update.
-        replayed: Whether it was stored: then the engine is not to blame for any difference.
-        drawn: Whether the old log-probabilities are the engine's own: how far these are from the
-            policy's is seen in the update.
+    Of a ``replayed`` experience the engine is not to blame for any difference. Where the old
+    log-probabilities are the engine's own (``drawn``), the update sees how far they are apart.
     """
-    groups = _looked_at(experience)
     mask = experience.response_mask
-    bad = {
-        kind: sum(float(_bad(value, mask).sum()) for value in tensors.values())
-        for kind, tensors in groups.items()
-    }
+    bad = {"logprobs": 0.0, "advantages": 0.0, "values": 0.0}
+    for kind, _, value in _looked_at(experience):
+        bad[kind] += float(_bad(value, mask).sum())
     kl, rows = reference_kl(experience), float(len(experience))
     old = None if replayed or drawn else experience.old_logprobs
     mismatch = 0.0
@@ -142,13 +137,7 @@ def measure(experience: Experience, *, replayed: bool, drawn: bool = False) -> T
 
 
 def judge(sums: IterationSums, guard: Guard, lengths: RunningLength) -> list[Anomaly]:
-    """Say what is wrong with an iteration.
-
-    Args:
-        sums: Of all ranks.
-        guard: The limits.
-        lengths: Of the iterations before.
-    """
+    """Say what is wrong with an iteration, by the ``sums`` of all ranks."""
     found = [
         Anomaly(kind, f"{what}: {count:.0f} of them", count, None)
         for kind, what, count in (
@@ -175,13 +164,7 @@ def judge(sums: IterationSums, guard: Guard, lengths: RunningLength) -> list[Ano
 
 
 def judge_mismatch(total: float, tokens: float, guard: Guard) -> list[Anomaly]:
-    """Say whether trainer and engine are too far apart.
-
-    Args:
-        total: Nats, over all ranks.
-        tokens: As many as they were added up over.
-        guard: The limit.
-    """
+    """Say whether trainer and engine are too far apart: ``total`` nats over ``tokens``."""
     limit, mean = guard.max_mismatch, total / max(tokens, 1)
     if limit is None or not mean > limit:
         return []
@@ -191,22 +174,18 @@ def judge_mismatch(total: float, tokens: float, guard: Guard) -> list[Anomaly]:
     return [Anomaly("mismatch", text, mean, limit)]
 
 
-def _looked_at(experience: Experience) -> dict[str, dict[str, Tensor]]:
-    """The tensors of which every entry of a response must be finite, by kind of anomaly."""
-    groups: dict[str, dict[str, Tensor | None]] = {
-        "logprobs": {
-            "the engine's log-probabilities": experience.sampling_logprobs,
-            "the log-probabilities before the update": experience.old_logprobs,
-            "the policy's log-probabilities": experience.policy_logprobs,
-            "the reference's log-probabilities": experience.ref_logprobs,
-        },
-        "advantages": {"the advantages": experience.advantages},
-        "values": {"the values": experience.values, "the returns": experience.returns},
-    }
-    return {
-        kind: {name: value for name, value in tensors.items() if value is not None}
-        for kind, tensors in groups.items()
-    }
+def _looked_at(experience: Experience) -> list[tuple[str, str, Tensor]]:
+    """The tensors of which every entry of a response must be finite: kind of anomaly, and name."""
+    looked_at = [
+        ("logprobs", "the engine's log-probabilities", experience.sampling_logprobs),
+        ("logprobs", "the log-probabilities before the update", experience.old_logprobs),
+        ("logprobs", "the policy's log-probabilities", experience.policy_logprobs),
+        ("logprobs", "the reference's log-probabilities", experience.ref_logprobs),
+        ("advantages", "the advantages", experience.advantages),
+        ("values", "the values", experience.values),
+        ("values", "the returns", experience.returns),
+    ]
+    return [(kind, name, value) for kind, name, value in looked_at if value is not None]
 
 
 def _bad(values: Tensor, mask: Tensor) -> Tensor:
@@ -245,9 +224,7 @@ def locate(
 
 def locate_in(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> str:
     """Say where the first entry of an experience is that is not finite; empty: nowhere."""
-    outputs = {
-        name: value for group in _looked_at(experience).values() for name, value in group.items()
-    }
+    outputs = {name: value for _, name, value in _looked_at(experience)}
     infinite = experience.scores.nan_to_num(0.0, torch.inf, -torch.inf)
     return locate(experience, {"the scores": infinite, **outputs}, tokenizer=tokenizer)
 

@@ -140,7 +140,9 @@ def _write_texts(
     rows: Sequence[Sequence[Mapping[str, Any]]],
 ) -> None:
     trainer = module.trainer
-    config = _config_text(trainer)
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    savers = [callback for callback in callbacks if isinstance(callback, SaveConfigCallback)]
+    config = str(savers[0].parser.dump(savers[0].config, skip_none=False)) if savers else ""
     python = "lrlhf.modules.replay_dump(module, folder), with the module built as for the run"
     about = {
         "format": FORMAT,
@@ -167,12 +169,6 @@ def _write_texts(
     (fresh / RECORDS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     if config:
         (fresh / CONFIG_FILE).write_text(config, encoding="utf-8")
-
-
-def _config_text(trainer: L.Trainer) -> str:
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    savers = [callback for callback in callbacks if isinstance(callback, SaveConfigCallback)]
-    return str(savers[0].parser.dump(savers[0].config, skip_none=False)) if savers else ""
 
 
 def read_about(folder: Path) -> dict[str, Any]:
@@ -218,9 +214,5 @@ def read_dump(folder: Path) -> Dump:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read a dump's ``state_dict``, and what the module adds to checkpoints.
-
-    Raises:
-        NotACheckpointError: It is missing or damaged.
-    """
+    """Read a dump's ``state_dict``, and what the module adds to checkpoints."""
     return read_checkpoint(folder / STATE_FILE)

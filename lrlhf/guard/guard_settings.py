@@ -79,11 +79,7 @@ class Guard:
 
 
 def refuse_policy_limits(guard: Guard) -> None:
-    """Refuse limits that are about responses, in a module that draws none.
-
-    Raises:
-        ValueError: One is set; names it.
-    """
+    """Raise `ValueError` for a limit that is about responses, in a module that draws none."""
     for name in ("max_kl", "max_length_factor", "max_mismatch"):
         if getattr(guard, name) is not None:
             raise ValueError(f"guard.{name} is about a policy's responses; RewardModel has none")

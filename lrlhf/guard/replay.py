@@ -45,7 +45,6 @@ class Replayable(Protocol):
     @property
     def step_names(self) -> tuple[str, ...]:
         """Stages of the bundles that it knows."""
-        ...
 
     def retake(self, bundle: StepBundle) -> Retaken:
         """Take the step of a bundle again, with the code that took it.
@@ -53,7 +52,6 @@ class Replayable(Protocol):
         It is called inside of a training step of manual optimization, with the weights and the
         module's own state as the step found them.
         """
-        ...
 
 
 @dataclass

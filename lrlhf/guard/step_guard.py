@@ -22,11 +22,7 @@ _logger = logging.getLogger(__name__)
 
 
 class StepGuard:
-    """Counts steps that were left out, writes dumps of them, and stops the run past the quota.
-
-    Args:
-        settings: The limits.
-    """
+    """Counts steps that were left out, writes dumps of them, and stops the run past the quota."""
 
     def __init__(self, settings: Guard) -> None:
         self.settings = settings

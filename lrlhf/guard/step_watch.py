@@ -86,11 +86,7 @@ class StepWatch:
         self._sums[0] += infinite
 
     def see_ratios(self, log_ratios: Tensor) -> None:
-        """Look at how far the present micro-batch's probabilities have moved.
-
-        Args:
-            log_ratios: `[N]`, of each row, in nats.
-        """
+        """Look at how far the present micro-batch has moved: `[N]`, of each row, in nats."""
         if self._replayed:
             return
         distances = log_ratios.detach().abs().float()

@@ -26,14 +26,8 @@ def naming(path: Path, fresh: Path | None = None) -> Iterator[None]:
     """Have errors say which file could not be written: the system names none when a disk is full.
 
     Torch reports a write that failed as an error of its own making, from which only the context
-    leads to what the system said.
-
-    Args:
-        path: What the block writes.
-        fresh: The temporary name that it is written under, which means nothing to anybody else.
-
-    Raises:
-        OSError: As the system reported it, with ``path`` where it named no file, or ``fresh``.
+    leads to what the system said. The ``OSError`` names ``path`` where the system named no file, or
+    ``fresh``: the temporary name, which means nothing to anybody else.
     """
     handled = sys.exception()
     try:
@@ -144,12 +138,8 @@ def atomic_link(path: Path, target: Path) -> None:
 def remove_unclaimed(folder: Path, name: str, ending: str) -> None:
     """Remove what has a temporary name and no living owner.
 
-    Where the file system has no locks, nothing tells who lives, and all of it goes.
-
-    Args:
-        folder: Where to look.
-        name: That would have been taken, or what it ends with behind a dot, such as ``ckpt``.
-        ending: Of the temporary ones: ``tmp``, or another one that `temporary_folder` was given.
+    Where the file system has no locks, nothing tells who lives, and all of it goes. ``name`` is
+    what would have been taken, or what it ends with behind a dot, such as ``ckpt``.
     """
     if not folder.is_dir():
         return
@@ -161,11 +151,7 @@ def remove_unclaimed(folder: Path, name: str, ending: str) -> None:
 
 
 def _claim(descriptor: int) -> bool:
-    """Have others see that an open file or folder is being written, until it is closed.
-
-    Returns:
-        Whether nobody else has claimed it; also true where the file system has no such locks.
-    """
+    """Have others see that what is open is being written; False: somebody else has claimed it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -288,15 +274,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def check_room(path: Path, content: Any, what: str = "a checkpoint") -> None:
-    """Refuse to write what the disk has no room for.
+    """Raise `OSError` where the disk has less room than the tensors of ``content`` take.
 
-    Args:
-        path: Of the file or folder; need not exist.
-        content: Nested; its tensors count, whole ones as split ones, each once.
-        what: What the content is.
-
-    Raises:
-        OSError: There is less room than the tensors take.
+    They count whole ones as split ones, each once; ``path`` need not exist.
     """
     unique = {id(tensor): tensor for tensor in _tensors(content)}
     needed = sum(tensor.numel() * tensor.element_size() for tensor in unique.values())

@@ -31,11 +31,7 @@ def hold_folder(trainer: L.Trainer, folder: Path) -> None:
     """Have a run be the only one that writes into a folder, until it is torn down.
 
     Rank zero takes it for all. The system lets go of it when that process ends, however it ends.
-    What has a protocol, or is only tried out (``fast_dev_run``), is not held.
-
-    Args:
-        trainer: Of the run; all ranks call.
-        folder: Made if it is not there.
+    What has a protocol, or is only tried out (``fast_dev_run``), is not held. All ranks call.
 
     Raises:
         FolderInUseError: Another run has it; on all ranks.
@@ -106,10 +102,7 @@ def _taken(folder: Path, path: Path) -> IO[bytes]:
 def _own(descriptor: int) -> bool | None:
     """Take an open file for this process, and for none that it forks, until it is closed.
 
-    The lock is gone too when this process closes any other descriptor of the same file.
-
-    Returns:
-        Whether no other process has it; None: the file system has no such locks.
+    False: another process has it. None: the file system has no such locks.
     """
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

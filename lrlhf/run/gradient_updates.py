@@ -24,15 +24,12 @@ class Gradients(Protocol):
 
     def norm(self) -> Tensor:
         """Compute their norm over all parameters and ranks, the same everywhere; a scalar."""
-        ...
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiply them in place."""
-        ...
 
     def drop(self) -> None:
         """Forget them: the step that follows moves nothing, no weight, moment or decay."""
-        ...
 
 
 @runtime_checkable
@@ -41,7 +38,6 @@ class HoldsGradients(Protocol):
 
     def gradients_of(self, optimizer: Optimizer) -> Gradients:
         """Return those that the optimizer's next step would take."""
-        ...
 
 
 class _OfParameters:

@@ -43,8 +43,7 @@ class ResumableLog(Protocol):
 class LogRows(L.Callback):
     """Keeps the positions of the loggers, and the row that is about to be written, in checkpoints.
 
-    It stands before all other callbacks, whose rows at the start of a run would otherwise be
-    forgotten with those of the killed one.
+    It stands before all other callbacks: rows of theirs at the start would be forgotten else.
     """
 
     def __init__(self) -> None:

@@ -18,12 +18,7 @@ def run_seed(seed: int | None) -> int:
 
 
 def seed_everything_for(seed: int, *where: int) -> None:
-    """Seed torch, NumPy and Python for one rank and step.
-
-    Args:
-        seed: Seed of the run.
-        where: Coordinates such as the step and the rank; each combination gives its own stream.
-    """
+    """Seed torch, NumPy and Python for coordinates such as step and rank, each with its stream."""
     words = np.random.SeedSequence([seed, *where]).generate_state(3)
     torch.manual_seed(int(words[0]))
     np.random.seed(int(words[1]))
@@ -31,11 +26,5 @@ def seed_everything_for(seed: int, *where: int) -> None:
 
 
 def sample_seeds(seed: int, *where: int, count: int) -> list[int]:
-    """Return ``count`` seeds of 32 bits, one per response.
-
-    Args:
-        seed: Seed of the run.
-        where: Coordinates of the first response: the step, and the index of the prompt.
-        count: Number of responses.
-    """
+    """Return ``count`` seeds of 32 bits, one per response to the prompt at ``where``."""
     return [int(word) for word in np.random.SeedSequence([seed, *where]).generate_state(count)]

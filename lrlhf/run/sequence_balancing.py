@@ -117,14 +117,7 @@ def _exchanged(
     parts: Sequence[Sequence[int]],
     collectives: Collectives,
 ) -> Experience:
-    """Send each row where it belongs, and put together what arrives.
-
-    Args:
-        rows: Of this rank.
-        groups: Of all ranks, rank by rank.
-        parts: Numbers of the groups that each rank gets.
-        collectives: The ranks.
-    """
+    """Send each row where it belongs, ``parts`` of ``groups`` by rank, and join what arrives."""
     rank = collectives.rank
     leaving = [[index for index in part if groups[index].rank == rank] for part in parts]
     coming = [

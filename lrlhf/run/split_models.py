@@ -18,7 +18,6 @@ class Trains(Protocol):
 
     def trainable_models(self) -> dict[str, nn.Module]:
         """Models that receive gradients, by role, in the order of their optimizers."""
-        ...
 
 
 @runtime_checkable
@@ -27,7 +26,6 @@ class SplitsModels(Protocol):
 
     def shard_frozen(self, model: nn.Module, *, whole: bool = False) -> None:
         """Have a model compute as trained ones do, in place, and unless ``whole`` split it."""
-        ...
 
 
 def leave_inference_mode(trainer: L.Trainer) -> None:

@@ -98,7 +98,7 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
         offload_parameters: bool = False,
         config: dict[str, Any] | None = None,
         checkpoint: Literal["sharded", "full"] = "sharded",
-        timeout: float | timedelta = 1800.0,
+        timeout: float = 1800.0,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **options: Any,
@@ -112,9 +112,11 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
                 f"{stage}: set it to 3"
             )
         check_further_options(config or {})
-        span = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         super().__init__(
-            stage=stage, timeout=span, process_group_backend=process_group_backend, **options
+            stage=stage,
+            timeout=timedelta(seconds=timeout),
+            process_group_backend=process_group_backend,
+            **options,
         )
         start_processes_by(self, start_method)
         self.stage = stage
@@ -126,10 +128,6 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
         self._frozen: list[Any] = []
 
     # ------------------------------------------------------------------ set-up
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self.root_device.type != "cpu"
 
     def setup_environment(self) -> None:
         """Join the other processes; Lightning's own refuses CPUs here."""
@@ -214,11 +212,9 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
         return self.precision_plugin.precision in ("bf16-mixed", "bf16-true")
 
     def shard_frozen(self, model: nn.Module, *, whole: bool = False) -> None:
-        """Shard a model that gets no gradient; with stages 1 and 2 it stays whole.
+        """Shard a model that gets no gradient; with stages 1 and 2, or ``whole``, it stays whole.
 
-        Args:
-            model: Whole; it stays callable as the same object. Done twice it is done once.
-            whole: Leave it whole, only in the precision that trained models compute in.
+        It is callable as the same object, in the precision that trained models compute in.
         """
         if whole or self.stage != 3:
             self._compute_whole(model)
@@ -265,10 +261,6 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @property
     def lightning_restore_optimizer(self) -> bool:
         return True
 
@@ -310,11 +302,7 @@ def _refuse(model: nn.Module) -> None:
 
 
 def _prepare_cpu() -> None:
-    """Keep DeepSpeed on the CPU, and from compiling its own communication for it.
-
-    Raises:
-        ValueError: DeepSpeed was imported before and has taken the GPU.
-    """
+    """Keep DeepSpeed on the CPU, and from compiling its own communication for it."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     deepspeed = zero.load_deepspeed()
     taken = deepspeed.accelerator.get_accelerator().device_name()

@@ -29,15 +29,7 @@ _ELSEWHERE = {
 def engine_config(
     *, stage: int, offload_optimizer: bool, offload_parameters: bool, bf16: bool, on_gpu: bool
 ) -> dict[str, Any]:
-    """Return the options of an engine that trains a model.
-
-    Args:
-        stage: 1, 2 or 3.
-        offload_optimizer: Keep master weights and optimizer states in main memory.
-        offload_parameters: Keep the shards of the weights there too.
-        bf16: Compute in bfloat16.
-        on_gpu: There are streams to overlap, and memory to pin.
-    """
+    """Return the options of an engine that trains a model; see `DeepSpeed` for their meaning."""
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": on_gpu and stage > 1}
     memory = {"device": "cpu", "pin_memory": on_gpu}
     if offload_optimizer:
@@ -83,11 +75,7 @@ def merged(config: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, A
 
 
 def check_further_options(options: Mapping[str, Any]) -> None:
-    """Refuse options that are set somewhere else.
-
-    Raises:
-        ValueError: Says where.
-    """
+    """Raise `ValueError` for an option that is set somewhere else; it says where."""
     zero = options.get("zero_optimization", {})
     names = [*options, *(f"zero_optimization.{name}" for name in zero)]
     for name in names:

@@ -226,11 +226,7 @@ def close_engine(engine: Any) -> None:
 def check_ownership(
     module: L.LightningModule, models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]
 ) -> None:
-    """Check that every optimizer moves the weights of its own model, and of no other.
-
-    Raises:
-        ValueError: Names the weight.
-    """
+    """Raise `ValueError` unless every optimizer moves the weights of its own model only."""
     if len(models) != len(optimizers):
         raise ValueError(
             f"{type(module).__name__} has {len(models)} trained models ({', '.join(models)}) and "

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lrlhf.models import zero
-from lrlhf.models.sharding import CheckpointMismatchError, load_state
+from lrlhf.models.sharding import load_state
 from lrlhf.run.checkpoints.optimizer_states import stored_names
 from lrlhf.strategies.deepspeed_engine import Place, TrainedEngine
 
@@ -95,16 +95,10 @@ def load_module_state(
     *,
     strict: bool,
 ) -> None:
-    """Copy stored weights into a module, each rank its own share.
-
-    Args:
-        module: As it is trained.
-        engines: Of its trained models.
-        stored: Whole tensors by name; each is asked for once.
-        strict: Refuse names that only one of the two has.
+    """Copy stored weights, whole by name, into a module, each rank its own share.
 
     Raises:
-        CheckpointMismatchError: Names or shapes differ.
+        CheckpointMismatchError: Shapes differ, or with ``strict`` names.
     """
     load_state(module, stored, strict=strict, write=partial(_write, engines=engines))
 
@@ -125,10 +119,7 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """Return the state of an engine's optimizer; all ranks must call it.
 
-    Args:
-        engine: Its optimizer is asked for.
-        names: By the id of the parameter.
-        device: Where tensors are put together.
+    ``names`` are by the id of the parameter; tensors are put together on ``device``.
 
     Raises:
         ValueError: The optimizer keeps something that is neither per entry nor a number.
@@ -168,25 +159,14 @@ def _state_value(key: str, value: Any, place: Place, shape: torch.Size, assembly
 def load_optimizer_state(
     engine: TrainedEngine, names: Mapping[int, str], stored: Mapping[str, Any]
 ) -> None:
-    """Restore what `optimizer_state` returned, or what another strategy saved.
-
-    Args:
-        engine: Its optimizer is restored.
-        names: By the id of the parameter.
-        stored: Tensors whole.
+    """Restore what `optimizer_state` returned, or what another strategy saved, tensors whole.
 
     Raises:
         CheckpointMismatchError: It is the state of other parameters.
     """
     weights = list(chain.from_iterable(engine.groups))
-    keys = stored_names(stored, [names[id(weight)] for weight in weights])
-    options = stored["param_groups"]
-    if len(options) != len(engine.base.param_groups):
-        raise CheckpointMismatchError(
-            f"the checkpoint's optimizer has {len(options)} groups of parameters and this one "
-            f"{len(engine.base.param_groups)}; resume with the optimizer of that run"
-        )
-    for group, old in zip(engine.base.param_groups, options, strict=True):
+    keys = stored_names(stored, engine.base, [names[id(weight)] for weight in weights])
+    for group, old in zip(engine.base.param_groups, stored["param_groups"], strict=True):
         group.update({key: value for key, value in old.items() if key != "params"})
     numbers: dict[Tensor, dict[str, list[Any]]] = {}
     for weight in weights:

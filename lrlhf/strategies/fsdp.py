@@ -103,10 +103,6 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
             choose_backend(self, "cuda:nccl,cpu:gloo")
         super().setup_environment()
 
-    @property
-    def _on_gpu(self) -> bool:
-        return self.root_device.type != "cpu"
-
     def setup(self, trainer: L.Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
@@ -169,7 +165,8 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
             return
         refuse_quantised(model, "fsdp2", "train with ddp")
         self._share_from_rank_zero(model)
-        options: dict[str, Any] = {"mesh": self.mesh, "offload_policy": self._offload_policy()}
+        offload = CPUOffloadPolicy(pin_memory=self._on_gpu) if self.cpu_offload else OffloadPolicy()
+        options: dict[str, Any] = {"mesh": self.mesh, "offload_policy": offload}
         for head in _heads(model):
             # in the precision of their own weights
             fully_shard(head, reshard_after_forward=False, **options)
@@ -179,11 +176,10 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         # the outermost part is needed first in the backward pass: freed, it would be gathered at
         # once again
         root: FSDPModule
-        root = (
-            model
-            if isinstance(model, FSDPModule)
-            else fully_shard(model, reshard_after_forward=False, **options)
-        )
+        if isinstance(model, FSDPModule):  # a head by itself
+            root = model
+        else:
+            root = fully_shard(model, reshard_after_forward=False, **options)
         root.set_reduce_scatter_unused_params(True)
 
     def shard_frozen(self, model: nn.Module, *, whole: bool = False) -> None:
@@ -198,11 +194,6 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         return MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-
-    def _offload_policy(self) -> OffloadPolicy:
-        if not self.cpu_offload:
-            return OffloadPolicy()
-        return CPUOffloadPolicy(pin_memory=self._on_gpu)
 
     @torch.no_grad()
     def _share_from_rank_zero(self, model: nn.Module) -> None:
@@ -229,10 +220,6 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
                 root.set_requires_gradient_sync(True)  # type: ignore[operator]
 
     # ------------------------------------------------------------------ checkpoints
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # the weights themselves: tied ones are known by being the same

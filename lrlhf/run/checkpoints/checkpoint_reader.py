@@ -30,12 +30,7 @@ def is_folder_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Tensors of a folder, each read when it is asked for.
-
-    Args:
-        folder: The checkpoint.
-        keys: Key in the folder of each tensor's name.
-    """
+    """Tensors of a folder, each read when it is asked for; ``keys`` are theirs by their names."""
 
     def __init__(self, folder: Path, keys: Mapping[str, str]) -> None:
         self._reader = FolderReader(folder)
@@ -66,11 +61,9 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 def read_folder(folder: Path, *, lazy: bool) -> dict[str, Any]:
-    """Read a checkpoint, as Lightning wants to have it.
+    """Read a checkpoint that `save_folder` wrote, as Lightning wants to have it.
 
-    Args:
-        folder: Written by `save_folder`.
-        lazy: Leave dictionaries of tensors unread, as `StoredTensors`.
+    ``lazy`` leaves dictionaries of tensors unread, as `StoredTensors`.
 
     Raises:
         NotACheckpointError: Something else is there, or it is damaged.
@@ -98,13 +91,9 @@ def _put_back(value: Any, folder: Path, tensors: Mapping[str, Tensor] | None) ->
             if tensors is not None and key not in tensors:
                 raise NotACheckpointError(f"{folder} is damaged: it does not have {key}")
             return StoredTensors(folder, {"": key})[""] if tensors is None else tensors[key]
-        marks = {
-            name: part[TENSOR_MARK]
-            for name, part in value.items()
-            if isinstance(part, dict) and TENSOR_MARK in part
-        }
-        if tensors is None and marks and len(marks) == len(value):
-            return StoredTensors(folder, marks)
+        marked = [isinstance(part, dict) and TENSOR_MARK in part for part in value.values()]
+        if tensors is None and marked and all(marked):
+            return StoredTensors(folder, {name: part[TENSOR_MARK] for name, part in value.items()})
         return {name: _put_back(part, folder, tensors) for name, part in value.items()}
     if isinstance(value, list | tuple):
         parts = [_put_back(part, folder, tensors) for part in value]
@@ -213,9 +202,7 @@ def explained(path: Path) -> Iterator[None]:
 def read_checkpoint(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
     """Read a checkpoint of any kind, its tensors when they are asked for.
 
-    Args:
-        path: Of a file or folder.
-        weights_only: Refuse to run code that comes with a file.
+    ``weights_only`` refuses to run code that comes with a file.
 
     Raises:
         NotACheckpointError: Something else is there, or nothing.

@@ -6,9 +6,8 @@ import os
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from lightning.pytorch.strategies import Strategy
@@ -27,36 +26,25 @@ _UNREADABLE = (
 _WEIGHTS_ONLY: Final = "it holds weights only (save_weights_only), from which no run can go on"
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What a folder of checkpoints has.
-
-    Args:
-        path: The newest one that is whole; None: there is none.
-        passed: Why those that would have come first cannot be used.
-        damaged: Files and folders among them that are not as they were written.
-    """
+class Found(NamedTuple):
+    """What a folder of checkpoints has."""
 
     path: Path | None
+    """The newest one that is whole; None: there is none."""
     passed: Mapping[Path, str]
+    """Why those that would have come first cannot be used."""
     damaged: Sequence[Path]
+    """Files and folders among them that are not as they were written."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     """A checkpoint, as far as it tells without its tensors being read."""
 
     path: Path
     step: int
     version: int
     flaw: str = ""
-    saved: tuple[str, ...] = field(default=())
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Files, folders and links that are checkpoints of the run that saves in a folder."""
-    found = (entry for place in places_in(folder) for entry in place.glob(f"*{SUFFIX}"))
-    return sorted(path for path in found if not path.name.startswith("."))
+    saved: tuple[str, ...] = ()
 
 
 def places_in(folder: Path) -> Iterator[Path]:
@@ -104,7 +92,9 @@ def newest_intact(
     def look() -> list[_Candidate]:
         if tidy:
             recover_checkpoints(folder)
-        return _in_order([_describe(path) for path in checkpoints_in(folder)], folder, last)
+        paths = (path for place in places_in(folder) for path in place.glob(f"*{SUFFIX}"))
+        found = sorted(path for path in paths if not path.name.startswith("."))
+        return _in_order([_describe(path) for path in found], folder, last)
 
     candidates = look() if strategy is None else from_rank_zero(strategy, look)
     passed: dict[Path, str] = {}
@@ -126,21 +116,15 @@ def _in_order(found: Sequence[_Candidate], folder: Path, last: str) -> list[_Can
     lasts.sort(key=lambda one: one.version, reverse=True)
     others = [one for one in found if one not in lasts]
     others.sort(key=lambda one: (one.step, one.version), reverse=True)
-    return [*_unnamed(lasts, others), *lasts, *others]
+    # saved right after the last one, by a process that was killed before it called it so
+    unnamed = [one for one in others if lasts and _follows(one, lasts[0])]
+    return [*unnamed, *lasts, *others]
 
 
-def _unnamed(lasts: Sequence[_Candidate], others: Sequence[_Candidate]) -> list[_Candidate]:
-    """What was saved right after ``last``, by a process that was killed before it said so."""
-    if not lasts or not lasts[0].saved:
-        return []
-    newest = lasts[0]
-    return [one for one in others if one.step > newest.step and _follows(one.saved, newest.saved)]
-
-
-def _follows(saved: Sequence[str], before: Sequence[str]) -> bool:
-    """Tell whether one more was saved; since ``before`` was written, old ones may have gone."""
-    known = saved[:-1]
-    return bool(known) and before[-len(known) :] == known
+def _follows(one: _Candidate, last: _Candidate) -> bool:
+    """Tell whether a run saved ``one`` after ``last``; old ones may have gone in between."""
+    known = one.saved[:-1]
+    return bool(known) and one.step > last.step and last.saved[-len(known) :] == known
 
 
 def _describe(path: Path) -> _Candidate:
@@ -169,28 +153,19 @@ def _saved(callbacks: Mapping[str, Any]) -> Iterable[str]:
     return ()
 
 
-def check(path: Path) -> None:
+def check(path: Path, *, together: bool = False) -> None:
     """Read a whole checkpoint, and compare it with its checksums.
+
+    Args:
+        path: Of a file or folder.
+        together: Each rank, all of which call, reads its share, and all agree.
 
     Raises:
         NotACheckpointError: It is damaged; names what is.
+        OSError: It cannot be read now.
     """
-    _refuse(path, flaw_of(path))
-
-
-def check_together(path: Path) -> None:
-    """Read a checkpoint once, each rank its share, and have all ranks agree on it.
-
-    Raises:
-        NotACheckpointError: It is damaged; on all ranks.
-        OSError: A rank cannot read it now; on all ranks.
-    """
-    several = torch.distributed.is_initialized()
-    _refuse(path, _flaw_on_all_ranks(path) if several else flaw_of(path))
-
-
-def _refuse(path: Path, flaw: str) -> None:
-    if flaw:
+    several = together and torch.distributed.is_initialized()
+    if flaw := _flaw_on_all_ranks(path) if several else flaw_of(path):
         raise NotACheckpointError(
             f"{path} is damaged: {flaw}; --ckpt_path last takes the newest whole one of its folder"
         )

@@ -48,10 +48,7 @@ class NotACheckpointError(ValueError):
 def write_checksums(folder: Path, strategy: Strategy | None, rank: int) -> None:
     """Write the list of a folder that was just filled; each rank measures what it wrote.
 
-    Args:
-        folder: Of a checkpoint, whose files are named after the ranks that wrote them.
-        strategy: Of a run of several processes, all of which call; None: there is one.
-        rank: Of this process.
+    The files are named after the ranks that wrote them. Without a ``strategy`` there is one.
     """
     names = sorted(path.name for path in folder.iterdir())
     own = [name for name in names if name.startswith(f"__{rank}_")]
@@ -69,26 +66,19 @@ def write_checksums(folder: Path, strategy: Strategy | None, rank: int) -> None:
 
 
 def flaw_of(path: Path, *, index: int = 0, count: int = 1) -> str:
-    """Say what is damaged in a checkpoint; one that was found whole is not read again.
+    """Say what is damaged in a checkpoint, in a few words; empty: nothing is.
 
-    Args:
-        path: Of a file or folder.
-        index: Which share of it to read.
-        count: Shares in all.
-
-    Returns:
-        A few words, which name the damaged part; empty: nothing is.
+    Of ``count`` shares of it the one at ``index`` is read; what was found whole is not read again.
 
     Raises:
         OSError: It is there and cannot be read now, which tells nothing of its bytes.
     """
     if not path.exists():
-        target = f"a link to {path.readlink()}, which is" if path.is_symlink() else ""
-        return f"it is {target} not there".replace("  ", " ")
+        target = f"a link to {path.readlink()}, which is " if path.is_symlink() else ""
+        return f"it is {target}not there"
     if _stamp(path) in _whole:
         return ""
-    find = _folder_flaw if path.is_dir() else _file_flaw
-    flaw = find(path, index, count)
+    flaw = (_folder_flaw if path.is_dir() else _file_flaw)(path, index, count)
     if not flaw and count == 1:
         remember_whole(path)
     return flaw

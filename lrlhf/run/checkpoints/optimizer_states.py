@@ -35,29 +35,18 @@ def load_optimizer_state(
 ) -> None:
     """Restore what `optimizer_state` returned, or Lightning's own form of it.
 
-    Args:
-        module: Its parameters are the optimizer's.
-        optimizer: As freshly built.
-        stored: Tensors whole, or numbers.
-
     Raises:
         CheckpointMismatchError: It is the state of other parameters.
     """
     plain = _plain(optimizer)
     own = [parameter for group in plain.param_groups for parameter in group["params"]]
     names: dict[Tensor, str] = {weight: name for name, weight in module.named_parameters()}
-    saved = stored_names(stored, [names[parameter] for parameter in own])
+    saved = stored_names(stored, plain, [names[parameter] for parameter in own])
     position = {saved[names[parameter]]: index for index, parameter in enumerate(own)}
     state = {
         position[key]: {name: stored_like(values, name, own[position[key]]) for name in values}
         for key, values in stored["state"].items()
     }
-    if len(stored["param_groups"]) != len(plain.param_groups):
-        raise CheckpointMismatchError(
-            f"the checkpoint's optimizer has {len(stored['param_groups'])} groups of parameters "
-            f"and this one {len(plain.param_groups)}; resume with the optimizer settings that the "
-            "run was started with"
-        )
     counter = iter(range(len(own)))
     groups = [
         {**old, "params": [next(counter) for _ in group["params"]]}
@@ -66,12 +55,8 @@ def load_optimizer_state(
     plain.load_state_dict({"state": state, "param_groups": groups})
 
 
-def stored_names(stored: Mapping[str, Any], own: list[str]) -> dict[str, Any]:
-    """Map each parameter's name to what stands for it in a stored state: its name, or a number.
-
-    Args:
-        stored: State of an optimizer.
-        own: Names of the optimizer's parameters, in its order.
+def stored_names(stored: Mapping[str, Any], optimizer: Optimizer, own: list[str]) -> dict[str, Any]:
+    """Map ``own`` names, in order, to what stands for each in a stored state: itself, or a number.
 
     Raises:
         CheckpointMismatchError: The parameters are others.
@@ -81,6 +66,12 @@ def stored_names(stored: Mapping[str, Any], own: list[str]) -> dict[str, Any]:
         raise CheckpointMismatchError(
             f"the checkpoint's optimizer has {len(keys)} parameters and this one {len(own)}; "
             "resume with the model (and LoRA settings) that the run was started with"
+        )
+    groups, own_groups = len(stored["param_groups"]), len(optimizer.param_groups)
+    if groups != own_groups:
+        raise CheckpointMismatchError(
+            f"the checkpoint's optimizer has {groups} groups of parameters and this one "
+            f"{own_groups}; resume with the optimizer settings that the run was started with"
         )
     if all(isinstance(key, str) for key in keys):
         check_same_names("the checkpoint's optimizer", keys, own)

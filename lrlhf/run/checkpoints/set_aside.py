@@ -9,12 +9,9 @@ from lightning.pytorch.utilities import rank_zero_info
 
 
 def set_aside(who: str, names: Sequence[Path], old: Sequence[Path]) -> None:
-    """Rename files or folders of an earlier run, all by the same number: ``name.1.jsonl``.
+    """Rename ``old`` files or folders, all by the same number: ``name.1.jsonl``.
 
-    Args:
-        who: Writes them; named in the log line that says what became of each.
-        names: All names that the new run is going to use; the number is free beside each.
-        old: Those of them that are there, and are the earlier run's.
+    The number is free beside all ``names`` that the new run is going to use.
     """
     number = 1
     while any(_numbered(place, number).exists() for place in names):

@@ -11,7 +11,6 @@ import contextlib
 import io
 import os
 import pickle
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +42,7 @@ from lrlhf.run.checkpoints.checkpoint_reader import (
     read_folder,
     without_remarks,
 )
-from lrlhf.run.checkpoints.checkpoint_search import check, check_together
+from lrlhf.run.checkpoints.checkpoint_search import check
 from lrlhf.run.checkpoints.checksums import write_checksums
 from lrlhf.run.collectives import from_rank_zero
 
@@ -86,14 +85,11 @@ class _Taken:
 
 
 def save_folder(checkpoint: Mapping[str, Any], folder: Path, strategy: Strategy | None) -> None:
-    """Write a checkpoint into an empty folder.
+    """Write a checkpoint into an empty folder that exists on all ranks.
 
-    Args:
-        checkpoint: What Lightning wants to save; all ranks have the same structure, but only the
-            tensors that rank zero lacks are taken from others. A tensor is a `DTensor`, whole, or
-            on the meta device where another rank has it.
-        folder: Exists on all ranks.
-        strategy: Of the run; None: there is one process and no run.
+    All ranks have the same structure, but only the tensors that rank zero lacks are taken from
+    others. A tensor is a `DTensor`, whole, or on the meta device where another rank has it. Without
+    a ``strategy`` there is one process and no run.
 
     Raises:
         ValueError: A tensor is on the meta device everywhere, or a name has another use.
@@ -106,8 +102,10 @@ def save_folder(checkpoint: Mapping[str, Any], folder: Path, strategy: Strategy 
         for key, tensor in taken.tensors.items()
         if isinstance(tensor, DTensor) or not tensor.is_meta
     }
-    on_ranks = _on_all_ranks(set(tensors)) if several else [set(tensors)]
+    on_ranks = [set(tensors)]
     if strategy is not None and several:
+        on_ranks *= torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(on_ranks, set(tensors))
         held = strategy.broadcast({key for key, t in tensors.items() if not isinstance(t, DTensor)})
         known = strategy.broadcast(set(taken.tensors))
         if not strategy.is_global_zero:
@@ -159,16 +157,18 @@ def _flaw(folder: Path) -> str:
     return ""
 
 
-def _on_all_ranks(own: set[str]) -> list[set[str]]:
-    found: list[set[str]] = [set()] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, own)
-    return found
-
-
 class FolderCheckpoints(Strategy):
     """The part of a strategy that writes checkpoints from all ranks, and reads them."""
 
     checkpoint: Literal["sharded", "full"]
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.root_device.type != "cpu"
 
     def save_checkpoint(
         self,
@@ -208,7 +208,7 @@ class FolderCheckpoints(Strategy):
             raise UnusableCheckpointError(f"{path} was not written: {flaw}")
         if self.is_global_zero:
             if self.checkpoint == "full":
-                write_file(fresh, path)
+                _write_file(read_folder(fresh, lazy=False), path)
             else:
                 place_folder(fresh, path)
 
@@ -217,17 +217,12 @@ class FolderCheckpoints(Strategy):
     ) -> dict[str, Any]:
         """Read a checkpoint of any kind; tensors are read when they are asked for."""
         path = Path(self.broadcast(checkpoint_path))
-        check_together(path)
+        check(path, together=True)
         return read_checkpoint(path, weights_only=weights_only is not False)
 
 
 def convert_checkpoint(source: Path, target: Path, to: Literal["sharded", "full"]) -> None:
-    """Write a checkpoint anew, as a folder or as one file.
-
-    Args:
-        source: Of either kind.
-        target: Must not exist.
-        to: ``sharded``: a folder; ``full``: a file.
+    """Write a checkpoint of either kind anew, as a folder (``sharded``) or one file (``full``).
 
     Raises:
         FileExistsError: The target exists.
@@ -241,16 +236,12 @@ def convert_checkpoint(source: Path, target: Path, to: Literal["sharded", "full"
         read_folder(source, lazy=False) if is_folder_checkpoint(source) else read_checkpoint(source)
     )
     if to == "full":
-        with atomic_write(target) as handle:
-            torch.save(checkpoint, handle)
+        _write_file(checkpoint, target)
     else:
         with atomic_folder(target) as fresh:
             save_folder(checkpoint, fresh, None)
 
 
-def write_file(folder: Path, path: Path) -> None:
-    """Turn the checkpoint of a folder into one file, and remove the folder."""
-    checkpoint = read_folder(folder, lazy=False)
+def _write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
     with atomic_write(path) as handle:
         torch.save(checkpoint, handle)
-    shutil.rmtree(folder)

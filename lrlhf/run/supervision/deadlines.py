@@ -149,11 +149,8 @@ def write_stacks(path: Path, reason: str) -> str:
 def end_process(said: str, *, spare: Collection[int] = ()) -> None:
     """End this process from a thread, with the status and the line of an error.
 
-    What it started, and what that has started, goes first: it would keep pipes open.
-
-    Args:
-        said: The error.
-        spare: Processes that end by themselves, such as other ranks.
+    What it started, and what that has started, goes first: it would keep pipes open. Those to
+    ``spare``, such as other ranks, end by themselves.
     """
     deadline = time.monotonic() + _CHILDREN_S
     send_signal(_descendants(spare), signal.SIGTERM)

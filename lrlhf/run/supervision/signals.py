@@ -64,9 +64,6 @@ class Termination(L.Callback):
 
     SLURM's requeue signal waits for the end of the step in the same way, and is then answered as
     Lightning does: by a checkpoint that the requeued job finds by itself.
-
-    Args:
-        trainer: Of the run; its handlers are replaced.
     """
 
     def __init__(self, trainer: L.Trainer) -> None:
@@ -149,9 +146,6 @@ def answering_sigterm(launcher: Launcher | None) -> Iterator[None]:
 
     That is the case before training starts and after it has ended, and all the time in a process
     that only waits for those that it has forked. What was launched gets the signal too.
-
-    Args:
-        launcher: Of the trainer.
 
     Raises:
         Terminated: The run was asked to end.

@@ -72,12 +72,8 @@ _GONE = re.compile(
 def watch_over(trainer: L.Trainer, *, grace_s: float = 10.0, poll_s: float = 0.5) -> None:
     """Have a run end when a phase is late, and all its processes when one does or is asked to.
 
-    Call it when a run is set up, on every rank; a second call changes nothing.
-
-    Args:
-        trainer: Of the run.
-        grace_s: Seconds that a process has to end by itself once another one is gone.
-        poll_s: Seconds between two looks at the processes of this machine.
+    Call it when a run is set up, on every rank; a second call changes nothing. A process has
+    ``grace_s`` to end by itself once another one is gone; ``poll_s`` are between two looks.
     """
     Termination.of(trainer)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -95,11 +91,6 @@ class Watch(L.Callback, RolloutListener):
     fails because another process is gone raises `LostProcessError`, which names the phase. Where
     this process launched others, or was launched, a thread looks whether they live: one that is
     stuck is ended with the same message, without waiting for the timeout.
-
-    Args:
-        trainer: Of the run.
-        grace_s: Seconds that this process has to end by itself.
-        poll_s: Seconds between two looks.
     """
 
     def __init__(self, trainer: L.Trainer, *, grace_s: float, poll_s: float) -> None:
@@ -309,8 +300,7 @@ class Watch(L.Callback, RolloutListener):
 class _Family:
     """The processes of this machine that this one launched, or that launched this one.
 
-    Args:
-        trainer: Of the run; every rank builds one at the same time.
+    Every rank builds one at the same time.
     """
 
     def __init__(self, trainer: L.Trainer) -> None:
