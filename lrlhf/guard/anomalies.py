@@ -202,10 +202,10 @@ def locate(
     """Say where the first entry is that is not finite; empty: none is within a response.
 
     Args:
-        batch: The rows.
+        batch: The rows, numbered ``rows`` `[B]`; None: as they come.
         outputs: `[B, T]` or `[B]` by what to call them, looked at in their order.
         tokenizer: Writes the prompt.
-        rows: `[B]`, numbers of the rows; None: as they come.
+        rows: See ``batch``.
     """
     for name, values in outputs.items():
         places = _bad(values, batch.response_mask.to(values.device)).nonzero().tolist()

@@ -55,11 +55,6 @@ class Dump:
     bundles: tuple[StepBundle, ...]
 
 
-def dump_path(parent: Path, step: int) -> Path:
-    """Return the folder of the dump of one step."""
-    return parent / f"step_{step:06d}"
-
-
 def replay_command(folder: Path) -> str:
     """Return the line that repeats the step of a dump."""
     return f"lrlhf replay {shlex.quote(str(folder))}"

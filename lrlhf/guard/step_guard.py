@@ -13,7 +13,7 @@ import lightning as L
 
 from lrlhf.guard.anomalies import Anomaly, RunningLength
 from lrlhf.guard.bundle import StepBundle
-from lrlhf.guard.dump import dump_path, replay_command, write_dump
+from lrlhf.guard.dump import replay_command, write_dump
 from lrlhf.guard.guard_settings import Guard, TrainingDivergedError
 from lrlhf.run import Collectives
 from lrlhf.run.run_folder import run_folder
@@ -46,13 +46,8 @@ class StepGuard:
     ) -> None:
         """Count a step that all ranks leave out, keep what it was taken with, and say so.
 
-        All ranks call it.
-
-        Args:
-            own: What this rank found; others may have found more.
-            bundle: Makes what this rank's step was taken with; called only if it is dumped. None:
-                it is only counted.
-            module: Whose step it is.
+        All ranks call it, each with its ``own`` anomalies. ``bundle`` makes what this rank's step
+        was taken with, and is called only if it is dumped; None: it is only counted.
 
         Raises:
             TrainingDivergedError: There were more such steps than the quota.
@@ -98,7 +93,7 @@ class StepGuard:
         trainer, step, own = module.trainer, module.global_step, self.settings.dirpath
         parent = Path(own) if own is not None else run_folder(trainer) / "dumps"
         # which run of several a logger has counted up to, rank zero knows
-        folder: Path = dump_path(trainer.strategy.broadcast(parent.absolute()), step)
+        folder: Path = trainer.strategy.broadcast(parent.absolute()) / f"step_{step:06d}"
         self._dumped.append(step)
         if failure := write_dump(module, folder, bundle, found):
             return f"; its batch could not be written to {folder} ({failure})"

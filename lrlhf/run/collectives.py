@@ -17,12 +17,7 @@ T = TypeVar("T")
 
 
 def from_rank_zero(strategy: Strategy, function: Callable[[], T]) -> T:
-    """Call a function on rank zero; every rank, all of which call, returns or raises the outcome.
-
-    Raises:
-        OSError: From the function.
-        ValueError: From the function.
-    """
+    """Call a function on rank zero; every rank, all of which call, returns or raises what came."""
     outcome: tuple[T | None, Exception | None] = (None, None)
     if strategy.is_global_zero:
         try:

@@ -46,12 +46,6 @@ class TrainedEngine:
 
     Between the parts, once the gradients of all micro-batches and ranks are averaged, they can be
     measured, scaled and dropped: it is the `Gradients` of its optimizer's next step.
-
-    Args:
-        model: To be trained, whole.
-        optimizer: Of the model's parameters.
-        config: Of DeepSpeed, as from `engine_config`.
-        device: Where the model is to be.
     """
 
     def __init__(
@@ -255,13 +249,6 @@ class EnginePrecision(DeepSpeedPrecision):
     """Backward and step through the strategy's engines; nothing else is converted here.
 
     Lightning's own turns every number of a batch into bfloat16, scores and margins too.
-
-    Args:
-        precision: ``trainer.precision``.
-        strategy: Has the engines.
-
-    Raises:
-        ValueError: The precision needs a loss scale.
     """
 
     def __init__(self, precision: Any, strategy: DeepSpeed) -> None:

@@ -33,8 +33,6 @@ from lrlhf.run.checkpoints.sharded_checkpoint import FolderCheckpoints
 from lrlhf.run.lightning_internals import choose_backend, move_optimizers
 from lrlhf.run.split_models import leave_inference_mode, refuse_quantised, trained_models
 
-DEFAULT_TIMEOUT = 1800.0
-
 
 class FSDP2(FolderCheckpoints, DDPStrategy):
     """Shards weights, gradients and optimizer states of every trained model over the ranks.
@@ -75,7 +73,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         cpu_offload: bool = False,
         shard_group: int | None = None,
         checkpoint: Literal["sharded", "full"] = "sharded",
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float = 1800.0,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **options: Any,

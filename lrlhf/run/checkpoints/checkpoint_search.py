@@ -73,13 +73,13 @@ def newest_intact(
 ) -> Found:
     """Look for the checkpoint that a run goes on from.
 
-    It is the one called ``last``, or the one that a killed process had saved and not called so
-    yet. If they are damaged, it is the one of most steps among the others: the step is that in the
-    checkpoint, as clocks jump and copies have other times.
+    It is the one called ``last`` (or ``last-v1``, of a later run), or the one that a killed process
+    had saved and not called so yet. If they are damaged, it is the one of most steps among the
+    others: the step is that in the checkpoint, as clocks jump and copies have other times.
 
     Args:
         folder: Of checkpoints; need not exist.
-        last: Name of the newest one, without ending; ``last-v1`` is that of a later run.
+        last: Name of the newest one, without ending.
         strategy: Of a run of several processes that are connected, all of which call: each reads
             its share. None: this process reads all.
         tidy: Put back first what a crash left between two renames.

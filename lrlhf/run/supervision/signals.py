@@ -78,16 +78,6 @@ class Termination(L.Callback):
             trainer, self._take_note, self._take_note_of_requeue
         )
 
-    @classmethod
-    def of(cls, trainer: L.Trainer) -> Termination:
-        """Return the one of a trainer, which gets one if it has none."""
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for callback in callbacks:
-            if isinstance(callback, cls):
-                return callback
-        callbacks.append(cls(trainer))
-        return cls.of(trainer)
-
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._asked = False  # before the handlers are there: of a fit that has ended
 

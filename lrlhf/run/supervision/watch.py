@@ -75,12 +75,11 @@ def watch_over(trainer: L.Trainer, *, grace_s: float = 10.0, poll_s: float = 0.5
     Call it when a run is set up, on every rank; a second call changes nothing. A process has
     ``grace_s`` to end by itself once another one is gone; ``poll_s`` are between two looks.
     """
-    Termination.of(trainer)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     watches = [callback for callback in callbacks if isinstance(callback, Watch)]
     if not watches:
         watches = [Watch(trainer, grace_s=grace_s, poll_s=poll_s)]
-        callbacks.extend(watches)
+        callbacks += [Termination(trainer), *watches]
     watches[0].begin()
 
 
