@@ -2,7 +2,7 @@
 
 import json
 import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,17 @@ class Case:
     """A configuration, made of the models and data of a stage."""
 
     name: str
-    config: Callable[[Path], Config]
-    vllm: bool = False
-    """Whether it starts vLLM: half a minute each time."""
-    draws: bool = True
-    """Whether responses are drawn, as a policy's are."""
-    steps: int = STEPS
+    steps: int
+
+    @property
+    def vllm(self) -> bool:
+        """Whether it starts vLLM: half a minute each time."""
+        return self.name.endswith(("_vllm", "_ahead"))
+
+    @property
+    def draws(self) -> bool:
+        """Whether responses are drawn, as a policy's are."""
+        return self.name != "reward_model"
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,13 @@ class Stage:
         _write_data(self.folder)
         (self.folder / "complete").touch()
 
+    def config(self, case: Case) -> Config:
+        """Make the configuration of a case."""
+        return _configs(self.folder)[case.name]
+
     def write_config(self, case: Case, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(case.config(self.folder), sort_keys=False))
+        path.write_text(yaml.safe_dump(self.config(case), sort_keys=False))
 
 
 def _write_models(folder: Path) -> None:
@@ -91,7 +100,7 @@ def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-# ---------------------------------------------------------------------- parts of configurations
+# ---------------------------------------------------------------------- configurations
 
 
 def _merged(base: Any, change: Any) -> Any:
@@ -102,12 +111,13 @@ def _merged(base: Any, change: Any) -> Any:
     }
 
 
-def _named(path: str, **arguments: Any) -> Config:
+def named(path: str, **arguments: Any) -> Config:
+    """A class with its arguments."""
     return {"class_path": path, "init_args": arguments}
 
 
 def _trainer(*callbacks: Config, ema: bool = True, steps: int = STEPS) -> Config:
-    averaged = [_named("lrlhf.callbacks.EMA", decay=0.7)] if ema else []
+    averaged = [named("lrlhf.callbacks.EMA", decay=0.7)] if ema else []
     return {
         "default_root_dir": "run",
         "accelerator": "cpu",
@@ -118,208 +128,117 @@ def _trainer(*callbacks: Config, ema: bool = True, steps: int = STEPS) -> Config
         "check_val_every_n_epoch": None,
         "val_check_interval": 4,
         "enable_progress_bar": False,
-        "logger": [
-            _named("ResumingCSVLogger", save_dir="run", name="metrics"),
-        ],
+        "logger": [named("ResumingCSVLogger", save_dir="run", name="metrics")],
         "callbacks": [
             *averaged,
             *callbacks,
-            _named("lrlhf.callbacks.RolloutLog", dirpath="run", print_every=None),
-            _named("lrlhf.callbacks.EvalJSONL", dirpath="run"),
+            named("lrlhf.callbacks.EvalJSONL", dirpath="run"),
             # its points lie between what has been logged and what is written about it
-            _named("tests.faults.kill_points.KillPoint"),
-            _named("lrlhf.callbacks.RunReport", dirpath="run"),
-            _named("lrlhf.callbacks.HFExport", dirpath="run/export", use_ema=ema),
-            _named("lrlhf.callbacks.RLCheckpoint", dirpath="run/ckpt", every_n_train_steps=2),
+            named("tests.faults.kill_points.KillPoint"),
+            named("lrlhf.callbacks.RunReport", dirpath="run"),
+            named("lrlhf.callbacks.HFExport", dirpath="run/export", use_ema=ema),
+            named("lrlhf.callbacks.RLCheckpoint", dirpath="run/ckpt", every_n_train_steps=2),
         ],
     }
 
 
-def _policy_run(kind: str, *, model: Config, data: Config, trainer: Config) -> Config:
+def _policy(kind: str, model: Config, data: Config, *callbacks: Config, ema: bool = True) -> Config:
+    common = {
+        "rewards": named("lrlhf.rewards.Rewards", functions=["tests.faults.rewards.letters"]),
+        "num_generations": 4,
+        "sampling": {"max_new_tokens": 6, "temperature": 0.9},
+        "reference": {"kl_coef": 0.05},
+        "optimizer": {"lr": 3e-3, "warmup_steps": 2, "schedule": "cosine"},
+    }
+    log = named("lrlhf.callbacks.RolloutLog", dirpath="run", print_every=None)
     return {
         "seed_everything": 5,
-        "model": _named(
-            f"lrlhf.modules.{kind}",
-            **_merged(
-                {
-                    "rewards": _named(
-                        "lrlhf.rewards.Rewards", functions=["tests.faults.rewards.letters"]
-                    ),
-                    "num_generations": 4,
-                    "sampling": {"max_new_tokens": 6, "temperature": 0.9},
-                    "reference": {"kl_coef": 0.05},
-                    "optimizer": {"lr": 3e-3, "warmup_steps": 2, "schedule": "cosine"},
-                },
-                model,
-            ),
-        ),
-        "data": _named("lrlhf.datamodules.PromptDataModule", batch_size=3, **data),
+        "model": named(f"lrlhf.modules.{kind}", **_merged(common, model)),
+        "data": named("lrlhf.datamodules.PromptDataModule", batch_size=3, **data),
+        "trainer": _trainer(*callbacks, log, ema=ema),
+    }
+
+
+def _reward_model(model: Config, data: Config) -> Config:
+    trainer = _trainer(steps=9) | {"accumulate_grad_batches": 2, "log_every_n_steps": 2}
+    optimizer = {"lr": 3e-3, "schedule": "linear"}
+    return {
+        "seed_everything": 5,
+        "model": named("lrlhf.modules.RewardModel", model=model, optimizer=optimizer),
+        "data": named("lrlhf.datamodules.PreferenceDataModule", batch_size=3, **data),
         "trainer": trainer,
     }
 
 
-def _text(folder: Path, **more: Any) -> Config:
-    return {"train": str(folder / "prompts.jsonl"), "val": str(folder / "val.jsonl"), **more}
-
-
-def _images(folder: Path, **more: Any) -> Config:
-    paths = {"train": str(folder / "images.jsonl"), "val": str(folder / "val_images.jsonl")}
-    return {**paths, **more}
-
-
-def _lora(source: Path) -> Config:
+def _lora(source: str) -> Config:
     # dropout, so that random numbers matter in the update too
-    return {"source": str(source), "lora": {"r": 4, "alpha": 8, "dropout": 0.1}}
+    return {"source": source, "lora": {"r": 4, "alpha": 8, "dropout": 0.1}}
 
 
-_KL = _named("lrlhf.callbacks.KLControl", mode="adaptive", target=0.5, horizon=200)
-_SYNC = _named("lrlhf.callbacks.VLLMWeightSync", probe_every=3)
-_OWN_ENGINE = _named("lrlhf.rollout.VLLMEngine", max_model_len=128, kv_cache_gib=0.05)
-_SERVER = _named("lrlhf.rollout.VLLMServerEngine", max_model_len=128, kv_cache_gib=0.05)
-_MOVING = {"sync_every": 3, "mixup": 0.5}
-
-
-def _rloo(folder: Path) -> Config:
-    texts = {"pretraining": str(folder / "texts.jsonl"), "pretraining_batch_size": 2}
-    return _policy_run(
-        "RLOO",
-        model={
-            "policy": str(folder / "text"),
-            "reference": _MOVING,
-            "advantage": {"scale_rewards": "std"},
-            "update": {"pretraining_coef": 0.1, "num_iterations": 2},
-        },
-        data=_text(folder, num_workers=2, **texts),
-        trainer=_trainer(_KL),
-    )
-
-
-def _rloo_lora(folder: Path) -> Config:
-    return _policy_run(
-        "RLOO",
-        model={
-            "policy": _lora(folder / "text"),
-            "dynamic_sampling": {"prompts": 2},
-            "importance_sampling": {"mode": "token_truncate"},
-            "update": {"loss": "token_clip", "minibatch_size": 4},
-            "reference": {"placement": "loss"},
-        },
-        data=_text(folder),
-        trainer=_trainer(),
-    )
-
-
-def _ppo_model(policy: Any, critic: Any) -> Config:
+def _critic(model: str | None) -> Config:
     return {
-        "policy": policy,
         "advantage": {"estimator": "gae", "scale_rewards": "mean_std"},
         "update": {"loss": "token_clip", "minibatch_size": 6, "num_iterations": 2},
-        "critic": {"model": critic, "optimizer": {"lr": 1e-3, "warmup_steps": 2}},
+        "critic": {"model": model, "optimizer": {"lr": 1e-3, "warmup_steps": 2}},
     }
 
 
-def _ppo(folder: Path) -> Config:
-    model = _ppo_model(str(folder / "text"), str(folder / "critic"))
-    return _policy_run(
-        "PPO",
-        model=model | {"reference": _MOVING},
-        data=_text(folder, num_workers=2),
-        trainer=_trainer(_KL),
-    )
+_KL = named("lrlhf.callbacks.KLControl", mode="adaptive", target=0.5, horizon=200)
+_SYNC = named("lrlhf.callbacks.VLLMWeightSync", probe_every=3)
+_ENGINE = {"engine": named("lrlhf.rollout.VLLMEngine", max_model_len=128, kv_cache_gib=0.05)}
+_AHEAD = {
+    "engine": named("lrlhf.rollout.VLLMServerEngine", max_model_len=128, kv_cache_gib=0.05),
+    "rollout_ahead": 1,
+}
+_MOVING = {"reference": {"sync_every": 3, "mixup": 0.5}}
+_SCALED = {"advantage": {"scale_rewards": "std"}}
 
 
-def _ppo_lora(folder: Path) -> Config:
-    model = _ppo_model(_lora(folder / "text"), None)
-    return _policy_run("PPO", model=model, data=_text(folder), trainer=_trainer(_KL))
+def _configs(folder: Path) -> dict[str, Config]:
+    """The configuration of every case, on the models and data of a stage."""
 
+    def at(name: str) -> str:
+        return str(folder / name)
 
-def _rloo_media(folder: Path) -> Config:
-    return _policy_run(
-        "RLOO",
-        model={"policy": str(folder / "vlm"), "advantage": {"scale_rewards": "std"}},
-        data=_images(folder, num_workers=2),
-        trainer=_trainer(_KL),
-    )
-
-
-def _ppo_media(folder: Path) -> Config:
-    model = _ppo_model(_lora(folder / "vlm"), str(folder / "vlm_critic"))
-    return _policy_run("PPO", model=model, data=_images(folder), trainer=_trainer())
-
-
-def _rloo_vllm(folder: Path) -> Config:
-    # no averaged weights: what validation leaves in the engine's caches is there afterwards; and
-    # prompts that begin alike and fill some blocks of them
+    text = {"train": at("prompts.jsonl"), "val": at("val.jsonl")}
+    mixed = {"pretraining": at("texts.jsonl"), "pretraining_batch_size": 2, "num_workers": 2}
+    images = {"train": at("images.jsonl"), "val": at("val_images.jsonl")}
+    pairs = {"train": at("pairs.jsonl"), "val": at("val_pairs.jsonl"), "num_workers": 2}
+    # prompts that begin alike and fill some blocks of an engine's caches
     template = "This is a task of one line only, and you are to do it: {{ prompt }}"
-    return _policy_run(
-        "RLOO",
-        model={"policy": str(folder / "text"), "engine": _OWN_ENGINE, "reference": _MOVING},
-        data=_text(folder, prompt_template=template),
-        trainer=_trainer(_SYNC, ema=False),
-    )
-
-
-def _ppo_vllm(folder: Path) -> Config:
-    model = _ppo_model(_lora(folder / "text"), str(folder / "critic"))
-    return _policy_run(
-        "PPO",
-        model=model | {"engine": _OWN_ENGINE},
-        data=_text(folder),
-        trainer=_trainer(_KL, _SYNC),
-    )
-
-
-def _rloo_media_vllm(folder: Path) -> Config:
-    return _policy_run(
-        "RLOO",
-        model={"policy": str(folder / "vlm"), "engine": _OWN_ENGINE},
-        data=_images(folder),
-        trainer=_trainer(_SYNC, ema=False),
-    )
-
-
-def _rloo_ahead(folder: Path) -> Config:
-    return _policy_run(
-        "RLOO",
-        model={"policy": str(folder / "text"), "engine": _SERVER, "rollout_ahead": 1},
-        data=_text(folder),
-        trainer=_trainer(_SYNC),
-    )
-
-
-def _reward_model(folder: Path) -> Config:
-    trainer = _trainer(steps=9)
-    # nothing is drawn here
-    callbacks = [one for one in trainer["callbacks"] if "RolloutLog" not in one["class_path"]]
-    trainer |= {"callbacks": callbacks, "accumulate_grad_batches": 2, "log_every_n_steps": 2}
-    paths = {"train": str(folder / "pairs.jsonl"), "val": str(folder / "val_pairs.jsonl")}
+    policy, vlm = {"policy": at("text")}, {"policy": at("vlm")}
+    update = {"update": {"pretraining_coef": 0.1, "num_iterations": 2}}
+    clipped = {
+        "policy": _lora(at("text")),
+        "dynamic_sampling": {"prompts": 2},
+        "importance_sampling": {"mode": "token_truncate"},
+        "update": {"loss": "token_clip", "minibatch_size": 4},
+        "reference": {"placement": "loss"},
+    }
+    own, value_head = _critic(at("critic")), _critic(None)
+    lora_vlm = {"policy": _lora(at("vlm"))} | _critic(at("vlm_critic"))
     return {
-        "seed_everything": 5,
-        "model": _named(
-            "lrlhf.modules.RewardModel",
-            model=_lora(folder / "text"),
-            optimizer={"lr": 3e-3, "schedule": "linear"},
+        "rloo": _policy("RLOO", policy | _MOVING | _SCALED | update, text | mixed, _KL),
+        "rloo_lora": _policy("RLOO", clipped, text),
+        "ppo": _policy("PPO", policy | own | _MOVING, text | {"num_workers": 2}, _KL),
+        "ppo_lora": _policy("PPO", {"policy": _lora(at("text"))} | value_head, text, _KL),
+        "rloo_media": _policy("RLOO", vlm | _SCALED, images | {"num_workers": 2}, _KL),
+        "ppo_media": _policy("PPO", lora_vlm, images),
+        "reward_model": _reward_model(_lora(at("text")), pairs),
+        # no averaged weights: what validation leaves in the engine's caches is there afterwards
+        "rloo_vllm": _policy(
+            "RLOO",
+            policy | _ENGINE | _MOVING,
+            text | {"prompt_template": template},
+            _SYNC,
+            ema=False,
         ),
-        "data": _named(
-            "lrlhf.datamodules.PreferenceDataModule", batch_size=3, num_workers=2, **paths
-        ),
-        "trainer": trainer,
+        "ppo_vllm": _policy("PPO", {"policy": _lora(at("text"))} | own | _ENGINE, text, _KL, _SYNC),
+        "rloo_media_vllm": _policy("RLOO", vlm | _ENGINE, images, _SYNC, ema=False),
+        "rloo_ahead": _policy("RLOO", policy | _AHEAD, text, _SYNC),
     }
 
 
-CASES: dict[str, Case] = {
-    case.name: case
-    for case in (
-        Case("rloo", _rloo),
-        Case("rloo_lora", _rloo_lora),
-        Case("ppo", _ppo),
-        Case("ppo_lora", _ppo_lora),
-        Case("rloo_media", _rloo_media),
-        Case("ppo_media", _ppo_media),
-        Case("reward_model", _reward_model, draws=False, steps=9),
-        Case("rloo_vllm", _rloo_vllm, vllm=True),
-        Case("ppo_vllm", _ppo_vllm, vllm=True),
-        Case("rloo_media_vllm", _rloo_media_vllm, vllm=True),
-        Case("rloo_ahead", _rloo_ahead, vllm=True),
-    )
+CASES = {
+    name: Case(name, steps=9 if name == "reward_model" else STEPS) for name in _configs(Path())
 }

@@ -1,6 +1,5 @@
 """What two runs have left in their folders, compared without any tolerance."""
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,7 +38,9 @@ def differences(whole: Path, resumed: Path) -> list[str]:
     found += [f"{name} is there too" for name in sorted(theirs - ours)]
     for name in sorted(ours & theirs):
         if name.endswith(".ckpt"):
-            found += [f"{name}: {line}" for line in _checkpoints(whole, resumed, name)]
+            pair = (torch.load(folder / name, weights_only=True) for folder in (whole, resumed))
+            lines = unequal(*pair, (str(whole), str(resumed)))
+            found += [f"{name}: {line}" for line in lines]
         else:
             found += [f"{name}: {line}" for line in _texts(whole / name, resumed / name)]
     return found
@@ -58,16 +59,10 @@ def _texts(whole: Path, resumed: Path) -> Iterator[str]:
         theirs = theirs.replace(b"\nckpt_path: last\n", b"\nckpt_path: null\n")
     if ours == theirs:
         return
-    digests = [hashlib.sha256(content).hexdigest()[:8] for content in (ours, theirs)]
     lines = zip(ours.split(b"\n"), theirs.split(b"\n"), strict=False)
     first = next((n for n, (one, other) in enumerate(lines, 1) if one != other), None)
     where = f"line {first} is the first that differs" if first else "one is the other's beginning"
-    yield f"{len(ours)} bytes ({digests[0]}) and {len(theirs)} ({digests[1]}); {where}"
-
-
-def _checkpoints(whole: Path, resumed: Path, name: str) -> Iterator[str]:
-    ours, theirs = (torch.load(folder / name, weights_only=True) for folder in (whole, resumed))
-    yield from unequal(ours, theirs, (str(whole), str(resumed)))
+    yield f"{len(ours)} bytes and {len(theirs)}; {where}"
 
 
 def unequal(ours: Any, theirs: Any, places: tuple[str, str], where: str = "") -> Iterator[str]:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from lrlhf.cli import run
 from lrlhf.rollout import RolloutListener
+from tests.faults.cases import named
+from tests.faults.rewards import letters
 
 STEPS = 4
 
@@ -36,10 +38,6 @@ class Ended(NamedTuple):
 
 
 # ---- what a config can name
-
-
-def letters(completions: Sequence[str]) -> list[float]:
-    return [sum(c.isalpha() for c in text) / max(len(text), 1) for text in completions]
 
 
 class Faulty:
@@ -101,26 +99,21 @@ def sends(number: int) -> Callable[[L.Trainer], None]:
 
 
 def config(model_folder: str) -> dict[str, Any]:
+    rewards = named("lrlhf.rewards.Rewards", functions=["tests.faults.rewards.letters"])
     return {
         "seed_everything": 1,
-        "model": {
-            "class_path": "lrlhf.modules.RLOO",
-            "init_args": {
-                "policy": model_folder,
-                "num_generations": 2,
-                "sampling": {"max_new_tokens": 3},
-                "rewards": {
-                    "class_path": "lrlhf.rewards.Rewards",
-                    "init_args": {"functions": [f"{__name__}.letters"]},
-                },
-                "optimizer": {"lr": 0.01},
-                "guard": {"dump": 0},
-            },
-        },
-        "data": {
-            "class_path": "lrlhf.datamodules.PromptDataModule",
-            "init_args": {"train": "prompts.jsonl", "batch_size": 4, "val_size": 2},
-        },
+        "model": named(
+            "lrlhf.modules.RLOO",
+            policy=model_folder,
+            num_generations=2,
+            sampling={"max_new_tokens": 3},
+            rewards=rewards,
+            optimizer={"lr": 0.01},
+            guard={"dump": 0},
+        ),
+        "data": named(
+            "lrlhf.datamodules.PromptDataModule", train="prompts.jsonl", batch_size=4, val_size=2
+        ),
         "trainer": {
             "accelerator": "cpu",
             "devices": 1,
@@ -131,36 +124,24 @@ def config(model_folder: str) -> dict[str, Any]:
             "log_every_n_steps": 1,
             "num_sanity_val_steps": 0,
             "default_root_dir": "run",
-            "logger": {
-                "class_path": "lrlhf.loggers.ResumingCSVLogger",
-                "init_args": {"save_dir": "run/metrics"},
-            },
+            "logger": named("lrlhf.loggers.ResumingCSVLogger", save_dir="run/metrics"),
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "callbacks": [
                 {"class_path": f"{__name__}.Inject"},
-                {
-                    "class_path": "lrlhf.callbacks.RolloutLog",
-                    "init_args": {"dirpath": "run", "print_every": None},
-                },
-                {"class_path": "lrlhf.callbacks.EvalJSONL", "init_args": {"dirpath": "run"}},
-                {
-                    "class_path": "lrlhf.callbacks.RLCheckpoint",
-                    "init_args": {"dirpath": "run/checkpoints", "every_n_train_steps": 1},
-                },
-                {"class_path": "lrlhf.callbacks.HFExport", "init_args": {"dirpath": "run/export"}},
+                named("lrlhf.callbacks.RolloutLog", dirpath="run", print_every=None),
+                named("lrlhf.callbacks.EvalJSONL", dirpath="run"),
+                named(
+                    "lrlhf.callbacks.RLCheckpoint", dirpath="run/checkpoints", every_n_train_steps=1
+                ),
+                named("lrlhf.callbacks.HFExport", dirpath="run/export"),
             ],
         },
-    }  # fmt: skip
+    }
 
 
 class Run:
-    """A folder with a config and data, in which commands run.
-
-    Args:
-        folder: Is the working directory of the commands.
-        model_folder: The tiny model.
-    """
+    """A folder with a config and data, which is the working directory of commands."""
 
     def __init__(self, folder: Path, model_folder: str) -> None:
         self.folder = folder
@@ -194,7 +175,7 @@ class Run:
     def set_reward(self, way: str, *, first: int, last: int = 10**9, **options: Any) -> None:
         """Have the reward go wrong; ``options`` are those of ``Rewards``."""
         arguments = {"way": way, "first": first, "last": last}
-        function = {"class_path": f"{__name__}.Faulty", "init_args": arguments}
+        function = named(f"{__name__}.Faulty", **arguments)
         rewards = self.config["model"]["init_args"]["rewards"]
         rewards["init_args"] = {"functions": [function], **options}
 

@@ -322,9 +322,9 @@ def carry_out(planned: Sequence[tuple[str, list[str]]], work: Path) -> list[Outc
     return outcomes
 
 
-def soak(kind: str, iterations: int) -> dict[str, Any]:
+def soak(case: str, iterations: int) -> dict[str, Any]:
     """Train for long in a process of its own, and return what grew."""
-    command = ["-m", "tests.faults.soak", "--kind", kind, "--iterations", str(iterations)]
+    command = ["-m", "tests.faults.soak", "--case", case, "--iterations", str(iterations)]
     told = subprocess.run(
         [sys.executable, "-W", "ignore", *command], cwd=ROOT, capture_output=True, text=True
     )
@@ -364,8 +364,8 @@ def main() -> int:
         return bool(outcome.differences)
     planned = plan(options.runs, options.seed, vllm=not options.no_vllm)
     outcomes = carry_out(planned, options.work)
-    kinds = ("RLOO", "PPO", "RewardModel") if options.iterations else ()
-    grown = [soak(kind, options.iterations) for kind in kinds]
+    cases = ("rloo", "ppo", "reward_model") if options.iterations else ()
+    grown = [soak(case, options.iterations) for case in cases]
     equal = sum(not one.differences for one in outcomes)
     kills = sum(reached != "had ended" for one in outcomes for reached in one.reached)
     total = f"{equal} of {len(outcomes)} runs ended equal, after {kills} kills"

@@ -1,9 +1,10 @@
 """Whether a process that trains for long keeps more and more: memory, objects, files, threads.
 
-python -m tests.faults.soak --kind PPO --iterations 500
+python -m tests.faults.soak --case ppo --iterations 500
 """
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import json
@@ -12,22 +13,16 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import numpy as np
 import psutil
+import yaml
 
-from lrlhf.callbacks import EMA, EvalJSONL, KLControl, RLCheckpoint, RolloutLog, RunReport
-from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
-from lrlhf.loggers import ResumingCSVLogger
-from lrlhf.modules import PPO, RLOO, Advantage, RewardModel, Update
-from lrlhf.rewards import Rewards
-from lrlhf.rollout import Sampling
-from tests.conftest import build_language_model, build_tokenizer
-from tests.faults.rewards import letters
+from lrlhf.cli import run
+from tests.faults.cases import CASES, Stage
 
-KINDS = ("RLOO", "PPO", "RewardModel")
 WARM_UP = 100
 """Iterations until caches are filled and the allocator has found its size."""
 EVERY = 10
@@ -57,8 +52,11 @@ class Measure(L.Callback):
         leak: Makes what is kept for ever, once per iteration; None: nothing is.
     """
 
+    taken: ClassVar[list[Sample]] = []
+    """Of the last one that was made."""
+
     def __init__(self, leak: Callable[[], object] | None = None) -> None:
-        self.samples: list[Sample] = []
+        Measure.taken = self.samples = []
         self._leak = leak
         self._kept: list[object] = []
         self._process = psutil.Process()
@@ -111,81 +109,36 @@ def excesses(grown: dict[str, float]) -> list[str]:
     ]
 
 
-def train(kind: str, folder: Path, *, iterations: int) -> list[Sample]:
-    """Train a tiny model with all that a run usually has, and return the samples."""
-    measure = Measure()
-    module, data, callbacks = _parts(kind, folder)
-    trainer = L.Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        devices=1,
-        max_steps=iterations,
-        max_epochs=-1,
-        log_every_n_steps=1,
-        check_val_every_n_epoch=None,
-        val_check_interval=VALIDATE_EVERY,
-        num_sanity_val_steps=0,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=ResumingCSVLogger(folder / "metrics"),
-        callbacks=[
-            *callbacks,
-            EMA(decay=0.9),
-            EvalJSONL(folder),
-            RunReport(folder),
-            measure,
-            RLCheckpoint(folder / "checkpoints", every_n_train_steps=VALIDATE_EVERY),
-        ],
-    )
-    trainer.fit(module, data)
-    return measure.samples
-
-
-def _parts(
-    kind: str, folder: Path
-) -> tuple[L.LightningModule, L.LightningDataModule, list[L.Callback]]:
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer()
-    model = build_language_model(tokenizer, hidden_size=16, intermediate_size=16)
-    rows = [
-        {"prompt": f"say {word}", "chosen": word, "rejected": word.upper()}
-        for word in "abcdefghijklmnop"
-    ]
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if kind == "RewardModel":
-        for part in (model, tokenizer):
-            part.save_pretrained(folder / "model")
-        pairs = PreferenceDataModule(train=str(path), val=str(path), batch_size=2)
-        return RewardModel(str(folder / "model")), pairs, []
-    prompts = PromptDataModule(
-        train=str(path), val=str(path), batch_size=2, val_batch_size=16, prompt_column="prompt"
-    )
-    options: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "num_generations": 2,
-        "sampling": Sampling(max_new_tokens=3),
-    }
-    callbacks = [KLControl(target=0.5), RolloutLog(folder, print_every=None)]
-    if kind == "RLOO":
-        return RLOO(model, Rewards([letters]), **options), prompts, callbacks
-    gae = Advantage(estimator="gae", scale_rewards="std")
-    ppo = PPO(model, Rewards([letters]), advantage=gae, update=Update(loss="token_clip"), **options)
-    return ppo, prompts, callbacks
+def train(case: str, folder: Path, iterations: int) -> list[Sample]:
+    """Train a case with all that its runs have, and return the samples."""
+    stage = Stage(folder / "stage")
+    stage.build()
+    config = stage.config(CASES[case])
+    trainer = config["trainer"]
+    trainer |= {"max_steps": iterations, "val_check_interval": VALIDATE_EVERY}
+    for callback in trainer["callbacks"]:
+        if "KillPoint" in callback["class_path"]:
+            callback |= {"class_path": "tests.faults.soak.Measure"}
+        if "RLCheckpoint" in callback["class_path"]:
+            callback["init_args"]["every_n_train_steps"] = VALIDATE_EVERY
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    with contextlib.chdir(folder):
+        status = run(["fit", "--config", "config.yaml"])
+    if status:
+        raise SystemExit(status)
+    return sys.modules["tests.faults.soak"].Measure.taken
 
 
 def main() -> int:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kind", choices=KINDS, default="RLOO", help="what is trained")
+    parser.add_argument("--case", choices=CASES, default="rloo", help="what is trained")
     parser.add_argument("--iterations", type=int, default=500)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        L.seed_everything(1, verbose=False)
-        samples = train(options.kind, Path(folder), iterations=options.iterations)
-    grown = growth(samples)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        grown = growth(train(options.case, Path(folder), options.iterations))
     found = excesses(grown)
-    told = {"kind": options.kind, "iterations": options.iterations, "growth": grown}
+    told = {"case": options.case, "iterations": options.iterations, "growth": grown}
     print(json.dumps(told | {"excesses": found}))  # noqa: T201
     return 1 if found else 0
 

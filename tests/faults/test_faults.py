@@ -20,6 +20,7 @@ import torch
 
 from lrlhf.rollout import TransformersEngine
 from tests.conftest import build_language_model, build_tokenizer
+from tests.faults.cases import named
 from tests.faults.faulty_runs import STEPS, Run, assert_intact, assert_same_end, sends
 from tests.rewards.reward_server import Server, says, serving
 
@@ -315,10 +316,7 @@ def server(run: Run) -> Iterator[Server]:
     """One that the run asks, quick to give up."""
     with serving() as started:
         settings = {"first_pause": 0.01, "retries": 1, "timeout": 2.0, "breaker_cooldown": 0.1}
-        function = {
-            "class_path": "lrlhf.rewards.RemoteReward",
-            "init_args": {"urls": started.url, **settings},
-        }
+        function = named("lrlhf.rewards.RemoteReward", urls=started.url, **settings)
         run.config["model"]["init_args"]["rewards"]["init_args"] = {"functions": [function]}
         yield started
 

@@ -54,5 +54,5 @@ def test_what_a_process_keeps_is_named_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_500_iterations_leave_nothing_behind() -> None:
     # in a process of its own: other tests' threads and hooks grow too
-    grown = soak("RLOO", 500)
+    grown = soak("rloo", 500)
     assert grown["excesses"] == [], grown
