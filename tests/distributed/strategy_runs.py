@@ -55,31 +55,35 @@ def reward(folder: Path) -> RewardModel:
     return RewardModel(ScoreModel(source=str(folder)), optimizer=adamw(5e-3), center_coef=0.01)
 
 
-def rloo(_folder: Path) -> RLOO:
+def policy(kind: type[RLOO] | type[PPO], model: Any = None, **options: Any) -> Any:
+    """A policy of two responses to each prompt; ``options`` replace the common ones."""
     tokenizer = build_tokenizer()
-    return RLOO(
-        build_language_model(tokenizer),
-        Rewards([letters]),
-        tokenizer=tokenizer,
-        num_generations=2,
-        sampling=Sampling(max_new_tokens=6),
+    common: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "num_generations": 2,
+        "sampling": Sampling(max_new_tokens=6),
+        "reference": Reference(kl_coef=0.05),
+        "update": Update(micro_batch_tokens=40),
+        "optimizer": adamw(5e-3),
+    }
+    model = build_language_model(tokenizer) if model is None else model
+    return kind(model, Rewards([letters]), **(common | options))
+
+
+def rloo(_folder: Path) -> Any:
+    return policy(
+        RLOO,
         reference=Reference(kl_coef=0.05, sync_every=3),
         advantage=Advantage(normalize=True),
         update=Update(micro_batch_tokens=40, num_iterations=2, max_grad_norm=0.05),
-        optimizer=adamw(5e-3),
     )
 
 
-def ppo(folder: Path, *, own_critic: bool = False) -> PPO:
-    tokenizer = build_tokenizer()
-    return PPO(
-        build_language_model(tokenizer),
-        Rewards([letters]),
-        tokenizer=tokenizer,
-        num_generations=2,
+def ppo(folder: Path, *, own_critic: bool = False) -> Any:
+    return policy(
+        PPO,
         sampling=Sampling(max_new_tokens=6, stop=["a", "e", "i", "o"]),
         advantage=Advantage(estimator="gae", scale_rewards="mean_std"),
-        reference=Reference(kl_coef=0.05),
         update=Update(
             loss="token_clip",
             aggregate="token_mean",
@@ -87,7 +91,6 @@ def ppo(folder: Path, *, own_critic: bool = False) -> PPO:
             micro_batch_tokens=40,
             max_grad_norm=0.05,
         ),
-        optimizer=adamw(5e-3),
         critic=Critic(
             model=ValueModel(source=str(folder)) if own_critic else None,
             optimizer=adamw(2e-2),
@@ -96,40 +99,20 @@ def ppo(folder: Path, *, own_critic: bool = False) -> PPO:
     )
 
 
-def from_folder(folder: Path, lr: float, **options: Any) -> RLOO:
-    tokenizer = build_tokenizer()
+def from_folder(folder: Path, lr: float, **options: Any) -> Any:
     L.seed_everything(3, verbose=False)
-    return RLOO(
-        CausalLM(source=str(folder), **options),
-        Rewards([letters]),
-        tokenizer=tokenizer,
-        num_generations=2,
-        sampling=Sampling(max_new_tokens=6),
-        reference=Reference(kl_coef=0.05),
-        update=Update(micro_batch_tokens=40),
-        optimizer=adamw(lr),
-    )
+    return policy(RLOO, CausalLM(source=str(folder), **options), optimizer=adamw(lr))
 
 
-def lora(folder: Path) -> RLOO:
+def lora(folder: Path) -> Any:
     # no draw of this run lies within 1e-5 of the next token, so that two orders of a sum, which
     # end some 1e-6 apart, draw the same ones
     return from_folder(folder, 3e-3, lora=LoRA(r=2), gradient_checkpointing=True)
 
 
-def through_an_engine(_folder: Path, engine: CopyEngine | None = None) -> RLOO:
-    tokenizer = build_tokenizer()
-    return RLOO(
-        build_language_model(tokenizer),
-        Rewards([letters]),
-        tokenizer=tokenizer,
-        engine=engine or CopyEngine(),
-        num_generations=2,
-        sampling=Sampling(max_new_tokens=6),
-        reference=Reference(kl_coef=0.05, offload=True),
-        update=Update(micro_batch_tokens=40),
-        optimizer=adamw(5e-3),
-    )
+def through_an_engine(_folder: Path, engine: CopyEngine | None = None) -> Any:
+    reference = Reference(kl_coef=0.05, offload=True)
+    return policy(RLOO, engine=engine or CopyEngine(), reference=reference)
 
 
 MODULES: dict[str, Callable[[Path], L.LightningModule]] = {

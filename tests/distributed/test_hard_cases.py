@@ -108,17 +108,14 @@ class SavesAtOnce(L.Callback):
         trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize(
-    "stage", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3))]
-)
 def test_a_16_bit_run_starts_from_the_weights_as_they_were_loaded(
-    stage: int, model_folder: str, tmp_path: Path
+    model_folder: str, tmp_path: Path
 ) -> None:
     module = MODULES["rloo"](Path(model_folder))
     assert isinstance(module, RLOO)
     module.optimizer_config = OptimizerConfig(lr=1e-30)
     loaded = {name: value.clone() for name, value in module.state_dict().items()}
-    strategy = DeepSpeed(stage=stage, start_method="fork")  # type: ignore[arg-type]
+    strategy = DeepSpeed(stage=2, start_method="fork")
     saver = SavesAtOnce(tmp_path / "last.ckpt")
     trained(module, tmp_path, strategy, precision="bf16-mixed", callbacks=[saver], averaged=False)
     saved = read_checkpoint(tmp_path / "last.ckpt")["state_dict"]

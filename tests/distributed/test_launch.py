@@ -100,22 +100,6 @@ def test_a_rank_that_is_stuck_where_no_error_reaches_it_is_ended(tmp_path: Path)
     assert line in output
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_rank_that_does_not_answer_is_given_up_after_the_timeout(tmp_path: Path) -> None:
-    strategy = {
-        "class_path": "lightning.pytorch.strategies.DDPStrategy",
-        "init_args": {"find_unused_parameters": True, "timeout": "0:01:00"},
-    }
-    with running(fit(write_config(tmp_path, strategy=strategy)), ROOT) as process:
-        wait_for(process, tmp_path, 0, 4, "update")
-        os.kill(pid_of(tmp_path, 1), signal.SIGSTOP)
-        output, _ = process.communicate(timeout=300)
-        assert members(process.pid) == []
-    assert process.returncode == 1
-    assert "another process did not answer within 60 s while rank 0 was in phase '" in output
-
-
 # ---- launchers
 
 

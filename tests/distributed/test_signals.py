@@ -1,6 +1,5 @@
 """A run that is asked to end saves and ends, on every rank, after the same step."""
 
-import inspect
 import os
 import signal
 import subprocess
@@ -12,9 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from lrlhf.callbacks import AtomicCheckpointIO, RLCheckpoint
 from lrlhf.run.supervision.signals import Terminated, answering_sigterm
@@ -90,19 +87,14 @@ def test_the_running_step_is_finished_and_saved(tmp_path: Path) -> None:
 def test_a_validation_of_one_process_ends_early_and_the_run_goes_on_from_there(
     tmp_path: Path,
 ) -> None:
+    options: dict[str, Any] = {"val_check_interval": 2, "validation": batches(3)}
     module = Told(validation=0)
     with pytest.raises(SystemExit):
-        run(tmp_path, module, val_check_interval=2, validation=batches(3))
+        run(tmp_path, module, **options)
     assert (module.validated, last(tmp_path)) == (1, 2.0)
 
     again = Told()
-    run(
-        tmp_path,
-        again,
-        val_check_interval=2,
-        validation=batches(3),
-        ckpt_path=tmp_path / "ck" / "last.ckpt",
-    )
+    run(tmp_path, again, ckpt_path=tmp_path / "ck" / "last.ckpt", **options)
     assert again.weight == 6.0
 
 
@@ -151,11 +143,7 @@ def test_slurm_requeues_at_the_end_of_the_step(
     monkeypatch.setenv("SLURM_NODEID", "0")
 
     # told in the middle of step 2; the run goes on until SLURM ends it
-    run(
-        tmp_path,
-        Told(step=1, number=signal.SIGUSR1),
-        plugins=[SLURMEnvironment()],
-    )
+    run(tmp_path, Told(step=1, number=signal.SIGUSR1), plugins=[SLURMEnvironment()])
 
     assert called.read_text() == "requeue 4711\n"
     requeued = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
@@ -167,18 +155,6 @@ def test_a_signal_outside_training_ends_the_run_too() -> None:
     with pytest.raises(Terminated), answering_sigterm(None):
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_lightning_still_has_what_the_handlers_replace() -> None:
-    """Fails when Lightning changes what `Termination` leans on."""
-    registered = inspect.getsource(_SignalConnector.register_signal_handlers)
-    assert "[self._sigterm_notifier_fn]" in registered
-    assert "append(self._slurm_sigusr_handler_fn)" in registered
-    assert "self.received_sigterm = True" in inspect.getsource(_SignalConnector)
-    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
-    order = inspect.getsource(L.Trainer._run)
-    setup, registering = "_call_setup_hook(self)", "register_signal_handlers()"
-    assert order.index(setup) < order.index(registering)
 
 
 # ---- real processes

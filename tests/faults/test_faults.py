@@ -24,11 +24,7 @@ from tests.faults.cases import named
 from tests.faults.faulty_runs import STEPS, Run, assert_intact, assert_same_end, sends
 from tests.rewards.reward_server import Server, says, serving
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("_own_log"),
-    pytest.mark.filterwarnings("ignore:.*"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*")]
 
 LAST = "--ckpt_path=last"
 Plan = dict[str, Callable[[L.Trainer], None]]

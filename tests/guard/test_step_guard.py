@@ -89,9 +89,7 @@ def test_so_many_steps_are_dumped_each_once(
     def report(watched: StepGuard, step: int) -> None:
         module = at(step)
         module.trainer.strategy = SimpleNamespace(broadcast=lambda path: path)
-        watched.report(
-            [LOSS], lambda: StepBundle(stage="x", batches={}, seeds=[], context={}), module
-        )
+        watched.report([LOSS], lambda: EMPTY, module)
 
     report(watched, 3)
     report(watched, 3)

@@ -65,17 +65,6 @@ def test_all_ranks_leave_out_what_one_of_them_finds() -> None:
     assert seen.judge(Other()) == (True, [])  # type: ignore[arg-type]  the other one says why
 
 
-def test_finite_losses_pass_and_ask_for_no_place() -> None:
-    seen = watch()
-
-    def place() -> str:
-        raise AssertionError("asked although all is well")
-
-    for _ in range(3):
-        seen.see_loss(torch.tensor(1.0, requires_grad=True), place)
-    assert seen.judge(alone()) == (False, [])
-
-
 def test_moves_are_those_of_the_rows_in_their_order() -> None:
     seen = watch()
     moves: dict[tuple[int, ...], Tensor] = {
