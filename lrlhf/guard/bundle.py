@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -56,7 +57,7 @@ def write_bundle(folder: Path, rank: int, bundle: StepBundle) -> None:
         "stage": bundle.stage,
         "seeds": list(bundle.seeds),
         "context": {
-            name: _copied(value) if isinstance(value, Tensor) else value
+            name: _copied(value) if isinstance(value, Tensor) else _plain(value)
             for name, value in bundle.context.items()
         },
         "batches": {name: _describe(batch, shown) for name, batch in bundle.batches.items()},
@@ -78,7 +79,7 @@ def _describe(batch: TensorBatch, shown: dict[int, dict[str, Any]]) -> dict[str,
         elif field.name == "media" and value is not None:
             values[field.name] = [one and _describe_media(one, shown) for one in value]
         else:
-            values[field.name] = plain_json(value)
+            values[field.name] = _plain(plain_json(value))
     return {"kind": type(batch).__name__, "values": values}
 
 
@@ -91,6 +92,11 @@ def _describe_media(media: Media, shown: dict[int, dict[str, Any]]) -> dict[str,
             "names": tuple(media.names),
         }
     return shown[id(media)]
+
+
+def _plain(value: Any) -> Any:
+    # numbers of NumPy become Python's, which reading knows
+    return json.loads(json.dumps(value))
 
 
 def _copied(value: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,7 +40,8 @@ def assert_equal(found: TensorBatch, given: TensorBatch) -> None:
 def test_an_iteration_is_the_same_after_its_files(tmp_path: Path) -> None:
     # advantages that are a column of something larger, and an experience of expanded rows
     part = experience(advantages=filled(NAN).repeat(1, 3)[:, 5:10], values=filled(float("inf")))
-    context = {"filler": torch.tensor([True, False]), "moments": {"mean": 0.5}, "none": None}
+    moments = {"mean": np.float64(0.5)}
+    context = {"filler": torch.tensor([True, False]), "moments": moments, "none": None}
     given = bundle(batches={"experience": part}, context=context | {"drawn": True})
     found = again(tmp_path, given)
     assert (found.stage, found.seeds) == ("policy", [(3, 1, 0)])
