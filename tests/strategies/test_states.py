@@ -140,4 +140,5 @@ def test_the_state_of_other_parameters_is_refused() -> None:
 def test_numbers_stand_for_parameters_in_the_order_of_the_groups() -> None:
     stored = {"state": {}, "param_groups": [{"params": [0, 2]}, {"params": [1]}]}
     # Lightning's numbers count through the groups, whatever they are
-    assert stored_names(stored, ["a", "b", "c"]) == {"a": 0, "b": 2, "c": 1}
+    optimizer = adamw(Two())  # of two groups
+    assert stored_names(stored, optimizer, ["a", "b", "c"]) == {"a": 0, "b": 2, "c": 1}
