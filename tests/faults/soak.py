@@ -114,6 +114,7 @@ def train(case: str, folder: Path, iterations: int) -> list[Sample]:
     stage = Stage(folder / "stage")
     stage.build()
     config = stage.config(CASES[case])
+    config["data"]["init_args"]["num_workers"] = 0  # their pipes come and go
     trainer = config["trainer"]
     trainer |= {"max_steps": iterations, "val_check_interval": VALIDATE_EVERY}
     for callback in trainer["callbacks"]:
