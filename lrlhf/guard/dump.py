@@ -63,16 +63,10 @@ def replay_command(folder: Path) -> str:
 def write_dump(
     module: L.LightningModule, folder: Path, bundle: StepBundle, anomalies: Sequence[Anomaly]
 ) -> str:
-    """Write a dump; all ranks call it, and it appears when it is whole.
+    """Write a dump; all ranks call it, each with its bundle, and it appears when it is whole.
 
-    Args:
-        module: Its weights are as the step found them.
-        folder: Its name; what is there is replaced. All ranks must see it.
-        bundle: Of this rank.
-        anomalies: Of all ranks.
-
-    Returns:
-        Why there is no dump; empty: there is.
+    What is at ``folder``, which all ranks must see, is replaced; the weights are as the step found
+    them, the anomalies those of all ranks. Returns why there is no dump; empty: there is.
     """
     trainer, ranks = module.trainer, Collectives(module.trainer)
     first = ranks.rank == 0

@@ -33,13 +33,9 @@ class _SeenLoss(NamedTuple):
 
 
 class StepWatch:
-    """What one rank sees of one optimizer step; its sums add up over the ranks.
+    """What one rank sees of one optimizer step; its sums, on ``device``, add up over the ranks.
 
-    Args:
-        guard: The limits.
-        rows: Rows of the step.
-        device: Of the sums.
-        replayed: Whether the rows were stored by another run: ratio and mismatch are not measured.
+    Of rows that another run has stored (``replayed``) ratio and mismatch are not measured.
     """
 
     def __init__(self, guard: Guard, *, rows: int, device: torch.device, replayed: bool) -> None:
@@ -75,11 +71,8 @@ class StepWatch:
     def see_loss(self, loss: Tensor, place_of: Callable[[], str]) -> None:
         """Take down the loss of the present micro-batch, without waiting for its device.
 
-        Args:
-            loss: A scalar.
-            place_of: Says where its first entry is that is not finite; asked by `judge`, with
-                ``rows`` and ``outputs`` as they are now. It is kept until then, so it should hold
-                nothing large.
+        ``place_of`` says where its first entry is that is not finite; `judge` asks it, with
+        ``rows`` and ``outputs`` as they are now. It is kept until then: it should hold nothing large.
         """
         infinite = ~loss.detach().isfinite()
         self._losses.append(_SeenLoss(infinite, place_of, self.rows, self.outputs))

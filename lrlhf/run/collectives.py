@@ -81,15 +81,10 @@ class Collectives:
         return reduced
 
     def whiten(self, values: Tensor, mask: Tensor, *, eps: float) -> Tensor:
-        """Shift and scale the masked entries of all ranks to mean 0 and deviation 1.
+        """Shift and scale the masked entries of all ranks to mean 0 and deviation 1, of any shape.
 
-        Args:
-            values: Any shape.
-            mask: Same shape; entries outside it neither count nor change.
-            eps: Added to the standard deviation (Bessel-corrected).
-
-        Returns:
-            The whitened values; unchanged outside ``mask`` and where fewer than two entries count.
+        ``eps`` is added to the deviation (Bessel-corrected). Values stay as they are outside of
+        ``mask``, which has their shape, and where fewer than two entries count.
         """
         # measured from one of the entries, equal ones have a mean of exactly 0; the rounding error
         # of a plain mean would be divided by a deviation as small as itself

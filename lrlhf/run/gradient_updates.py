@@ -100,15 +100,11 @@ class Updater:
     def step(
         self, optimizer: LightningOptimizer, *, max_grad_norm: float, leave_out: bool = False
     ) -> float:
-        """Clip, step and clear; returns the gradient norm before clipping.
+        """Clip to ``max_grad_norm``, step and clear; returns the gradient norm before clipping.
 
-        A gradient that is not finite moves nothing: the step is left out on every rank alike,
-        and the norm that is returned says so.
-
-        Args:
-            optimizer: Whose step it is.
-            max_grad_norm: Clip to this norm; inf leaves the gradient.
-            leave_out: Measure the gradient, but move nothing; the same on every rank.
+        A gradient that is not finite moves nothing: the step is left out on every rank alike, and
+        the norm that is returned says so. With ``leave_out``, the same on every rank, the gradient
+        is measured and nothing moves.
         """
         self._max_grad_norm, self._leave_out = max_grad_norm, leave_out
         optimizer.step()

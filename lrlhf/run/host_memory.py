@@ -22,10 +22,8 @@ def keep_host_memory() -> bool:
 
     By default glibc returns the end of its heap to the system as soon as 64 MB of it are free, and
     at once every block of 32 MB or more, and the next micro-batch waits for the system to clear
-    each page again. Settings of the user (``MALLOC_*``, ``GLIBC_TUNABLES``) win.
-
-    Returns:
-        Whether it was set.
+    each page again. Settings of the user (``MALLOC_*``, ``GLIBC_TUNABLES``) win. Returns whether it
+    was set.
     """
     global _kept
     chosen = any(

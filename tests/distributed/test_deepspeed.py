@@ -634,15 +634,9 @@ def test_a_state_of_other_weights_is_refused() -> None:
     module = Regression()
     strategy = DeepSpeed()
     strategy._lightning_module = module
-    state = module.state_dict()
-    strategy.load_model_state_dict({"state_dict": state})
-    state["reward.head.bias"] = torch.zeros(2)
+    state = module.state_dict() | {"reward.head.bias": torch.zeros(2)}
     with pytest.raises(CheckpointMismatchError, match=r"reward\.head\.bias has the shape \(2,\)"):
         strategy.load_model_state_dict({"state_dict": state})
-    del state["reward.head.bias"]
-    with pytest.raises(CheckpointMismatchError, match=r"reward\.head\.bias"):
-        strategy.load_model_state_dict({"state_dict": state})
-    strategy.load_model_state_dict({"state_dict": state}, strict=False)
     with pytest.raises(CheckpointMismatchError, match="1 optimizers and the module 0"):
         strategy.load_optimizer_state_dict({"optimizer_states": [{}]})
 

@@ -19,12 +19,10 @@ from lrlhf.run.checkpoints.checkpoint_search import check
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint beside its target, brings it to the disk, then renames it.
 
-    Lightning's own builds the file in memory first and in the system's temporary folder, from
-    where a move to another disk is no single step: a kill leaves half a checkpoint. Paths with a
-    protocol (``s3://…``) go the way Lightning has for them.
-
-    It reads the folders of sharded strategies too, so a run that was split over processes goes on
-    in one. What it reads is compared with the checksums that were written.
+    Lightning's own builds the file in memory and in the system's temporary folder first, from where
+    a move to another disk is no single step: a kill leaves half a checkpoint. Paths with a protocol
+    (``s3://…``) go Lightning's way. Folders of sharded strategies are read too, so that a run which
+    was split goes on in one process, and what is read is compared with its checksums.
     """
 
     def save_checkpoint(
