@@ -72,7 +72,7 @@ class StepWatch:
         """Take down the loss of the present micro-batch, without waiting for its device.
 
         ``place_of`` says where its first entry is that is not finite; `judge` asks it, with
-        ``rows`` and ``outputs`` as they are now. It is kept until then: it should hold nothing large.
+        ``rows`` and ``outputs`` as they are now. It is kept until then, and should be small.
         """
         infinite = ~loss.detach().isfinite()
         self._losses.append(_SeenLoss(infinite, place_of, self.rows, self.outputs))
