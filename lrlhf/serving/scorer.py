@@ -17,8 +17,8 @@ import torch
 from lrlhf.rewards import LearnedReward, RewardError, RewardFunction
 from lrlhf.rewards.dispatch import Call, Dispatcher, is_async
 from lrlhf.rewards.learned import TextMarks
-from lrlhf.rewards.lookup import bind_functions, check_column_names, chosen_arguments
-from lrlhf.rewards.reward_values import check_values
+from lrlhf.rewards.lookup import bind_functions, chosen_arguments
+from lrlhf.rewards.reward_values import Journal, check_values
 from lrlhf.serving.limits import RefusedRequestError
 from lrlhf.serving.score_request import ScoreRequest
 
@@ -68,7 +68,7 @@ class Scorer:
     def __init__(
         self, function: RewardFunction | Callable[..., Any] | str, *, name: str | None = None
     ) -> None:
-        self._bound = bind_functions([function], None, BUILTINS)[0]
+        self._bound = bind_functions([function])[0]
         taken = inspect.signature(self._bound.function).parameters.get("completion_ids")
         if taken is not None and taken.default is inspect.Parameter.empty:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import pytest
@@ -27,6 +27,32 @@ NORM = "model.norm.weight"
 PROBE_TOKENS = 80
 
 
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(f'{{"prompt": "say {word}"}}' for word in "abcdefgh"))
+    return path
+
+
+def build(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, engine: RolloutEngine | None
+) -> RLOO:
+    return RLOO(
+        model,
+        Rewards([letters]),
+        tokenizer=tokenizer,
+        engine=engine,
+        num_generations=2,
+        sampling=Sampling(max_new_tokens=4),
+        optimizer=OptimizerConfig(lr=1e-2),
+        reference=Reference(kl_coef=0.0),
+    )
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
 class Snapshots(L.Callback):
     """The policy's weights before the first step and after each."""
 
@@ -38,43 +64,6 @@ class Snapshots(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
         self.weights.append(trained(pl_module.policy))
-
-
-class Run(NamedTuple):
-    trainer: L.Trainer
-    weights: list[dict[str, Tensor]]
-    watcher: Watcher
-
-
-@pytest.fixture
-def run(
-    language_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> Callable[..., Run]:
-    """Train with an engine and callbacks."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(f'{{"prompt": "say {word}"}}' for word in "abcdefgh"))
-
-    def go(engine: RolloutEngine | None, *callbacks: L.Callback, **options: Any) -> Run:
-        module = RLOO(
-            language_model,
-            Rewards([letters]),
-            tokenizer=tokenizer,
-            engine=engine,
-            num_generations=2,
-            sampling=Sampling(max_new_tokens=4),
-            optimizer=OptimizerConfig(lr=1e-2),
-            reference=Reference(kl_coef=0.0),
-        )
-        snapshots, watcher = Snapshots(), Watcher()
-        options = {"limit_val_batches": 0, **options}
-        options["callbacks"] = [*callbacks, snapshots, watcher]
-        return Run(fit(module, prompts, tmp_path, **options), snapshots.weights, watcher)
-
-    return go
-
-
-def trained(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
 def is_probe(draw: Draw) -> bool:
@@ -131,17 +120,17 @@ def test_validation_draws_with_averaged_weights_and_training_with_the_trained_on
         limit_val_batches=2,
     )
     # the average by hand: half of the old one and half of the weights, from the first weights on
-    averages = [weights[0]]
-    for step in weights[1:]:
-        averages.append({n: 0.5 * averages[-1][n] + 0.5 * value for n, value in step.items()})
+    averages = [snapshots.weights[0]]
+    for weights in snapshots.weights[1:]:
+        averages.append({n: 0.5 * averages[-1][n] + 0.5 * value for n, value in weights.items()})
     drawn = responses(engine)
     assert [draw.greedy for draw in drawn] == [False, True, True] * 3
     for step in range(3):
         training, first, second = drawn[3 * step : 3 * step + 3]
-        assert_drawn_with(training, weights[step])
+        assert_drawn_with(training, snapshots.weights[step])
         assert_drawn_with(first, averages[step + 1], atol=1e-6)
         assert_drawn_with(second, averages[step + 1], atol=1e-6)
-        assert_different(averages[step + 1], weights[step + 1])
+        assert_different(averages[step + 1], snapshots.weights[step + 1])
     # one push for each change between the two kinds, none between two batches of a validation
     assert len(engine.pushed) == 6
 
@@ -151,28 +140,35 @@ class PowerCut(L.Callback):
         raise RuntimeError("the power went out")
 
 
-def test_what_a_run_that_broke_off_left_in_the_engine_is_not_drawn_with(run) -> None:
+def test_what_a_run_that_broke_off_left_in_the_engine_is_not_drawn_with(
+    language_model, tokenizer, prompts, tmp_path
+) -> None:
     # the weights moved on after the push, and both runs begin with step 0
-    engine, callback = CopyEngine(), VLLMWeightSync()
+    engine, snapshots = CopyEngine(), Snapshots()
+    module = build(language_model, tokenizer, engine)
+    callback = VLLMWeightSync()
     with pytest.raises(RuntimeError, match="the power went out"):
-        run(engine, callback, PowerCut())
+        fit(module, prompts, tmp_path, callbacks=[callback, PowerCut()], limit_val_batches=0)
     engine.draws.clear()
-    _, weights, _ = run(engine, callback, steps=1)
+    options: dict[str, Any] = {"callbacks": [callback, snapshots], "limit_val_batches": 0}
+    fit(module, prompts, tmp_path, steps=1, **options)
     (draw,) = responses(engine)
-    assert_drawn_with(draw, weights[0])
+    assert_drawn_with(draw, snapshots.weights[0])
 
 
 def test_an_engine_that_is_restarted_between_pushes_has_the_present_weights_and_says_so(
-    run,
+    language_model, tokenizer, prompts, tmp_path
 ) -> None:
     # the second draw, of iteration 1, fails while the engine has the weights of iteration 0
-    engine = CopyEngine(fail={"respond": [2]})
-    _, weights, watcher = run(engine, VLLMWeightSync(every_n_steps=2, probe_every=0), steps=4)
+    engine, snapshots, watcher = CopyEngine(fail={"respond": [2]}), Snapshots(), Watcher()
+    module = build(language_model, tokenizer, engine)
+    callbacks = [VLLMWeightSync(every_n_steps=2, probe_every=0), snapshots, watcher]
+    fit(module, prompts, tmp_path, steps=4, callbacks=callbacks, limit_val_batches=0)
     # and the next push comes two iterations after the restart
     assert [draw.version for draw in engine.draws] == [0, 1, 1, 3]
     for draw in engine.draws:
         assert draw.version is not None
-        assert_drawn_with(draw, weights[draw.version])
+        assert_drawn_with(draw, snapshots.weights[draw.version])
     assert [records[0]["weight_version"] for records in watcher.records] == [0, 1, 1, 3]
 
 

@@ -11,7 +11,13 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from lrlhf.models import backbone_inputs, forget_offsets, numbers_media, repeat_offsets
+from lrlhf.models import (
+    backbone_inputs,
+    check_media,
+    forget_offsets,
+    numbers_media,
+    repeat_offsets,
+)
 from lrlhf.rollout.responses import repeated_media
 from lrlhf.types import Media
 
