@@ -23,6 +23,7 @@ from lrlhf.rewards import (
     out_of_time,
 )
 from lrlhf.rewards import rewards as rewards_module
+from lrlhf.rewards.reward_values import Journal
 
 
 def score(rewards: Rewards, count: int = 2, **columns: Sequence[Any]) -> RewardResult:
@@ -237,6 +238,11 @@ def test_a_late_result_is_not_mixed_into_a_later_call() -> None:
     assert second.extras["value"] == [200.0, 200.0]
     assert second.per_function[:, 0].tolist() == [200.0, 200.0]
     assert first.extras == {}
+    # nor into what was taken from the journal of the call
+    journal = Journal(1)
+    logged = journal.close()
+    journal.log_metric("value", 1.0)
+    assert logged.metrics == {}
 
 
 def test_a_function_is_not_entered_again_before_it_is_done() -> None:
