@@ -1,6 +1,7 @@
 """The guard of a reward model, and of what is shown images."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,12 @@ class CopiesToHost(TorchFunctionMode, L.Callback):
 
 
 def test_a_healthy_step_copies_nothing_to_the_host(reward_model, collate, tmp_path) -> None:
-    batches = [collate(ONE_HEAD[:5]), collate(ONE_HEAD[5:])]
+    hosts = [collate(ONE_HEAD[:5]), collate(ONE_HEAD[5:])]
+    # as if they were copies on a device
+    batches = [
+        replace(collate(rows), host=host)
+        for rows, host in zip((ONE_HEAD[:5], ONE_HEAD[5:]), hosts, strict=True)
+    ]
     module, seen = reward_model(), CopiesToHost()
     for register, computing in (
         (module.network.register_forward_pre_hook, True),
@@ -125,9 +131,9 @@ def test_a_healthy_step_copies_nothing_to_the_host(reward_model, collate, tmp_pa
     ):
         register(lambda *_, computing=computing: setattr(seen, "computing", computing))
     fit_pairs(module, batches, tmp_path, accumulate_grad_batches=2, callbacks=[seen])
-    # the very tensors of the micro-batches, no copies of them
+    # the very tensors in main memory, no copies of them, and nothing that lies on the device
     assert [one.candidate0.input_ids.data_ptr() for one in seen.kept] == [
-        batch.candidate0.input_ids.data_ptr() for batch in batches
+        host.candidate0.input_ids.data_ptr() for host in hosts
     ]
     assert module._step.micro_batches == []
     # numbers of the mean, the norm and the logs
