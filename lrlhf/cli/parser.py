@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lrlhf.cli.messages.errors import ValidationError, hint
+from lrlhf.cli.messages.familiar_names import FAMILIAR_NAMES
 
 RENAMED_KEYS = {
     "max_skipped_steps": "guard.max_skipped",
@@ -61,6 +62,8 @@ class Parser(LightningArgumentParser):
         for start in range(len(parts)):
             if renamed := RENAMED_KEYS.get(".".join(parts[start:])):
                 return f"; did you mean '{renamed}', which took its place?"
+        if familiar := FAMILIAR_NAMES.get(parts[-1]):
+            return f"; did you mean {familiar}?"
         if group is not None:
             return self._hint_in_group(match, error)
         return hint(

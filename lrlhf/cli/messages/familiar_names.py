@@ -1,0 +1,156 @@
+"""What options of TRL, OpenRLHF and verl are called here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_SAMPLING = "model.sampling."
+_UPDATE = "model.update."
+_KL = "model.reference.kl_coef"
+_LENGTH = "model.sampling.max_new_tokens"
+_CLIP = "model.update.options.clip_low and clip_high"
+_MICRO = (
+    "model.update.micro_batch_tokens (tokens; of a RewardModel trainer.accumulate_grad_batches)"
+)
+_BATCH = (
+    "data.batch_size (prompts per process, each with model.num_generations responses; or pairs)"
+)
+_CLIP_NORM = "model.update.max_grad_norm (of a RewardModel model.max_grad_norm)"
+_FOLDER = "trainer.default_root_dir"
+_REWARDS = "model.rewards.init_args.functions"
+_LORA = "model.policy.init_args.lora (of a RewardModel model.model.init_args.lora)"
+_POLICY = "model.policy (of a RewardModel model.model)"
+
+FAMILIAR_NAMES: Mapping[str, str] = {
+    # KL
+    **dict.fromkeys(("beta", "init_kl_coef", "kl_coef", "kl_loss_coef", "kl_ctrl"), _KL),
+    **dict.fromkeys(("kl_estimator", "kl_loss_type", "kl_penalty"), "model.reference.kl_estimator"),
+    **dict.fromkeys(
+        ("use_kl_loss", "use_kl_in_reward", "use_kl_estimator_k3"), "model.reference.placement"
+    ),
+    **dict.fromkeys(("kl_target", "target_kl"), "trainer.callbacks: lrlhf.callbacks.KLControl"),
+    **dict.fromkeys(("sync_ref_model", "ref_model_sync_steps"), "model.reference.sync_every"),
+    "ref_model_mixup_alpha": "model.reference.mixup",
+    **dict.fromkeys(("ref_model", "ref_pretrain", "ref_model_path"), "model.reference.model"),
+    # optimizer
+    **dict.fromkeys(("learning_rate", "lr", "actor_learning_rate"), "model.optimizer.lr"),
+    "critic_learning_rate": "model.critic.optimizer.lr",
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "model.optimizer.schedule"),
+    **dict.fromkeys(
+        ("warmup_ratio", "lr_warmup_ratio", "warmup_steps", "lr_warmup_steps"),
+        "model.optimizer.warmup_steps (below 1: a share of all steps)",
+    ),
+    "weight_decay": "model.optimizer.weight_decay",
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_betas"), "model.optimizer.betas"),
+    "adam_epsilon": "model.optimizer.eps",
+    "optim": "model.optimizer.optimizer_class",
+    **dict.fromkeys(("max_grad_norm", "max_norm", "grad_clip", "gradient_clip"), _CLIP_NORM),
+    # sampling
+    **dict.fromkeys(
+        ("max_completion_length", "response_length", "generate_max_len", "max_response_length"),
+        _LENGTH,
+    ),
+    **dict.fromkeys(("max_new_tokens", "max_tokens"), _LENGTH),
+    **{name: _SAMPLING + name for name in ("temperature", "top_p", "top_k", "min_p")},
+    **dict.fromkeys(("stop_token", "stop_strings"), "model.sampling.stop"),
+    **dict.fromkeys(
+        ("num_generations", "rloo_k", "n_samples_per_prompt", "rollout_n"), "model.num_generations"
+    ),
+    **dict.fromkeys(
+        ("max_prompt_length", "prompt_max_len", "max_prompt_len"), "data.max_prompt_tokens"
+    ),
+    **dict.fromkeys(
+        ("use_vllm", "vllm_mode", "vllm_server_host", "vllm_num_engines", "colocate_all_models"),
+        "model.engine (overlays in configs/engine)",
+    ),
+    "vllm_gpu_memory_utilization": "model.engine.init_args.gpu_memory_utilization",
+    # update
+    **dict.fromkeys(("num_iterations", "num_ppo_epochs", "ppo_epochs"), _UPDATE + "num_iterations"),
+    **dict.fromkeys(("num_mini_batches", "steps_per_generation"), _UPDATE + "num_minibatches"),
+    **dict.fromkeys(("ppo_mini_batch_size", "mini_batch_size"), _UPDATE + "minibatch_size"),
+    **dict.fromkeys(
+        (
+            "gradient_accumulation_steps",
+            "micro_train_batch_size",
+            "ppo_micro_batch_size_per_gpu",
+            "ppo_max_token_len_per_gpu",
+            "max_tokens_per_gpu",
+        ),
+        _MICRO,
+    ),
+    **dict.fromkeys(("epsilon", "cliprange", "eps_clip", "clip_ratio"), _CLIP),
+    **dict.fromkeys(
+        ("epsilon_high", "eps_clip_high", "clip_ratio_high"), "model.update.options.clip_high"
+    ),
+    **dict.fromkeys(("cliprange_value", "value_clip"), "model.critic.value_clip_range"),
+    "vf_coef": "model.critic.backbone_coef, or model.critic.optimizer.lr",
+    **dict.fromkeys(("gamma", "lam", "lambd", "gae_lambda"), "model.advantage.options"),
+    **dict.fromkeys(("entropy_coeff", "entropy_loss_coef"), _UPDATE + "entropy_coef"),
+    "top_entropy_quantile": _UPDATE + "high_entropy_fraction",
+    **dict.fromkeys(("loss_type", "policy_loss_type", "loss_mode"), _UPDATE + "loss"),
+    **dict.fromkeys(
+        ("loss_agg_mode", "importance_sampling_level"),
+        "model.update.aggregate (token or whole response: model.update.loss)",
+    ),
+    **dict.fromkeys(("scale_rewards", "normalize_reward"), "model.advantage.scale_rewards"),
+    **dict.fromkeys(
+        ("normalize_advantages", "whiten_rewards", "whiten_advantages"), "model.advantage.normalize"
+    ),
+    **dict.fromkeys(
+        ("mask_truncated_completions", "missing_eos_penalty", "overlong_filtering"),
+        "model.advantage.truncated",
+    ),
+    **dict.fromkeys(("advantage_estimator", "adv_estimator"), "model.algorithm"),
+    **dict.fromkeys(("dynamic_filtering", "filter_groups"), "model.dynamic_sampling"),
+    "center_rewards_coefficient": "model.center_coef",
+    # models
+    **dict.fromkeys(("model_name_or_path", "pretrain", "model_path"), _POLICY),
+    **dict.fromkeys(("critic_pretrain", "value_model"), "model.critic.model"),
+    **dict.fromkeys(("peft_config", "use_peft", "lora_r", "lora_rank", "lora_alpha"), _LORA),
+    **dict.fromkeys(("torch_dtype", "dtype"), "model.policy.init_args.dtype"),
+    "attn_implementation": "model.policy.init_args.attn_implementation",
+    **dict.fromkeys(
+        ("gradient_checkpointing", "enable_gradient_checkpointing"),
+        "model.policy.init_args.gradient_checkpointing",
+    ),
+    # rewards
+    **dict.fromkeys(
+        ("reward_funcs", "reward_model_path", "reward_pretrain", "remote_rm_url", "reward_fn"),
+        _REWARDS,
+    ),
+    "reward_weights": "model.rewards.init_args.weights",
+    # data
+    **dict.fromkeys(("train_dataset", "dataset_name", "prompt_data", "train_files"), "data.train"),
+    **dict.fromkeys(("eval_dataset", "test_dataset", "val_files"), "data.val"),
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "rollout_batch_size", "train_batch_size"), _BATCH
+    ),
+    "per_device_eval_batch_size": "data.val_batch_size",
+    **dict.fromkeys(("input_key", "prompt_key"), "data.prompt_column"),
+    "dataloader_num_workers": "data.num_workers",
+    # the run
+    **dict.fromkeys(
+        ("report_to", "use_wandb", "wandb_project", "use_tensorboard"), "trainer.logger"
+    ),
+    "run_name": "trainer.logger.init_args.name",
+    "logging_steps": "trainer.log_every_n_steps",
+    **dict.fromkeys(
+        ("save_steps", "save_freq", "save_total_limit", "save_strategy"),
+        "trainer.callbacks: lrlhf.callbacks.RLCheckpoint",
+    ),
+    **dict.fromkeys(("eval_steps", "eval_strategy", "test_freq"), "trainer.val_check_interval"),
+    **dict.fromkeys(("output_dir", "save_path", "default_local_dir"), _FOLDER),
+    **dict.fromkeys(("num_train_epochs", "num_episodes", "total_epochs"), "trainer.max_epochs"),
+    "max_steps": "trainer.max_steps",
+    **dict.fromkeys(("bf16", "fp16", "mixed_precision"), "trainer.precision"),
+    "seed": "seed_everything",
+    "resume_from_checkpoint": "ckpt_path",
+    **dict.fromkeys(("deepspeed", "zero_stage", "fsdp", "fsdp_config"), "trainer.strategy"),
+    **dict.fromkeys(("n_gpus_per_node", "num_processes"), "trainer.devices"),
+    **dict.fromkeys(("nnodes", "num_machines"), "trainer.num_nodes"),
+    **dict.fromkeys(
+        ("push_to_hub", "hub_model_id"),
+        "the export of a run, whose folder `hf upload` takes",
+    ),
+}
+"""Where an option is here, by its last name there."""
