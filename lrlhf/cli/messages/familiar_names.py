@@ -9,17 +9,14 @@ _UPDATE = "model.update."
 _KL = "model.reference.kl_coef"
 _LENGTH = "model.sampling.max_new_tokens"
 _CLIP = "model.update.options.clip_low and clip_high"
-_MICRO = (
-    "model.update.micro_batch_tokens (tokens; of a RewardModel trainer.accumulate_grad_batches)"
-)
-_BATCH = (
-    "data.batch_size (prompts per process, each with model.num_generations responses; or pairs)"
-)
-_CLIP_NORM = "model.update.max_grad_norm (of a RewardModel model.max_grad_norm)"
+_MICRO = "model.update.micro_batch_tokens (for a RewardModel trainer.accumulate_grad_batches)"
+_BATCH = "data.batch_size (prompts, each with model.num_generations responses, or pairs)"
+_CLIP_NORM = "model.update.max_grad_norm (for a RewardModel model.max_grad_norm)"
+_LEVEL = "model.update.aggregate, or model.update.loss for one ratio per response"
 _FOLDER = "trainer.default_root_dir"
 _REWARDS = "model.rewards.init_args.functions"
-_LORA = "model.policy.init_args.lora (of a RewardModel model.model.init_args.lora)"
-_POLICY = "model.policy (of a RewardModel model.model)"
+_LORA = "model.policy.init_args.lora (for a RewardModel model.model.init_args.lora)"
+_POLICY = "model.policy (for a RewardModel model.model)"
 
 FAMILIAR_NAMES: Mapping[str, str] = {
     # KL
@@ -90,7 +87,7 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("loss_type", "policy_loss_type", "loss_mode"), _UPDATE + "loss"),
     **dict.fromkeys(
         ("loss_agg_mode", "importance_sampling_level"),
-        "model.update.aggregate (token or whole response: model.update.loss)",
+        _LEVEL,
     ),
     **dict.fromkeys(("scale_rewards", "normalize_reward"), "model.advantage.scale_rewards"),
     **dict.fromkeys(
@@ -129,9 +126,7 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("input_key", "prompt_key"), "data.prompt_column"),
     "dataloader_num_workers": "data.num_workers",
     # the run
-    **dict.fromkeys(
-        ("report_to", "use_wandb", "wandb_project", "use_tensorboard"), "trainer.logger"
-    ),
+    **dict.fromkeys(("report_to", "use_wandb", "wandb_project"), "trainer.logger"),
     "run_name": "trainer.logger.init_args.name",
     "logging_steps": "trainer.log_every_n_steps",
     **dict.fromkeys(
@@ -141,7 +136,6 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("eval_steps", "eval_strategy", "test_freq"), "trainer.val_check_interval"),
     **dict.fromkeys(("output_dir", "save_path", "default_local_dir"), _FOLDER),
     **dict.fromkeys(("num_train_epochs", "num_episodes", "total_epochs"), "trainer.max_epochs"),
-    "max_steps": "trainer.max_steps",
     **dict.fromkeys(("bf16", "fp16", "mixed_precision"), "trainer.precision"),
     "seed": "seed_everything",
     "resume_from_checkpoint": "ckpt_path",
