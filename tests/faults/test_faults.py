@@ -311,7 +311,7 @@ def test_a_gradient_that_is_nan_once_moves_nothing(run: Run, undisturbed: Run) -
 def server(run: Run) -> Iterator[Server]:
     """One that the run asks, quick to give up."""
     with serving() as started:
-        settings = {"first_pause": 0.01, "retries": 1, "timeout": 2.0, "breaker_cooldown": 0.1}
+        settings = {"retries": 1, "timeout": 2.0}
         function = named("lrlhf.rewards.RemoteReward", urls=started.url, **settings)
         run.config["model"]["init_args"]["rewards"]["init_args"] = {"functions": [function]}
         yield started
