@@ -10,11 +10,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lrlhf.rollout.vllm import process
 from lrlhf.rollout.vllm import process_guard as guard
 from lrlhf.rollout.vllm.process import ServerProcess, ServerStartError
+from lrlhf.run.supervision import deadlines
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -44,6 +46,12 @@ if "setsid" in words:
         os._exit(0)
     os.wait()
     os.read(reader, 2)
+if "orphans" in words:
+    for _ in range(20):
+        if os.fork() == 0:
+            os.fork()
+            os._exit(0)
+        os.wait()
 if "crash" in words:
     print("\\n".join(f"line {{n}}" for n in range(50)), flush=True)
     print("token", os.environ.get("TEST_TOKEN"), *words, flush=True)
@@ -137,13 +145,12 @@ class Fake:
     def pids(self) -> set[int]:
         return set(marked(self.marker))
 
-    def kill(self, *, part: str) -> None:
-        """Kill the guard, or the server under it."""
+    def pid_of(self, part: str) -> int:
+        """Find the guard, or the server under it."""
+        if part == "server":
+            return int(self.log.read_text().split("pid ")[-1].split()[0])
         (pid,) = [pid for pid, text in marked(self.marker).items() if guard.__file__ in text]
-        os.kill(
-            pid if part == "guard" else int(self.log.read_text().split("pid ")[-1].split()[0]),
-            signal.SIGKILL,
-        )
+        return pid
 
 
 @pytest.fixture
@@ -174,11 +181,45 @@ def test_the_grace_is_what_a_server_gets_to_tidy_up(
 def test_killing_a_part_ends_all_of_it_at_the_latest_at_the_stop(fake: Fake, part: str) -> None:
     server = fake.ready("setsid" if part == "server" else "stubborn")
     assert len(fake.pids()) == (4 if part == "server" else 3)
-    fake.kill(part=part)
+    os.kill(fake.pid_of(part), signal.SIGKILL)
     # of a guard that is killed the server goes along; the orphans of both go with its group
     assert eventually(lambda: len(fake.pids()) == (0 if part == "server" else 1))
     assert not server.stop()
-    assert eventually(lambda: not fake.pids())
+    assert not fake.pids()
+
+
+def test_a_stop_without_the_guard_waits_until_all_have_ended(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = fake.ready("stubborn")
+    os.kill(fake.pid_of("guard"), signal.SIGKILL)
+    with monkeypatch.context() as patched:
+        patched.setattr(process, "_KILL_SECONDS", 0.1)
+        patched.setattr(os, "killpg", lambda *_: None)  # as where a device holds a process
+        with pytest.raises(RuntimeError, match=r"processes \[\d+\] of the server do not end"):
+            server.stop()
+    assert not server.stop()
+    assert not fake.pids()
+
+
+def test_the_guard_collects_the_orphans_that_it_adopts(fake: Fake) -> None:
+    server = fake.ready("alone", "orphans")
+    adopter = psutil.Process(fake.pid_of("guard"))
+    assert eventually(lambda: [one.pid for one in adopter.children()] == [fake.pid_of("server")])
+    assert server.stop()
+
+
+def test_the_guard_finds_the_packages_of_the_trainer(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the interpreter below a virtual environment, without what is installed in that
+    monkeypatch.setattr(sys, "executable", sys._base_executable)  # type: ignore[attr-defined]
+    assert fake.ready("alone").stop()
+
+
+def test_a_deadline_leaves_the_guard_the_time_it_needs() -> None:
+    needs = process.GRACE + guard.LOOK_SECONDS + guard.TRACKER_SECONDS
+    assert needs < deadlines._CHILDREN_S
 
 
 def test_shared_memory_of_killed_processes_is_removed(fake: Fake) -> None:

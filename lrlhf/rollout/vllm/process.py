@@ -15,10 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
+
 from lrlhf.rollout.vllm import process_guard
 
-GRACE = 5.0
-"""Seconds between SIGTERM and SIGKILL."""
+GRACE = 3.0
+"""Seconds between SIGTERM and SIGKILL.
+
+With the second that the guard may need for the rest less than what `end_process` of
+`lrlhf.run.supervision.deadlines` gives it, which then kills the guard.
+"""
+_KILL_SECONDS = 10.0
+"""How long what SIGKILL was sent to may take to end."""
 _TAIL_LINES = 30
 _TAIL_BYTES = 256 * 1024
 _SECRET_NAME = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
@@ -53,8 +61,12 @@ class ServerProcess:
         """Start the server and return at once."""
         self._trainer = os.getpid()
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        # isolated: nothing in the environment can break the guard
-        guard = [sys.executable, "-I", process_guard.__file__, str(self._trainer), str(GRACE)]
+        # isolated, as the environment is the server's, but with this process's packages
+        script = (
+            f"import runpy, sys; sys.path[:] = {list(map(str, sys.path))}; "
+            f"runpy.run_path({process_guard.__file__!r}, run_name='__main__')"
+        )
+        guard = [sys.executable, "-I", "-c", script, str(self._trainer), str(GRACE)]
         with self._log_file.open("ab") as log:
             self._log_start = log.tell()
             self._guard = subprocess.Popen(
@@ -116,6 +128,9 @@ class ServerProcess:
 
         Returns:
             Whether it ran until then; False also where there was nothing to end.
+
+        Raises:
+            RuntimeError: The guard was killed, and what it left does not even end on SIGKILL.
         """
         # a forked child that exits, such as a worker of a data loader, ends nothing
         if self._guard is None or os.getpid() != self._trainer:
@@ -127,8 +142,28 @@ class ServerProcess:
             self._guard.kill()
             code = self._guard.wait()
         if code < 0:  # it was killed and could end nothing, but its process group has its number
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._guard.pid, signal.SIGKILL)
+            _kill_group(self._guard.pid)
         self._guard = None
         atexit.unregister(self.stop)
         return code == 0
+
+
+def _kill_group(group: int) -> None:
+    """End a process group; returns when none of its processes is left."""
+    deadline = time.monotonic() + _KILL_SECONDS
+    while left := _living_members(group):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"processes {left} of the server do not end on SIGKILL")
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _living_members(group: int) -> list[int]:
+    """List the processes of a group, without zombies that nobody has collected yet."""
+    living = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):  # it ended in this moment
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process.pid)
+    return living

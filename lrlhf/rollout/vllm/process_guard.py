@@ -1,8 +1,8 @@
 """Runs a command and ends all its processes as soon as the process that asked for it is gone.
 
-A script, run by its path:
+A script, which needs psutil only:
 
-    python -I process_guard.py TRAINER GRACE COMMAND...
+    python process_guard.py TRAINER GRACE COMMAND...
 
 TRAINER is the process id of the parent, GRACE the seconds between SIGTERM and SIGKILL. The command
 and all its descendants end when the trainer is gone, when the guard gets SIGTERM, SIGINT or SIGHUP,
@@ -85,6 +85,17 @@ def _die_with_guard() -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _code_of(server: subprocess.Popen[bytes]) -> int | None:
+    """Collect who ended, adopted orphans too; returns the server's code if it is among them."""
+    while server.returncode is None:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            break
+        if pid == server.pid:
+            server.returncode = os.waitstatus_to_exitcode(status)
+    return server.returncode
+
+
 def main(trainer: int, grace: float, command: Sequence[str]) -> int:
     """Guard a command; returns the guard's exit code once no process of it is left."""
     orders: list[int] = []
@@ -93,7 +104,7 @@ def main(trainer: int, grace: float, command: Sequence[str]) -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     # the guard has one thread, so that a function may run between fork and exec
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard)
-    while (code := server.poll()) is None and not orders and os.getppid() == trainer:
+    while (code := _code_of(server)) is None and not orders and os.getppid() == trainer:
         time.sleep(LOOK_SECONDS)
     _end_descendants(grace)
     if code is None:
