@@ -64,8 +64,8 @@ def _hold(trainer: L.Trainer, folder: Path) -> None:
     path = _lock_file(folder)
     if path not in _held:
         folder.mkdir(parents=True, exist_ok=True)
-        _held[path] = _taken(folder, path)
-        at_teardown(trainer, functools.partial(_release, path))
+        handle = _held[path] = _taken(folder, path)
+        at_teardown(trainer, functools.partial(_release, path, handle))
 
 
 def _taken(folder: Path, path: Path) -> IO[bytes]:
@@ -111,7 +111,8 @@ def _own(descriptor: int) -> bool | None:
     return True
 
 
-def _release(path: Path) -> None:
-    if path in _held:
+def _release(path: Path, handle: IO[bytes]) -> None:
+    # a trainer is torn down again after whatever it does, when another one may have the folder
+    if _held.get(path) is handle:
         with contextlib.suppress(OSError), _held.pop(path):
             path.unlink(missing_ok=True)  # as long as it is ours

@@ -18,6 +18,7 @@ import pytest
 
 from lrlhf.callbacks import EvalJSONL, HFExport, RLCheckpoint, RolloutLog
 from lrlhf.loggers import ResumingCSVLogger
+from lrlhf.run.folder_lock import LOCK_FILE, hold_folder
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 from tests.loggers.runs import Toy
 
@@ -139,6 +140,19 @@ def test_a_run_that_fails_gives_its_folder_back(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="power"):
         fit(tmp_path, saving(tmp_path / "ck"), Pause(fail))
     assert not list((tmp_path / "ck").glob(".*lock"))
+
+
+def test_a_trainer_that_goes_on_leaves_the_folder_to_the_next_one(tmp_path: Path) -> None:
+    first, second = (trainer(tmp_path / str(number)) for number in range(2))
+    folder = tmp_path / "shared"
+    hold_folder(first, folder)
+    first.fit(ToyPolicy(), batches(1))
+    assert not list(folder.iterdir())
+    hold_folder(second, folder)
+    first.validate(ToyPolicy(), batches(1), verbose=False)
+    assert [path.name for path in folder.iterdir()] == [LOCK_FILE]
+    second.validate(ToyPolicy(), batches(1), verbose=False)
+    assert not list(folder.iterdir())
 
 
 def test_where_the_file_system_has_no_locks_a_run_warns_and_goes_on(
