@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,16 +19,26 @@ T = TypeVar("T")
 
 def from_rank_zero(strategy: Strategy, function: Callable[[], T]) -> T:
     """Call a function on rank zero; every rank, all of which call, returns or raises what came."""
-    outcome: tuple[T | None, Exception | None] = (None, None)
+    value: T | None = None
+    failure: Exception | None = None
     if strategy.is_global_zero:
         try:
-            outcome = function(), None
-        except (OSError, ValueError) as error:  # the others wait to be told
-            outcome = None, error
-    value, failure = strategy.broadcast(outcome)
-    if failure is not None:
-        raise failure
+            value = function()
+        except Exception as error:  # noqa: BLE001  raised once the others, who wait, are told
+            failure = error
+    value, told = strategy.broadcast((value, failure and _portable(failure)))
+    if failure or told:
+        raise failure or told
     return value  # type: ignore[return-value]  # what the function returned
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error, or what it says where other processes could not read it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001  whatever its own code raises
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 @dataclass(frozen=True, slots=True)
