@@ -31,9 +31,7 @@ class Balanced(NamedTuple):
     """The same of ``rows``."""
 
 
-def balance_over_ranks(
-    rows: Experience, collectives: Collectives, *, equal_rows: bool = True
-) -> Balanced:
+def balance_over_ranks(rows: Experience, collectives: Collectives) -> Balanced:
     """Exchange rows between the ranks so that their numbers of tokens are nearly equal.
 
     The rows of all ranks together stay the same, bit for bit, and with them all sums over the ranks
@@ -42,16 +40,18 @@ def balance_over_ranks(
     and no two ranks have one in common; what lies in the padding is new too.
 
     All ranks call it with their rows of the same optimizer step. Nothing is exchanged, and the very
-    object is returned, in one process, where the slowest rank would have less than 2 % fewer
-    tokens, where any row shows images or videos (what they show is read and kept per process), and
-    where some rank has a column that another lacks.
+    object is returned, in one process and where
+
+    - the slowest rank would have less than 2 % fewer tokens,
+    - any row shows images or videos (what they show is read and kept per process),
+    - some rank has a column that another lacks, or one that is neither `[B]` nor `[B, T]`,
+    - ranks would not get equally many rows, which complete groups of one size allow. Strategies
+      that split weights need ranks to take equally many micro-batches, and a rank with fewer rows
+      than micro-batches could not.
 
     Args:
         rows: Of one optimizer step on this rank, at least one.
         collectives: The ranks.
-        equal_rows: Exchange only where every rank gets as many rows as any other, which complete
-            groups of one size allow. Strategies that split weights need ranks to take equally many
-            micro-batches, and a rank with fewer rows than micro-batches could not.
     """
     if collectives.world_size == 1:
         return Balanced(rows, 1.0, 1.0)
@@ -60,10 +60,10 @@ def balance_over_ranks(
     kinds, groups = told[0][0], [group for _, own in told for group in own]
     movable = kinds is not None and all(other == kinds for other, _ in told)
     costs, counts = [group.cost for group in groups], [len(group.rows) for group in groups]
-    parts = partition(costs, world, equal_counts=equal_rows)
+    parts = partition(costs, world, equal_counts=True)
     now = [[i for i, group in enumerate(groups) if group.rank == rank] for rank in range(world)]
     before, after = imbalance(loads(costs, now)), imbalance(loads(costs, parts))
-    fits = not equal_rows or len(set(loads(counts, parts))) == 1
+    fits = len(set(loads(counts, parts))) == 1
     if not movable or not fits or 1 - after / before < MIN_GAIN:
         return Balanced(rows, before, before)
     return Balanced(_exchanged(rows, groups, parts, collectives), before, after)
@@ -106,7 +106,8 @@ def _column_kinds(rows: Experience) -> dict[str, tuple[str, int]] | None:
     """Say what each column is; None: there is one that stays where it is, and its rows with it."""
     values = {field.name: getattr(rows, field.name) for field in fields(rows)}
     given = {name: value for name, value in values.items() if value is not None}
-    if not all(isinstance(value, Tensor) for value in given.values()):
+    shapes = ((), rows.input_ids.shape[1:])
+    if not all(isinstance(one, Tensor) and one.shape[1:] in shapes for one in given.values()):
         return None
     return {name: (str(value.dtype), value.dim()) for name, value in given.items()}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +14,12 @@ import pytest
 import torch
 from torch import Tensor, distributed, multiprocessing
 
-from lrlhf.run import Collectives
-from lrlhf.run.sequence_balancing import balance_over_ranks
+from lrlhf.datamodules import PromptDataModule
+from lrlhf.modules.policy import update_batches
+from lrlhf.run import Collectives, sequence_balancing
+from lrlhf.run.sequence_balancing import Balanced, balance_over_ranks
 from lrlhf.types import Experience, Media
+from tests.distributed import strategy_runs
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +70,7 @@ def process(rank: int, world: int, folder: Path, options: dict[str, Any]) -> Non
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     trainer = SimpleNamespace(world_size=world, global_rank=rank, strategy=strategy)
     ranks = Collectives(cast(L.Trainer, trainer))
-    done = balance_over_ranks(before, ranks, equal_rows=options.get("equal_rows", True))
+    done = balance_over_ranks(before, ranks)
     result = {
         "before": rows_of(before),
         "after": rows_of(done.rows),
@@ -113,11 +118,11 @@ def load(rows: list[dict[str, Any]], group_ids: list[int]) -> int:
     return sum(prompts.values()) + sum(sum(row["response_mask"]) for row in rows)
 
 
-@pytest.mark.parametrize(("world", "equal_rows"), [(3, True), (2, False)])
 def test_all_ranks_together_keep_every_row_and_each_has_about_as_many_tokens(
-    tmp_path: Path, world: int, equal_rows: bool
+    tmp_path: Path,
 ) -> None:
-    ranks = exchanged(tmp_path, world, equal_rows=equal_rows)
+    world = 3
+    ranks = exchanged(tmp_path, world)
     before = [row for rank in ranks for row in rank["before"]]
     after = [row for rank in ranks for row in rank["after"]]
     # of the rows, `weight_version` says where they come from, and their place says in which group
@@ -136,8 +141,7 @@ def test_all_ranks_together_keep_every_row_and_each_has_about_as_many_tokens(
         assert rank["padding"]["kept_mass"] in ([1.0], [])
         assert all(rank["padding"][name] in ([0], []) for name in PER_TOKEN)
     assert len(owner) == 4 * world
-    if equal_rows:
-        assert {len(rank["after"]) for rank in ranks} == {12}
+    assert {len(rank["after"]) for rank in ranks} == {12}
     loads = [load(rank["after"], rank["group_ids"]) for rank in ranks]
     came = [load(rank["before"], [index // 3 for index in range(12)]) for rank in ranks]
     for rank in ranks:
@@ -156,10 +160,19 @@ MEDIA = (Media(tensors={"pixel_values": torch.zeros(1)}, tokens={"image": 1}),) 
         [{}, {"media": MEDIA}],
         [{}, {"kept_mass": None}],
         [{"size": 2}, {}],
+        [{"values": torch.zeros(12, 2, 2)}] * 2,
+        [{"values": torch.zeros(12, 1)}] * 2,
         # the second rank has the same rows as the first
         [{"scale": 1.0}, {"scale": 1.0, "weight_version": torch.zeros(12)}],
     ],
-    ids=["media", "a column that one lacks", "groups of several sizes", "another type"],
+    ids=[
+        "media",
+        "a column that one lacks",
+        "groups of several sizes",
+        "more than one number per token",
+        "another width",
+        "another type",
+    ],
 )
 def test_what_cannot_be_exchanged_stays_on_all_ranks(
     tmp_path: Path, by_rank: list[dict[str, Any]]
@@ -182,3 +195,54 @@ def test_one_process_gets_its_own_rows_back() -> None:
     alone = cast(L.Trainer, SimpleNamespace(world_size=1))
     rows = experience(0)
     assert balance_over_ranks(rows, Collectives(alone)) == (rows, 1.0, 1.0)
+
+
+def noting(path: Path) -> Callable[[Experience, Collectives], Balanced]:
+    """Exchange rows, and write down how evenly the ranks are loaded."""
+
+    def balance(rows: Experience, collectives: Collectives) -> Balanced:
+        balanced = balance_over_ranks(rows, collectives)
+        with path.with_suffix(f".{collectives.rank}").open("a") as handle:
+            handle.write(json.dumps(balanced[1:]) + "\n")
+        return balanced
+
+    return balance
+
+
+def data_of(_module: L.LightningModule, folder: Path, ranks: int) -> L.LightningDataModule:
+    """Prompts of 5 to 53 letters."""
+    path = folder / "rows.jsonl"
+    rows = [{"prompt": f"say {'bcdf'[index % 4] * (1 + index * 7 % 49)}"} for index in range(32)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return PromptDataModule(train=str(path), batch_size=strategy_runs.ROWS // ranks)
+
+
+@pytest.mark.exhaustive
+def test_training_ends_where_it_does_without_the_exchange(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strategy_runs, "data_of", data_of)
+    model = Path(model_folder)
+    monkeypatch.setattr(update_batches, "balance_over_ranks", noting(tmp_path / "moved.x"))
+    moved = strategy_runs.run("ppo", model, tmp_path / "moved", strategy="ddp")
+    # more than there is to gain: nothing moves
+    monkeypatch.setattr(sequence_balancing, "MIN_GAIN", 2.0)
+    monkeypatch.setattr(update_batches, "balance_over_ranks", noting(tmp_path / "stayed.x"))
+    stayed = strategy_runs.run("ppo", model, tmp_path / "stayed", strategy="ddp")
+
+    def balances(folder: str) -> list[tuple[float, float]]:
+        texts = [(tmp_path / f"{folder}.{rank}").read_text() for rank in (0, 1)]
+        assert texts[0] == texts[1]
+        return [tuple(json.loads(line)) for line in texts[0].splitlines()]
+
+    assert all(before == after for before, after in balances("stayed"))
+    assert len(balances("moved")) == strategy_runs.STEPS
+    assert sum(after < before for before, after in balances("moved")) >= 2
+    for name, weight in stayed[0]["weights"].items():
+        for state in moved:
+            torch.testing.assert_close(state["weights"][name], weight, rtol=1e-4, atol=1e-6)
+    same = [name for name in stayed[0]["metrics"] if not name.startswith("perf/")]
+    for state in moved:
+        assert {name: state["metrics"][name] for name in same} == {
+            name: pytest.approx(stayed[0]["metrics"][name], rel=1e-3, abs=1e-5) for name in same
+        }
