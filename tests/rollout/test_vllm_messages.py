@@ -90,6 +90,7 @@ def test_versions_that_were_tried_are_imported(monkeypatch) -> None:
 def test_options_out_of_range_are_refused() -> None:
     for engine, options, message in (
         (VLLMEngine, {"max_model_len": 0}, r"engine\.max_model_len is 0; it must be above 0"),
+        (VLLMEngine, {"max_model_len": 8}, r"max_model_len is 8; the probe .* needs 9 tokens"),
         (VLLMServerEngine, {"kv_cache_gib": -0.5}, r"engine\.kv_cache_gib is -0\.5"),
         (VLLMEngine, {"gpu_memory_utilization": 1.5}, r"engine\.gpu_memory_utilization is 1\.5"),
         (VLLMServerEngine, {"max_restarts": -1}, r"engine\.max_restarts is -1"),

@@ -38,9 +38,10 @@ logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 
+PROBE_RESPONSE = 8
+"""Tokens of each response of a probe."""
 _PROBE_PROMPTS = 4
 _PROBE_TOKENS = 80
-_PROBE_RESPONSE = 8
 _PROBE_IMAGE = 64
 
 _recovers: ContextVar[bool] = ContextVar("recovers", default=True)
@@ -231,7 +232,7 @@ class SyncedEngine(RolloutEngine):
         prompts = _probe_prompts(
             self._tokenizer, self._processor, max_model_len=self.max_model_len
         ).to(self._device)
-        sampling = Sampling(max_new_tokens=_PROBE_RESPONSE)
+        sampling = Sampling(max_new_tokens=PROBE_RESPONSE)
         rollout = self.generate(prompts, sampling, num_generations=1, seeds=range(len(prompts)))
         with evaluating(self._policy), torch.autocast(self._device.type, enabled=False):
             own = sequence_logprobs(self._policy, rollout)
@@ -353,13 +354,13 @@ def _probe_prompts(
     """
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     ordinary = [token for token in range(len(tokenizer)) if token not in special]
-    length = max(1, min(_PROBE_TOKENS, max_model_len - _PROBE_RESPONSE))
+    length = max(1, min(_PROBE_TOKENS, max_model_len - PROBE_RESPONSE))
     numbers = np.random.Generator(np.random.Philox(0))
     rows: list[list[int]] = numbers.choice(ordinary, (_PROBE_PROMPTS, length)).tolist()
     media: list[Media | None] = [None] * _PROBE_PROMPTS
     if processor is not None:
         seen = processor.specimen(tokenizer, size=_PROBE_IMAGE)
-        if len(seen.input_ids) + _PROBE_RESPONSE <= max_model_len:
+        if len(seen.input_ids) + PROBE_RESPONSE <= max_model_len:
             rows.append(seen.input_ids)
             media.append(seen.media)
     return untold_prompts(rows, tuple(media))

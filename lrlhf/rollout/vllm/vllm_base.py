@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from lrlhf.models import skeleton_of
-from lrlhf.rollout.engines.synced_engine import EngineFailure, SyncedEngine
+from lrlhf.rollout.engines.synced_engine import PROBE_RESPONSE, EngineFailure, SyncedEngine
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.vllm.support import EXTENSION, check_version, is_cpu
 
@@ -66,6 +66,11 @@ class VLLMBase(SyncedEngine):
         ):
             if value is not None and not value > 0:
                 raise ValueError(f"engine.{name} is {value}; it must be above 0")
+        if max_model_len is not None and max_model_len <= PROBE_RESPONSE:
+            raise ValueError(
+                f"engine.max_model_len is {max_model_len}; the probe of the weights alone needs "
+                f"{PROBE_RESPONSE + 1} tokens"
+            )
         if gpu_memory_utilization is None:
             gpu_memory_utilization = self.default_gpu_memory_utilization
         if not 0 < gpu_memory_utilization <= 1:
