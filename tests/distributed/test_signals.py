@@ -1,5 +1,6 @@
 """A run that is asked to end saves and ends, on every rank, after the same step."""
 
+import inspect
 import os
 import signal
 import subprocess
@@ -11,11 +12,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from lrlhf.callbacks import AtomicCheckpointIO, RLCheckpoint
+from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.run.supervision.signals import Terminated, answering_sigterm
-from lrlhf.run.supervision.watch import watch_over
+from lrlhf.run.supervision.watch import Watch, watch_over
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 from tests.distributed.runs import ROOT, fit, members, pid_of, running, wait_for, write_config
 
@@ -155,6 +159,29 @@ def test_a_signal_outside_training_ends_the_run_too() -> None:
     with pytest.raises(Terminated), answering_sigterm(None):
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_lightning_still_has_what_the_handlers_replace() -> None:
+    """Fails when Lightning changes what `Termination` leans on."""
+    registered = inspect.getsource(_SignalConnector.register_signal_handlers)
+    assert "[self._sigterm_notifier_fn]" in registered
+    assert "append(self._slurm_sigusr_handler_fn)" in registered
+    assert "self.received_sigterm = True" in inspect.getsource(_SignalConnector)
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
+    order = inspect.getsource(L.Trainer._run)
+    setup, registering = "_call_setup_hook(self)", "register_signal_handlers()"
+    assert order.index(setup) < order.index(registering)
+
+
+def test_phases_are_told_to_the_watch(tmp_path: Path) -> None:
+    made, module = trainer(tmp_path), ToyPolicy()
+    made.strategy._lightning_module, module.trainer = module, made
+    watch_over(made)
+    (watch,) = [callback for callback in made.callbacks if isinstance(callback, Watch)]
+    iteration = Iteration(module)
+    with iteration.phase("generate"):
+        assert watch.whereabouts == "in phase 'generate' of iteration 1"
+    assert watch.whereabouts == "in phase 'between phases' of iteration 1"
 
 
 # ---- real processes
