@@ -26,9 +26,11 @@ def from_rank_zero(strategy: Strategy, function: Callable[[], T]) -> T:
             value = function()
         except Exception as error:  # noqa: BLE001  raised once the others, who wait, are told
             failure = error
-    value, told = strategy.broadcast((value, failure and _portable(failure)))
-    if failure or told:
-        raise failure or told
+    told = None if failure is None else _portable(failure)
+    value, told = strategy.broadcast((value, told))
+    failure = failure or told
+    if failure is not None:
+        raise failure
     return value  # type: ignore[return-value]  # what the function returned
 
 
