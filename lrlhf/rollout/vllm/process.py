@@ -22,8 +22,8 @@ from lrlhf.rollout.vllm import process_guard
 GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL.
 
-With the second that the guard may need for the rest less than what `end_process` of
-`lrlhf.run.supervision.deadlines` gives it, which then kills the guard.
+``_CHILDREN_S`` of `lrlhf.run.supervision.deadlines` must be at least a second longer: a run that
+ends at its deadline would else kill the guard before that has ended all others.
 """
 _KILL_SECONDS = 10.0
 """How long what SIGKILL was sent to may take to end."""
@@ -63,8 +63,8 @@ class ServerProcess:
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         # isolated, as the environment is the server's, but with this process's packages
         script = (
-            f"import runpy, sys; sys.path[:] = {list(map(str, sys.path))}; "
-            f"runpy.run_path({process_guard.__file__!r}, run_name='__main__')"
+            f"import runpy, sys; sys.path[:] = {list(map(str, sys.path))!a}; "
+            f"runpy.run_path({process_guard.__file__!a}, run_name='__main__')"
         )
         guard = [sys.executable, "-I", "-c", script, str(self._trainer), str(GRACE)]
         with self._log_file.open("ab") as log:
@@ -163,7 +163,7 @@ def _living_members(group: int) -> list[int]:
     """List the processes of a group, without zombies that nobody has collected yet."""
     living = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):  # it ended in this moment
+        with contextlib.suppress(psutil.Error, OSError):  # it ended in this moment
             if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
                 living.append(process.pid)
     return living
