@@ -86,6 +86,9 @@ def test_exchanging_turns_candidates_and_label_and_leaves_the_rest() -> None:
     images = {"image_0": b"0", "image_1": b"1"}
     assert exchanged({**images, "preference": "C"})["preference"] == "C"
     assert exchanged(images) == {"image_0": b"1", "image_1": b"0"}
+    told = {"model_0": "x", "model_1": "y", "vote_type": "leftvote"}
+    assert exchanged(told) == {"model_0": "y", "model_1": "x", "vote_type": "rightvote"}
+    assert exchanged({"vote_type": "bothbad_vote"}) == {"vote_type": "bothbad_vote"}
 
 
 def rapid(*scores: tuple[float | None, float | None], **more: Any) -> dict[str, Any]:
@@ -131,6 +134,8 @@ EDIT = {
     "right_output_image": {"bytes": png(3), "path": None},
     "vote_type": "rightvote",
 }
+TWO_KINDS = ("two kinds of media", "images and of videos")
+BOTH_KINDS = ("image_0", "image_1", "video_0", "video_1")
 CRITERIA = ("response1", "response2", "other", None)
 
 
@@ -148,7 +153,8 @@ CRITERIA = ("response1", "response2", "other", None)
                     "image_1": "in/bad_0.jpg",
                     "preference": "A",
                     "source": "HPDv3",
-                    "model1": "flux",
+                    "model_chosen": "flux",
+                    "preferred_path": "in/good_0.jpg",
                     "confidence": 0.98,
                 },
                 {"image_0": "in/good_1.jpg", "confidence": None},
@@ -168,8 +174,12 @@ CRITERIA = ("response1", "response2", "other", None)
             "t2i/test.parquet",
             [{**OMNI, **OMNI_PATHS, "criteria_preference": word} for word in CRITERIA],
             [
-                {"preference": label, "image_1": "media_data/t2i/1_b.png", "criteria": "large"}
-                for label in ("A", "B", "C", None)
+                {
+                    "preference": label,
+                    "image_1": "media_data/t2i/1_b.png",
+                    "criteria_preference": word,
+                }
+                for label, word in zip(("A", "B", "C", None), CRITERIA, strict=True)
             ],
         ),
         (
@@ -184,7 +194,7 @@ CRITERIA = ("response1", "response2", "other", None)
             [{**VOTE, "vote_type": vote} for vote in ("leftvote", "rightvote", "bothbad_vote")],
             [
                 {"image_0": png(10), "image_1": png(20), "preference": "A"},
-                {"image_0": png(20), "image_1": png(10), "left_model": "SDXL"},
+                {"image_0": png(20), "model_0": "PixArt", "model_1": "SDXL", "preference": "A"},
                 {"preference": "C", "vote_type": "bothbad_vote"},
             ],
         ),
@@ -215,9 +225,9 @@ CRITERIA = ("response1", "response2", "other", None)
                 }
             ],
             [
-                {"left_model": "DALLE_3", "right_model": "Mid_6", "preference": "C"},
+                {"preference": "C"},
                 {"image_0": png(1), "image_1": png(3), "id": "00007", "prompt": "a robot"},
-                {"image_0": png(2), "image_1": png(3)},
+                {"image_0": png(2), "model_0": "Mid_6", "model_1": "SDXL"},
             ],
         ),
         (
@@ -302,6 +312,24 @@ def test_addresses_stand_for_local_files_beside_the_first_frame(tmp_path: Path) 
     assert pair["video_1"] == str(tmp_path / "else" / "02.mp4")
 
 
+def test_the_folder_of_an_address_may_be_a_link_to_another_disk(tmp_path: Path) -> None:
+    address = "https://assets.example.com/kling/{}"
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "kling").symlink_to(tmp_path / "disk")
+    rows = [hpd(0, path1=address.format("1.jpg"), path2="https://assets.example.com/other/2.jpg")]
+    rows += [hpd(1, path1=address.format(name)) for name in (".", "..", "%2e%2e")]
+    path = write(tmp_path / "rows" / "train.json", rows)
+    pair, *refused = MediaPairs("hpdv3", path, media_root=str(tmp_path)).rows()
+    assert not isinstance(pair, BadRow)
+    assert better(pair) == (str(tmp_path / "kling" / "1.jpg"), str(tmp_path / "2.jpg"))
+    reasons = [problem.reason for problem in refused if isinstance(problem, BadRow)]
+    assert reasons == ["wrong type"] * 3
+    (tmp_path / "rows" / "kling").symlink_to(tmp_path / "disk")
+    pair, *_ = MediaPairs("hpdv3", path).rows()
+    assert not isinstance(pair, BadRow)
+    assert better(pair)[0] == str(tmp_path / "rows" / "kling" / "1.jpg")
+
+
 def ranked(prompt_id: str, name: str, rank: int | None) -> dict[str, Any]:
     row = {"prompt_id": prompt_id, "prompt": f"text of {prompt_id}", "overall_rating": 5}
     return {**row, "image_path": f"images/train/train_1/{name}.webp", "rank": rank}
@@ -323,21 +351,24 @@ def test_imagerewarddb_pairs_all_ranks_that_differ(tmp_path: Path, given: str) -
     assert sorted(decided) == [("a", "c"), ("b", "a"), ("b", "c"), ("d", "f"), ("e", "f")]
     assert better(rows[0])[0] == str(shard.parent / "b.webp")
     assert part_of(rows[0], {"prompt": "text of p-1", "rank_chosen": 1, "rank_rejected": 2})
+    assert rows[0]["rejected_img"] == "images/train/train_1/a.webp"
 
 
 def test_an_image_without_a_rank_is_counted_and_the_others_of_its_prompt_stay(
     tmp_path: Path,
 ) -> None:
     rows = [
-        ranked("p", "a", 1),
+        {**ranked("p", "a", 1), "prompt_id": 12.0},
         ranked("p", "b", None),
-        ranked("p", "c", 2),
+        {**ranked("p", "c", 2), "prompt_id": 12.0},
         {**ranked("p", "e", 4), "prompt_id": ["p"]},
+        {**ranked("p", "e", 4), "prompt_id": None},
         "no row",
     ]
     path = write(tmp_path / "s" / "s.json", rows)
     found = problems("imagerewarddb", path)
-    assert [problem.reason for problem in found] == ["no rank", "wrong type", "wrong type"]
+    reasons = ["no rank", "wrong type", "missing column", "wrong type"]
+    assert [problem.reason for problem in found] == reasons
     assert "'rank'" in found[0].detail
     assert "'prompt_id'" in found[1].detail
     *_, pair = MediaPairs("imagerewarddb", path).rows()
@@ -381,7 +412,7 @@ def test_videogen_rewardbench_has_a_label_per_head(tmp_path: Path) -> None:
         {"preference": "C", "MQ": "B"},
     ]
     assert "preference" not in third
-    assert part_of(first, {"prompt": "a fox, running", "A_model": "kling", "B_model": "luma"})
+    assert part_of(first, {"prompt": "a fox, running", "A_model": "kling", "Overall": "A"})
     assert first["video_1"] == str(tmp_path / "videos" / "2.mp4")
 
 
@@ -404,6 +435,23 @@ def test_videogen_rewardbench_has_a_label_per_head(tmp_path: Path) -> None:
             for n in (None, -1, 1.5, "six")
         ),
         ("genai_bench_video", {"prompt": "a", "models": {"P": [3]}}, "missing column", "'id'"),
+        ("rapidata_i2v", rapid(*[(0.7, 0.3)] * 3), "missing column", "'prompt_asset'"),
+        (
+            "genai_bench",
+            {"instruct_prompt": "a", "left_output_image": "l.png", "right_output_image": "r.png"},
+            "missing column",
+            "'source_image'",
+        ),
+        (
+            "videogen_rewardbench",
+            {"prompt": "a", "path_A": "1.mp4", "path_B": "2.mp4", "Overall": "C"},
+            "unknown label",
+            "is 'C', which is none of a, b, same, invalid",
+        ),
+        ("generic", {"prompt": "a"}, "missing column", "'image_0'"),
+        ("generic", {"prompt": "a", "video_1": "1.mp4"}, "missing column", "'video_0'"),
+        ("generic", {"prompt": "a", "image_0": "0", "video_1": "1"}, *TWO_KINDS),
+        ("generic", {"prompt": "a", **dict.fromkeys(BOTH_KINDS, "x")}, *TWO_KINDS),
     ],
 )
 def test_bad_rows_name_the_column_and_the_file(
@@ -413,13 +461,14 @@ def test_bad_rows_name_the_column_and_the_file(
     assert problem.reason == reason
     assert named in problem.detail
     assert "train.json" in problem.detail
-    assert repr(format) in problem.remedy
+    assert repr(format) in problem.remedy or "image_0 and image_1" in problem.remedy
 
 
 @pytest.mark.parametrize(
     ("format", "name", "content", "message"),
     [
-        ("hpdv3", "train.jsonl", "", "no pair can be made"),
+        ("hpdv3", "train.jsonl", "", r"train\.jsonl: there are no rows in it"),
+        ("hpdv3", "*.jsonl", json.dumps(hpd(1)), r"hpdv3/b\.jsonl: there are no rows in it"),
         ("hpdv3", "train.json", "", r"train\.json: cannot be read as \.json"),
         ("genai_bench_video", "v.json", "{}", "no pair can be made"),
         ("genai_bench_video", "v.json", '{"0": ', r"v\.json: cannot be read as \.json"),
@@ -433,7 +482,10 @@ def test_a_file_without_pairs_is_an_error(
 ) -> None:
     folder = tmp_path / "hpdv3"
     folder.mkdir()
-    if name.endswith(("json", "jsonl")):
+    if "*" in name:
+        (folder / "a.jsonl").write_text(content, encoding="utf-8")
+        (folder / "b.jsonl").touch()
+    elif name.endswith(("json", "jsonl")):
         (folder / name).write_text(content, encoding="utf-8")
     else:
         (folder / "train_1.zip").touch()

@@ -131,6 +131,30 @@ def pairs(data: Path, second: str, **options: str) -> list[Any]:
     return list(MediaPairs("hpdv3", str(data / "train.json"), **options).rows())
 
 
+@pytest.mark.parametrize("second", ["../private.png", "link.png", "file:../private.png"])
+def test_the_pairs_of_a_set_are_held_in(data: Path, second: str) -> None:
+    (problem,) = pairs(data, second)
+    assert isinstance(problem, BadRow)
+    assert problem.reason == "file outside the data"
+
+
+@pytest.mark.parametrize("column", ["image", "images", "video", "videos", "images_1"])
+def test_every_media_column_of_generic_pairs_is_held_in(data: Path, column: str) -> None:
+    row = {"prompt": "p", "image_0": "images/a.png", "image_1": "images/a.png"}
+    several = column.startswith(("images", "videos"))
+
+    def read(named: str, **options: str) -> Any:
+        shown = [{"path": named}] if several else named
+        (data / "rows.json").write_text(json.dumps([{**row, column: shown}]))
+        (pair,) = MediaPairs("generic", str(data / "rows.json"), **options).rows()
+        return pair.reason if isinstance(pair, BadRow) else pair[column]
+
+    assert read("../private.png") == "file outside the data"
+    assert read("/etc/passwd", media_root=str(data)) == "file outside the data"
+    inner = str(data / "images" / "a.png")
+    assert read("images/a.png") == ([inner] if several else inner)
+
+
 def test_an_address_stands_for_a_file_of_the_folder_only(data: Path) -> None:
     (problem,) = pairs(data, "https://example.org/x/%2e%2e")
     assert isinstance(problem, BadRow)

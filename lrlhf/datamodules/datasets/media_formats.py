@@ -21,12 +21,14 @@ from lrlhf.datamodules.rows.columns import (
     text_of,
     wrong_type,
 )
+from lrlhf.datamodules.rows.media_rows import KINDS, media_columns
 from lrlhf.rollout.records import plain_json
 
 Pair = dict[str, Any]
 FileAndRow = tuple[Path, Row | BadRow]
 
 _CRITERIA = ("Preference", "Coherence", "Alignment")
+_NO_NAMES = {"", ".", ".."}
 _TIE = 1e-9
 """Scores that differ by less are equal: sums of equal shares differ by rounding."""
 
@@ -36,8 +38,12 @@ def rows_of_files(path: Path) -> Iterator[FileAndRow]:
     if not path.exists() and not any(character in str(path) for character in "*?["):
         raise BadDataError(f"there is no file or folder {str(path)!r}{nearest_path(path)}")
     for source in resolve_source(str(path)):
+        empty = True
         for row in source.rows():
+            empty = False
             yield Path(source.name), row
+        if empty:
+            raise BadDataError(f"{source.name}: there are no rows in it")
 
 
 def _folder_of_file(file: Path) -> Path:
@@ -57,10 +63,12 @@ class MediaFormat:
         kind: ``image`` or ``video``.
         candidates: Columns with the file of either candidate.
         prompt: Columns with the prompt.
-        start: Column with the image that both candidates started from, where there is one.
+        start: Column with the image that both candidates started from; a row must have it where
+            it has the first column of ``prompt``.
         labels: Column of each judgement; None: candidate 0 was preferred.
         words: Labels for the words in those columns; None: no judgement.
         kept: Further columns of the pairs.
+        renamed: More of them, from the name in the pairs to the column of the set.
         expand: Makes rows with these columns of one row of the set.
         rows: From what the user gave to the rows of the set, each with its file.
         folder: From the file of a row to the folder that its paths start from.
@@ -75,6 +83,7 @@ class MediaFormat:
     labels: Mapping[str, str] | None = None
     words: Mapping[str, str | None] | None = None
     kept: tuple[str, ...] = ()
+    renamed: Mapping[str, str] | None = None
     expand: Callable[[Row], Iterable[Row]] = _unchanged
     rows: Callable[[Path], Iterator[FileAndRow]] = rows_of_files
     folder: Callable[[Path], Path] = _folder_of_file
@@ -91,7 +100,7 @@ class MediaFormat:
             pair: Pair = {"prompt": text_of(row, prompt)}
             for index, columns in enumerate(self.candidates):
                 pair[f"{self.kind}_{index}"] = media_of(row, columns, folder, root)
-            if self.start is not None and self.start in row:
+            if self.start is not None and self.prompt[0] in row:
                 pair["image"] = media_of(row, (self.start,), folder, root)
             for head, column in (self.labels or {}).items():
                 label = self._label(row, column)
@@ -99,10 +108,13 @@ class MediaFormat:
                     pair[head] = label
             if self.labels is None:
                 pair["preference"] = "A"
-            kept = {
-                name: plain_json(row[name]) for name in self.kept if not is_empty(row.get(name))
+            kept = {name: name for name in self.kept} | dict(self.renamed or {})
+            info = {
+                name: plain_json(row[column])
+                for name, column in kept.items()
+                if not is_empty(row.get(column))
             }
-            yield {**pair, "source": self.source, **kept}
+            yield {**pair, "source": self.source, **info}
 
     def _label(self, row: Row, column: str) -> str | None:
         """Translate the word in ``column``; nothing there, or no such column, is no judgement."""
@@ -123,9 +135,30 @@ class Generic(MediaFormat):
 
     def pairs(self, raw: Row, folder: Path, root: Path | None) -> Iterator[Pair]:
         row = {column: value for column, value in raw.items() if value is not None and value != ""}
-        columns = ("image", "image_0", "image_1", "video_0", "video_1")
-        media = {name: media_of(row, (name,), folder, root) for name in columns if name in row}
-        yield {**row, "prompt": text_of(row, "prompt"), **media}
+        kinds = [kind for kind in KINDS if {f"{kind}_0", f"{kind}_1"} & row.keys()]
+        if len(kinds) > 1:
+            raise BadRow(
+                "two kinds of media",
+                "it has columns of images and of videos to compare",
+                remedy="give each row image_0 and image_1, or video_0 and video_1",
+            )
+        candidates = [f"{kind}_{index}" for kind in kinds or ["image"] for index in (0, 1)]
+        media = {column: media_of(row, (column,), folder, root) for column in candidates}
+        others = {column for suffix in ("", "_0", "_1") for column in media_columns(suffix)}
+        shown = {
+            column: _all_media_of(row[column], column, folder, root)
+            for column in row.keys() & others - media.keys()
+        }
+        yield {**row, "prompt": text_of(row, "prompt"), **media, **shown}
+
+
+def _all_media_of(value: object, column: str, folder: Path, root: Path | None) -> Any:
+    """Read a cell as `media_of`, also lists (of lists) of media."""
+    if isinstance(value, list):
+        return [_all_media_of(one, column, folder, root) for one in value]
+    if isinstance(value, str) and value.startswith("data:"):
+        return value
+    return media_of({column: value}, (column,), folder, root)
 
 
 def media_of(row: Row, columns: Sequence[str], folder: Path, root: Path | None) -> str | bytes:
@@ -146,7 +179,7 @@ def media_of(row: Row, columns: Sequence[str], folder: Path, root: Path | None) 
     for column, value in given.items():
         path = value.get("path") if isinstance(value, Mapping) else value
         if isinstance(path, str) and path:
-            local = local_path(_without_host(path, folder, column), folder, root=None)
+            local = _local(path, folder, column)
             return local if root is None else local_path(local, None, root=root)
     for column, value in given.items():
         raise wrong_type(column, "bytes or a path", value)
@@ -155,14 +188,15 @@ def media_of(row: Row, columns: Sequence[str], folder: Path, root: Path | None) 
     raise missing_column(columns[0], row)
 
 
-def _without_host(path: str, folder: Path, column: str) -> str:
+def _local(path: str, folder: Path, column: str) -> str:
     if "://" not in path or path.startswith("file:"):
-        return path
+        return local_path(path, folder, root=None)
     *parents, name = unquote(urlsplit(path).path).split("/")
-    if not name:
+    if name in _NO_NAMES:
         raise wrong_type(column, "an address that ends in a file's name", path)
-    inner = parents[-1] if parents and parents[-1] not in {"", ".", ".."} else ""
-    return f"{inner}/{name}" if inner and (folder / inner).is_dir() else name
+    inner = folder / parents[-1] if parents and parents[-1] not in _NO_NAMES else folder
+    # from the inner folder, which may be a link to another disk
+    return local_path(name, inner if inner.is_dir() else folder, root=None)
 
 
 def _better(first: float | None, second: float | None) -> str | None:

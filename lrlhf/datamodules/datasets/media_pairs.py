@@ -21,11 +21,12 @@ from lrlhf.datamodules.datasets.media_formats import (
     rows_of_files,
 )
 from lrlhf.datamodules.loading.sources import Row, Source
-from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, nearest
+from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, missing_column, nearest
 from lrlhf.datamodules.rows.columns import number_of, text_of, wrong_type
 
-_OPPOSITE = {"A": "B", "B": "A", "C": "C"}
-_LETTERS = {"a": "A", "b": "B", "c": "C", "same": "C", "invalid": None}
+_OPPOSITE = {"A": "B", "B": "A", "leftvote": "rightvote", "rightvote": "leftvote"}
+_COMPARED = {"a": "A", "b": "B", "c": "C"}
+_LETTERS = {"a": "A", "b": "B", "same": "C", "invalid": None}
 _RESPONSES = {"response1": "A", "response2": "B", "other": "C"}
 _VOTES = {"leftvote": "A", "rightvote": "B", "tievote": "C", "bothbad_vote": "C"}
 
@@ -111,11 +112,11 @@ def is_exchanged(seed: int, number: int, index: int = 0) -> bool:
 
 def exchanged(pair: Mapping[str, Any]) -> Pair:
     """Let the candidates of a pair change places, with all that the row says of them."""
-    other = {f"{name}_0": f"{name}_1" for name in ("image", "video")}
+    other = {f"{name}_0": f"{name}_1" for name in ("image", "video", "model")}
     other |= {second: first for first, second in other.items()}
     turned = {other.get(column, column): value for column, value in pair.items()}
-    if "preference" in turned:
-        turned["preference"] = _OPPOSITE[turned["preference"]]
+    for column in {"preference", "vote_type"} & turned.keys():
+        turned[column] = _OPPOSITE.get(turned[column], turned[column])
     return turned
 
 
@@ -154,8 +155,10 @@ def _images_by_prompt(path: Path) -> Iterator[FileAndRow]:
                 raise row
             text_of(row, "prompt")
             text_of(row, "image_path")
-            if not isinstance(row.get("prompt_id"), str | int):
-                raise wrong_type("prompt_id", "a text or number", row.get("prompt_id"))
+            if row.get("prompt_id") is None:
+                raise missing_column("prompt_id", row)
+            if isinstance(row["prompt_id"], list | dict):
+                raise wrong_type("prompt_id", "a text or number", row["prompt_id"])
             if number_of(row, "rank") is None:
                 raise BadRow("no rank", "column 'rank' is missing or empty")
         except BadRow as problem:
@@ -194,7 +197,7 @@ def _rapidata(start: str | None) -> MediaFormat:
         candidates=(("file_name1",), ("file_name2",)),
         start=start,
         labels={head: head for head in heads},
-        words=_LETTERS,
+        words=_COMPARED,
         kept=("model1", "model2", "file_name1", "file_name2"),
         expand=compared,
         folder=_beside_or_above("videos", "Videos"),
@@ -209,7 +212,10 @@ def _omnireward(kind: str) -> MediaFormat:
         labels={"preference": "criteria_preference"},
         words=_RESPONSES,
         # the same responses may be judged the other way round under other criteria
-        kept=("id", "criteria", "model1", "model2", "response1_path", "response2_path"),
+        kept=(
+            *("id", "criteria", "criteria_preference", "model1", "model2"),
+            *("response1_path", "response2_path"),
+        ),
         folder=_beside_or_above("media_data"),
     )
 
@@ -226,7 +232,8 @@ def _genai_bench(kind: str) -> MediaFormat:
         start="source_image",
         labels={"preference": "vote_type"},
         words=_VOTES,
-        kept=("id", "vote_type", "left_model", "right_model"),
+        kept=("id", "vote_type"),
+        renamed={"model_0": "left_model", "model_1": "right_model"},
         expand=rated,
         rows=_rows_with_ids if kind == "video" else rows_of_files,
         random_order=True,
@@ -238,7 +245,13 @@ FORMATS: Mapping[str, MediaFormat] = {
         source="HPDv3",
         kind="image",
         candidates=(("path1",), ("path2",)),
-        kept=("confidence", "choice_dist", "model1", "model2", "path1", "path2"),
+        kept=("confidence", "choice_dist"),
+        renamed={
+            "model_chosen": "model1",
+            "model_rejected": "model2",
+            "preferred_path": "path1",
+            "rejected_path": "path2",
+        },
         random_order=True,
     ),
     "imagerewarddb": MediaFormat(
@@ -247,13 +260,17 @@ FORMATS: Mapping[str, MediaFormat] = {
         candidates=(("image_path_chosen",), ("image_path_rejected",)),
         kept=(
             "prompt_id",
-            "classification_chosen",
             *(
                 f"{column}_{side}"
                 for side in ("chosen", "rejected")
-                for column in ("image_path", "rank", "overall_rating")
+                for column in ("rank", "overall_rating")
             ),
         ),
+        renamed={
+            "classification": "classification_chosen",
+            "chosen_img": "image_path_chosen",
+            "rejected_img": "image_path_rejected",
+        },
         expand=ranked,
         rows=_images_by_prompt,
         folder=_folder_of_images,
@@ -280,7 +297,7 @@ FORMATS: Mapping[str, MediaFormat] = {
         candidates=(("path_A",), ("path_B",)),
         labels={"preference": "Overall", "VQ": "VQ", "MQ": "MQ", "TA": "TA"},
         words=_LETTERS,
-        kept=("A_model", "B_model", "path_A", "path_B"),
+        kept=("Overall", "A_model", "B_model", "path_A", "path_B"),
     ),
     "generic": Generic(source="", kind="", candidates=((), ())),
 }
