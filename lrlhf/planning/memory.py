@@ -28,8 +28,6 @@ _USABLE = 0.9
 """Share of a GPU's memory that tensors can have: the rest is for CUDA's context, the buffers of
 NCCL and cuBLAS, and what lies idle between tensors."""
 
-_SMALLER = "gradient_checkpointing, lora, dtype: bfloat16, or trainer.strategy: fsdp2 on more GPUs"
-
 
 def memory_report(
     sections: Mapping[str, Any], plan: BatchPlan | None, ranks: int, device_size: int | None
@@ -61,7 +59,11 @@ def memory_report(
     except (ValueError, RuntimeError, NotImplementedError) as error:
         # a source that is not there, or a model whose shapes depend on its numbers
         return f"no memory table: {' '.join(str(error).split())}"
-    parts = [_table(phases), "\n".join(_advice(phases)), "\n".join(phases.notes)]
+    parts = [
+        _table(phases),
+        "\n".join(_advice(phases, _smaller(sections, phases))),
+        "\n".join(phases.notes),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -103,7 +105,21 @@ def _table(phases: PhaseList) -> str:
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines() if line.strip())
 
 
-def _advice(phases: PhaseList) -> list[str]:
+def _smaller(sections: Mapping[str, Any], phases: PhaseList) -> list[str]:
+    """List what makes training need less, but for what the config has already."""
+    model = options_of(sections["model"])
+    options = options_of(model.get("policy", model.get("model")))
+    advice = {
+        "gradient_checkpointing": not options.get("gradient_checkpointing"),
+        "lora": options.get("lora") is None,
+        "dtype: bfloat16": options.get("dtype", "float32") == "float32",
+    }
+    shards = phases.strategy.kind == "fsdp2" or phases.strategy.stage == 3
+    more = "more GPUs" if shards else "trainer.strategy: fsdp2 on more GPUs"
+    return [*(name for name, helps in advice.items() if helps), more]
+
+
+def _advice(phases: PhaseList, smaller: list[str]) -> list[str]:
     """Say which options would make the phases fit that do not, those with the same together."""
     if phases.device_size is None:
         return []
@@ -115,8 +131,9 @@ def _advice(phases: PhaseList) -> list[str]:
             failing.setdefault(phase.option, []).append(phase.name)
     if not failing:
         return [f"every phase fits into {room}"]
-    return [
-        f"does not fit into {room}: {', '.join(names)}; use "
-        + (_SMALLER if option is None else f"a smaller {option}, {_SMALLER}")
-        for option, names in failing.items()
-    ]
+    lines = []
+    for option, names in failing.items():
+        *others, last = [*([] if option is None else [f"a smaller {option}"]), *smaller]
+        use = ", ".join([*others, f"or {last}"] if others else [last])
+        lines.append(f"does not fit into {room}: {', '.join(names)}; use {use}")
+    return lines

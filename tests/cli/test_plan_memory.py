@@ -94,7 +94,7 @@ def test_adapters_need_no_reference_and_gpus_split_what_the_strategy_splits(
     config = _config(config_only, policy={"source": config_only, "lora": {"r": 2}})
     config["trainer"]["strategy"] = "fsdp2"
 
-    table, shown = _planned(capsys, config, "--gpus", "4")
+    table, shown = _planned(capsys, config, "--gpus", "4", "--gpu-memory", "0.0001")
 
     assert "| processes       |      4 | --gpus" in shown
     assert "| prompts                      |      8 |" in shown  # 4 x 2
@@ -103,6 +103,8 @@ def test_adapters_need_no_reference_and_gpus_split_what_the_strategy_splits(
     adapters = 2 * LAYERS * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))
     assert float(step["parameters"]) == pytest.approx(4 * (NUMBER + adapters) / 4 / MIB, abs=0.011)
     assert float(step["gradients"]) == pytest.approx(4 * adapters / 4 / MIB, abs=0.011)
+    # what is on already is no advice
+    assert "(now 224), gradient_checkpointing, dtype: bfloat16, or more GPUs\n" in shown
 
 
 def test_what_does_not_fit_is_marked_and_fits_with_less_of_the_option_that_is_named(
