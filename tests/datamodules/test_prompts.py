@@ -1,3 +1,4 @@
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -199,9 +200,17 @@ def test_deduplicate_keeps_the_first_of_equal_prompts() -> None:
     assert len(load(rows).train_dataloader()) == 9
 
 
-def test_a_mixture_gives_each_source_its_share_and_its_columns() -> None:
-    small, large = Rows(numbered_prompts(4)), Rows(numbered_prompts(20)[4:])
-    data = load([Weighted(small, 1.0, {"level": "easy"}), Weighted(large, 3.0)])
+def test_a_mixture_gives_each_source_its_share_and_its_columns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    small, large = Rows(numbered_prompts(4), "small"), Rows(numbered_prompts(20)[4:], "large")
+    with caplog.at_level(logging.INFO, "lrlhf"):
+        data = load([Weighted(small, 1.0, {"level": "easy"}), Weighted(large, 3.0)])
+        data.train_dataloader()
+    assert caplog.messages[-1] == (
+        "an epoch is mixed from small (4 rows: 25.0% of it, 1.25 passes), "
+        "large (16 rows: 75.0% of it, 0.94 passes)"
+    )
     # 20 rows: 5 places for the four small ones, 15 for the sixteen large ones
     batches = list(data.train_dataloader())
     assert sum(batch.columns[0].get("level") == "easy" for batch in batches) == 5

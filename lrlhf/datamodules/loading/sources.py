@@ -80,7 +80,7 @@ class Component:
 
     @property
     def name(self) -> str:
-        """What the mixture's table calls it."""
+        """What messages, and the line about the mixture, call it."""
         first = self.sources[0].name
         return first if len(self.sources) == 1 else f"{first} and {len(self.sources) - 1} more"
 

@@ -58,7 +58,14 @@ class Split(Generic[RowT]):
                 raise BadDataError(
                     f"{part.name} has weight {part.weight:g} and no usable train row"
                 )
-        return EpochOrder(members, weights, seed)
+        order = EpochOrder(members, weights, seed)
+        shares = (
+            f"{part.name} ({len(rows)} rows: {count / len(order):.1%} of it, "
+            f"{count / len(rows):.2f} passes)"
+            for part, rows, count in zip(self.components, members, order.counts, strict=True)
+        )
+        rank_zero_only(logger.info)("an epoch is mixed from %s", ", ".join(shares))
+        return order
 
 
 Splits = tuple[Split[RowT], Split[RowT] | None]
