@@ -16,6 +16,7 @@ from tests.datamodules.conftest import (
     Rows,
     numbered_prompts,
     resumes_alike,
+    trainer,
 )
 
 
@@ -78,7 +79,7 @@ def test_texts_too_long_or_too_short_are_left_out_and_counted(
     assert "2 of 3 rows of the pretraining data" in caplog.text
     assert "rows.jsonl:2: it has 6 tokens, pretraining_max_tokens=5" in caplog.text
     assert "rows.jsonl:3: a text of one token" in caplog.text
-    with pytest.raises(BadDataError, match="raise pretraining_max_tokens"):
+    with pytest.raises(BadDataError, match="raise pretraining_max_tokens, or cut the texts"):
         load(rows, pretraining_max_tokens=5)
 
 
@@ -154,3 +155,10 @@ def test_a_resumed_run_goes_on_with_the_same_texts(tmp_path: Path) -> None:
 
     whole = resumes_alike(tmp_path, RemembersTexts, data, (1, 4, 7))
     assert len({str(texts) for texts in whole.seen}) == len(whole.seen) == 12
+
+
+def test_overfitted_batches_keep_their_texts() -> None:
+    module = RemembersTexts()
+    trainer(overfit_batches=2, max_epochs=2).fit(module, datamodule=beside())
+    assert module.seen[0] != module.seen[1]
+    assert module.seen[2:] == module.seen[:2]

@@ -62,7 +62,8 @@ class PretrainingTexts:
             ValueError: There are fewer texts than one batch of all ranks takes.
         """
         tokenizer, chat, media = reader
-        media = media.limited(self.max_tokens, "pretraining_max_tokens")
+        passages = ", or cut the texts into passages"
+        media = media.limited(self.max_tokens, "pretraining_max_tokens", passages)
         kind = RowKind[Unread, TextRow, SequenceBatch](
             parse=TextParser(chat, self.column, media),
             finish=lambda texts: media.check(_tokenize(tokenizer, texts)),

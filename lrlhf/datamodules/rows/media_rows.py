@@ -81,6 +81,8 @@ class MediaReader:
     options: MediaOptions = MediaOptions()  # noqa: RUF009  frozen
     max_tokens: tuple[int | None, str] = (None, "max_tokens")
     """Longest row that can be used, and the setting that says so."""
+    remedy: str = ""
+    """What else helps where a text is longer."""
 
     def of_columns(self, row: Row, folder: Path | None, suffix: str = "") -> MediaRefs:
         """Return what the media columns of a row name; ``suffix`` as in `media_columns`.
@@ -150,7 +152,8 @@ class MediaReader:
             complete=unread.text.complete,
             prompt_ids=short_ids.tolist(),
         )
-        names, remedy = ", ".join(unread.refs.names), ", or lower media.max_pixels or max_frames"
+        names = ", ".join(unread.refs.names)
+        remedy = ", or lower media.max_pixels or media.max_frames"
         self._check_length(encoded.input_ids, f"{names}:", "tokens with the text", remedy)
         return np.asarray(encoded.input_ids, dtype=np.int32), encoded.media
 
@@ -195,7 +198,7 @@ class MediaReader:
     def _look_at(self, row: Readable, *, whole: bool) -> None:
         for index, text in enumerate(row.texts):
             what = "it" if len(row.texts) == 1 else f"candidate {index} with its prompt"
-            self._check_length(text.input_ids, f"{what} has", "tokens")
+            self._check_length(text.input_ids, f"{what} has", "tokens", self.remedy)
             if self.processor is None:
                 continue
             if text.unread is None and np.isin(text.input_ids, self.placeholders).any():
@@ -213,9 +216,9 @@ class MediaReader:
             for unread in (text.unread for text in row.texts if text.unread is not None):
                 self.processor.check(unread.text.text, unread.refs)
 
-    def limited(self, max_tokens: int | None, setting: str) -> MediaReader:
+    def limited(self, max_tokens: int | None, setting: str, remedy: str = "") -> MediaReader:
         """Return a reader with another limit of tokens."""
-        return replace(self, max_tokens=(max_tokens, setting))
+        return replace(self, max_tokens=(max_tokens, setting), remedy=remedy)
 
     def _refs(self, found: Mapping[str, Sequence[Any]], folder: Path | None) -> MediaRefs:
         images, videos = ([self._anchored(one, folder) for one in found[kind]] for kind in KINDS)
