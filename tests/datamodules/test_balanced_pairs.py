@@ -65,3 +65,31 @@ def test_ranks_share_the_batches_of_one_process_evenly(on_rank: OnRank) -> None:
         # what the first and the second half of the batch take
         in_order += max(halves[0], halves[-1])
     assert slowest < 0.9 * in_order
+
+
+def test_a_rank_that_was_stopped_goes_on_with_the_same_pairs(on_rank: OnRank) -> None:
+    whole = on_rank(1)
+    seen, states = [], []
+    for _ in range(2):
+        for batch in whole.train_dataloader():
+            seen.append(ids(batch))
+            states.append(whole.state_dict())
+    for stop in (1, 5, 7):
+        resumed = on_rank(1)
+        resumed.load_state_dict(states[stop - 1])
+        again: list[list[int]] = []
+        while len(again) < len(seen) - stop:
+            again += [ids(batch) for batch in resumed.train_dataloader()]
+        assert again == seen[stop:]
+
+
+def test_another_number_of_ranks_goes_on_with_the_rows_that_are_left(on_rank: OnRank) -> None:
+    two = [on_rank(rank) for rank in range(2)]
+    seen = []
+    for data in two:
+        batches = iter(data.train_dataloader())
+        seen += [row for _ in range(3) for row in ids(next(batches))]
+    alone = on_rank(0, world=1, each=WORLD * EACH)
+    alone.load_state_dict(two[0].state_dict())
+    left = [row for batch in alone.train_dataloader() for row in ids(batch)]
+    assert sorted(seen + left) == list(range(40))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lrlhf.datamodules import PromptDataModule
+from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
 from lrlhf.datamodules.loading.fingerprint import fingerprint
 from lrlhf.datamodules.rows.collate import PromptRow
 from lrlhf.datamodules.rows.media_rows import Unread
@@ -75,6 +75,22 @@ def test_another_tokenizer_is_told_apart_from_other_rows(saved: dict[str, Any]) 
         prompts(numbered_prompts(10), tokenizer=other).load_state_dict(saved)
 
 
+def test_a_pair_that_was_turned_round_stops_a_reward_model() -> None:
+    pairs = [{"prompt": "p ", "chosen": f"a {n}", "rejected": f"b {n}"} for n in range(6)]
+
+    def loaded(rows: list[dict[str, Any]]) -> PreferenceDataModule:
+        data = PreferenceDataModule(Rows(rows), tokenizer=TOKENIZER, batch_size=2)
+        data.setup("fit")
+        data.train_dataloader()
+        return data
+
+    state = loaded(pairs).state_dict()
+    loaded(pairs).load_state_dict(state)
+    turned = [*pairs[:5], {**pairs[5], "chosen": "b 5", "rejected": "a 5"}]
+    with pytest.raises(ValueError, match="data has other tokens"):
+        loaded(turned).load_state_dict(state)
+
+
 def test_other_texts_beside_the_prompts_stop_the_run() -> None:
     def loaded(*texts: str) -> PromptDataModule:
         return prompts(numbered_prompts(10), pretraining=Rows({"text": text} for text in texts))
@@ -139,6 +155,16 @@ def test_what_is_in_a_file_that_a_row_names_counts(
         then = digests("a", after, way)
         assert (then.data, then.tokens) == (first.data, first.tokens)
         assert then.files != first.files
+
+
+def test_pictures_that_changed_places_are_seen(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("x.png", "y.png")]
+    found = []
+    for contents in (b"12", b"21"):
+        for path, content in zip(paths, contents, strict=True):
+            path.write_bytes(bytes([content]))
+        found.append(fingerprint(shown(str(path)) for path in paths).files)
+    assert found[0] != found[1]
 
 
 def test_a_picture_that_was_painted_over_stops_the_run(tmp_path: Path) -> None:

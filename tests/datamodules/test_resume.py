@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lrlhf.datamodules import PromptDataModule
+from lrlhf.datamodules import EvalLoader, PromptDataModule
 from tests.datamodules.conftest import (
     TOKENIZER,
     Remembers,
@@ -57,6 +57,36 @@ def test_the_checkpoint_holds_plain_numbers(tmp_path: Path) -> None:
     digests = {name: state.pop(name) for name in ("data", "tokens")}
     assert state == {"batches": 2, "rows": 20, "seed": 0, "batch_size": 4, "ranks": 1}
     assert all(len(bytes.fromhex(digest)) == 16 for digest in digests.values())
+
+
+def test_reloading_the_loader_every_epoch_changes_nothing() -> None:
+    runs = []
+    for every in (0, 1):
+        module = Remembers()
+        trainer(reload_dataloaders_every_n_epochs=every, max_epochs=2).fit(
+            module, datamodule=data()
+        )
+        runs.append(module.seen)
+    assert runs[0] == runs[1]
+    assert runs[0][:5] != runs[0][5:]
+
+
+def test_overfitting_on_a_few_batches_takes_the_same_ones_in_every_epoch() -> None:
+    module = Remembers()
+    trainer(overfit_batches=2).fit(module, datamodule=data())
+    assert module.seen[:2] == module.seen[2:4] == module.seen[4:6]
+    assert len(module.seen) == 6
+
+
+def test_validation_and_test_runs_need_no_train_loader() -> None:
+    module = Remembers()
+    trainer().validate(module, datamodule=data(), verbose=False)
+    assert sum(map(len, module.validated)) == 2
+    loaded = data()
+    loaded.setup("test")
+    assert isinstance(loaded.test_dataloader(), EvalLoader)
+    assert isinstance(loaded.predict_dataloader(), EvalLoader)
+    assert loaded.state_dict() == {}
 
 
 def test_each_rank_gets_its_share_whatever_lightning_does_to_samplers() -> None:
