@@ -263,6 +263,9 @@ def test_a_refusal_stops_the_run_with_the_sentence_of_the_service(
         ask(remote(server, other), 3)
     assert "http://127.0.0.1:" in str(caught.value)
     assert len(server.requests + other.requests) == 1
+    server.always = other.always = says({"detail": None}, status)
+    with pytest.raises(RewardError, match=f"HTTP {status}(;|$)"):
+        ask(remote(server, other), 3)
 
 
 def test_a_redirect_is_not_followed_with_the_token(
@@ -432,6 +435,9 @@ def test_a_token_that_travels_in_the_open_is_warned_of_once(
         ({"timeout": 0}, "timeout is 0"),
         ({"retries": -1}, "retries is -1"),
         ({"chat_template": "x"}, "chat_template is for protocol: lightrft"),
+        ({"verify": ""}, "verify is empty"),  # not the same as false
+        ({"protocol": "lightrft", "columns": {"answer": "queries"}}, "queries would replace"),
+        ({"protocol": "lightrft", "columns": ["images"]}, "images would replace"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings: Any, message: str) -> None:

@@ -124,6 +124,8 @@ class Exchange:
         try:
             detail = json.loads(content)["detail"]
         except (ValueError, RecursionError, TypeError, LookupError):
+            detail = None
+        if detail is None:
             return ""
         return f": {self._shown(detail if isinstance(detail, str) else json.dumps(detail))}"
 
@@ -174,7 +176,7 @@ def is_plain_and_remote(url: str) -> bool:
 def new_client(verify: bool | str, max_connections: int) -> httpx.AsyncClient:
     """Open a pool of connections that follows no redirect and uses no proxy."""
     return httpx.AsyncClient(
-        verify=_authorities(verify) if verify else False,
+        verify=verify is not False and _authorities(verify),
         trust_env=False,
         timeout=None,  # every request has its own, see Exchange
         limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=None),

@@ -117,6 +117,10 @@ class LrlhfProtocol(Protocol):
         return body
 
 
+LIGHTRFT_KEYS = frozenset({"queries", "prompts", "images"})
+"""What a request in LightRFT's protocol has of its own, beside the columns."""
+
+
 class LightrftProtocol(Protocol):
     """What LightRFT's reward services speak: one text per response, images as JPEG.
 

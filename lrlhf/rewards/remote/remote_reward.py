@@ -29,6 +29,7 @@ from lrlhf.rewards.remote.remote_http import (
     new_client,
 )
 from lrlhf.rewards.remote.remote_protocols import (
+    LIGHTRFT_KEYS,
     LightrftProtocol,
     LrlhfProtocol,
     Protocol,
@@ -131,6 +132,8 @@ class RemoteReward(CopiesStartAfresh):
             raise ValueError(f"urls must name at least one service, each once, and is {urls}")
         if chat_template and protocol != "lightrft":
             raise ValueError("chat_template is for protocol: lightrft; others are sent the turns")
+        if verify == "":
+            raise ValueError("verify is empty; give true, false, or a path to authorities")
         check_positive(
             timeout=timeout, total_timeout=total_timeout, batch_size=batch_size,
             max_concurrency=max_concurrency, startup_timeout=startup_timeout,
@@ -149,6 +152,11 @@ class RemoteReward(CopiesStartAfresh):
         self._columns = (
             columns if isinstance(columns, dict) else {key: key for key in columns or ()}
         )
+        if protocol == "lightrft" and (taken := LIGHTRFT_KEYS & {*self._columns.values()}):
+            raise ValueError(
+                f"columns: {', '.join(sorted(taken))} would replace what LightRFT's protocol sends "
+                "under that name; choose another, as in {prompts: question}"
+            )
         self._protocol: Protocol = (
             LightrftProtocol(chat_template) if protocol == "lightrft" else LrlhfProtocol()
         )
