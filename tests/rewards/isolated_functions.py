@@ -23,6 +23,20 @@ def about(
     return [float(value) for value in answer]
 
 
+def logs_wrongly(completions: Sequence[str], log_metric: Any, log_extra: Any) -> list[float]:
+    """Log what cannot be logged, and go on."""
+    for log, name, value in [
+        (log_metric, "nan", float("nan")),
+        (log_metric, "too large", 1e39),
+        (log_extra, "too few", ["a"] * (len(completions) - 1)),
+    ]:
+        try:
+            log(name, value)
+        except ValueError as error:
+            log_extra(name, [str(error)] * len(completions))
+    return lengths(completions)
+
+
 async def halves(completions: Sequence[str]) -> list[float]:
     await asyncio.sleep(0)
     return [0.5] * len(completions)
@@ -73,7 +87,8 @@ def _print() -> None:
 
 def _abandon() -> None:
     """Leave a grandchild behind, then hang."""
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    sleeping = f"import time; time.sleep(20)  # of {os.getppid()}"
+    subprocess.Popen([sys.executable, "-c", sleeping])
     _loop()
 
 

@@ -92,6 +92,18 @@ def test_a_value_that_is_no_number_is_reported_as_in_process() -> None:
         ask(IsolatedReward(f"{HERE}returns"), ["short", ""])
 
 
+def test_what_cannot_be_logged_is_refused_in_the_function_itself() -> None:
+    result = ask(IsolatedReward(f"{HERE}logs_wrongly"), ["a", "bb"])
+    assert result.scores.tolist() == [1.0, 2.0]
+    assert result.metrics["isolated/restarts"] == 0.0
+    for name, said in [
+        ("nan", "must be a finite number"),
+        ("too large", "must be a finite number"),
+        ("too few", "1 values for 2 responses"),
+    ]:
+        assert said in result.extras[name][0]
+
+
 def test_a_result_without_end_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolated_worker, "_MAX_REPLY", 10**6)
     result = ask(IsolatedReward(f"{HERE}returns", timeout=40), ["huge"])
@@ -124,6 +136,16 @@ def test_a_response_that_makes_it_fail_costs_the_others_nothing(act: str) -> Non
     assert "acting failed on 1 of 3 responses, the first is response 1" in failure
     assert FATES[act] in failure
     assert result.metrics["isolated/failures"] == 1.0
+    until = time.monotonic() + 3
+    while act == "abandon" and _abandoned():  # a signal takes its time
+        assert time.monotonic() < until, "what the process started has survived it"
+        time.sleep(0.05)
+
+
+def _abandoned() -> bool:
+    """Whether a process of a process lives on; it is nobody's child, but says whose it was."""
+    lines = (one.info["cmdline"] or [""] for one in psutil.process_iter(["cmdline"]))
+    return any(line[-1].endswith(f"# of {os.getpid()}") for line in lines)
 
 
 def test_what_is_too_slow_as_a_whole_is_scored_one_by_one_until_the_time_is_over() -> None:

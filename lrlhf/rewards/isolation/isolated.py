@@ -278,4 +278,4 @@ def _request(arguments: Mapping[str, Any], rows: Sequence[int], seconds: float) 
         if name not in _LOGGERS
     }
     wanted = [name for name in _LOGGERS if name in arguments]
-    return {"arguments": data, "seconds": seconds, "loggers": wanted}
+    return {"arguments": data, "count": len(rows), "seconds": seconds, "loggers": wanted}

@@ -24,6 +24,8 @@ from typing import Any, BinaryIO
 _GRACE_S = 5
 _LOADING_BYTES = 16 * 2**30
 """Address space for the imports on top of the limit: libraries reserve more than they use."""
+_LARGEST = 3.4028234663852886e38
+"""Of float32."""
 _MAX_SHOWN = 60
 _MAX_TRACEBACK = 4000
 
@@ -75,11 +77,24 @@ class Child:
         metrics: list[tuple[str, float]] = []
         extras: dict[str, list[Any]] = {}
 
+        # as `Journal` checks: the function may catch what it logged wrongly, the parent would
+        # have to drop the reply
         def log_metric(name: str, value: float) -> None:
-            metrics.append((str(name), float(value)))
+            number = float(value)
+            if not abs(number) <= _LARGEST:  # nor NaN
+                raise ValueError(
+                    f"log_metric({name!r}, {value!r}): the value must be a finite number"
+                )
+            metrics.append((str(name), number))
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
-            extras[str(column)] = json.loads(json.dumps(list(values), default=_described))
+            entries = list(values)
+            if len(entries) != request["count"]:
+                raise ValueError(
+                    f"log_extra({column!r}): {len(entries)} values for {request['count']} "
+                    "responses; give one value per response"
+                )
+            extras[str(column)] = json.loads(json.dumps(entries, default=_described))
 
         loggers = {"log_metric": log_metric, "log_extra": log_extra}
         arguments = request["arguments"] | {name: loggers[name] for name in request["loggers"]}
