@@ -80,14 +80,14 @@ class Dispatcher:
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
         """Run all calls at once, and wait until the last has ended or run out of time."""
-        started = time.monotonic()
-        under_way = [self._start(call) for call in calls]
+        now = time.monotonic()
+        limits = [None if call.unlimited else self._timeout for call in calls]
+        deadlines = [None if limit is None else now + limit for limit in limits]
+        under_way = [self._start(*each) for each in zip(calls, deadlines, strict=True)]
         outcomes = []
-        for call, (future, given_up) in zip(calls, under_way, strict=True):
-            limit = None if call.unlimited else self._timeout
-            left = None if limit is None else max(0.0, started + limit - time.monotonic())
+        for (future, given_up), deadline in zip(under_way, deadlines, strict=True):
             try:
-                error = future.exception(left)
+                error = future.exception(_left(deadline))
             except TimeoutError:
                 given_up.set()
                 future.cancel()
@@ -97,35 +97,44 @@ class Dispatcher:
                 outcomes.append(Outcome(value, error))
         return outcomes
 
-    def _start(self, call: Call) -> tuple[Future[Any], threading.Event]:
+    def _start(self, call: Call, deadline: float | None) -> tuple[Future[Any], threading.Event]:
         under_way: tuple[Future[Any], threading.Event] = Future(), threading.Event()
         threading.Thread(
-            target=self._work, args=(call, *under_way), name=f"reward-{call.name}", daemon=True
+            target=self._work,
+            args=(call, deadline, *under_way),
+            name=f"reward-{call.name}",
+            daemon=True,
         ).start()
         return under_way
 
-    def _work(self, call: Call, future: Future[Any], given_up: threading.Event) -> None:
-        limit = None if call.unlimited else self._timeout
+    def _work(
+        self,
+        call: Call,
+        deadline: float | None,
+        future: Future[Any],
+        given_up: threading.Event,
+    ) -> None:
         lock = self._busy.setdefault(call.name, threading.Lock())
-        if not lock.acquire(timeout=-1 if limit is None else limit):
+        left = _left(deadline)
+        if not lock.acquire(timeout=-1 if left is None else left):
             return  # an earlier call still hangs
         _GIVEN_UP.set(given_up)
         try:
             if future.set_running_or_notify_cancel():  # else out of time before its turn came
                 result = call.function(**call.arguments)
-                future.set_result(self._settled(result, limit))
+                future.set_result(self._settled(result, deadline))
         except BaseException as error:  # noqa: BLE001  whatever it is, the caller is told
             future.set_exception(error)
         finally:
             lock.release()
 
-    def _settled(self, result: Any, limit: float | None) -> Any:
+    def _settled(self, result: Any, deadline: float | None) -> Any:
         """Wait for what a function returned, if it is an awaitable."""
         if not inspect.isawaitable(result):
             return result
         awaited = asyncio.run_coroutine_threadsafe(_awaited(result), self._running_loop())
         try:
-            return awaited.result(limit)
+            return awaited.result(_left(deadline))
         except TimeoutError:
             if awaited.done():  # raised by the function itself
                 raise
@@ -147,6 +156,11 @@ class Dispatcher:
                 ).start()
                 weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
             return self._loop
+
+
+def _left(deadline: float | None) -> float | None:
+    """Return the seconds until a point in time, 0 after it; None: there is none."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

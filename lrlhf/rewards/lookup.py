@@ -86,7 +86,10 @@ def default_name(function: Callable[..., Any]) -> str:
 
 
 def chosen_arguments(
-    name: str, signature: inspect.Signature, available: Mapping[str, Any]
+    name: str,
+    signature: inspect.Signature,
+    available: Mapping[str, Any],
+    filled: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
     """Pick what a function's signature names.
 
@@ -94,17 +97,17 @@ def chosen_arguments(
         name: Of the function, for the errors.
         signature: As the function is called.
         available: What there is to give it.
+        filled: See `filled_by_python`.
 
     Raises:
-        RewardError: It needs an argument that is not available, or would get a column ``self``
-            beside its own.
+        RewardError: It needs an argument that is not available, or would get one that is filled.
     """
     parameters = signature.parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        if "self" in available:
+        if clash := sorted(filled.intersection(available)):
             raise RewardError(
-                f"reward function {name!r} cannot be given the column 'self': Python itself fills "
-                "the argument of that name; rename the column"
+                f"reward function {name!r} cannot be given the column {clash[0]!r}: Python itself "
+                "fills the argument of that name; rename the column"
             )
         chosen = dict(available)
     else:
@@ -118,6 +121,18 @@ def chosen_arguments(
                 f"{', '.join(columns) or 'none'}; always there: {', '.join(RESERVED)})"
             )
     return chosen
+
+
+def filled_by_python(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the arguments that are not the caller's: ``self``, and what a partial binds."""
+    plain: Any = function
+    while isinstance(plain, functools.partial):
+        plain = plain.func
+    if not inspect.isroutine(plain):
+        plain = type(plain).__call__
+    plain = getattr(plain, "__func__", plain)
+    own, given = inspect.signature(plain).parameters, inspect.signature(function).parameters
+    return frozenset(own) - frozenset(given)
 
 
 def _required(parameters: Iterable[inspect.Parameter]) -> list[str]:

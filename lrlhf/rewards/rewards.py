@@ -23,7 +23,13 @@ from lrlhf.rewards.function_weights import (
     weighted_sum,
     weights_by_label,
 )
-from lrlhf.rewards.lookup import BoundFunction, NamedFunction, bind_functions, chosen_arguments
+from lrlhf.rewards.lookup import (
+    BoundFunction,
+    NamedFunction,
+    bind_functions,
+    chosen_arguments,
+    filled_by_python,
+)
 from lrlhf.rewards.reward_values import Journal, check_values
 from lrlhf.types import Prompt
 
@@ -196,7 +202,9 @@ class Rewards:
             "log_extra": entry.journal.log_extra,
         }
         ends = isinstance(function, RewardFunction) and function.ends_by_itself
-        arguments = chosen_arguments(name, inspect.signature(function), available)
+        arguments = chosen_arguments(
+            name, inspect.signature(function), available, filled_by_python(function)
+        )
         return Call(name, function, arguments, unlimited=self._spares_some and ends)
 
     def _combine(

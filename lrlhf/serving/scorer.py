@@ -17,7 +17,7 @@ import torch
 from lrlhf.rewards import LearnedReward, RewardError, RewardFunction
 from lrlhf.rewards.dispatch import Call, Dispatcher, is_async
 from lrlhf.rewards.learned import TextMarks
-from lrlhf.rewards.lookup import bind_functions, chosen_arguments
+from lrlhf.rewards.lookup import bind_functions, chosen_arguments, filled_by_python
 from lrlhf.rewards.reward_values import Journal, check_values
 from lrlhf.serving.limits import RefusedRequestError
 from lrlhf.serving.score_request import ScoreRequest
@@ -163,7 +163,9 @@ class Scorer:
         journal = Journal(sum(len(request) for request in requests))
         logs = {"log_metric": journal.log_metric, "log_extra": journal.log_extra}
         given = _joined(requests) | ({} if self._is_learned else self._columns(requests)) | logs
-        arguments = chosen_arguments(self._bound.name, inspect.signature(function), given)
+        arguments = chosen_arguments(
+            self._bound.name, inspect.signature(function), given, filled_by_python(function)
+        )
         call = Call(self._bound.name, function, arguments)
         if not is_async(function):
             try:

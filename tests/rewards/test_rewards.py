@@ -23,6 +23,7 @@ from lrlhf.rewards import (
     out_of_time,
 )
 from lrlhf.rewards import rewards as rewards_module
+from lrlhf.rewards.dispatch import Call, CallTimeoutError, Dispatcher
 from lrlhf.rewards.reward_values import Journal
 
 
@@ -84,6 +85,14 @@ def test_columns_that_do_not_fit_the_arguments_are_named() -> None:
         score(Rewards([needs_solution]), solutions=["a", "b"])
     with pytest.raises(RewardError, match=r"cannot be given the column 'self'.*rename the column"):
         score(Rewards([AsyncQuarters()]), self=[1, 2])
+
+    def sums(bias: float, completions: Sequence[str], **columns: Any) -> list[float]:
+        return [bias + columns["self"][row] for row in range(len(completions))]
+
+    bound = Rewards([functools.partial(sums, 0.5)])  # which has no `self` of its own
+    assert score(bound, self=[1, 2]).scores.tolist() == [1.5, 2.5]
+    with pytest.raises(RewardError, match="cannot be given the column 'bias'"):
+        score(bound, self=[1, 2], bias=[3, 4])
 
 
 @pytest.mark.parametrize("missing", [None, math.inf])
@@ -214,6 +223,31 @@ def test_a_slow_async_function_is_cancelled() -> None:
     result = score(Rewards([slow, ones], timeout=0.1, optional=["slow"]))
     assert result.failures[0].startswith("slow: no result after 0.1 s")
     assert cancelled.wait(5)
+
+
+def test_who_waits_for_an_earlier_call_has_no_more_time_than_others() -> None:
+    cancelled: list[float] = []
+
+    async def endless() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.append(time.monotonic())
+
+    def first_blocks_then_awaits() -> Any:
+        if not blocked.is_set():
+            blocked.set()
+            time.sleep(0.9)
+        return endless()
+
+    blocked, dispatcher = threading.Event(), Dispatcher(timeout=0.5)
+    call = Call("f", first_blocks_then_awaits, {})
+    assert isinstance(dispatcher.run([call])[0].error, CallTimeoutError)
+    started = time.monotonic()
+    assert isinstance(dispatcher.run([call])[0].error, CallTimeoutError)
+    time.sleep(0.2)
+    assert cancelled
+    assert max(cancelled) - started < 0.7  # and not 0.4 until its turn came and then 0.5
 
 
 def test_a_late_result_is_not_mixed_into_a_later_call() -> None:
