@@ -96,6 +96,15 @@ def half_bodies(target: Target) -> str:
     return _hold(target, target.head(1000, known=True) + b'{"prompts": [', 100)
 
 
+def heavy_half_bodies(target: Target) -> str:
+    """20 requests that stop in the midst of a body of 31 MB, and a complete heavy one."""
+    start = target.head(31_000_000, known=True) + b'{"prompts": [' + b" " * 30_000_000
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(_hold, target, start, 20)
+        time.sleep(target.seconds * 2 / 3)
+        return f"heavy {target.score(_long_text(5))}; {held.result()}"
+
+
 def tiny_chunks(target: Target) -> str:
     """Bodies in chunks of one byte, by 16 clients without a token."""
     start = target.head(None, known=False)
@@ -160,8 +169,8 @@ def long_text(target: Target) -> str:
 
 
 ATTACKS: tuple[Attack, ...] = (
-    headers, half_heads, half_bodies, tiny_chunks, endless_bodies, bombs, values, escapes,
-    columns, long_text,
+    headers, half_heads, half_bodies, heavy_half_bodies, tiny_chunks, endless_bodies, bombs,
+    values, escapes, columns, long_text,
 )  # fmt: skip
 
 
@@ -302,7 +311,7 @@ def measured(attack: Attack, model: Path, token: str | None, seconds: float) -> 
         f"{honest.longest[kind]:6.2f} s {honest.failed[kind]:3d}/{honest.asked[kind]:<4d}"
         for kind in ("GET", "POST")
     )
-    return f"{attack.__name__:15}{'yes' if token else 'no':6}{peak:7.0f} MB  {told}  {answer}"
+    return f"{attack.__name__:18}{'yes' if token else 'no':6}{peak:7.0f} MB  {told}  {answer}"
 
 
 def save_model(folder: Path) -> None:
@@ -332,7 +341,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="that an attack goes on")
     options = parser.parse_args()
     sys.stdout.write(
-        f"{'attack':15}{'token':6}{'memory':>10}  longest, failed/asked: health, scores; answers\n"
+        f"{'attack':18}{'token':6}{'memory':>10}  longest, failed/asked: health, scores; answers\n"
     )
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder))

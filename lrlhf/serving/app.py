@@ -155,7 +155,8 @@ class RewardService:
     async def _in_time(self, body: Body, read: Read, place: Place) -> Scores:
         seconds = self._queue.timeout_s
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds) as limit:
+                place.leave = functools.partial(_end_now, limit)
                 request = await self._request(body, read, place)
                 if request.files is None:
                     scored = self.batcher.submit(request, place)
@@ -166,6 +167,12 @@ class RewardService:
                 del request  # media wait decoded, and not as files too
                 return await asyncio.wrap_future(scored)
         except TimeoutError as error:
+            if place.made_room:
+                raise RefusedRequestError(
+                    "the body came so slowly that it had to make room for others",
+                    status=408,
+                    reason="slow body",
+                ) from error
             if not place.has_arrived:
                 raise RefusedRequestError(
                     f"the body did not arrive within {seconds:g} s", status=408, reason="slow body"
@@ -283,6 +290,11 @@ def _holds(header: str, token: str) -> bool:
     scheme, _, given = header.partition(" ")
     same = hmac.compare_digest(given.strip().encode("latin-1", "replace"), token.encode())
     return same and scheme.lower() == "bearer"
+
+
+def _end_now(limit: asyncio.Timeout) -> None:
+    if not limit.expired():
+        limit.reschedule(asyncio.get_running_loop().time())
 
 
 def _refusal(error: RefusedRequestError) -> JSONResponse:

@@ -7,9 +7,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from lrlhf.serving.limits import QueueOptions, RefusedRequestError
@@ -24,14 +24,40 @@ _LIGHT: Final = 250_000
 """Bytes of a body that is taken whatever the others weigh."""
 
 
+_SLOW: Final = 100_000
+"""Bytes per second; a heavy body that comes more slowly makes room for others."""
+_GRACE_SECONDS: Final = 2.0
+
+
 @dataclass(eq=False)
 class Place:
     """A request in the service, from its head to its answer."""
 
+    leave: Callable[[], None] = lambda: None
+    """Ends the reading of the body."""
     weight: int = 0
     """Bytes of the body so far."""
     has_arrived: bool = False
     """All of it is there."""
+    made_room: bool = False
+    """It was given up for others, as its body came too slowly."""
+    paid_until: float = field(default_factory=time.monotonic)
+    """When the bytes so far would have come at the least speed; not later than the last of them."""
+
+    def note(self, weight: int) -> None:
+        """Note how many bytes of the body have come."""
+        paid_until = self.paid_until + (weight - self.weight) / _SLOW
+        self.paid_until = min(paid_until, time.monotonic())
+        self.weight = weight
+
+    def is_slow(self) -> bool:
+        """Whether its body takes longer to arrive than others should wait for."""
+        return not self.has_arrived and time.monotonic() > self.paid_until + _GRACE_SECONDS
+
+    def make_room(self) -> None:
+        """Give the request up for others."""
+        self.weight, self.made_room = 0, True
+        self.leave()
 
 
 class _Job:
@@ -100,12 +126,21 @@ class Batcher:
                 self._measures.waiting.set(len(self.places))
 
     def weigh(self, place: Place, weight: int) -> None:
-        """Note how many bytes of a body have come; refuse it if all together are too heavy."""
+        """Note how many bytes of a body have come; if all are too heavy, one gives way.
+
+        That is the heavy one that lies furthest behind the least speed, and if none does this one.
+        """
         with self._changed:
-            place.weight = weight
-            heavy = [each.weight for each in self.places if each.weight > _LIGHT]
-        if weight > _LIGHT and len(heavy) > 1 and sum(heavy) > self._options.max_queue_mb * 1e6:
-            raise _full(len(heavy), "max_queue_mb")
+            place.note(weight)
+            while weight > _LIGHT:
+                heavy = [each for each in self.places if each.weight > _LIGHT]
+                total = sum(each.weight for each in heavy)
+                if len(heavy) == 1 or total <= self._options.max_queue_mb * 1e6:
+                    return
+                slow = [each for each in heavy if each is not place and each.is_slow()]
+                if not slow:
+                    raise _full(len(heavy), "max_queue_mb")
+                min(slow, key=lambda each: each.paid_until).make_room()
 
     def queue(self, place: Place) -> None:
         """Give a request whose body is there its place in the queue, or refuse it."""

@@ -85,7 +85,8 @@ class QueueOptions:
         max_queue: Requests that wait or are scored at once; others are refused with status 429. A
             request waits from when all of its body has arrived.
         max_queue_mb: Size of all bodies in the service, in millions of bytes, of which those count
-            that have more than 0.25, as far as they have arrived.
+            that have more than 0.25, as far as they have arrived. Those that come more slowly than
+            100 kB/s give way to others.
         timeout_s: Seconds after which a request is given up.
     """
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
+import select
 import socket
 import threading
 import time
@@ -19,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+import lrlhf.serving.batcher as batcher
 import lrlhf.serving.connections as connections
 import lrlhf.serving.server as server_module
 from lrlhf.rewards import LearnedReward
@@ -160,6 +163,26 @@ def test_bodies_that_do_not_arrive_take_no_place(
     wait_until(lambda: len(address.service.batcher.places) == 3)
     assert address.score(**ASKS) == 200
     assert said(slow[0]).startswith("HTTP/1.1 408 ")
+
+
+def test_heavy_bodies_that_stop_in_the_middle_make_room_for_others(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batcher, "_GRACE_SECONDS", 0.3)
+    address = listening(token=TOKEN, max_queue_mb=1.0, timeout_s=20)
+    half = b"content-length: 500000\r\n\r\n{" + b" " * 400_000
+    held = [address.connect(KNOWN, half) for _ in range(2)]
+    places = address.service.batcher.places
+    wait_until(lambda: [place.weight for place in [*places]] == [400_001] * 2)
+    heavy = body_of(columns={"b": ["a" * 500_000]})
+    post = functools.partial(httpx.post, f"{address.url}/v1/score", headers=ASKS, json=heavy)
+    assert post().status_code == 429  # the others may only just have come
+    time.sleep(0.4)
+    assert post().status_code == 200
+    (given_up,) = select.select(held, [], [], 5)[0]
+    answer = said(given_up)
+    assert answer.startswith("HTTP/1.1 408 ")
+    assert "make room for others" in answer
 
 
 def test_heavy_bodies_leave_room_for_light_ones(serving: Serving) -> None:
