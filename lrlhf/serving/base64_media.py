@@ -6,7 +6,9 @@ import base64
 import contextlib
 import hashlib
 import io
+import struct
 import threading
+import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +22,13 @@ _ALL = 1e9
 """Frames per second of which no video has more: all are taken."""
 _LEAST_PIXELS = 2**14
 """What a frame of an animation counts at least: a million of one pixel take memory too."""
+
+_BROKEN = (
+    OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, RuntimeError,
+    ArithmeticError, struct.error, zlib.error, Image.DecompressionBombError,
+    Image.DecompressionBombWarning,
+)  # fmt: skip
+"""How Pillow's readers fail at damaged files; anything else is a defect, and logged as one."""
 
 
 class MediaFile(NamedTuple):
@@ -181,7 +190,14 @@ def _answered(place: str, what: str) -> Iterator[None]:
         yield
     except MediaError as error:
         raise _refused(place, str(error)) from error
-    except Exception as error:  # Pillow's readers fail in a dozen ways
+    except MemoryError as error:
+        raise RefusedRequestError(
+            "out of memory: send fewer or smaller images and videos at once",
+            status=503,
+            reason="out of memory",
+            retry_after=5,
+        ) from error
+    except _BROKEN as error:
         raise _refused(place, what) from error
 
 

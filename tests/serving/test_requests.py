@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from lrlhf.rewards import LearnedReward
+from lrlhf.serving import base64_media
 from tests.serving.conftest import Serving, Slow, body_of, file_of, lengths, text_of, wait_until
 from tests.vlms import picture
 
@@ -215,6 +216,24 @@ def test_damaged_files_are_refused(serving: Serving, kind: str, format: str) -> 
         for place in draw.randint(0, len(content), 20):
             damaged[place] = draw.randint(256)
         assert client.post(body=body_of(**{kind: [[text_of(damaged)]]})).status_code in (200, 422)
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "reason"),
+    [(MemoryError(), 503, "out of memory"), (AssertionError(), 500, "error of the service")],
+)
+def test_a_file_is_not_blamed_for_what_the_service_lacks(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    raised: Exception, status: int, reason: str,
+) -> None:  # fmt: skip
+    def fail(*_: Any) -> Any:
+        raise raised
+
+    monkeypatch.setattr(base64_media, "read_image", fail)
+    answer = serving(lengths).post(body=body_of(images=[[PNG]]))
+    assert (answer.status_code, reason in answer.text) == (status, True)
+    assert ("retry-after" in answer.headers) == (status == 503)
+    assert ("AssertionError" in caplog.text) == (status == 500)
 
 
 def test_more_requests_than_may_wait_are_sent_away(serving: Serving) -> None:
