@@ -41,6 +41,7 @@ class ResumingWandbLogger(WandbLogger):
 
     Raises:
         ModuleNotFoundError: W&B is not installed.
+        TypeError: ``prefix`` is given, which Lightning's logger has and this one has not.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class ResumingWandbLogger(WandbLogger):
         log_model: Literal["all"] | bool = False,
         **kwargs: Any,
     ) -> None:
+        if "prefix" in kwargs:  # Lightning would take it, and the rows here would lack it
+            raise TypeError("ResumingWandbLogger has no prefix; give the run a name instead")
         self._options: dict[str, Any] = {
             "save_dir": save_dir,
             "project": project or os.environ.get("WANDB_PROJECT", "lrlhf"),

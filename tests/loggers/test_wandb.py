@@ -50,6 +50,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     return served
 
 
+def test_a_prefix_which_no_row_would_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="has no prefix"):
+        ResumingWandbLogger(tmp_path, prefix="x")
+
+
 def go(folder: Path, *callbacks: Any, **options: Any) -> ResumingWandbLogger:
     module = Toy()
     module.save_hyperparameters({"lr": 0.1})
