@@ -14,8 +14,13 @@ RENAMED_KEYS = {
     "max_skipped_steps": "guard.max_skipped",
     "update.max_skipped_steps": "guard.max_skipped",
     "reference_column": "columns",
+    "names": "functions",
+    "max_failures_in_a_row": "max_failures",
 }
-"""The present name by the old one, both below ``model.init_args`` (or whichever class has them)."""
+"""The present name by the old one, both below ``model.init_args`` (or whichever class has them).
+
+Old names of one word are known to classes that have the present one: others mean something else.
+"""
 _UNKNOWN_OPTION = re.compile(r"Option '(?P<key>[^']+)' is not accepted$")
 _UNKNOWN_IN_GROUP = re.compile(
     r"(?P<kind>Group|Subcommand) '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'$"
@@ -60,7 +65,8 @@ class Parser(LightningArgumentParser):
         # as it was given, with as many of the keys around it as are known
         parts = f"{group}.{match['key']}".split(".")
         for start in range(len(parts)):
-            if renamed := RENAMED_KEYS.get(".".join(parts[start:])):
+            renamed = RENAMED_KEYS.get(".".join(parts[start:]))
+            if renamed and ("." in renamed or renamed in self._options("")):
                 return f"; did you mean '{renamed}', which took its place?"
         if familiar := FAMILIAR_NAMES.get(parts[-1]):
             return f"; did you mean {familiar}?"

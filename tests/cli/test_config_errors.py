@@ -12,6 +12,7 @@ from tests.cli.conftest import CONFIG
 MISTAKES = r"""
 misspelt option of the module | lr: 0.1 | lrr: 0.1 | toy.yaml:6: model.init_args.lrr: ToyModule has no option 'lrr'; did you mean 'lr'?
 option that another one took over | lr: 0.1 | max_skipped_steps: 3 | toy.yaml:6: model.init_args.max_skipped_steps: ToyModule has no option 'max_skipped_steps'; did you mean 'guard.max_skipped', which took its place?
+the same name in another class | train: prompts.jsonl | train: prompts.jsonl\n    names: 1 | toy.yaml:11: data.init_args.names: ToyData has no option 'names'; accepted: batch_size, train
 misspelt option of an optional group | lr: 0.1 | reference:\n      source: tiny\n      dtpe: float32 | toy.yaml:8: model.init_args.reference.dtpe: ToyPolicy has no option 'dtpe'; did you mean 'dtype'?
 an option like no other lists those there are | train: prompts.jsonl | train: prompts.jsonl\n    zzz: 1 | toy.yaml:11: data.init_args.zzz: ToyData has no option 'zzz'; accepted: batch_size, train
 misspelt class | ToyModule | ToyModul | toy.yaml:2: model.class_path: no class 'ToyModul'; did you mean 'ToyModule'?
@@ -121,3 +122,33 @@ def test_debug_shows_the_traceback_and_ends_with_the_same_line(
     assert error.endswith(
         "\nerror: toy.yaml:6: model.init_args.lr: lr must be positive, got -1.0\n"
     )
+
+
+REWARDS = """
+model:
+  class_path: PPO
+  init_args:
+    rewards:
+      class_path: Rewards
+      init_args:
+        functions:
+          - class_path: lrlhf.rewards.RemoteReward
+            init_args: {urls: "http://a"}
+        # more
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "present"),
+    [
+        ("# more", "names: [a]", "functions"),
+        ("# more", "max_failures_in_a_row: 3", "max_failures"),
+        ('"http://a"', '"http://a", reference_column: b', "columns"),
+    ],
+)
+def test_a_reward_that_has_another_option_by_now_names_it(
+    config: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, present: str
+) -> None:
+    config.write_text(REWARDS.replace(old, new))
+    assert run(["fit", "--config", "toy.yaml"]) == 2
+    assert f"did you mean '{present}', which took its place?" in capsys.readouterr().err
