@@ -17,6 +17,7 @@ from lrlhf.modules import PPO, RewardModel
 from lrlhf.modules.settings import Advantage, Critic, Reference, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, VLLMEngine
+from tests.cli import toys  # noqa: F401  its classes are known by their short names
 from tests.cli.conftest import CONFIG
 
 CLASSES = {"policy": CausalLM, "model": ScoreModel, "rewards": Rewards, "engine": VLLMEngine}
