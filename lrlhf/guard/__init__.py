@@ -2,8 +2,8 @@
 
 from lrlhf.guard.anomalies import Anomaly
 from lrlhf.guard.bundle import NotADumpError, StepBundle
+from lrlhf.guard.dump_replay import DumpReplay, Replayable, Retaken, replay_dump
 from lrlhf.guard.guard_settings import Guard, TrainingDivergedError
-from lrlhf.guard.replay import DumpReplay, Replayable, Retaken, replay_dump
 from lrlhf.guard.step_guard import StepGuard
 from lrlhf.guard.step_watch import StepVerdict, StepWatch
 

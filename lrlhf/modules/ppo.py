@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from lrlhf.functional.algorithm import Algorithm
 from lrlhf.guard.bundle import StepBundle
+from lrlhf.guard.dump_replay import Retaken
 from lrlhf.guard.guard_settings import Guard
-from lrlhf.guard.replay import Retaken
 from lrlhf.models import CausalLM
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.checks import uses_loss_scaler
@@ -238,7 +238,7 @@ class PPO(TrainingModule):
         return [step for step in steps if step is not None]
 
     def retake(self, bundle: StepBundle) -> Retaken:
-        """Take the step of a bundle again, see `lrlhf.guard.replay`."""
+        """Take the step of a bundle again, see `lrlhf.guard.dump_replay`."""
         return retake(self, bundle, steps=self._steps, parts=self.parts)
 
 

@@ -249,7 +249,7 @@ class RewardModel(TrainingModule):
         return (_STAGE,)
 
     def retake(self, bundle: StepBundle) -> Retaken:
-        """Take the step of a dump again, see `lrlhf.guard.replay.Replayable`."""
+        """Take the step of a dump again, see `lrlhf.guard.dump_replay.Replayable`."""
         optimizer = self.optimizers()
         assert isinstance(optimizer, LightningOptimizer)
         for batch, seed in zip(bundle.batches.values(), bundle.seeds, strict=True):

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from lrlhf.functional.algorithm import Algorithm
 from lrlhf.guard.bundle import StepBundle
+from lrlhf.guard.dump_replay import Retaken
 from lrlhf.guard.guard_settings import Guard
-from lrlhf.guard.replay import Retaken
 from lrlhf.models import CausalLM
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.optimizers import OptimizerConfig
@@ -186,5 +186,5 @@ class RLOO(TrainingModule):
         return ("iteration", self.policy_step.stage)
 
     def retake(self, bundle: StepBundle) -> Retaken:
-        """Take the step of a bundle again, see `lrlhf.guard.replay`."""
+        """Take the step of a bundle again, see `lrlhf.guard.dump_replay`."""
         return retake(self, bundle, steps=[self.policy_step], parts=self.parts)

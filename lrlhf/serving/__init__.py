@@ -14,7 +14,7 @@ except ImportError as error:
 from lrlhf.rewards.remote.service_token import read_token
 from lrlhf.serving.app import RewardService, create_app
 from lrlhf.serving.limits import QueueOptions, RequestLimits
-from lrlhf.serving.scorer import Scorer
+from lrlhf.serving.scoring import Scorer
 from lrlhf.serving.server import check_exposure, serve
 
 __all__ = [

@@ -28,7 +28,7 @@ from lrlhf.serving.lightrft import read_lightrft_request
 from lrlhf.serving.limits import QueueOptions, RefusedRequestError, RequestLimits
 from lrlhf.serving.measures import Measures
 from lrlhf.serving.score_request import ScoreRequest, read_score_request
-from lrlhf.serving.scorer import Scorer, Scores, Served, log_defect
+from lrlhf.serving.scoring import Scorer, Scores, Served, log_defect
 
 _SCORING: Final = ("/v1/score", "/get_reward", "/")
 _TELLING: Final = ("/health", "/version", "/metrics")

@@ -15,7 +15,7 @@ from typing import Final
 from lrlhf.serving.limits import QueueOptions, RefusedRequestError
 from lrlhf.serving.measures import Measures
 from lrlhf.serving.score_request import ScoreRequest
-from lrlhf.serving.scorer import Part, Scorer, Scores, Served
+from lrlhf.serving.scoring import Part, Scorer, Scores, Served
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from lrlhf.datamodules.loading.data_fingerprint import fingerprint
 from lrlhf.datamodules.loading.fetching import Fetching
-from lrlhf.datamodules.loading.fingerprint import fingerprint
 from lrlhf.datamodules.loading.order import Order
 
 logger = logging.getLogger(__name__)

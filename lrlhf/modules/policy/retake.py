@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from lrlhf.guard.anomalies import measure
 from lrlhf.guard.bundle import StepBundle
-from lrlhf.guard.replay import Retaken
+from lrlhf.guard.dump_replay import Retaken
 from lrlhf.models import looking_once
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.policy.experience import Sample
