@@ -23,6 +23,7 @@ from tests.vlms import picture
 TOKEN = "s3cret-token"
 PNG = text_of(file_of(Image.new("RGB", (8, 8))))
 BMP = text_of(file_of(Image.new("RGB", (8, 8)), "BMP"))
+TIFF = text_of(file_of(Image.new("RGB", (8, 8)), "TIFF"))
 LIGHT = {"queries": ["a"], "prompts": [""]}
 
 
@@ -110,6 +111,7 @@ MALFORMED: list[tuple[bytes, str]] = [
     (said(images=[[3]]), "images[0][0]: expected base64"),
     (said(images=[["/etc/passwd"]]), "not by path or address"),
     (said(images=[["/etc/hosts/a"]]), "images[0][0]: it cannot be read; expected one of PNG, JPEG"),
+    (said(images=[[TIFF]]), "images[0][0]: it cannot be read; expected one of PNG, JPEG"),
     (said(videos=[[BMP]]), "videos[0][0]: it cannot be read; expected one of PNG, GIF, WEBP"),
     (said(columns={"b": [1, 2]}), "columns.b: 2 entries"),
     (said(columns={"log_metric": [1]}), "columns.log_metric: no name for a column"),
