@@ -102,7 +102,8 @@ def heavy_half_bodies(target: Target) -> str:
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(_hold, target, start, 20)
         time.sleep(target.seconds * 2 / 3)
-        return f"heavy {target.score(_long_text(5))}; {held.result()}"
+        heavy = target.score(_long_text(1) + b" " * 10_000_000)
+        return f"heavy {heavy}; {held.result()}"
 
 
 def tiny_chunks(target: Target) -> str:
