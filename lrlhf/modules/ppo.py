@@ -162,7 +162,7 @@ class PPO(TrainingModule):
                 for part, text in minibatches_of(
                     experience, batch.pretraining, self.settings, models, it
                 ):
-                    if self.joint_step is not None and not self.policy_step.waits(it):
+                    if self.joint_step is not None and not self.policy_step.stepped.waits(it):
                         self.joint_step(part, text, it, context)  # one pass over the backbone
                         continue
                     self.policy_step(part, text, it, context)

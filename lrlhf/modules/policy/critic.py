@@ -173,20 +173,16 @@ class CriticStep:
         settings: PolicySettings,
     ) -> None:
         self.objective = _ValueObjective(critic, policy)
-        self.stepped = Stepped(1, "value", critic.settings.max_grad_norm)
+        own = critic.settings
+        self.stepped = Stepped(1, "value", own.max_grad_norm, own.freeze_steps)
         self.models = [policy if critic.network is None else critic.network.backbone]
         self._gradient = GradientStep(self.stage, self.models, tokenizer, settings)
-        self._freeze_steps = critic.settings.freeze_steps
-
-    def waits(self, it: Iteration) -> bool:
-        """Whether the critic stays as it is in this iteration."""
-        return it.step < self._freeze_steps
 
     def __call__(
         self, part: Experience, text: SequenceBatch | None, it: Iteration, context: UpdateContext
     ) -> StepWatch | None:
         totals = self._gradient.denominators(part, it)
-        if self.waits(it) or float(totals.valued) == 0:
+        if self.stepped.waits(it) or float(totals.valued) == 0:
             return None
 
         def loss_of(micro: Experience, share: float, watch: StepWatch) -> Tensor:
@@ -234,7 +230,7 @@ class JointStep:
         totals = self._gradient.denominators(part, it)
         if float(totals.tokens) == 0 and text is None:
             return None
-        waits = self._critic.waits(it) or float(totals.valued) == 0
+        waits = self._critic.stepped.waits(it) or float(totals.valued) == 0
 
         def loss_of(micro: Experience, share: float, watch: StepWatch) -> Tensor:
             loss, out = self._policy.objective.loss(

@@ -56,6 +56,12 @@ class Stepped(NamedTuple):
     role: str
     """What metrics call it."""
     max_grad_norm: float
+    freeze_steps: int
+    """Iterations at the start in which it waits."""
+
+    def waits(self, it: Iteration) -> bool:
+        """Whether its model stays as it is in this iteration."""
+        return it.step < self.freeze_steps
 
 
 class GradientStep:
@@ -176,18 +182,20 @@ class GradientStep:
         """Step every optimizer; returns what this rank knows of a step that was left out."""
         verdict = watch.judge(it.ranks)
         found, left_out = list(verdict.found), verdict.skips
-        for position, role, max_norm in optimizers:
+        for one in optimizers:
             norm = it.module.gradients.step(
-                it.module.optimizer_of(position), max_grad_norm=max_norm, leave_out=verdict.skips
+                it.module.optimizer_of(one.position),
+                max_grad_norm=one.max_grad_norm,
+                leave_out=verdict.skips,
             )
             if verdict.skips:
                 continue
             if math.isfinite(norm):
-                it.metrics.add(f"{role}/grad_norm", norm, 1.0)
+                it.metrics.add(f"{one.role}/grad_norm", norm, 1.0)
             elif not uses_loss_scaler(it.trainer):
                 left_out = True
                 if it.ranks.rank == 0:  # the norm is the same on all
-                    found.append(Anomaly("gradient", f"the {role} gradient is not finite"))
+                    found.append(Anomaly("gradient", f"the {one.role} gradient is not finite"))
         return found if left_out else None
 
 
@@ -209,20 +217,16 @@ class PolicyStep:
         settings: PolicySettings,
     ) -> None:
         self.objective = PolicyObjective(policy, settings)
-        self.stepped = Stepped(0, "policy", settings.update.max_grad_norm)
+        update = settings.update
+        self.stepped = Stepped(0, "policy", update.max_grad_norm, update.freeze_steps)
         self._gradient = GradientStep(self.stage, [policy], tokenizer, settings)
-        self._freeze_steps = settings.update.freeze_steps
-
-    def waits(self, it: Iteration) -> bool:
-        """Whether the policy stays as it is in this iteration."""
-        return it.step < self._freeze_steps
 
     def __call__(
         self, part: Experience, text: SequenceBatch | None, it: Iteration, context: UpdateContext
     ) -> StepWatch | None:
         totals = self._gradient.denominators(part, it)
         # a step without a gradient would still move the weights by the optimizer's momentum
-        if self.waits(it) or (float(totals.tokens) == 0 and text is None):
+        if self.stepped.waits(it) or (float(totals.tokens) == 0 and text is None):
             return None
 
         def loss_of(micro: Experience, share: float, watch: StepWatch) -> Tensor:
