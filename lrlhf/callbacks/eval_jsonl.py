@@ -27,7 +27,7 @@ class EvalJSONL(L.Callback):
     before training. A shorter one is no evaluation and writes nothing.
 
     Args:
-        dirpath: Folder of the files; None: the logger's, else the trainer's root.
+        dirpath: Folder of the files; None: the run folder.
     """
 
     def __init__(self, dirpath: str | Path | None = None) -> None:

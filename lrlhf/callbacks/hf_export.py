@@ -24,8 +24,7 @@ class HFExport(L.Callback):
     ``step_000100``, ``step_000200``, …, the last one to ``final``. Rank zero writes.
 
     Args:
-        dirpath: Folder of the exports; None: ``hf`` in the logger's folder, else in the
-            trainer's root.
+        dirpath: Folder of the exports; None: ``export`` in the run folder.
         every_n_steps: Also export each time so many steps are done; None: only at the end.
         use_ema: Export the averaged weights of the `EMA` callback.
         keep: How many ``step_*`` exports to keep, newest first; None: all.
@@ -81,7 +80,7 @@ class HFExport(L.Callback):
         with ema.averaged(module) if ema is not None else contextlib.nullcontext():
             if trainer.is_global_zero:
                 folder = output_folder(trainer, self.dirpath)
-                folder = folder / "hf" if self.dirpath is None else folder
+                folder = folder / "export" if self.dirpath is None else folder
                 with atomic_folder(folder / name) as fresh:
                     module.export_pretrained(fresh)
                 self.last_export = folder / name

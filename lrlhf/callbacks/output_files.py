@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lrlhf.run.atomic import atomic_folder, atomic_write
 from lrlhf.run.folder_lock import hold_folder
-from lrlhf.run.run_folder import is_trial, run_folder
+from lrlhf.run.run_folder import HasRunFolder, is_trial, run_folder
 
 __all__ = [
     "atomic_folder",
@@ -32,9 +32,8 @@ T = TypeVar("T")
 def output_folder(trainer: L.Trainer, dirpath: str | Path | None) -> Path:
     """Return the folder that a callback writes to.
 
-    ``dirpath`` if given, else the folder of the first logger that has one of its own, else the
-    trainer's ``default_root_dir``. Under ``fast_dev_run`` a folder of that name inside it, so
-    that a trial never touches the results of a run.
+    ``dirpath`` if given, else the run folder (see `run_folder`). Under ``fast_dev_run`` a folder of
+    that name inside it, so that a trial never touches the results of a run.
     """
     if dirpath is None:
         return run_folder(trainer)
@@ -48,6 +47,7 @@ def hold_output_folder(trainer: L.Trainer, dirpath: str | Path | None, stage: st
     evaluation holds nothing: it may look at a run that goes on. All ranks call, from ``setup``.
     """
     of_logger = dirpath is None and any(log.log_dir is not None for log in trainer.loggers)
+    of_logger = of_logger and not isinstance(trainer, HasRunFolder)
     if stage == "fit" and not of_logger:
         hold_folder(trainer, output_folder(trainer, dirpath))
 

@@ -42,7 +42,7 @@ class RolloutLog(L.Callback, RolloutListener):
     for the folder ``rollouts`` too.
 
     Args:
-        dirpath: Folder of the file; None: the logger's, else the trainer's root.
+        dirpath: Folder of the file; None: the run folder.
         print_every: Print a table of responses each so many iterations; None: never.
         samples: Rows of the printed table, spread over the iteration's responses.
         table_every: Send a table to W&B and TensorBoard, where such a logger is attached, each
@@ -60,7 +60,7 @@ class RolloutLog(L.Callback, RolloutListener):
     def __init__(
         self,
         dirpath: str | Path | None = None,
-        print_every: int | None = 1,
+        print_every: int | None = 10,
         samples: int = 3,
         table_every: int | None = 10,
         table_rows: int = 32,

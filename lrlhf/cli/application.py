@@ -18,10 +18,10 @@ import lrlhf.loggers
 import lrlhf.modules
 import lrlhf.rewards
 import lrlhf.rollout  # noqa: F401  classes that are imported can be named by their short names
-from lrlhf.cli.config_files import ConfigFile, read_config_files
+from lrlhf.cli.config_files import ConfigFile, config_arguments, read_config_files
 from lrlhf.cli.convert_command import convert
 from lrlhf.cli.export_command import export_checkpoint
-from lrlhf.cli.messages.endings import end
+from lrlhf.cli.messages.endings import end, how_to_continue
 from lrlhf.cli.messages.errors import ConfigError, RefusedError, hint
 from lrlhf.cli.messages.output import configure_output
 from lrlhf.cli.messages.secrets import SaveConfig, hide_hyperparameters, remember_secrets
@@ -32,6 +32,7 @@ from lrlhf.cli.replay_command import dump_and_options, show_replay
 from lrlhf.cli.serve_command import serve_reward
 from lrlhf.run.lightning_internals import Commands
 from lrlhf.run.supervision.signals import answering_sigterm
+from lrlhf.trainer import Trainer
 
 _CHECKPOINT_WORDS = {"last", "best", "hpc"}
 
@@ -51,6 +52,7 @@ class Application(Commands):
         super().__init__(
             L.LightningModule,
             L.LightningDataModule,
+            trainer_class=Trainer,
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,
@@ -64,7 +66,10 @@ class Application(Commands):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         self.config = parser.parse_args(self._arguments)
-        refuse_nulls(self.config.get(self._arguments[0]))
+        options = self.config.get(self._arguments[0])
+        refuse_nulls(options)
+        if options is not None and options.trainer.default_root_dir is None:
+            options.trainer.default_root_dir = _run_folder(self._arguments)
 
     def before_instantiate_classes(self) -> None:
         _check_checkpoint(self.config[self.subcommand].get("ckpt_path"))
@@ -81,7 +86,12 @@ class Application(Commands):
 
     def run_command(self, subcommand: str) -> None:
         with answering_sigterm(self.trainer.strategy.launcher):
-            super().run_command(subcommand)
+            try:
+                super().run_command(subcommand)
+            except BaseException as error:
+                if subcommand == "fit":
+                    error.add_note(how_to_continue(self.trainer))
+                raise
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         if not self.trains:
@@ -227,6 +237,12 @@ def _application(
     if command in readers:
         return readers[command], ["fit", *options]
     return Application, arguments
+
+
+def _run_folder(arguments: Sequence[str]) -> str:
+    """Name the folder of a run after its first config."""
+    files = config_arguments(arguments)
+    return str(Path("runs") / (Path(files[0]).stem if files else "unnamed"))
 
 
 def _check_checkpoint(path: str | None) -> None:

@@ -30,7 +30,7 @@ def read_config_files(arguments: Sequence[str]) -> list[ConfigFile]:
         ConfigError: If a file cannot be read, is no YAML mapping, has a key twice, or has
             something beside ``class_path`` and ``init_args``. Names file and line.
     """
-    files = [_read(value) for value in _config_arguments(arguments) if not _is_inline(value)]
+    files = [_read(value) for value in config_arguments(arguments) if not _is_inline(value)]
     for file in files:
         try:
             for keys, node in walk(file.root):
@@ -45,7 +45,8 @@ def read_config_files(arguments: Sequence[str]) -> list[ConfigFile]:
     return files
 
 
-def _config_arguments(arguments: Sequence[str]) -> list[str]:
+def config_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return what is given with ``--config``, in order."""
     values = []
     for position, argument in enumerate(arguments):
         if argument in {"-c", "--config"} and position + 1 < len(arguments):

@@ -33,7 +33,8 @@ class ResumingCSVLogger(CSVLogger):
     …). An evaluation by itself writes ``validate.csv`` or ``test.csv``.
 
     Args:
-        save_dir: Folder of the run.
+        save_dir: Folder of the files; None: the run folder of `lrlhf.Trainer`, and until one says
+            which it is, the working folder.
         name: Folder inside it; None: the files are in the folder itself.
         timings: Beginnings of the names of metrics that differ between two equal runs.
 
@@ -43,12 +44,15 @@ class ResumingCSVLogger(CSVLogger):
 
     def __init__(
         self,
-        save_dir: str | Path,
+        save_dir: str | Path | None = None,
         name: str | None = None,
         timings: Sequence[str] = _CLOCKED,
     ) -> None:
-        refuse_remote(save_dir, type(self).__name__)
-        super().__init__(save_dir, name=name, version="")
+        self._in_run_folder = save_dir is None
+        folder = "." if save_dir is None else save_dir
+        refuse_remote(folder, type(self).__name__)
+        self._folder = Path(folder)
+        super().__init__(folder, name=name, version="")
         self._clocked = tuple(timings)
         self._hyperparameters: dict[str, Any] = {}
         self._tables: dict[str, CSVTable] = {}
@@ -58,6 +62,17 @@ class ResumingCSVLogger(CSVLogger):
     def log_dir(self) -> str:
         """Folder of the files."""
         return str(Path(self.save_dir, self.name))
+
+    def use_run_folder(self, folder: Path | str) -> None:
+        """Write there, unless a folder was given."""
+        if self._in_run_folder:
+            refuse_remote(folder, type(self).__name__)
+            self._folder = Path(folder)
+
+    @property
+    def save_dir(self) -> str:
+        """Folder of the run."""
+        return str(self._folder)
 
     @property
     def experiment(self) -> Any:

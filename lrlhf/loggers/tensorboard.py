@@ -30,7 +30,7 @@ class ResumingTensorBoardLogger(TensorBoardLogger):
     inside, ``validate`` or ``test``.
 
     Args:
-        save_dir: Folder of the run.
+        save_dir: Folder of the run; None: that of `lrlhf.Trainer`, else the working folder.
         name: Folder of the events inside it.
         **kwargs: Those of Lightning's `TensorBoardLogger`.
 
@@ -39,9 +39,14 @@ class ResumingTensorBoardLogger(TensorBoardLogger):
         ModuleNotFoundError: TensorBoard is not installed.
     """
 
-    def __init__(self, save_dir: str | Path, name: str = "tensorboard", **kwargs: Any) -> None:
-        refuse_remote(save_dir, type(self).__name__)
-        super().__init__(save_dir, name=name, version="", **kwargs)
+    def __init__(
+        self, save_dir: str | Path | None = None, name: str = "tensorboard", **kwargs: Any
+    ) -> None:
+        self._in_run_folder = save_dir is None
+        folder = "." if save_dir is None else save_dir
+        refuse_remote(folder, type(self).__name__)
+        self._folder = Path(folder)
+        super().__init__(folder, name=name, version="", **kwargs)
         self._stage = ""
         self._begun = False
         self._held_back: list[tuple[Any, ...]] = []
@@ -53,6 +58,22 @@ class ResumingTensorBoardLogger(TensorBoardLogger):
     def log_dir(self) -> str:
         """Folder of the events."""
         return str(Path(self.save_dir, self.name, self._stage))
+
+    def use_run_folder(self, folder: Path | str) -> None:
+        """Write there, unless a folder was given."""
+        if self._in_run_folder:
+            refuse_remote(folder, type(self).__name__)
+            self._folder = Path(folder)
+
+    @property
+    def save_dir(self) -> str:
+        """Folder of the run."""
+        return str(self._folder)
+
+    @property
+    def root_dir(self) -> str:
+        """Folder of the events of every stage."""
+        return str(self._folder / self.name)
 
     @property
     @rank_zero_experiment

@@ -31,7 +31,8 @@ class ResumingWandbLogger(WandbLogger):
     hyperparameters are kept for it.
 
     Args:
-        save_dir: Folder of the run; W&B's own folder ``wandb`` is inside it.
+        save_dir: Folder of the run; W&B's own folder ``wandb`` is inside it. None: that of
+            `lrlhf.Trainer`, else the working folder.
         project: Name of the project in W&B; None: ``WANDB_PROJECT``, else ``lrlhf``.
         name: Of the run, for display; None: W&B makes one up.
         id: Of the run; None: a new one for each run that starts from the beginning.
@@ -46,7 +47,7 @@ class ResumingWandbLogger(WandbLogger):
 
     def __init__(
         self,
-        save_dir: str | Path = ".",
+        save_dir: str | Path | None = None,
         project: str | None = None,
         name: str | None = None,
         id: str | None = None,
@@ -57,7 +58,7 @@ class ResumingWandbLogger(WandbLogger):
         if "prefix" in kwargs:  # Lightning would take it, and the rows here would lack it
             raise TypeError("ResumingWandbLogger has no prefix; give the run a name instead")
         self._options: dict[str, Any] = {
-            "save_dir": save_dir,
+            "save_dir": "." if save_dir is None else save_dir,
             "project": project or os.environ.get("WANDB_PROJECT", "lrlhf"),
             "name": name,
             "offline": offline,
@@ -65,12 +66,18 @@ class ResumingWandbLogger(WandbLogger):
             **kwargs,
         }
         super().__init__(id=id, **self._options)
+        self._in_run_folder = save_dir is None
         self._chosen_id = id
         self._held_back: list[dict[str, Any] | Namespace] = []
         self._run_id: str | None = None
         """Of the run in W&B; None: it has not begun."""
         self._rows = 0
         self._numbers_rows = True
+
+    def use_run_folder(self, folder: Path | str) -> None:
+        """Write there, unless a folder was given."""
+        if self._in_run_folder:
+            self._options["save_dir"] = str(folder)
 
     @property
     def experiment(self) -> Any:

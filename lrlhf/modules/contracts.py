@@ -31,6 +31,16 @@ class Exportable(Protocol):
 
 
 @runtime_checkable
+class Measured(Protocol):
+    """A module whose evaluation returns records, and that says which two metrics matter most."""
+
+    train_metric: str
+    """Logged in training steps."""
+    eval_metric: str
+    """Logged by the validation; more is better, and checkpoints are ranked by it."""
+
+
+@runtime_checkable
 class KLPenalized(Protocol):
     """A module with a KL penalty whose strength may change between iterations."""
 

@@ -80,6 +80,8 @@ class PPO(TrainingModule):
         Ouyang et al. 2022, §3.5, https://arxiv.org/abs/2203.02155
     """
 
+    train_metric: ClassVar[str] = "rollout/score"
+    eval_metric: ClassVar[str] = "eval/score"
     default_minibatches: ClassVar[int] = 4
     """Optimizer steps per epoch over a rollout where ``update`` names no number."""
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -79,6 +79,9 @@ class RewardModel(TrainingModule):
     Raises:
         ValueError: An option is out of its range, or names a head that does not exist.
     """
+
+    train_metric: ClassVar[str] = "reward_model/accuracy"
+    eval_metric: ClassVar[str] = "eval/accuracy"
 
     def __init__(  # noqa: PLR0913  the constructor is the config schema
         self,

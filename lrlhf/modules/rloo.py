@@ -74,6 +74,8 @@ class RLOO(TrainingModule):
         Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740
     """
 
+    train_metric: ClassVar[str] = "rollout/score"
+    eval_metric: ClassVar[str] = "eval/score"
     default_minibatches: ClassVar[int] = 1
     """Optimizer steps per epoch over a rollout where ``update`` names no number."""
 

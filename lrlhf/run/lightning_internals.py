@@ -206,8 +206,12 @@ class FindsLast(ModelCheckpoint):
         """Return the checkpoint of a folder of this machine that a run goes on from."""
         raise NotImplementedError
 
+    def folder_of(self, trainer: L.Trainer) -> str:
+        """Return the folder of the checkpoints, which may be of a remote file system."""
+        return str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+
     def _find_last_checkpoints(self, trainer: L.Trainer) -> set[str]:
-        folder = str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+        folder = self.folder_of(trainer)
         if "://" in folder:
             # Lightning leaves the protocol out, and then looks for them on this machine
             elsewhere = super()._find_last_checkpoints(trainer)

@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import lightning as L
 
 
-def run_folder(trainer: L.Trainer) -> Path:
-    """Return the folder of the first logger that has one of its own, else ``default_root_dir``.
+@runtime_checkable
+class HasRunFolder(Protocol):
+    """A trainer with one folder for everything, whatever its loggers have."""
 
-    Under ``fast_dev_run`` a folder of that name inside it, so that a trial never touches the
-    results of a run.
+    @property
+    def run_folder(self) -> Path:
+        """The folder."""
+
+
+@runtime_checkable
+class WritesToRunFolder(Protocol):
+    """A logger that takes the run folder where it was given none."""
+
+    def use_run_folder(self, folder: Path | str) -> None:
+        """Write there, unless a folder was given."""
+
+
+def run_folder(trainer: L.Trainer) -> Path:
+    """Return the folder that everything goes to which is given none.
+
+    That of `lrlhf.Trainer` is its ``default_root_dir``. With Lightning's trainer it is the folder
+    of the first logger that has one of its own, else ``default_root_dir``. Under ``fast_dev_run``
+    it is a folder of that name inside, so that a trial never touches the results of a run.
     """
     if is_trial(trainer):
         # fast_dev_run replaces the loggers by one that answers every question with a function
         return Path(trainer.default_root_dir) / "fast_dev_run"
+    if isinstance(trainer, HasRunFolder):
+        return trainer.run_folder
     folders = [logger.log_dir for logger in trainer.loggers if logger.log_dir is not None]
     return Path(folders[0] if folders else trainer.default_root_dir)
 

@@ -37,6 +37,7 @@ def experiment(
             "max_steps": 1,
             "max_epochs": -1,
             "logger": False,
+            "default_callbacks": False,
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,

@@ -1,4 +1,4 @@
-"""What ``--ckpt_path last`` stands for, and what becomes of damaged checkpoints."""
+"""What ``--ckpt_path last`` and ``best`` stand for, and what becomes of damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lrlhf.run.checkpoints.checkpoint_search import (
     Found,
     newest_intact,
     places_in,
+    ranking_states,
     recover_checkpoints,
 )
 from lrlhf.run.checkpoints.checksums import NotACheckpointError
@@ -50,6 +51,27 @@ def find_last(trainer: L.Trainer, folder: Path, name: str) -> Found:
         for path, flaw in found.passed.items():
             rank_zero_warn(f"{path} is passed over, and {found.path.name} is used: {flaw}")
     return found
+
+
+def find_best(folder: Path, name: str) -> Path:
+    """Return the best checkpoint of a folder, as its newest one knows it.
+
+    Raises:
+        ValueError: There is none; says why, and what to do instead.
+    """
+    last = newest_intact(folder, name).path
+    if last is None:
+        raise ValueError(f"ckpt_path is best, and {folder} has no checkpoint")
+    for state in ranking_states(last):
+        if state["best_model_path"]:
+            # the folder may have been moved since
+            best = Path(state["best_model_path"])
+            known = Path(state["dirpath"])
+            return folder / (best.relative_to(known) if known in best.parents else best.name)
+    raise ValueError(
+        f"ckpt_path is best, and no checkpoint of {folder} was ranked: RLCheckpoint ranks them by "
+        "its monitor (such as eval/score), when a validation has measured it. Take last"
+    )
 
 
 def rename_damaged(folder: Path, damaged: Sequence[Path]) -> None:

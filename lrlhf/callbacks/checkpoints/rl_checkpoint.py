@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lrlhf.callbacks.checkpoints.last_checkpoint import (
+    find_best,
     find_last,
     remove_leftovers,
     rename_damaged,
@@ -28,8 +29,10 @@ from lrlhf.run.atomic import atomic_link, check_room
 from lrlhf.run.checkpoints.checkpoint_search import Found
 from lrlhf.run.folder_lock import hold_folder
 from lrlhf.run.lightning_internals import FindsLast, logged_in_validation
+from lrlhf.run.run_folder import HasRunFolder
 from lrlhf.run.supervision.signals import SavesOnTermination
 
+_UNSAVED_AT_MOST = timedelta(minutes=10)
 _MONITORED = ("best_model_path", "best_model_score", "best_k_models", "current_score")
 
 
@@ -45,8 +48,9 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
     over with a warning and renamed to ``….damaged``; if none is whole, that is an error.
 
     Args:
-        dirpath: Folder of the checkpoints. Set it: a resumed run then finds ``last.ckpt`` where
-            the first run wrote it. None: ``checkpoints`` in the logger's folder.
+        dirpath: Folder of the checkpoints; None: ``checkpoints`` in the run folder. With
+            Lightning's trainer that is the logger's: set it if that is another one in each run, so
+            that a resumed run finds ``last.ckpt``.
         filename: Name pattern of the checkpoints.
         monitor: Logged metric that ranks the checkpoints; None: the newest are kept.
         mode: Whether a higher (``max``) or a lower (``min``) metric is better.
@@ -56,7 +60,8 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
         save_last: Keep the newest state as ``last.ckpt``, whatever its rank: resume needs it.
         every_n_train_steps: Save each time so many steps (of a policy: iterations) are done.
         train_time_interval: Save each time so much time has passed. With neither: after each
-            validation, and where there is none after each epoch.
+            validation, and where there is none after each epoch; ``last.ckpt`` also whenever
+            nothing has been saved for ten minutes.
         save_weights_only: Leave out what only a resumed run needs.
         auto_insert_metric_name: Write ``step=`` and the like before the values in the name.
 
@@ -113,8 +118,27 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
         """Folder of the checkpoints; None: it is not one of this machine's."""
         return None if "://" in str(self.dirpath) else Path(str(self.dirpath))
 
+    def folder_of(self, trainer: L.Trainer) -> str:
+        if self.dirpath is None and isinstance(trainer, HasRunFolder):
+            # not as a Path, which would take the protocol of a remote one apart
+            self.dirpath = os.path.join(trainer.default_root_dir, "checkpoints")  # noqa: PTH118
+        return super().folder_of(trainer)
+
+    def rank_by(self, metric: str) -> None:
+        """Keep the checkpoint with the highest value of a metric; before a run is set up."""
+        self.monitor, self.save_top_k = metric, 1
+
+    def find_best(self, trainer: L.Trainer) -> str:
+        """Return the best checkpoint of the run whose folder this is, as its newest one knows it.
+
+        Raises:
+            ValueError: There is none; says why.
+        """
+        return str(find_best(Path(self.folder_of(trainer)), self.CHECKPOINT_NAME_LAST))
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         chosen = self.dirpath is not None
+        self.folder_of(trainer)
         with warnings.catch_warnings():
             # whether the run goes on, and is right to find checkpoints, shows at its start
             warnings.filterwarnings("ignore", message="Checkpoint directory .* is not empty")
@@ -213,6 +237,9 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
         due = self._step_interval >= 1 and self._step % self._step_interval == 0
         if not (due or self._time_is_due(trainer)) or self._is_out_of_place(trainer):
             return
+        if self._by_epoch:
+            self._keep_last(trainer)
+            return
         # the value at hand, if any, belongs to older weights where a validation measures it
         logged = trainer.callback_metrics.keys() - logged_in_validation(trainer)
         if self.monitor is not None and self.monitor not in logged:
@@ -235,10 +262,11 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
                 self._keep_last(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        validates = trainer.enable_validation or self.monitor is not None
-        if self._by_epoch and not validates and not self._is_out_of_place(trainer):
+        if not self._by_epoch or any(trainer.num_val_batches) or self._is_out_of_place(trainer):
+            return
+        if self.monitor is None or self.monitor in trainer.callback_metrics:
             self._save_if_ranked(trainer)
-            self._keep_last(trainer)
+        self._keep_last(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # the steps since the last trigger
@@ -270,11 +298,12 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
         )
 
     def _time_is_due(self, trainer: L.Trainer) -> bool:
-        if self._interval is None:
+        interval = _UNSAVED_AT_MOST if self._by_epoch else self._interval
+        if interval is None:
             return False
         now = time.monotonic()
         # the clocks of the ranks differ: rank zero decides
-        if not trainer.strategy.broadcast(now - self._timed >= self._interval.total_seconds()):
+        if not trainer.strategy.broadcast(now - self._timed >= interval.total_seconds()):
             return False
         self._timed = now
         return True
@@ -342,6 +371,8 @@ class RLCheckpoint(FindsLast, SavesOnTermination):
             self._saved = [*(saved for saved in self._saved if saved != path), path]
         trainer.save_checkpoint(path, self.save_weights_only)
         self._newest, self._newest_step = path, trainer.global_step
+        if self._by_epoch:
+            self._timed = time.monotonic()
         if self.save_last and self._folder is not None and path != self.last_model_path:
             if trainer.is_global_zero:
                 atomic_link(Path(self.last_model_path), Path(path))

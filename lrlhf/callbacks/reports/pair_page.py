@@ -33,7 +33,7 @@ class PairPage(L.Callback):
     for each candidate. Pairs of texts are left out. Rank zero draws its own pairs.
 
     Args:
-        dirpath: Folder of the pages; None: the logger's, else the trainer's root.
+        dirpath: Folder of the pages; None: the run folder.
         pairs: Pairs on a page, the first ones of the validation set.
     """
 

@@ -17,6 +17,7 @@ from lrlhf.callbacks.kl_control import KLControl
 from lrlhf.callbacks.output_files import hold_output_folder, output_folder
 from lrlhf.callbacks.reports.curves import Curve, draw_curve, draw_panels
 from lrlhf.callbacks.rollout_log import RolloutLog
+from lrlhf.modules.contracts import Measured
 
 
 class RunReport(L.Callback):
@@ -27,9 +28,9 @@ class RunReport(L.Callback):
     first is that of the model before training.
 
     Args:
-        dirpath: Folder of the picture; None: the logger's, else the trainer's root.
-        metric: Logged training metric to draw.
-        eval_metric: Logged validation metric to draw and to compare.
+        dirpath: Folder of the picture; None: the run folder.
+        metric: Logged training metric to draw; None: the one that the module names.
+        eval_metric: Logged validation metric to draw and to compare; None: the module's.
         panels: Further metrics, each a panel of ``curves.png``; with adaptive `KLControl` its
             target is in the panel of ``kl/sequence``. None: no such picture.
     """
@@ -37,18 +38,25 @@ class RunReport(L.Callback):
     def __init__(
         self,
         dirpath: str | Path | None = None,
-        metric: str = "rollout/score",
-        eval_metric: str = "eval/score",
+        metric: str | None = None,
+        eval_metric: str | None = None,
         panels: list[str] | None = None,
     ) -> None:
         self.dirpath = dirpath
-        self.metric = metric
-        self.eval_metric = eval_metric
+        self.metric = metric or ""
+        self.eval_metric = eval_metric or ""
         self.panels = panels or []
-        self.curves = {name: Curve(name, [], []) for name in (metric, eval_metric, *self.panels)}
+        self.curves: dict[str, Curve] = {}
         """What has been logged so far, by metric."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        training, evaluation = "rollout/score", "eval/score"
+        if isinstance(pl_module, Measured):
+            training, evaluation = pl_module.train_metric, pl_module.eval_metric
+        self.metric = self.metric or training
+        self.eval_metric = self.eval_metric or evaluation
+        for name in (self.metric, self.eval_metric, *self.panels):
+            self.curves.setdefault(name, Curve(name, [], []))
         hold_output_folder(trainer, self.dirpath, stage)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -75,7 +83,8 @@ class RunReport(L.Callback):
             places |= self._draw(trainer)
         except ImportError as error:
             rank_zero_warn(f"there are no pictures of curves: {error}")
-        lines = [_change(self.curves[name], trainer) for name in (self.metric, self.eval_metric)]
+        shown = [self.metric, self.eval_metric] if any(trainer.num_val_batches) else [self.metric]
+        lines = [_change(self.curves[name], trainer) for name in shown]
         width = max(map(len, places), default=0)
         lines += [f" {name:{width}}   {path}" for name, path in places.items()]
         pl_module.print("\n".join(lines))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
+import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lrlhf.cli.config_files import ConfigFile
@@ -14,8 +17,17 @@ from lrlhf.cli.messages.complaints import read_complaint
 from lrlhf.cli.messages.errors import ConfigError, RefusedError, ValidationError
 from lrlhf.cli.messages.locations import locate, locate_refusal
 from lrlhf.cli.messages.output import safe
+from lrlhf.run.supervision.signals import Terminated
 
-_CONTINUES = "--ckpt_path last continues"
+
+def how_to_continue(trainer: L.Trainer) -> str:
+    """Name the checkpoint from which a run that ended early goes on."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    savers = (each for each in callbacks if isinstance(each, ModelCheckpoint))
+    for path in (Path(saver.last_model_path) for saver in savers if saver.last_model_path):
+        if path.exists():
+            return f"--ckpt_path last continues from {path}"
+    return "nothing was saved yet"
 
 
 def end(
@@ -29,11 +41,12 @@ def end(
             return _end_refused(error, files, arguments, debug=debug)
         case ConfigError():
             return _end(error, str(error), status=2, show=debug)
+        case Terminated(interrupted=True):
+            return _end(error, "interrupted", status=130, show=debug)
         case SIGTERMException():
-            return _end(error, f"terminated; {_CONTINUES}", status=143, show=debug)
+            return _end(error, "terminated", status=143, show=debug)
         case SystemExit(__context__=KeyboardInterrupt()):  # what Lightning makes of an interrupt
-            text = f"interrupted; {_CONTINUES} from the last checkpoint"
-            return _end(error, text, status=130, show=debug)
+            return _end(error, "interrupted", status=130, show=debug)
         case SystemExit():
             return error.code if isinstance(error.code, int) else 0
         case KeyboardInterrupt():
@@ -104,7 +117,8 @@ def _raised_in(error: BaseException) -> str:
 def _end(error: BaseException, text: str, *, status: int, show: bool) -> int:
     if show:
         sys.stderr.write(safe("".join(traceback.format_exception(error))))
-    sys.stderr.write(f"error: {safe(text)}\n")
+    told = "; ".join([text, *getattr(error, "__notes__", ())])
+    sys.stderr.write(f"error: {safe(told)}\n")
     return status
 
 

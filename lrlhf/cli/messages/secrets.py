@@ -23,6 +23,7 @@ from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lrlhf.cli.config_files import ConfigFile, walk
 from lrlhf.run.atomic import atomic_write
 from lrlhf.run.log_rows import hold_log_folders
+from lrlhf.run.run_folder import run_folder
 
 _logger = logging.getLogger(__name__)
 
@@ -140,12 +141,14 @@ class SaveConfig(SaveConfigCallback):
             return
         if stage == "fit":
             hold_log_folders(trainer)
-        folder = str(trainer.log_dir or trainer.default_root_dir)
-        if "://" in folder:
+        folder = str(run_folder(trainer))
+        if "://" in trainer.default_root_dir:
             super().setup(trainer, pl_module, stage)
             return
         if trainer.is_global_zero:
-            with atomic_write(Path(folder) / self.config_filename) as handle:
+            # the config of the training stays what it is when its checkpoints are evaluated
+            name = self.config_filename if stage == "fit" else f"{stage}_{self.config_filename}"
+            with atomic_write(Path(folder) / name) as handle:
                 handle.write(self.parser.dump(self.config, skip_unset=False).encode())
         self.already_saved = trainer.strategy.broadcast(True)
 

@@ -132,9 +132,8 @@ def _describe(path: Path) -> _Candidate:
     version = int(named[1]) if named else 0
     step = re.search(r"step=(\d+)", path.name)
     unread = _Candidate(path, int(step[1]) if step else -1, version)
-    source = path / META_FILE if path.is_dir() else path
     try:
-        content = torch.load(source, map_location="meta", weights_only=True, mmap=not path.is_dir())
+        content = _without_tensors(path)
     except _UNREADABLE:
         # its checksums tell what is damaged; classes of the user's own are no damage
         return unread
@@ -143,6 +142,22 @@ def _describe(path: Path) -> _Candidate:
     flaw = "" if "optimizer_states" in content else _WEIGHTS_ONLY
     saved = tuple(_saved(content.get("callbacks", {})))
     return _Candidate(path, int(content.get("global_step", unread.step)), version, flaw, saved)
+
+
+def _without_tensors(path: Path) -> Any:
+    """Read a checkpoint, whose tensors stay where they are."""
+    source = path / META_FILE if path.is_dir() else path
+    return torch.load(source, map_location="meta", weights_only=True, mmap=not path.is_dir())
+
+
+def ranking_states(path: Path) -> list[dict[str, Any]]:
+    """Return the states of the callbacks that had ranked checkpoints by a metric when it was saved.
+
+    Args:
+        path: Of a checkpoint that is whole.
+    """
+    states = _without_tensors(path).get("callbacks", {}).values()
+    return [state for state in states if isinstance(state, dict) and state.get("best_k_models")]
 
 
 def _saved(callbacks: Mapping[str, Any]) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""SIGTERM, as schedulers send it: every rank ends after the same step, with a checkpoint.
+"""SIGTERM, as schedulers send it, and Ctrl-C: every rank ends after the same step, and saves.
 
 Lightning calls a collective inside its signal handler. When the signal reaches all ranks, as it
 does from SLURM, Kubernetes or torchrun, each handler waits for collectives that the others are
@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
+import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import FrameType
@@ -24,6 +27,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from lrlhf.run.collectives import Collectives
 from lrlhf.run.lightning_internals import (
     Launcher,
+    at_teardown,
     end_loops_early,
     is_forking,
     replace_signal_handlers,
@@ -37,10 +41,15 @@ _logger = logging.getLogger(__name__)
 
 
 class Terminated(SIGTERMException):
-    """The run was asked to end, and all ranks do so here; a script that lets it pass exits 143."""
+    """The run was asked to end, and all ranks do so here; a script that lets it pass exits 143.
 
-    def __init__(self) -> None:
-        super().__init__(STATUS)
+    Args:
+        interrupted: By Ctrl-C; the exit status is 130.
+    """
+
+    def __init__(self, *, interrupted: bool = False) -> None:
+        self.interrupted = interrupted
+        super().__init__(128 + signal.SIGINT if interrupted else STATUS)
 
 
 class LostProcessError(RuntimeError):
@@ -62,6 +71,8 @@ class Termination(L.Callback):
     `Terminated` is raised on all ranks. With accumulated gradients the step is the optimizer's. A
     validation of one process ends early, one of several is finished first.
 
+    Ctrl-C does the same while training goes on, and a second one ends the run where it is.
+
     SLURM's requeue signal waits for the end of the step in the same way, and is then answered as
     Lightning does: by a checkpoint that the requeued job finds by itself.
     """
@@ -71,15 +82,23 @@ class Termination(L.Callback):
         # forked processes do not tell callbacks of an exception
         self._alone = trainer.world_size == 1 and not is_forking(trainer.strategy.launcher)
         self._asked = False
+        self._interrupted = False
+        self._before: Any = None
+        """What answered Ctrl-C before training; None: still does."""
         self._requeue_signal = 0
         self._step = trainer.global_step
         self._accumulates = False
         self._requeue = replace_signal_handlers(
             trainer, self._take_note, self._take_note_of_requeue
         )
+        at_teardown(trainer, self._leave_ctrl_c)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._asked = False  # before the handlers are there: of a fit that has ended
+        self._asked = self._interrupted = False  # of a fit that has ended
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if threading.current_thread() is threading.main_thread() and self._before is None:
+            self._before = signal.signal(signal.SIGINT, self._answer_ctrl_c) or signal.SIG_DFL
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         # a checkpoint between two optimizer steps would lose what was accumulated
@@ -107,14 +126,28 @@ class Termination(L.Callback):
         self._asked = True
         self._hurry(self._trainer)
 
+    def _answer_ctrl_c(self, signum: int, frame: FrameType | None) -> None:
+        if self._asked:
+            signal.default_int_handler(signum, frame)
+        self._asked = self._interrupted = True
+        if self._trainer.is_global_zero:
+            # not by a logger, whose lock may be held where this comes between
+            text = "\nCtrl-C: this step is finished and saved; once more ends the run at once\n"
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
+        self._hurry(self._trainer)
+
+    def _leave_ctrl_c(self) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
+
     def _take_note_of_requeue(self, signum: int, _: FrameType | None) -> None:
         self._requeue_signal = signum
 
     def _compare_notes(self, trainer: L.Trainer) -> None:
-        own = torch.tensor(
-            [float(self._asked), float(self._requeue_signal)], device=trainer.strategy.root_device
-        )
-        asked, requeue = Collectives(trainer).max(own).tolist()
+        notes = [float(self._asked), float(self._interrupted), float(self._requeue_signal)]
+        own = torch.tensor(notes, device=trainer.strategy.root_device)
+        asked, interrupted, requeue = Collectives(trainer).max(own).tolist()
         if requeue:
             self._requeue_signal = 0
             self._requeue(signal.Signals(int(requeue)), None)
@@ -127,7 +160,7 @@ class Termination(L.Callback):
             for callback in callbacks:
                 if isinstance(callback, SavesOnTermination):
                     callback.save_on_termination(trainer)
-            raise Terminated
+            raise Terminated(interrupted=bool(interrupted))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,161 @@
+"""The trainer: Lightning's, with defaults that keep what a run has done."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
+
+from lrlhf.callbacks import (
+    EvalJSONL,
+    HFExport,
+    PhaseProgress,
+    RLCheckpoint,
+    RolloutLog,
+    RunReport,
+)
+from lrlhf.loggers import ResumingCSVLogger
+from lrlhf.modules.contracts import Exportable, Measured, SamplesResponses
+from lrlhf.run.run_folder import WritesToRunFolder
+
+
+class Trainer(L.Trainer):
+    """Lightning's trainer, which keeps metrics, checkpoints, responses and the trained model.
+
+    All of it is below ``default_root_dir``, the run folder: ``metrics.csv`` with a row per step,
+    ``checkpoints/``, ``rollouts.jsonl``, ``eval_scores_<step>.jsonl``, ``export/final`` and
+    ``reward_curve.png``. A logger or callback of yours takes the place of the default of its kind,
+    and one that is given no folder (``dirpath: null``, ``save_dir: null``) writes there too.
+
+    Args:
+        default_root_dir: The run folder; None: ``runs/`` and the name of the script, ``notebook``
+            where there is none. The command line takes the name of the first config.
+        default_callbacks: Add `PhaseProgress`, `RLCheckpoint`, `RolloutLog`, `EvalJSONL`,
+            `HFExport` and `RunReport` wherever the module has a use for them and none of the kind
+            is given; false: only those that are given.
+        options: Those of ``lightning.Trainer``. ``log_every_n_steps`` is 1 where none is given,
+            ``use_distributed_sampler`` false, as the data modules share the rows out themselves,
+            and ``logger`` a `ResumingCSVLogger`.
+    """
+
+    def __init__(
+        self,
+        *,
+        default_root_dir: str | Path | None = None,
+        default_callbacks: bool = True,
+        **options: Any,
+    ) -> None:
+        folder = default_root_dir or Path("runs") / _name_of_script()
+        callbacks = _as_list(options.get("callbacks"))
+        shows_progress = options.get("enable_progress_bar") is not False
+        if default_callbacks and shows_progress and not _has(callbacks, ProgressBar):
+            callbacks.append(PhaseProgress())
+        saves = options.get("enable_checkpointing") is not False
+        self._checkpoints: RLCheckpoint | None = None
+        """Those of the defaults."""
+        if default_callbacks and saves and not _has(callbacks, Checkpoint):
+            self._checkpoints = RLCheckpoint()
+            callbacks.append(self._checkpoints)
+        if options.get("logger") in (None, True):
+            options["logger"] = ResumingCSVLogger(folder)
+        if options.get("log_every_n_steps") is None:
+            options["log_every_n_steps"] = 1
+        options.setdefault("use_distributed_sampler", False)
+        self._adds_callbacks = default_callbacks
+        for logger in _as_list(options["logger"]) if options["logger"] else ():
+            if isinstance(logger, WritesToRunFolder):
+                logger.use_run_folder(folder)
+        super().__init__(default_root_dir=folder, **{**options, "callbacks": callbacks})
+
+    @property
+    def run_folder(self) -> Path:
+        """Where everything goes that is given no folder."""
+        return Path(self.default_root_dir)
+
+    def fit(self, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
+        """Train as ``lightning.Trainer.fit`` does.
+
+        ``ckpt_path="last"`` continues the run of this folder; where there is no checkpoint yet, it
+        says so and starts one.
+        """
+        self._prepare(model)
+        super().fit(model, *args, **self._with_best(kwargs))
+
+    def validate(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Measure on the validation set as ``lightning.Trainer.validate`` does."""
+        self._prepare(model)
+        return super().validate(model, *args, **self._with_best(kwargs, needed=True))
+
+    def test(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Measure on the test set as ``lightning.Trainer.test`` does."""
+        self._prepare(model)
+        return super().test(model, *args, **self._with_best(kwargs, needed=True))
+
+    def predict(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Go through the prediction set as ``lightning.Trainer.predict`` does."""
+        self._prepare(model)
+        return super().predict(model, *args, **self._with_best(kwargs, needed=True))
+
+    def _prepare(self, model: L.LightningModule | None) -> None:
+        """Add the callbacks that the module has a use for."""
+        callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
+        if model is None or not self._adds_callbacks:
+            return
+        missing = (each for each in _defaults_for(model) if not _has(callbacks, type(each)))
+        # checkpoints are last: they hold the state of all the others
+        found = (index for index, each in enumerate(callbacks) if isinstance(each, Checkpoint))
+        at = next(found, len(callbacks))
+        callbacks[at:at] = missing
+        if self._checkpoints is not None and isinstance(model, Measured):
+            self._checkpoints.rank_by(model.eval_metric)
+
+    def _with_best(self, options: dict[str, Any], *, needed: bool = False) -> dict[str, Any]:
+        """Put a path in the place of the words that Lightning knows of one process only.
+
+        Raises:
+            ValueError: There is no such checkpoint, and it is ``best`` or ``needed``.
+        """
+        callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
+        savers = (each for each in callbacks if isinstance(each, RLCheckpoint))
+        saver, word = next(savers, None), options.get("ckpt_path")
+        if saver is None or "://" in saver.folder_of(self):
+            return options
+        if word == "best" and not saver.best_k_models:
+            return {**options, "ckpt_path": saver.find_best(self)}
+        if word == "last" and needed:
+            folder = Path(saver.folder_of(self))
+            found = saver.find_last(self, folder)
+            if found is None:
+                raise ValueError(f"ckpt_path is last, and {folder} has no checkpoint")
+            return {**options, "ckpt_path": found}
+        return options
+
+
+def _defaults_for(model: L.LightningModule) -> Iterator[Callback]:
+    if isinstance(model, SamplesResponses):
+        yield RolloutLog()
+    if isinstance(model, Measured):
+        yield EvalJSONL()
+    if isinstance(model, Exportable):
+        yield HFExport()
+    if isinstance(model, Measured):
+        yield RunReport()
+
+
+def _as_list(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, Iterable) else [given]
+
+
+def _has(callbacks: list[Callback], kind: type) -> bool:
+    return any(isinstance(each, kind) for each in callbacks)
+
+
+def _name_of_script() -> str:
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(path).stem if path else "notebook"
