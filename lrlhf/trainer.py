@@ -76,63 +76,101 @@ class Trainer(L.Trainer):
         """Where everything goes that is given no folder."""
         return Path(self.default_root_dir)
 
-    def fit(self, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
+    def fit(
+        self,
+        model: L.LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: L.LightningDataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
         """Train as ``lightning.Trainer.fit`` does.
 
         ``ckpt_path="last"`` continues the run of this folder; where there is no checkpoint yet, it
         says so and starts one.
         """
-        self._prepare(model)
-        super().fit(model, *args, **self._with_best(kwargs))
+        found = self._prepare(model, ckpt_path)
+        super().fit(model, train_dataloaders, val_dataloaders, datamodule, found, weights_only)
 
-    def validate(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
+    def validate(
+        self,
+        model: L.LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: L.LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> Any:
         """Measure on the validation set as ``lightning.Trainer.validate`` does."""
-        self._prepare(model)
-        return super().validate(model, *args, **self._with_best(kwargs, needed=True))
+        found = self._prepare(model, ckpt_path, needed=True)
+        return super().validate(model, dataloaders, found, verbose, datamodule, weights_only)
 
-    def test(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
+    def test(
+        self,
+        model: L.LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: L.LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> Any:
         """Measure on the test set as ``lightning.Trainer.test`` does."""
-        self._prepare(model)
-        return super().test(model, *args, **self._with_best(kwargs, needed=True))
+        found = self._prepare(model, ckpt_path, needed=True)
+        return super().test(model, dataloaders, found, verbose, datamodule, weights_only)
 
-    def predict(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
+    def predict(
+        self,
+        model: L.LightningModule | None = None,
+        dataloaders: Any = None,
+        datamodule: L.LightningDataModule | None = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> Any:
         """Go through the prediction set as ``lightning.Trainer.predict`` does."""
-        self._prepare(model)
-        return super().predict(model, *args, **self._with_best(kwargs, needed=True))
+        found = self._prepare(model, ckpt_path, needed=True)
+        return super().predict(
+            model, dataloaders, datamodule, return_predictions, found, weights_only
+        )
 
-    def _prepare(self, model: L.LightningModule | None) -> None:
-        """Add the callbacks that the module has a use for."""
-        callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
-        if model is None or not self._adds_callbacks:
-            return
-        missing = (each for each in _defaults_for(model) if not _has(callbacks, type(each)))
-        # checkpoints are last: they hold the state of all the others
-        found = (index for index, each in enumerate(callbacks) if isinstance(each, Checkpoint))
-        at = next(found, len(callbacks))
-        callbacks[at:at] = missing
-        if self._checkpoints is not None and isinstance(model, Measured):
-            self._checkpoints.rank_by(model.eval_metric)
-
-    def _with_best(self, options: dict[str, Any], *, needed: bool = False) -> dict[str, Any]:
-        """Put a path in the place of the words that Lightning knows of one process only.
+    def _prepare(
+        self,
+        model: L.LightningModule | None,
+        checkpoint: str | Path | None,
+        *,
+        needed: bool = False,
+    ) -> str | Path | None:
+        """Add the callbacks that the module has a use for, and find the checkpoint.
 
         Raises:
             ValueError: There is no such checkpoint, and it is ``best`` or ``needed``.
         """
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
-        savers = (each for each in callbacks if isinstance(each, RLCheckpoint))
-        saver, word = next(savers, None), options.get("ckpt_path")
+        if model is not None and self._adds_callbacks:
+            missing = (each for each in _defaults_for(model) if not _has(callbacks, type(each)))
+            # checkpoints are last: they hold the state of all the others
+            found = (index for index, each in enumerate(callbacks) if isinstance(each, Checkpoint))
+            at = next(found, len(callbacks))
+            callbacks[at:at] = missing
+        if self._checkpoints is not None and isinstance(model, Measured):
+            self._checkpoints.rank_by(model.eval_metric)
+        return self._find(checkpoint, needed=needed)
+
+    def _find(self, checkpoint: str | Path | None, *, needed: bool) -> str | Path | None:
+        """Return the path of what Lightning finds only in the process that has saved it."""
+        callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
+        saver = next((each for each in callbacks if isinstance(each, RLCheckpoint)), None)
         if saver is None or "://" in saver.folder_of(self):
-            return options
-        if word == "best" and not saver.best_k_models:
-            return {**options, "ckpt_path": saver.find_best(self)}
-        if word == "last" and needed:
+            return checkpoint
+        if checkpoint == "best" and not saver.best_k_models:
+            return saver.find_best(self)
+        if checkpoint == "last" and needed:
             folder = Path(saver.folder_of(self))
-            found = saver.find_last(self, folder)
-            if found is None:
+            checkpoint = saver.find_last(self, folder)
+            if checkpoint is None:
                 raise ValueError(f"ckpt_path is last, and {folder} has no checkpoint")
-            return {**options, "ckpt_path": found}
-        return options
+        return checkpoint
 
 
 def _defaults_for(model: L.LightningModule) -> Iterator[Callback]:

@@ -89,8 +89,8 @@ class Application(Commands):
             try:
                 super().run_command(subcommand)
             except BaseException as error:
-                if subcommand == "fit":
-                    error.add_note(how_to_continue(self.trainer))
+                if subcommand == "fit" and (note := how_to_continue(self.trainer)):
+                    error.add_note(note)
                 raise
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:

@@ -14,9 +14,9 @@ def exported(folder: Path) -> dict[str, str]:
 def test_the_model_and_its_tokenizer_leave_at_the_end(tmp_path: Path) -> None:
     export = HFExport()
     trainer(tmp_path, export).fit(ToyPolicy(), batches(3))
-    assert exported(tmp_path / "hf") == {"final": "3"}
-    assert (tmp_path / "hf" / "final" / "tokenizer.json").exists()
-    assert export.last_export == tmp_path / "hf" / "final"
+    assert exported(tmp_path / "export") == {"final": "3"}
+    assert (tmp_path / "export" / "final" / "tokenizer.json").exists()
+    assert export.last_export == tmp_path / "export" / "final"
 
 
 def test_the_newest_exports_are_kept(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_the_newest_exports_are_kept(tmp_path: Path) -> None:
 def test_the_averaged_weights_are_exported_on_request(tmp_path: Path) -> None:
     module = ToyPolicy()
     trainer(tmp_path, EMA(decay=0.5, warmup=False), HFExport(use_ema=True)).fit(module, batches(3))
-    assert exported(tmp_path / "hf") == {"final": "2.125"}  # see test_ema
+    assert exported(tmp_path / "export") == {"final": "2.125"}  # see test_ema
     assert module.weight == 3.0
 
 
@@ -41,7 +41,7 @@ def test_an_export_that_fails_midway_leaves_the_old_one(tmp_path: Path) -> None:
     trainer(tmp_path, HFExport()).fit(ToyPolicy(), batches(1))
     with pytest.raises(OSError, match="disk full"):
         trainer(tmp_path, HFExport()).fit(Full(), batches(2))
-    assert exported(tmp_path / "hf") == {"final": "1"}
+    assert exported(tmp_path / "export") == {"final": "1"}
 
 
 def test_what_is_missing_is_said_before_training(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_the_report_compares_start_and_end_and_says_where_things_are(
         "metrics (CSV)": logs / "metrics.csv",
         "evaluations": logs / "eval_scores_4.jsonl",
         "rollouts": logs / "rollouts.jsonl",
-        "exported model": logs / "hf" / "final",
+        "exported model": logs / "export" / "final",
         "checkpoint to resume": tmp_path / "ck" / "last.ckpt",
         "reward curve": logs / "reward_curve.png",
     }
@@ -46,7 +46,7 @@ def test_the_report_compares_start_and_end_and_says_where_things_are(
     ]
     assert [line.split("  ")[0].strip() for line in printed[2:]] == list(places)
     assert [line.split("  ")[-1].strip() for line in printed[2:]] == list(map(str, places.values()))
-    for path in ("metrics.csv", "eval_scores_4.jsonl", "rollouts.jsonl", "hf/final"):
+    for path in ("metrics.csv", "eval_scores_4.jsonl", "rollouts.jsonl", "export/final"):
         assert (logs / path).exists()
 
 

@@ -35,7 +35,7 @@ def config(model_folder: str) -> dict[str, Any]:
 def test_a_dump_of_fit_is_repeated_by_its_command(config: dict[str, Any], capsys) -> None:
     Path("run.yaml").write_text(yaml.safe_dump(config))
     assert run(["fit", "--config", "run.yaml"]) == 0
-    (dump,) = Path("dumps").iterdir()
+    (dump,) = Path("runs/run/dumps").iterdir()
     about = json.loads((dump / "anomaly.json").read_text())
     assert about["command"] == f"lrlhf replay {dump.absolute()}"
     assert about["command"] in capsys.readouterr().err

@@ -76,7 +76,7 @@ def test_no_file_and_no_line_of_a_run_has_a_secret(
     files = [path for path in Path().rglob("*") if path.is_file() and path.name != config.name]
     assert len(files) >= 2
     written = b"".join(path.read_bytes() for path in files)
-    saved = yaml.safe_load(Path("config.yaml").read_text())
+    saved = yaml.safe_load(Path("runs/toy/config.yaml").read_text())
     assert saved["trainer"]["callbacks"][1]["init_args"] == {
         "api_key": HIDDEN,
         "url": f"https://{HIDDEN}@rewards.example:8000/v1",

@@ -21,13 +21,13 @@ from lrlhf.run.supervision.signals import Terminated
 
 
 def how_to_continue(trainer: L.Trainer) -> str:
-    """Name the checkpoint from which a run that ended early goes on."""
+    """Name the checkpoint from which a run that ended early goes on; empty: it has saved none."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     savers = (each for each in callbacks if isinstance(each, ModelCheckpoint))
     for path in (Path(saver.last_model_path) for saver in savers if saver.last_model_path):
         if path.exists():
             return f"--ckpt_path last continues from {path}"
-    return "nothing was saved yet"
+    return ""
 
 
 def end(

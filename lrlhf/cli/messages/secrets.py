@@ -19,6 +19,7 @@ import lightning as L
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lrlhf.cli.config_files import ConfigFile, walk
 from lrlhf.run.atomic import atomic_write
@@ -147,8 +148,12 @@ class SaveConfig(SaveConfigCallback):
             return
         if trainer.is_global_zero:
             # the config of the training stays what it is when its checkpoints are evaluated
-            name = self.config_filename if stage == "fit" else f"{stage}_{self.config_filename}"
-            with atomic_write(Path(folder) / name) as handle:
+            name = (
+                self.config_filename
+                if stage == "fit"
+                else f"{TrainerFn(stage).value}_{self.config_filename}"
+            )
+            with atomic_write(Path(folder) / f"{prefix}{self.config_filename}") as handle:
                 handle.write(self.parser.dump(self.config, skip_unset=False).encode())
         self.already_saved = trainer.strategy.broadcast(True)
 

@@ -1,0 +1,303 @@
+"""What a run keeps without being told: metrics, checkpoints, responses, the model, the report."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lrlhf import Trainer
+from lrlhf.callbacks import EvalJSONL, RLCheckpoint, RolloutLog
+from lrlhf.cli import run
+from lrlhf.datamodules import PromptDataModule
+from lrlhf.loggers import ResumingCSVLogger, ResumingWandbLogger
+from lrlhf.modules import RLOO
+from lrlhf.rewards import ExactMatch, Rewards
+from lrlhf.rollout import Sampling
+
+FILES = {
+    "metrics.csv",
+    "timings.csv",
+    "rollouts.jsonl",
+    "eval_scores_0.jsonl",
+    "eval_scores_2.jsonl",
+    "reward_curve.png",
+    "checkpoints",
+    "export",
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    rows = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return "rows.jsonl"
+
+
+def config(model_folder: str, rows: str, **trainer: Any) -> dict[str, Any]:
+    rewards = {"class_path": "Rewards", "init_args": {"functions": ["exact_match"]}}
+    return {
+        "seed_everything": 1,
+        "model": {
+            "class_path": "RLOO",
+            "init_args": {
+                "policy": model_folder,
+                "rewards": rewards,
+                "num_generations": 2,
+                "sampling": {"max_new_tokens": 3},
+            },
+        },
+        "data": {
+            "class_path": "PromptDataModule",
+            "init_args": {"train": rows, "val_size": 4, "batch_size": 2},
+        },
+        "trainer": {
+            "accelerator": "cpu",
+            "max_steps": 2,
+            "val_check_interval": 2,
+            "check_val_every_n_epoch": None,
+            **trainer,
+        },
+    }
+
+
+def fit(name: str, settings: dict[str, Any], *flags: str) -> int:
+    Path(name).write_text(yaml.safe_dump(settings))
+    return run(["fit", "--config", name, *flags])
+
+
+def files(folder: str) -> set[str]:
+    return {path.name for path in Path(folder).iterdir() if not path.name.startswith(".")}
+
+
+def test_a_config_without_callbacks_and_logger_keeps_everything_in_one_folder(
+    model_folder: str, rows: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fit("sums.yaml", config(model_folder, rows)) == 0
+    assert files("runs/sums") == {*FILES, "config.yaml"}
+    assert files("runs") == {"sums"}
+    assert files(".") == {"runs", "rows.jsonl", "sums.yaml"}
+    with Path("runs/sums/metrics.csv").open() as handle:
+        scores = [row["rollout/score"] for row in csv.DictReader(handle)]
+    assert len([score for score in scores if score]) == 2
+    assert (Path("runs/sums/export/final/model.safetensors")).is_file()
+    assert "runs/sums/checkpoints/last.ckpt" in capsys.readouterr().out
+
+    # last is found, and evaluations leave the config of the training alone
+    before = Path("runs/sums/config.yaml").read_bytes()
+    assert fit("sums.yaml", config(model_folder, rows, max_steps=3), "--ckpt_path", "last") == 0
+    assert torch.load("runs/sums/checkpoints/last.ckpt", weights_only=True)["global_step"] == 3
+    trained = Path("runs/sums/config.yaml").read_bytes()
+    assert trained != before
+    for word in ("last", "best"):
+        assert run(["validate", "--config", "sums.yaml", "--ckpt_path", word]) == 0
+    assert Path("runs/sums/config.yaml").read_bytes() == trained
+    assert Path("runs/sums/validate_config.yaml").is_file()
+
+
+def test_one_option_moves_all_of_it(model_folder: str, rows: str) -> None:
+    settings = config(model_folder, rows, default_root_dir="runs/here")
+    settings["trainer"]["logger"] = {"class_path": "ResumingCSVLogger"}
+    settings["trainer"]["callbacks"] = [{"class_path": "RLCheckpoint"}, {"class_path": "HFExport"}]
+    assert fit("sums.yaml", settings, "--trainer.default_root_dir", "elsewhere") == 0
+    assert files("elsewhere") == {*FILES, "config.yaml"}
+    assert not Path("runs").exists()
+
+
+def test_what_is_given_takes_the_place_of_a_default() -> None:
+    mine = RLCheckpoint(every_n_train_steps=3)
+    trainer = Trainer(callbacks=mine, logger=False, accelerator="cpu")
+    assert trainer.checkpoint_callbacks == [mine]
+    assert trainer.loggers == []
+    bare = Trainer(default_callbacks=False, enable_checkpointing=False, accelerator="cpu")
+    assert not any(isinstance(one, RLCheckpoint | RolloutLog) for one in bare.callbacks)
+    none = Trainer(enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
+    assert not any(isinstance(one, ModelCheckpoint) for one in none.callbacks)
+    assert none.progress_bar_callback is None
+
+
+def test_loggers_without_a_folder_use_the_run_folder() -> None:
+    own = ResumingCSVLogger("own")
+    wandb = ResumingWandbLogger(offline=True)
+    other = TensorBoardLogger("events")
+    loggers = [ResumingCSVLogger(), own, wandb, other]
+    trainer = Trainer(default_root_dir="runs/x", logger=loggers, accelerator="cpu")
+    assert [log.save_dir for log in trainer.loggers] == ["runs/x", "own", ".", "events"]
+    wandb.start_over()
+    assert wandb.save_dir == "runs/x"
+    # also where the first logger has a folder of its own
+    assert trainer.run_folder == Path("runs/x")
+
+
+def module(model_folder: str) -> RLOO:
+    rewards = Rewards([ExactMatch()])
+    return RLOO(model_folder, rewards, num_generations=2, sampling=Sampling(max_new_tokens=3))
+
+
+def data(rows: str) -> PromptDataModule:
+    return PromptDataModule(train=rows, val_size=4, batch_size=2)
+
+
+def test_the_same_from_python(model_folder: str, rows: str) -> None:
+    trainer = Trainer(default_root_dir="runs/py", max_steps=2, accelerator="cpu")
+    policy, prompts = module(model_folder), data(rows)
+    trainer.fit(policy, prompts)
+    assert files("runs/py") >= {"metrics.csv", "rollouts.jsonl", "checkpoints", "export"}
+    callbacks = len(trainer.callbacks)
+    trainer.validate(policy, prompts, ckpt_path="last")
+    assert len(trainer.callbacks) == callbacks
+    assert "eval_scores_2.jsonl" in files("runs/py")
+    # checkpoints know of what the others hold
+    assert isinstance([c for c in trainer.callbacks if not _private(c)][-1], RLCheckpoint)
+
+
+def _private(callback: L.Callback) -> bool:
+    return type(callback).__module__.startswith("lrlhf.run")
+
+
+def test_lightnings_trainer_gets_none_of_it(model_folder: str, rows: str) -> None:
+    trainer = L.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.fit(module(model_folder), data(rows))
+    assert files(".") == {"rows.jsonl"}
+    assert not any(isinstance(one, EvalJSONL) for one in trainer.callbacks)
+
+
+def test_words_for_checkpoints_that_are_not_there(
+    model_folder: str, rows: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer(default_root_dir="runs/new", max_steps=1, accelerator="cpu")
+    policy, prompts = module(model_folder), data(rows)
+    for word in ("last", "best"):
+        with pytest.raises(ValueError, match=f"ckpt_path is {word}, and runs/new/checkpoints has"):
+            trainer.validate(policy, prompts, ckpt_path=word)
+    with caplog.at_level("INFO", logger="lrlhf"):
+        trainer.fit(policy, prompts, ckpt_path="last")
+    assert "runs/new/checkpoints has no checkpoint yet: the run starts" in caplog.text
+    # none was ranked, as no validation came
+    later = Trainer(default_root_dir="runs/new", accelerator="cpu")
+    with pytest.raises(ValueError, match="no checkpoint of runs/new/checkpoints was ranked"):
+        later.validate(policy, prompts, ckpt_path="best")
+
+
+class Falling(RLOO):
+    """A policy whose validations get worse and worse."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("eval/score", 1.0 - self.trainer.global_step / 10)
+
+
+def test_best_is_the_best_of_all_processes_also_when_the_folder_has_moved(
+    model_folder: str, rows: str
+) -> None:
+    rewards = Rewards([ExactMatch()])
+    policy = Falling(model_folder, rewards, num_generations=2, sampling=Sampling(max_new_tokens=3))
+    options: dict[str, Any] = {"accelerator": "cpu", "num_sanity_val_steps": 0}
+    options |= {"val_check_interval": 1, "limit_val_batches": 1}
+    Trainer(default_root_dir="runs/a", max_steps=3, **options).fit(policy, data(rows))
+    assert files("runs/a/checkpoints") == {"last.ckpt", "step=000001.ckpt"}
+    Path("runs/a").rename("runs/b")
+    trainer = Trainer(default_root_dir="runs/b", **options)
+    trainer.validate(policy, data(rows), ckpt_path="best")
+    assert trainer.ckpt_path == "runs/b/checkpoints/step=000001.ckpt"
+
+
+class Interrupting(RLOO):
+    """Presses Ctrl-C in its second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 1:
+            os.kill(os.getpid(), self.signal)
+        super().training_step(batch, batch_idx)
+
+    signal: signal.Signals = signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "word"), [(2, 130, "interrupted"), (15, 143, "terminated")]
+)
+def test_a_signal_finishes_the_step_saves_and_names_the_file(
+    model_folder: str,
+    rows: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    status: int,
+    word: str,
+) -> None:
+    monkeypatch.setattr(Interrupting, "signal", signal.Signals(number))
+    settings = config(model_folder, rows, max_steps=9)
+    settings["model"]["class_path"] = f"{__name__}.Interrupting"
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        assert fit("sums.yaml", settings) == status
+        assert signal.getsignal(signal.SIGINT) is handlers[0]
+    finally:
+        signal.signal(signal.SIGTERM, handlers[1])
+    saved = torch.load("runs/sums/checkpoints/last.ckpt", weights_only=True)
+    assert saved["global_step"] == 2
+    last_line = capfd.readouterr().err.splitlines()[-1]
+    where = "runs/sums/checkpoints/last.ckpt"
+    assert last_line == f"error: {word}; --ckpt_path last continues from {where}"
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(model_folder: str, rows: str) -> None:
+    class Twice(Interrupting):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            if self.global_step == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+                pytest.fail("the second Ctrl-C did nothing")
+
+    rewards = Rewards([ExactMatch()])
+    policy = Twice(model_folder, rewards, num_generations=2, sampling=Sampling(max_new_tokens=3))
+    handler = signal.getsignal(signal.SIGINT)
+    trainer = Trainer(default_root_dir="runs/t", max_steps=5, accelerator="cpu")
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            trainer.fit(policy, data(rows))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert trainer.global_step == 1
+
+
+def test_without_validation_and_intervals_the_newest_is_saved_after_ten_minutes(
+    model_folder: str, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+
+    class Clocked(RLCheckpoint):
+        def _save(self, trainer: L.Trainer, path: str) -> None:
+            saved.append(trainer.global_step)
+            super()._save(trainer, path)
+
+    now = iter(range(0, 10**9, 150))
+    clock = SimpleNamespace(monotonic=lambda: next(now))
+    monkeypatch.setattr("lrlhf.callbacks.checkpoints.rl_checkpoint.time", clock)
+    trainer = Trainer(
+        default_root_dir="runs/t",
+        callbacks=[Clocked()],
+        max_steps=12,
+        accelerator="cpu",
+        limit_val_batches=0,
+    )
+    trainer.fit(module(model_folder), PromptDataModule(train=rows, batch_size=1))
+    assert saved[-1] == 12
+    assert 2 <= len(saved) <= 5
+    assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(saved))
