@@ -148,11 +148,7 @@ class SaveConfig(SaveConfigCallback):
             return
         if trainer.is_global_zero:
             # the config of the training stays what it is when its checkpoints are evaluated
-            name = (
-                self.config_filename
-                if stage == "fit"
-                else f"{TrainerFn(stage).value}_{self.config_filename}"
-            )
+            prefix = "" if stage == "fit" else f"{TrainerFn(stage).value}_"
             with atomic_write(Path(folder) / f"{prefix}{self.config_filename}") as handle:
                 handle.write(self.parser.dump(self.config, skip_unset=False).encode())
         self.already_saved = trainer.strategy.broadcast(True)
