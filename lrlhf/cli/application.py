@@ -18,7 +18,12 @@ import lrlhf.loggers
 import lrlhf.modules
 import lrlhf.rewards
 import lrlhf.rollout  # noqa: F401  classes that are imported can be named by their short names
-from lrlhf.cli.config_files import ConfigFile, config_arguments, read_config_files
+from lrlhf.cli.config_files import (
+    ConfigFile,
+    config_arguments,
+    folders_of_own_code,
+    read_config_files,
+)
 from lrlhf.cli.convert_command import convert
 from lrlhf.cli.export_command import export_checkpoint
 from lrlhf.cli.messages.endings import end, how_to_continue
@@ -215,6 +220,9 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
         application, arguments = _application(arguments)
         files = read_config_files(arguments)
         remember_secrets(files, arguments)
+        # last, so that a file of the user's never takes the place of an installed module
+        known = {str(Path(entry).absolute()) for entry in sys.path}
+        sys.path += [folder for folder in folders_of_own_code(files) if folder not in known]
         application(arguments)
     except BaseException as error:  # noqa: BLE001  the outermost frame: everything ends in one line
         return end(error, files, arguments, debug=debug)

@@ -56,6 +56,12 @@ def config_arguments(arguments: Sequence[str]) -> list[str]:
     return values
 
 
+def folders_of_own_code(files: Sequence[ConfigFile]) -> list[str]:
+    """Return where code of the user's is importable from: the configs' folders, the working one."""
+    folders = [Path(file.path).parent.absolute() for file in files]
+    return list(dict.fromkeys(map(str, [*folders, Path.cwd()])))
+
+
 def _is_inline(value: str) -> bool:
     """Whether a config is given in place or comes from a remote file system, not from here."""
     return value.lstrip().startswith("{") or "://" in value

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lrlhf.cli.config_files import ConfigFile
+from lrlhf.cli.config_files import ConfigFile, folders_of_own_code
 from lrlhf.cli.messages.complaints import read_complaint
 from lrlhf.cli.messages.errors import ConfigError, RefusedError, ValidationError
 from lrlhf.cli.messages.locations import locate, locate_refusal
@@ -36,7 +36,8 @@ def end(
     """Say what ended a command, with ``debug`` by a traceback too, and return the exit status."""
     match error:
         case ValidationError():
-            return _end(error, _invalid(error, files, arguments), status=2, show=debug)
+            text = _invalid(error, files, arguments)
+            return _end(error, text + _searched(text, files), status=2, show=debug)
         case RefusedError():
             return _end_refused(error, files, arguments, debug=debug)
         case ConfigError():
@@ -64,6 +65,14 @@ def _invalid(error: Exception, files: Sequence[ConfigFile], arguments: Sequence[
     return text if files else f"{text} (a YAML file is given with --config)"
 
 
+def _searched(text: str, files: Sequence[ConfigFile]) -> str:
+    """Say where a module was looked for that was not found."""
+    if "No module named" not in text:
+        return ""
+    folders = ", ".join(folders_of_own_code(files))
+    return f"; looked for it in the installed packages and in {folders}"
+
+
 def located(sentence: str, place: str, key: str) -> str:
     """Put place and key before a sentence, as far as they are known."""
     return ": ".join(part for part in (place, key, sentence) if part)
@@ -89,6 +98,7 @@ def _end_refused(
         if frame.f_code.co_name in {"__init__", "__post_init__"}
     ]
     text = located(sentence, *locate_refusal(sentence, classes, files, arguments))
+    text += _searched(text, files)
     return _end(error, text, status=2, show=debug)
 
 
