@@ -26,7 +26,7 @@ BatchT = TypeVar("BatchT")
 
 @dataclass(frozen=True, kw_only=True)
 class RowKind(Generic[DraftT, RowT, BatchT]):
-    """What the core does not know itself of rows of one kind.
+    """How a `RowDataModule` parses, checks and collates one type of row.
 
     Args:
         parse: Reads one row, given the folder that its relative paths start from, or raises

@@ -29,7 +29,7 @@ class Reader(NamedTuple):
 
 
 class TextDataModule(RowDataModule[RowT, BatchT]):
-    """What the data modules of texts share.
+    """Base class of the data modules that tokenize text.
 
     Args:
         kind: See `RowDataModule`.

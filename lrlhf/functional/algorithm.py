@@ -20,7 +20,7 @@ Aggregate: TypeAlias = Literal["sequence_mean", "sequence_sum", "token_mean", "c
 
 
 class EstimatorInputs(NamedTuple):
-    """What an estimator may look at; rows of one prompt are consecutive."""
+    """Inputs of an advantage estimator; rows of one prompt are consecutive."""
 
     scores: Float[Tensor, " B"]
     """NaN is unscorable."""
@@ -42,7 +42,7 @@ class EstimatorInputs(NamedTuple):
 
 
 class Estimator(NamedTuple):
-    """Advantages from the scores of a rollout, and what that needs from its caller."""
+    """An advantage estimator, and what it requires of the run."""
 
     function: Callable[..., Tensor]
     """``(inputs: EstimatorInputs, **options) -> [B, T]``, 0 outside the response and on unscorable
@@ -66,7 +66,7 @@ class Estimator(NamedTuple):
 
 
 class PolicyLoss(NamedTuple):
-    """A loss of log-probabilities and advantages, and what it wants from its caller."""
+    """A policy loss, and how it is averaged."""
 
     name: str
     function: Callable[..., Tensor]
@@ -103,7 +103,7 @@ class PolicyLoss(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """All that the name of a policy-gradient algorithm stands for.
+    """A policy-gradient algorithm: advantages, loss, KL penalty and additional samples.
 
     Args:
         name: What messages and logs call it.

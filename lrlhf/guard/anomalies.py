@@ -23,7 +23,7 @@ _MAX_SHOWN = 60
 
 
 class Anomaly(NamedTuple):
-    """Something that no step must be taken with.
+    """A finding because of which a step is skipped.
 
     Attributes:
         kind: scores, logprobs, advantages, values, kl, length, mismatch, loss, gradient or ratio.

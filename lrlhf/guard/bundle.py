@@ -26,7 +26,7 @@ class NotADumpError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepBundle:
-    """What one rank's step was taken with.
+    """Inputs of one rank's step: batches, seeds and further values.
 
     Attributes:
         stage: Which step: iteration, policy, value, joint or reward.

@@ -24,7 +24,7 @@ _UNSPLIT = {"bf16-true": "bf16-mixed", "16-true": "16-mixed"}
 
 
 class Retaken(NamedTuple):
-    """What a module says of a step that it has taken again.
+    """What a module reports of a step that it has repeated.
 
     Attributes:
         records: The rows in JSON types.
@@ -76,7 +76,7 @@ class RankReplay:
 
 
 class DumpReplay(NamedTuple):
-    """What came of a dump.
+    """Result of replaying a dump.
 
     Attributes:
         dump: As it was written.
@@ -99,7 +99,7 @@ class DumpReplay(NamedTuple):
 
 
 def replay_dump(module: L.LightningModule, folder: Path | str) -> DumpReplay:
-    """Take the step of a dump again, in this process, with the code that took it.
+    """Repeat the step of a dump in this process, with the code of training.
 
     The parts of several processes are taken one after the other.
 

@@ -23,7 +23,7 @@ class TrainingDivergedError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """What counts as an anomaly, and what is kept of it.
+    """Which steps are skipped, when the run stops, and what is dumped.
 
     A loss, gradient, score, log-probability, advantage or value that is not finite always counts.
     The limits are further ones; null switches one off. Those that depend on the task (KL, length,

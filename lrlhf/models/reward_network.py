@@ -108,7 +108,7 @@ class RewardNetwork(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreModel(PretrainedSpec):
-    """A pretrained body with scalar heads; a trained reward model goes on with its own heads."""
+    """A pretrained backbone with scalar heads; a trained reward model keeps its own heads."""
 
     heads: list[str] = field(default_factory=lambda: ["reward"])
     """One score each; a preference data set labels them by these names."""

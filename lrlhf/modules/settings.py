@@ -12,7 +12,7 @@ from lrlhf.modules.optimizers import OptimizerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """The frozen policy that the trained one is kept close to.
+    """The reference model, and the KL penalty that keeps the policy close to it.
 
     Args:
         kl_coef: Strength of the penalty on KL(policy || reference), in reward units per nat;
@@ -183,7 +183,7 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSampling:
-    """Train on groups whose responses differ in score only, and sample until there are enough.
+    """Train only on groups whose scores differ, and sample until there are enough.
 
     The prompts of a batch are candidates. They are answered in rounds until ``prompts`` of them
     have responses of different scores, or the batch is used up: its size is the budget. Groups

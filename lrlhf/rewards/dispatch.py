@@ -18,7 +18,7 @@ _GIVEN_UP: contextvars.ContextVar[threading.Event] = contextvars.ContextVar("giv
 
 
 def out_of_time() -> bool:
-    """Whether the call of the reward function that asks has run out of time.
+    """Whether the current call of a reward function has timed out.
 
     A thread cannot be stopped from outside: a function that computes for long asks now and then,
     and stops if nobody waits for its values any more. Async functions are cancelled instead.

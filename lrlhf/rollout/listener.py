@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class RolloutListener:
-    """Callbacks that derive from it are told the phase and the rollout of every iteration.
+    """Base class of callbacks that receive the phase and the rollout of every iteration.
 
     The methods do nothing by default: override what you need.
     """

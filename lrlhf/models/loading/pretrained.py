@@ -67,7 +67,7 @@ class LoRA:
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedSpec:
-    """What every pretrained model's loading can be told."""
+    """Loading options that all pretrained models share."""
 
     source: str
     """Folder, hub id, ``.gguf`` file or ``package:<module>[/<path>]``."""
@@ -121,7 +121,7 @@ class PretrainedSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class CausalLM(PretrainedSpec):
-    """A language or vision-language model: a policy, or the reference it is held close to."""
+    """A language or vision-language model: a policy or a reference model."""
 
     def load(self, *, trainable: bool = True) -> PreTrainedModel | peft.PeftModel:
         """Load the model, in eval mode as ``from_pretrained`` leaves it.

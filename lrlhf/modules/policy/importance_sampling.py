@@ -17,7 +17,7 @@ from lrlhf.types import Experience, Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceSampling:
-    """How the policy loss makes up for an engine whose probabilities are not the trainer's.
+    """Importance weights that correct the mismatch between engine and trainer.
 
     Every token's gradient is multiplied by a weight made of the ratio of the two probabilities, in
     losses per token and per response alike. Those of KL, entropy and value terms are not, and no

@@ -11,7 +11,7 @@ Unit = Literal["tokens", "words", "characters"]
 
 
 class LengthPenalty(RewardFunction):
-    """Takes off what a response is too long or too short.
+    """Penalty for responses that are too long or too short.
 
         -min(max_penalty, slope · distance of the length from the accepted range)
 
@@ -61,7 +61,7 @@ class LengthPenalty(RewardFunction):
 
 
 class OverlongPenalty(RewardFunction):
-    """Takes off more and more as a response comes close to the length limit.
+    """Penalty that grows as a response approaches the length limit.
 
         0                                            up to max_new_tokens - buffer tokens
         -factor · (length - max_new_tokens + buffer) / buffer     from there on, at most factor
@@ -94,7 +94,7 @@ class OverlongPenalty(RewardFunction):
 
 
 class RepetitionPenalty(RewardFunction):
-    """Takes off the part of a response that says the same again.
+    """Penalty for the repeated part of a response.
 
         -max_penalty · (1 - different n-grams / n-grams)
 

@@ -17,7 +17,7 @@ from lrlhf.types import PromptBatch, Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an engine can do; what uses an engine asks for these, never for its class.
+    """What an engine can do; callers check these and never the engine's class.
 
     Args:
         holds_copy: It generates with its own copy of the weights, which has to be pushed.

@@ -33,7 +33,7 @@ class DeadlineError(Exception):
 
 
 class Deadlines(L.Callback):
-    """Gives the phases of a run other deadlines than they have without it.
+    """Changes the deadlines of the phases of a run.
 
     Every run has deadlines; this callback changes them. The defaults are for hangs, not for
     slowness: several times what the phase takes in the largest runs that we know of. A phase that
