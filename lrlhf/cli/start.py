@@ -51,8 +51,8 @@ def _load(files: Sequence[ConfigFile]) -> Callable[..., int]:
         return import_module("lrlhf.cli.application").run  # type: ignore[no-any-return]
     if all(os.environ.get(name, "0") == "0" for name in _RANKS):
         read = ", ".join(file.path for file in files)
-        sys.stderr.write(f"lrlhf {version('lrlhf')}: {f'read {safe(read)}, ' if read else ''}")
-        sys.stderr.write("loading torch and Lightning\n")
+        sys.stderr.write(f"lrlhf {version('lrlhf')}: {f'read {safe(read)}; ' if read else ''}")
+        sys.stderr.write("loading torch ...\n")
         sys.stderr.flush()
     with _nothing_is_garbage():
         return import_module("lrlhf.cli.application").run  # type: ignore[no-any-return]
