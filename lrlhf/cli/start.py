@@ -15,6 +15,7 @@ from importlib import import_module
 from importlib.metadata import version
 
 from lrlhf.cli.config_files import ConfigFile, read_config_files
+from lrlhf.cli.early_checks import check_names
 from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.messages.secrets import remember_secrets
 from lrlhf.cli.messages.terminal import say_error
@@ -37,6 +38,7 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
     try:
         files = read_config_files(arguments)
         remember_secrets(files, arguments)
+        check_names(files, arguments[0])
         run_command = _load(files)
     except ConfigError as error:
         return say_error(error, str(error), status=2, show=debug)
