@@ -1,7 +1,7 @@
 """What the classes of lrlhf accept, read from their source: importing them takes seconds.
 
-Nothing is said of a class that takes arguments by ``*`` or ``**``, inherits its constructor, or is not
-one of lrlhf's: the parser of the command judges those.
+Nothing is said of a class that takes arguments by ``*`` or ``**``, inherits its constructor, or is
+not one of lrlhf's: the parser of the command judges those.
 """
 
 from __future__ import annotations

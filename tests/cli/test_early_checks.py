@@ -44,7 +44,10 @@ def test_of_other_classes_nothing_is_said(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("modle:\n  class_path: RLOO\n", "1: modle.class_path: no such option; did you mean 'model'?"),
+        (
+            "modle:\n  class_path: RLOO\n",
+            "1: modle.class_path: no such option; did you mean 'model'?",
+        ),
         ("steps: 3\n", "1: steps: no such option"),
         (
             "trainer:\n  callbacks:\n    - class_path: lrlhf.callbacks.KLControl\n"
