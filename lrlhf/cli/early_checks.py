@@ -33,7 +33,9 @@ def _check_sections(file: ConfigFile, command: str) -> None:
     accepted = _SECTIONS | (method_options("lrlhf.trainer", "Trainer", command) - _NO_OPTIONS)
     for key, value in _entries(file.root):
         if _first_name(key) not in accepted:
-            where = f"{file.path}:{line_of(key)}: {dotted([key.value, *_first_keys(value)])}"
+            trail = [key, *_first_keys(value)]
+            named = dotted([step.value for step in trail])
+            where = f"{file.path}:{line_of(trail[-1])}: {named}"
             raise ConfigError(f"{where}: no such option{_suggestion(key.value, accepted)}")
 
 
@@ -43,7 +45,9 @@ def _check_options(file: ConfigFile, keys: tuple[str, ...], node: yaml.Node) -> 
         return
     class_path = str(entry["class_path"].value)
     accepted = options_of(class_path)
-    for key, _ in _entries(entry["init_args"]) if accepted is not None else ():
+    if accepted is None:
+        return
+    for key, _ in _entries(entry["init_args"]):
         if _first_name(key) not in accepted:
             where = f"{file.path}:{line_of(key)}: {dotted([*keys, 'init_args', key.value])}"
             suggestion = _suggestion(key.value, accepted)
@@ -60,10 +64,10 @@ def _suggestion(key: str, accepted: Collection[str]) -> str:
     return hint(key, accepted)
 
 
-def _first_keys(node: yaml.Node) -> Iterator[str]:
+def _first_keys(node: yaml.Node) -> Iterator[yaml.Node]:
     """The keys that lead to the first value of a mapping."""
     for key, value in _entries(node)[:1]:
-        yield key.value
+        yield key
         yield from _first_keys(value)
 
 

@@ -14,8 +14,8 @@ from lrlhf.cli.source_signatures import options_of
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["modules", "datamodules", "rewards", "callbacks", "loggers", "rollout"]
 OFTEN_USED = {
-    "RLOO", "PPO", "RewardModel", "PromptDataModule", "PreferenceDataModule", "Rewards",
-    "NumericAnswer", "RLCheckpoint", "HFExport", "ReasoningGym",
+    "RLOO", "PPO", "RewardModel", "Rewards", "NumericAnswer", "RLCheckpoint", "HFExport",
+    "ReasoningGym", "TransformersEngine",
 }  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def test_of_other_classes_nothing_is_said(name: str) -> None:
     [
         (
             "modle:\n  class_path: RLOO\n",
-            "1: modle.class_path: no such option; did you mean 'model'?",
+            "2: modle.class_path: no such option; did you mean 'model'?",
         ),
         ("steps: 3\n", "1: steps: no such option"),
         (
