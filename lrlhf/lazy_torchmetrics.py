@@ -54,7 +54,8 @@ class _PiecemealPackage(ModuleType):
 def _run(package: ModuleType) -> None:
     """Run the package's ``__init__.py``, once."""
     with _loading:
-        if package.__class__ is not _PiecemealPackage:
+        kind: type[ModuleType] = type(package)
+        if kind is not _PiecemealPackage:
             return
         spec = package.__spec__
         assert spec is not None
