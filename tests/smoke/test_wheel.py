@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 LAPTOP = ROOT / "configs" / "rloo_text.yaml"
 # a find-links of pip's configuration is what `make setup` takes torch from; uv does not read it
 LINKS = ("UV_FIND_LINKS", "PIP_FIND_LINKS")
-TIMEOUT = 540
+TIMEOUT = 1500
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT)]
 
 
 def _run(command: Sequence[object], **options: str | Path) -> str:
@@ -27,7 +28,8 @@ def _run(command: Sequence[object], **options: str | Path) -> str:
         text=True,
         check=False,
         timeout=TIMEOUT,
-        env={**kept, **_links()},
+        # most of what is installed is never imported here
+        env={**kept, **_links(), "UV_COMPILE_BYTECODE": "0"},
         **options,  # type: ignore[call-overload]
     )
     assert result.returncode == 0, result.stdout + result.stderr
@@ -71,7 +73,6 @@ def _needs_index(uv: Path, folder: Path) -> None:
         pytest.skip(f"no package index: {result.stderr.strip()[-200:]}")
 
 
-@pytest.mark.slow
 def test_the_wheel_has_every_module(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if name.startswith("lrlhf/")}
@@ -79,14 +80,13 @@ def test_the_wheel_has_every_module(wheel: Path) -> None:
     assert packed == expected | {"lrlhf/py.typed"}
 
 
-@pytest.mark.slow
 def test_the_wheel_alone_trains_on_a_laptop_config(
     uv: Path, wheel: Path, model_folder: str, tmp_path: Path
 ) -> None:
     env, bin_ = tmp_path / "env", tmp_path / "env" / "bin"
     _run([uv, "venv", "--quiet", "--python", sys.executable, env])
     constraints = ROOT / "constraints.txt"
-    install = [uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", bin_ / "python"]
+    install = [uv, "pip", "install", "--quiet", "--python", bin_ / "python"]
     _run([*install, "-c", constraints, wheel])
     rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
