@@ -52,6 +52,18 @@ examples:
   lrlhf fit --config configs/quickstart.yaml --ckpt_path last
 
 {_MORE}""",
+    "check": f"""\
+usage: lrlhf check --config FILE [the options of lrlhf fit]
+
+Look for mistakes in a config and its data, without loading weights.
+
+options:
+{_CONFIG}
+
+example:
+  lrlhf check --config configs/quickstart.yaml
+
+{_MORE}""",
     "plan": f"""\
 usage: lrlhf plan --config FILE [--gpus N] [--gpu-memory GIB] [the options of lrlhf fit]
 
