@@ -5,10 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lrlhf.lazy_torchmetrics import load_torchmetrics_piecemeal
+
 if TYPE_CHECKING:
     from lrlhf.trainer import Trainer
 
 __all__ = ["Trainer"]
+
+load_torchmetrics_piecemeal()  # before Lightning is imported
 
 
 def __getattr__(name: str) -> Any:

@@ -36,7 +36,7 @@ commands:
 
 examples:
   lrlhf fit --config configs/quickstart.yaml
-  lrlhf fit --config configs/quickstart.yaml --trainer.max_steps 20 --model.lr 1e-5
+  lrlhf fit --config configs/quickstart.yaml --trainer.max_steps 20 --model.optimizer.lr 1e-5
   lrlhf fit --config configs/quickstart.yaml --ckpt_path last     continue where it stopped
   lrlhf fit --config configs/quickstart.yaml --print_config       every option and its value
   lrlhf plan --config configs/quickstart.yaml                     what fit would do, in numbers
@@ -44,7 +44,7 @@ examples:
   lrlhf serve-reward --model.source runs/reward_text/export/final a reward model over HTTP
 
 options:
-  -h, --help   this text; `lrlhf COMMAND --help` lists every option of a command
+  -h, --help   this text; `lrlhf COMMAND --help` explains a command, --help.all lists all options
   --version    the version of lrlhf
   --debug      show tracebacks and what other libraries log; LRLHF_DEBUG=1 does the same
 """
@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments or os.environ.get("LRLHF_DEBUG", "") not in {"", "0"}
     arguments = [argument for argument in arguments if argument != "--debug"]
+    if arguments[:1] == ["help"] and len(arguments) > 1:
+        arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in {"-h", "--help", "help"}:
         listing = "\n".join(f"  {name:<12} {what}" for name, what in COMMANDS.items())
         sys.stdout.write(_HELP.format(commands=listing))
@@ -72,10 +74,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments[0] not in COMMANDS:
         return _refuse(arguments[0])
+    if shown := _help_of(*arguments):
+        sys.stdout.write(shown)
+        return 0
+    arguments = ["--help" if argument == "--help.all" else argument for argument in arguments]
     spin_briefly()  # before torch is loaded
     run = import_module("lrlhf.cli").run
     status: int = run(arguments, debug=debug)
     return status
+
+
+def _help_of(command: str, *options: str) -> str | None:
+    """The short help of a command, if that is asked for and the command has one."""
+    if not {"-h", "--help"} & set(options):
+        return None
+    text: str | None = import_module("lrlhf.cli.help_texts").help_text(command)
+    return text
 
 
 def _refuse(word: str) -> int:

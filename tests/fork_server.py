@@ -23,7 +23,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-_PRELOADED = ("lrlhf.cli", "lrlhf.modules", "lrlhf.datamodules", "peft", "datasets", "matplotlib")
+_PRELOADED = (
+    "lrlhf.cli.application",
+    "lrlhf.modules",
+    "lrlhf.datamodules",
+    "peft",
+    "datasets",
+    "torchmetrics.functional",
+    "matplotlib",
+)
 _LONGEST_REQUEST = 2**20
 
 

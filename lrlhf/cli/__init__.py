@@ -1,6 +1,6 @@
 """The commands of ``lrlhf``: LightningCLI with messages that name the culprit."""
 
-from lrlhf.cli.application import run
 from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.cli.start import run
 
 __all__ = ["ConfigError", "run"]

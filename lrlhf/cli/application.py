@@ -29,11 +29,12 @@ from lrlhf.cli.export_command import export_checkpoint
 from lrlhf.cli.messages.endings import end, how_to_continue
 from lrlhf.cli.messages.errors import ConfigError, RefusedError, hint
 from lrlhf.cli.messages.output import configure_output
-from lrlhf.cli.messages.secrets import SaveConfig, hide_hyperparameters, remember_secrets
+from lrlhf.cli.messages.secrets import remember_secrets
 from lrlhf.cli.null_values import refuse_nulls
 from lrlhf.cli.parser import Parser
 from lrlhf.cli.plan_command import describe_run
 from lrlhf.cli.replay_command import dump_and_options, show_replay
+from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.cli.serve_command import serve_reward
 from lrlhf.run.lightning_internals import Commands
 from lrlhf.run.supervision.signals import answering_sigterm

@@ -21,8 +21,6 @@ def convert(arguments: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(
         prog="lrlhf convert",
-        description="Turn a checkpoint's folder, as fsdp2 and DeepSpeed write it, into one file, "
-        "or a file into a folder. Any strategy and number of processes resumes from both.",
         allow_abbrev=False,
     )
     parser.add_argument("source", type=Path, help="checkpoint to read")

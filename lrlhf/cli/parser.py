@@ -8,19 +8,8 @@ from typing import Any, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lrlhf.cli.messages.errors import ValidationError, hint
-from lrlhf.cli.messages.familiar_names import FAMILIAR_NAMES
+from lrlhf.cli.messages.familiar_names import FAMILIAR_NAMES, RENAMED_KEYS
 
-RENAMED_KEYS = {
-    "max_skipped_steps": "guard.max_skipped",
-    "update.max_skipped_steps": "guard.max_skipped",
-    "reference_column": "columns",
-    "names": "functions",
-    "max_failures_in_a_row": "max_failures",
-}
-"""The present name by the old one, both below ``model.init_args`` (or whichever class has them).
-
-Old names of one word are known to classes that have the present one: others mean something else.
-"""
 _UNKNOWN_OPTION = re.compile(r"Option '(?P<key>[^']+)' is not accepted$")
 _UNKNOWN_IN_GROUP = re.compile(
     r"(?P<kind>Group|Subcommand) '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'$"

@@ -1,13 +1,65 @@
 """The part of the command line that must answer at once."""
 
+import os
+import re
+import shlex
 import subprocess
 import sys
 import time
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
-from lrlhf.__main__ import main
+from lrlhf.__main__ import COMMANDS, main
+from lrlhf.cli.help_texts import help_text
+
+ROOT = Path(__file__).parents[2]
+
+
+HEAVY = {"torch", "lightning", "transformers", "jsonargparse", "numpy", "torchmetrics.metric"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["fit", "--help"], 0),
+        (["help", "convert"], 0),
+        (["fit", "--config", "nowhere.yaml"], 2),
+        (["plan", "--config", "twice.yaml"], 2),
+    ],
+)
+def test_a_command_is_explained_and_a_config_refused_without_torch(
+    tmp_path: Path, arguments: list[str], status: int
+) -> None:
+    (tmp_path / "twice.yaml").write_text("model: {}\nmodel: {}\n")
+    command = [sys.executable, "-X", "importtime", "-m", "lrlhf", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+
+    assert result.returncode == status
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "lrlhf" in imported
+    assert not imported & HEAVY
+    assert ("error: " in result.stderr) == (status == 2)
+
+
+@pytest.mark.slow  # loads torch
+def test_what_takes_seconds_is_announced_on_stderr(tmp_path: Path) -> None:
+    (tmp_path / "sums.yaml").write_text("model: RLO\n")
+    (tmp_path / "more.yaml").write_text("trainer: {}\n")
+    command = [sys.executable, "-m", "lrlhf", "fit", "--config", "sums.yaml", "--config=more.yaml"]
+
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    silent = {**os.environ, "LOCAL_RANK": "1"}
+    second = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=silent
+    )
+
+    first, answer = result.stderr.splitlines()
+    assert first == f"lrlhf {version('lrlhf')}: read sums.yaml, more.yaml; loading torch ..."
+    assert answer.startswith("error: sums.yaml:1: model: ")
+    assert second.stderr.splitlines() == [answer]
+    assert result.stdout == second.stdout == ""
 
 
 @pytest.mark.parametrize("argument", ["--help", "fti"])
@@ -20,7 +72,7 @@ def test_what_needs_no_torch_imports_little_and_is_fast(argument: str) -> None:
 
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
     assert "lrlhf" in imported
-    assert not imported & {"torch", "lightning", "transformers", "jsonargparse", "numpy", "yaml"}
+    assert not imported & {*HEAVY, "yaml"}
 
 
 def test_help_names_every_command_and_there_is_a_version(
@@ -36,6 +88,39 @@ def test_help_names_every_command_and_there_is_a_version(
     assert capsys.readouterr().out.startswith("usage: lrlhf COMMAND")
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"lrlhf {version('lrlhf')}\n"
+
+
+@pytest.mark.parametrize("command", sorted(filter(help_text, COMMANDS)))
+def test_the_short_help_speaks_of_options_that_the_command_has(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main([command, "--help"]) == 0
+    short = capsys.readouterr().out
+    assert short.startswith(f"usage: lrlhf {command} ")
+    assert len(short.splitlines()) < 45
+
+    assert main([command, "--help.all"]) == 0
+    every = capsys.readouterr().out
+    named = set(re.findall(r"--[a-z_.-]+[a-z]", short.partition("\nmore:")[0]))
+    known = {"--debug", "--model", "--data"}  # of every command; --model.KEY
+    known |= {option for option in named if option.startswith(("--model.", "--data."))}
+    assert {option for option in named - known if option not in every} == set()
+
+
+def test_what_the_help_says_next_works(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    main(["fit", "--help"])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    commands = [re.split(r"  +", line)[0] for line in lines if line.startswith("lrlhf ")]
+    assert len(commands) > 5
+    for line in commands:
+        arguments = shlex.split(line)[1:]
+        if "--config" in arguments:
+            arguments.append("--print_config")
+        assert main(arguments) == 0, line
+        assert capsys.readouterr().out.startswith(("usage: ", "# lightning", "seed_everything"))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import yaml
 from jsonargparse import Namespace
 
 from lrlhf.cli import run
-from lrlhf.cli.messages.output import safe
-from lrlhf.cli.messages.secrets import HIDDEN, hide, is_secret_name, without_secrets
+from lrlhf.cli.saved_config import without_secrets
+from lrlhf.secrets import HIDDEN, hide, is_secret_name, safe
 from tests.cli.conftest import CONFIG
 from tests.cli.toys import ToyModule, ToyPolicy
 

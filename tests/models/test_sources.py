@@ -1,4 +1,5 @@
 import hashlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,17 @@ def test_a_file_that_cannot_be_converted_leaves_no_folder_behind(
     with pytest.raises(ValueError, match=said):
         resolve_source(str(file))
     assert not [entry for entry in cache.glob("models/*") if entry.is_dir()]
+
+
+def test_without_the_package_that_reads_the_file_the_message_names_it(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not there
+    for source in (tmp_path / "tiny.gguf", tmp_path):
+        with pytest.raises(SourceError, match=r"pip install 'lrlhf\[gguf\]'"):
+            resolve_source(str(source))
+    assert not cache.exists()
 
 
 def test_a_converted_file_is_found_by_its_content(cache: Path, tmp_path: Path) -> None:

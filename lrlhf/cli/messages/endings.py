@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from lrlhf.cli.config_files import ConfigFile, folders_of_own_code
 from lrlhf.cli.messages.complaints import read_complaint
 from lrlhf.cli.messages.errors import ConfigError, RefusedError, ValidationError
 from lrlhf.cli.messages.locations import locate, locate_refusal
-from lrlhf.cli.messages.output import safe
+from lrlhf.cli.messages.terminal import say_error as _end
 from lrlhf.run.supervision.signals import Terminated
 
 
@@ -122,14 +121,6 @@ def _raised_in(error: BaseException) -> str:
     """Name of the module whose code raised."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", ""))
-
-
-def _end(error: BaseException, text: str, *, status: int, show: bool) -> int:
-    if show:
-        sys.stderr.write(safe("".join(traceback.format_exception(error))))
-    told = "; ".join([text, *getattr(error, "__notes__", ())])
-    sys.stderr.write(f"error: {safe(told)}\n")
-    return status
 
 
 def _end_unexpected(error: BaseException) -> int:

@@ -1,4 +1,4 @@
-"""What options of TRL, OpenRLHF and verl are called here."""
+"""What options of TRL, OpenRLHF and verl, and former ones of lrlhf, are called here."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ _REWARDS = "model.rewards.init_args.functions"
 _LORA = "model.policy.init_args.lora (for a RewardModel model.model.init_args.lora)"
 _POLICY = "model.policy (for a RewardModel model.model)"
 
+RENAMED_KEYS: Mapping[str, str] = {
+    "max_skipped_steps": "guard.max_skipped",
+    "update.max_skipped_steps": "guard.max_skipped",
+    "reference_column": "columns",
+    "names": "functions",
+    "max_failures_in_a_row": "max_failures",
+}
+"""The present name by the old one, both below ``model.init_args`` (or whichever class has them).
+
+Old names of one word are known to classes that have the present one: others mean something else.
+"""
 FAMILIAR_NAMES: Mapping[str, str] = {
     # KL
     **dict.fromkeys(("beta", "init_kl_coef", "kl_coef", "kl_loss_coef", "kl_ctrl"), _KL),

@@ -10,7 +10,7 @@ from huggingface_hub.utils.tqdm import enable_progress_bars
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from transformers.utils import logging as transformers_logging
 
-from lrlhf.cli.messages.secrets import hide
+from lrlhf.secrets import safe
 
 _NOISE = ("💡 Tip", "TPU available", "HPU available", "Seed set to", "Setting accelerator to CPU")
 
@@ -23,19 +23,6 @@ class _DropNoise(logging.Filter):
 class _SafeFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return safe(super().format(record))
-
-
-def safe(text: str) -> str:
-    """Make a text fit for a terminal: what a secret is hidden, what is no print is escaped.
-
-    Messages quote data, and a terminal acts on escape sequences wherever they come from.
-    """
-    return "".join(
-        character
-        if character.isprintable() or character in "\n\t"
-        else character.encode("unicode_escape", "surrogatepass").decode()
-        for character in hide(text)
-    )
 
 
 def configure_output(*, debug: bool) -> None:

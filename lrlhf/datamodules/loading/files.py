@@ -8,11 +8,9 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
-
-import pyarrow  # type: ignore[import-untyped]
-import pyarrow.parquet  # type: ignore[import-untyped]
 
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
 
@@ -45,7 +43,6 @@ def read_rows_of_file(path: Path) -> RowsOrBad:
         zlib.error,
         ValueError,
         RecursionError,
-        pyarrow.ArrowException,
         csv.Error,
     ) as error:
         raise BadDataError(f"{path}: cannot be read as {kind}: {error}") from error
@@ -104,9 +101,13 @@ def _json(stream: BinaryIO) -> RowsOrBad:
 def _parquet(stream: BinaryIO) -> RowsOrBad:
     # a compressed stream cannot be read from its end, where parquet keeps its index
     compressed = isinstance(stream, gzip.GzipFile)
-    table = pyarrow.parquet.ParquetFile(io.BytesIO(stream.read()) if compressed else stream)
-    for batch in table.iter_batches():
-        yield from batch.to_pylist()
+    pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    try:
+        table = parquet.ParquetFile(io.BytesIO(stream.read()) if compressed else stream)
+        for batch in table.iter_batches():
+            yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise ValueError(str(error)) from error
 
 
 def _csv(stream: BinaryIO) -> RowsOrBad:

@@ -6,10 +6,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-import datasets
 
 from lrlhf.datamodules.loading.files import FORMATS, is_data_file, read_rows_of_file
 from lrlhf.datamodules.loading.path_safety import FOREIGN
@@ -137,9 +136,11 @@ class HubSource(Source):
     def rows(self) -> Iterable[Row | BadRow]:
         yield from self._load()
 
-    def _load(self) -> datasets.Dataset:
+    def _load(self) -> Iterable[Row]:
+        datasets = import_module("datasets")  # with pyarrow and pandas, half a second
         try:
-            return datasets.load_dataset(self._id, self._config, split=self._split)
+            rows: Iterable[Row] = datasets.load_dataset(self._id, self._config, split=self._split)
+            return rows
         except (OSError, ValueError) as error:
             near = nearest_path(Path(self._dataset))
             raise BadDataError(

@@ -51,7 +51,7 @@ def resolve_source(source: str) -> str:
         source: One of
 
             - a local folder with a ``config.json``,
-            - a local ``.gguf`` file,
+            - a local ``.gguf`` file (``pip install 'lrlhf[gguf]'``),
             - ``package:<module>[/<path>]``: a folder or a ``.gguf`` file inside an installed
               package; without a path the package's root folder or its only ``.gguf`` file,
             - a hub id, ``name`` or ``owner/name``.
@@ -157,6 +157,11 @@ def _path_in_package(source: str) -> Path:
 
 def _model_at(path: Path, source: str) -> Path:
     if path.suffix == ".gguf":
+        if importlib.util.find_spec("gguf") is None:
+            raise SourceError(
+                f"source {source!r} is a .gguf file; reading it needs the package gguf: "
+                "pip install 'lrlhf[gguf]'"
+            )
         return path
     if not path.is_dir():
         raise SourceError(f"source {source!r} is a file; give its folder, or a .gguf file.")
@@ -167,7 +172,7 @@ def _model_at(path: Path, source: str) -> Path:
             f"source {source!r} holds a LoRA adapter without its base model. Merge the adapter "
             "into the model first (peft: merge_and_unload), and give that folder."
         )
-    return _only_gguf(path, source)
+    return _model_at(_only_gguf(path, source), source)
 
 
 def _only_gguf(folder: Path, source: str) -> Path:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.functional.classification import binary_calibration_error
 from torchmetrics.utilities import dim_zero_cat
 
 from lrlhf.run import Collectives
@@ -211,7 +211,12 @@ def calibration_error(gaps: Float[Tensor, " N"]) -> Float[Tensor, ""]:
         return torch.full((), torch.nan)
     probabilities = torch.cat([gaps, -gaps]).sigmoid()
     targets = torch.cat([torch.ones_like(gaps), torch.zeros_like(gaps)]).long()
-    return binary_calibration_error(probabilities, targets, n_bins=_CALIBRATION_BINS)
+    # loads every metric of torchmetrics, which takes a second
+    classification = import_module("torchmetrics.functional.classification")
+    error: Tensor = classification.binary_calibration_error(
+        probabilities, targets, n_bins=_CALIBRATION_BINS
+    )
+    return error
 
 
 def pearson(x: Float[Tensor, " N"], y: Float[Tensor, " N"]) -> Float[Tensor, ""] | None:

@@ -1,0 +1,80 @@
+"""Refuses sections and options that nothing accepts, before the classes that they are for load."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import yaml
+
+from lrlhf.cli.config_files import ConfigFile, dotted, line_of, walk
+from lrlhf.cli.messages.errors import ConfigError, hint
+from lrlhf.cli.messages.familiar_names import FAMILIAR_NAMES, RENAMED_KEYS
+from lrlhf.cli.source_signatures import method_options, options_of
+
+_SECTIONS = {"seed_everything", "trainer", "model", "data"}
+_NO_OPTIONS = {"model", "train_dataloaders", "val_dataloaders", "dataloaders", "datamodule"}
+_OF_TRAINER = ("fit", "validate", "test", "predict")
+
+
+def check_names(files: Sequence[ConfigFile], command: str) -> None:
+    """Check the top of config files, and the options of lrlhf's own classes anywhere in them.
+
+    Raises:
+        ConfigError: One is not accepted; names file, line and what may have been meant.
+    """
+    for file in files:
+        if command in _OF_TRAINER:
+            _check_sections(file, command)
+        for keys, node in walk(file.root):
+            _check_options(file, keys, node)
+
+
+def _check_sections(file: ConfigFile, command: str) -> None:
+    accepted = _SECTIONS | (method_options("lrlhf.trainer", "Trainer", command) - _NO_OPTIONS)
+    for key, value in _entries(file.root):
+        if _first_name(key) not in accepted:
+            trail = [key, *_first_keys(value)]
+            named = dotted([step.value for step in trail])
+            where = f"{file.path}:{line_of(trail[-1])}: {named}"
+            raise ConfigError(f"{where}: no such option{_suggestion(key.value, accepted)}")
+
+
+def _check_options(file: ConfigFile, keys: tuple[str, ...], node: yaml.Node) -> None:
+    entry = {key.value: value for key, value in _entries(node)}
+    if "class_path" not in entry or "init_args" not in entry:
+        return
+    class_path = str(entry["class_path"].value)
+    accepted = options_of(class_path)
+    if accepted is None:
+        return
+    for key, _ in _entries(entry["init_args"]):
+        if _first_name(key) not in accepted:
+            where = f"{file.path}:{line_of(key)}: {dotted([*keys, 'init_args', key.value])}"
+            suggestion = _suggestion(key.value, accepted)
+            name = class_path.rpartition(".")[2]
+            raise ConfigError(f"{where}: {name} has no option '{key.value}'{suggestion}")
+
+
+def _suggestion(key: str, accepted: Collection[str]) -> str:
+    renamed = RENAMED_KEYS.get(key, "")
+    if "." in renamed or renamed in accepted:
+        return f"; did you mean '{renamed}', which took its place?"
+    if key in FAMILIAR_NAMES:
+        return f"; did you mean {FAMILIAR_NAMES[key]}?"
+    return hint(key, accepted)
+
+
+def _first_keys(node: yaml.Node) -> Iterator[yaml.Node]:
+    """The keys that lead to the first value of a mapping."""
+    for key, value in _entries(node)[:1]:
+        yield key
+        yield from _first_keys(value)
+
+
+def _first_name(key: yaml.Node) -> str:
+    """``policy`` of ``policy.source``, ``functions`` of ``functions+``."""
+    return str(key.value).partition(".")[0].rstrip("+")
+
+
+def _entries(node: yaml.Node) -> list[tuple[yaml.Node, yaml.Node]]:
+    return node.value if isinstance(node, yaml.MappingNode) else []

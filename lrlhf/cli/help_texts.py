@@ -1,0 +1,161 @@
+"""What ``lrlhf COMMAND --help`` shows: the options that most runs need, and the way to the rest.
+
+Nothing that imports torch may be imported here, see `lrlhf.__main__`.
+"""
+
+from __future__ import annotations
+
+_CONFIG = """\
+  --config FILE               what to run; a later FILE overrides an earlier one
+  --model.KEY VALUE           an option of the model, over what the files say
+  --data.KEY VALUE            an option of the data"""
+_CHECKPOINT = """\
+  --ckpt_path PATH            the checkpoint; last and best are those of the run's own folder"""
+_MORE = """\
+more:
+  lrlhf fit --model.help RLOO                    what a class accepts: RLOO, PPO, RewardModel,
+  lrlhf fit --data.help PromptDataModule         or the path of one of yours
+  lrlhf fit --trainer.callbacks.help KLControl
+  {everything:<46} every option of the command
+"""
+_EVALUATION = f"""\
+options:
+{_CONFIG}
+{_CHECKPOINT}
+  --trainer.limit_{{command}}_batches N
+                              stop after N batches
+
+{_MORE}"""
+
+_TEXTS = {
+    "fit": f"""\
+usage: lrlhf fit --config FILE [--config OVERLAY ...] [--KEY VALUE ...]
+
+Train a reward model or a policy.
+
+options:
+{_CONFIG}
+  --trainer.max_steps N       stop after N iterations
+  --trainer.default_root_dir DIR
+                              the folder of the run; runs/<name of the first FILE> unless given
+  --trainer.accelerator cpu, --trainer.devices 2, --trainer.strategy fsdp2
+                              where it runs
+  --ckpt_path last            continue where the run in this folder stopped; or the path of a
+                              checkpoint
+  --seed_everything N         the seed of everything random
+  --print_config              write every option and its value to standard output, and stop
+  --debug                     show tracebacks and what other libraries log
+
+examples:
+  lrlhf fit --config configs/quickstart.yaml
+  lrlhf fit --config configs/quickstart.yaml --trainer.max_steps 20 --model.optimizer.lr 1e-5
+  lrlhf fit --config configs/quickstart.yaml --ckpt_path last
+
+{_MORE}""",
+    "check": f"""\
+usage: lrlhf check --config FILE [the options of lrlhf fit]
+
+Look for mistakes in a config and its data, without loading weights.
+
+options:
+{_CONFIG}
+
+example:
+  lrlhf check --config configs/quickstart.yaml
+
+{_MORE}""",
+    "plan": f"""\
+usage: lrlhf plan --config FILE [--gpus N] [--gpu-memory GIB] [the options of lrlhf fit]
+
+Print the batch sizes, the steps and the memory of fit, without training.
+
+options:
+{_CONFIG}
+  --gpus N                    processes, whatever the config has
+  --gpu-memory GIB            memory of each GPU; marks what does not fit
+
+example:
+  lrlhf plan --config configs/quickstart.yaml --gpus 2
+
+{_MORE}""",
+    "validate": f"""\
+usage: lrlhf validate --config FILE [--ckpt_path PATH] [--KEY VALUE ...]
+
+Run the validation set once.
+
+{_EVALUATION.replace("limit_{command}", "limit_val")}""",
+    "test": f"""\
+usage: lrlhf test --config FILE [--ckpt_path PATH] [--KEY VALUE ...]
+
+Run the test set once.
+
+{_EVALUATION}""",
+    "predict": f"""\
+usage: lrlhf predict --config FILE [--ckpt_path PATH] [--KEY VALUE ...]
+
+Run the prediction set once.
+
+{_EVALUATION}""",
+    "export": f"""\
+usage: lrlhf export --ckpt_path PATH --output DIR --config FILE [the options of lrlhf fit]
+
+Write the model of a checkpoint as a folder that transformers loads.
+
+options:
+{_CONFIG}
+  --ckpt_path PATH            the checkpoint
+  --output DIR                the folder, which must not exist
+  --use_ema true              the averaged weights instead of the last ones
+
+{_MORE}""",
+    "convert": """\
+usage: lrlhf convert [--to {{sharded,full}}] SOURCE TARGET
+
+Turn a checkpoint's folder, as fsdp2 and DeepSpeed write it, into one file, or a file into a folder.
+Any strategy and number of processes resumes from both.
+
+options:
+  SOURCE                      checkpoint to read
+  TARGET                      checkpoint to write, which must not exist
+  --to FORM                   sharded or full; what SOURCE is not, unless given
+""",
+    "replay": f"""\
+usage: lrlhf replay DUMP [--config OVERLAY ...] [the options of lrlhf fit]
+
+Repeat the step of a dump, and show where it goes wrong. The exit status is 0 when it goes wrong
+again, 3 when it does not.
+
+options:
+  DUMP                        the folder that the run has written for the step
+{_CONFIG}
+
+{_MORE}""",
+    "serve-reward": """\
+usage: lrlhf serve-reward --model.source FOLDER [--KEY VALUE ...]
+
+Serve a reward model that RewardModel trained, or any reward function, over HTTP.
+
+options:
+  --config FILE               these options as YAML
+  --model.source FOLDER       a trained reward model
+  --reward CLASS              a reward function instead, with --reward.KEY VALUE
+  --host ADDRESS              address to listen at; 127.0.0.1 unless given
+  --port N                    8100 unless given
+  --token_env NAME            environment variable that holds the token of clients
+
+example:
+  lrlhf serve-reward --model.source runs/reward_text/export/final --port 8200
+
+more:
+  lrlhf serve-reward --reward.help NumericAnswer what a reward function accepts
+  lrlhf serve-reward --help.all                  every option of the command
+""",
+}
+
+
+def help_text(command: str) -> str | None:
+    """Return the short help of a command; None: its own help is short."""
+    text = _TEXTS.get(command)
+    if text is None:
+        return None
+    return text.format(command=command, everything=f"lrlhf {command} --help.all")

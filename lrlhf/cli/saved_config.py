@@ -1,0 +1,110 @@
+"""The config that a run saves, and the hyperparameters that its loggers get: without secrets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lrlhf.run.atomic import atomic_write
+from lrlhf.run.log_rows import hold_log_folders
+from lrlhf.run.run_folder import run_folder
+from lrlhf.secrets import HIDDEN, hide, is_secret_name
+
+_logger = logging.getLogger(__name__)
+
+
+def without_secrets(value: Any, *, secret: bool = False) -> Any:
+    """Copy a config, with ``***`` for the secrets in it.
+
+    Args:
+        value: Mappings, namespaces and lists are gone through; other objects stay what they are.
+        secret: Whether the whole value stands under the name of a secret.
+    """
+    if isinstance(value, Namespace):
+        items = without_secrets(vars(value), secret=secret)
+        return Namespace(**items)  # type: ignore[no-untyped-call]
+    if isinstance(value, Mapping):
+        items = {
+            key: without_secrets(
+                part, secret=(secret or is_secret_name(str(key))) and key != "class_path"
+            )
+            for key, part in value.items()
+        }
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+    if type(value) in (list, tuple):
+        return type(value)(without_secrets(item, secret=secret) for item in value)
+    # digits alone are a number in YAML; a short one is no password
+    long_number = isinstance(value, int) and value > 99_999
+    if secret and value and (isinstance(value, str) or long_number):
+        return HIDDEN
+    return hide(value) if isinstance(value, str) else value
+
+
+def hide_hyperparameters(*parts: object) -> None:
+    """Take the secrets out of the hyperparameters that loggers and checkpoints get."""
+    for part in parts:
+        if not isinstance(part, L.LightningModule | L.LightningDataModule) or not part.hparams:
+            continue
+        given = dict(part.hparams)
+        plain = without_secrets(given)
+        if any(_differences(given, plain, "")):
+            part._set_hparams(plain)
+            part._hparams_initial = deepcopy(part.hparams)  # type: ignore[union-attr]
+
+
+class SaveConfig(SaveConfigCallback):
+    """Saves the config of a run without its secrets.
+
+    Args:
+        parser: Of the command.
+        config: As it was read.
+        options: Of Lightning's callback.
+    """
+
+    def __init__(self, parser: LightningArgumentParser, config: Namespace, **options: Any) -> None:
+        shown = without_secrets(config)
+        if changed := list(_differences(config, shown, "")):
+            _logger.warning(
+                "%s: a secret; the saved config has %s there. Give it through the environment or a "
+                "file instead",
+                ", ".join(changed),
+                HIDDEN,
+            )
+        super().__init__(parser, shown, **options)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Write the file whole, once it is sure that the folder is not another run's."""
+        if self.already_saved:
+            return
+        if stage == "fit":
+            hold_log_folders(trainer)
+        folder = str(run_folder(trainer))
+        if "://" in trainer.default_root_dir:
+            super().setup(trainer, pl_module, stage)
+            return
+        if trainer.is_global_zero:
+            # the config of the training stays what it is when its checkpoints are evaluated
+            prefix = "" if stage == "fit" else f"{TrainerFn(stage).value}_"
+            with atomic_write(Path(folder) / f"{prefix}{self.config_filename}") as handle:
+                handle.write(self.parser.dump(self.config, skip_unset=False).encode())
+        self.already_saved = trainer.strategy.broadcast(True)
+
+
+def _differences(first: Any, second: Any, path: str) -> Iterator[str]:
+    if isinstance(first, Namespace | Mapping):
+        items = vars(first).items() if isinstance(first, Namespace) else first.items()
+        for key, value in items:
+            yield from _differences(value, second[key], f"{path}.{key}".lstrip("."))
+    elif isinstance(first, list | tuple):
+        for index, (one, other) in enumerate(zip(first, second, strict=True)):
+            yield from _differences(one, other, f"{path}[{index}]")
+    elif isinstance(first, str | int | float) and first != second:
+        yield path

@@ -1,0 +1,75 @@
+"""The first second of a command: reads its config files, says so, and loads what takes longer.
+
+Nothing that imports torch may be imported at the top of this file: a config that cannot be right
+is refused at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import version
+
+from lrlhf.cli.config_files import ConfigFile, read_config_files
+from lrlhf.cli.early_checks import check_names
+from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.cli.messages.secrets import remember_secrets
+from lrlhf.cli.messages.terminal import say_error
+from lrlhf.secrets import safe
+
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+_INTERRUPTED = 130
+
+
+def run(arguments: Sequence[str], *, debug: bool = False) -> int:
+    """Run one command of ``lrlhf``.
+
+    Args:
+        arguments: The command and its options, without ``--debug``.
+        debug: Show tracebacks, and what other libraries log.
+
+    Returns:
+        The exit status, see `lrlhf.__main__.main`.
+    """
+    try:
+        files = read_config_files(arguments)
+        remember_secrets(files, arguments)
+        check_names(files, arguments[0])
+        run_command = _load(files)
+    except ConfigError as error:
+        return say_error(error, str(error), status=2, show=debug)
+    except KeyboardInterrupt as error:
+        return say_error(error, "interrupted", status=_INTERRUPTED, show=debug)
+    return run_command(arguments, debug=debug)
+
+
+def _load(files: Sequence[ConfigFile]) -> Callable[..., int]:
+    """Import what runs commands: torch, Lightning, transformers and all of lrlhf."""
+    if "torch" in sys.modules:
+        return import_module("lrlhf.cli.application").run  # type: ignore[no-any-return]
+    if all(os.environ.get(name, "0") == "0" for name in _RANKS):
+        read = ", ".join(file.path for file in files)
+        sys.stderr.write(f"lrlhf {version('lrlhf')}: {f'read {safe(read)}; ' if read else ''}")
+        sys.stderr.write("loading torch ...\n")
+        sys.stderr.flush()
+    with _nothing_is_garbage():
+        return import_module("lrlhf.cli.application").run  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _nothing_is_garbage() -> Iterator[None]:
+    """Spare the garbage collector all that is made inside, now and for good.
+
+    Imports make a million objects that live as long as the process. To look through them again and
+    again took a third of the time of the imports, and a second more at the end of the process.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

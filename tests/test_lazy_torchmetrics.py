@@ -1,0 +1,109 @@
+"""torchmetrics loaded piece by piece is torchmetrics, whatever is asked of it and in which order.
+
+Each test starts programs, as a package is loaded once in a process, and is slow by that.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+# what it is before anyone has a hand in it: the names of the real package, and their homes
+DESCRIBE = """
+import sys, torchmetrics
+def home(value):
+    return getattr(value, "__module__", None), getattr(value, "__qualname__", repr(value))
+shown = {name: home(getattr(torchmetrics, name)) for name in dir(torchmetrics)
+         if name not in ("__builtins__", "__spec__", "__loader__", "__warningregistry__")}
+print(sorted(shown.items()))
+"""
+LOADED_WHOLE = 'print("torchmetrics.classification" in sys.modules)'
+
+
+def lines_of(code: str) -> list[str]:
+    """Run a program and return what it prints."""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_every_name_is_that_of_the_real_package() -> None:
+    assert lines_of("import lrlhf\n" + DESCRIBE) == lines_of(DESCRIBE)
+
+
+def test_lightning_and_the_metrics_of_a_run_load_three_modules_of_it() -> None:
+    loaded = lines_of(
+        "import lrlhf.modules, sys, torchmetrics\n"
+        "print([name for name in ('functional', 'classification', 'text', 'image')"
+        " if f'torchmetrics.{name}' in sys.modules])\n"
+        "print(type(torchmetrics).__name__, torchmetrics.Accuracy.__module__)\n"
+        "print(type(torchmetrics).__name__)\n" + "import sys; " + LOADED_WHOLE
+    )
+    assert loaded == [
+        "[]",
+        "_PiecemealPackage torchmetrics.classification.accuracy",
+        "module",
+        "True",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("statement", "value"),
+    [
+        ("import torchmetrics.functional as f", "f.accuracy.__module__.split('.')[0]"),
+        ("from torchmetrics.metric import Metric", "Metric.__name__"),
+        ("from torchmetrics import *", "Accuracy.__name__"),
+        ("import torchmetrics", "'Accuracy' in dir(torchmetrics)"),
+        ("import torchmetrics", "hasattr(torchmetrics, 'no_such_name')"),
+    ],
+)
+def test_any_kind_of_import_finds_what_it_asks_for(statement: str, value: str) -> None:
+    printed = lines_of(f"import lrlhf\n{statement}\nprint({value})")
+    expected = {
+        "f.accuracy.__module__.split('.')[0]": "torchmetrics",
+        "Metric.__name__": "Metric",
+        "Accuracy.__name__": "Accuracy",
+        "'Accuracy' in dir(torchmetrics)": "True",
+        "hasattr(torchmetrics, 'no_such_name')": "False",
+    }
+    assert printed == [expected[value]]
+
+
+@pytest.mark.slow
+def test_a_class_taken_early_is_the_one_of_the_whole_package() -> None:
+    printed = lines_of(
+        "import lrlhf, pickle\n"
+        "from torchmetrics import MeanMetric, Metric\n"
+        "early = MeanMetric(); early.update(3.0)\n"
+        "import torchmetrics; torchmetrics.Accuracy\n"
+        "late = pickle.loads(pickle.dumps(early))\n"
+        "print(torchmetrics.MeanMetric is MeanMetric, isinstance(late, torchmetrics.Metric))\n"
+        "print(float(late.compute()), issubclass(torchmetrics.Accuracy, Metric))\n"
+    )
+    assert printed == ["True True", "3.0 True"]
+
+
+@pytest.mark.slow
+def test_a_package_that_is_loaded_already_is_left_alone() -> None:
+    printed = lines_of(
+        "import torchmetrics\n"
+        "before = torchmetrics\n"
+        "import lrlhf, sys\n"
+        "print(sys.modules['torchmetrics'] is before, type(before).__name__)\n"
+    )
+    assert printed == ["True module"]
+
+
+def test_without_torchmetrics_nothing_takes_its_place() -> None:
+    printed = lines_of(
+        "import importlib.machinery as m, sys\n"
+        "find = m.PathFinder.find_spec\n"
+        "m.PathFinder.find_spec = classmethod(lambda cls, name, *rest: None if name == "
+        "'torchmetrics' else find(name, *rest))\n"
+        "import lrlhf\n"
+        "print('torchmetrics' in sys.modules)\n"
+    )
+    assert printed == ["False"]
