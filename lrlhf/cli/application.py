@@ -32,6 +32,7 @@ from lrlhf.cli.messages.endings import end, how_to_continue
 from lrlhf.cli.messages.errors import ConfigError, RefusedError, UserError, hint
 from lrlhf.cli.messages.output import configure_output
 from lrlhf.cli.messages.secrets import SaveConfig, hide_hyperparameters, remember_secrets
+from lrlhf.cli.model_flags import with_sources
 from lrlhf.cli.null_values import refuse_nulls
 from lrlhf.cli.parser import Parser
 from lrlhf.cli.plan_command import describe_run
@@ -289,7 +290,7 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
         # last, so that a file of the user's never takes the place of an installed module
         known = {str(Path(entry).absolute()) for entry in sys.path}
         sys.path += [folder for folder in folders_of_own_code(files) if folder not in known]
-        application(arguments)
+        application(with_sources(arguments, files))
     except BaseException as error:  # noqa: BLE001  the outermost frame: everything ends in one line
         return end(error, files, arguments, debug=debug)
     return 0
