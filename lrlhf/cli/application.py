@@ -158,8 +158,10 @@ class Planner(Application):
         )
 
     def before_instantiate_classes(self) -> None:
-        # the run may be meant for another machine, with other devices and files
-        check_strategy(self.config[self.subcommand].trainer)
+        # the run may be meant for another machine, with other devices and data
+        options = self.config[self.subcommand]
+        _check_checkpoint(options.ckpt_path)
+        check_strategy(options.trainer)
 
     def instantiate_classes(self) -> None:
         """Build nothing: the constructors would load weights."""

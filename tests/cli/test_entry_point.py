@@ -45,7 +45,7 @@ def test_help_names_every_command_and_there_is_a_version(
         (
             "--config",
             "error: no command '--config'; the command comes first: "
-            "lrlhf {fit,plan,validate,test,predict,export,replay,"
+            "lrlhf {fit,check,plan,validate,test,predict,export,replay,"
             "convert,serve-reward} --config ...\n",
         ),
     ],
