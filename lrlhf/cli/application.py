@@ -27,7 +27,7 @@ from lrlhf.cli.config_files import (
 )
 from lrlhf.cli.convert_command import convert
 from lrlhf.cli.export_command import export_checkpoint
-from lrlhf.cli.messages.causes import Progress
+from lrlhf.cli.messages.causes import Progress, blaming_user
 from lrlhf.cli.messages.endings import end, how_to_continue
 from lrlhf.cli.messages.errors import ConfigError, RefusedError, UserError, hint
 from lrlhf.cli.messages.output import configure_output
@@ -235,7 +235,8 @@ class Exporter(Application):
     def run_command(self, subcommand: str) -> None:
         options = self.config[subcommand]
         checkpoint, folder = Path(options["ckpt_path"]), Path(options["output"])
-        export_checkpoint(self.model, checkpoint, folder, use_ema=options["use_ema"])
+        with blaming_user():
+            export_checkpoint(self.model, checkpoint, folder, use_ema=options["use_ema"])
         sys.stdout.write(f"wrote {folder}\n")
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lrlhf.cli.messages.errors import UserError
 from lrlhf.rewards import RewardError
 from lrlhf.rewards.function import MissingColumnError
 
@@ -33,13 +36,9 @@ class Progress(L.Callback):
         """Tell whether an error that ended the run is about the config or what it names."""
         if self._trained:
             return isinstance(error, MissingColumnError)
-        if isinstance(error, _PATHS):
-            return self._batches == 0
-        if isinstance(error, RewardError) and not isinstance(error, MissingColumnError):
+        if isinstance(error, _PATHS) and self._batches:
             return False
-        about_input = isinstance(error, ValueError | ImportError | MisconfigurationException)
-        by_lightning = isinstance(error, ValueError) and raised_in(error).startswith("lightning.")
-        return about_input and (explains_itself(error) or by_lightning)
+        return _is_about_input(error)
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._batches += 1
@@ -51,6 +50,30 @@ class Progress(L.Callback):
         self._batches += 1
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+
+@contextlib.contextmanager
+def blaming_user() -> Iterator[None]:
+    """Hold errors of the body that are about the input for the user's.
+
+    Raises:
+        UserError: There was one.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _is_about_input(error):
+            raise UserError from error
+        raise
+
+
+def _is_about_input(error: Exception) -> bool:
+    if isinstance(error, RewardError) and not isinstance(error, MissingColumnError):
+        return False
+    if isinstance(error, ValueError) and raised_in(error).startswith("lightning."):
+        return True
+    kinds = (ValueError, ImportError, MisconfigurationException)
+    return isinstance(error, _PATHS) or (isinstance(error, kinds) and explains_itself(error))
 
 
 def explains_itself(error: BaseException) -> bool:
