@@ -11,6 +11,7 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lrlhf.cli.messages.errors import UserError
+from lrlhf.guard import TrainingDivergedError
 from lrlhf.rewards import RewardError
 from lrlhf.rewards.function import MissingColumnError
 
@@ -22,6 +23,9 @@ _PATHS = (
     PermissionError,
 )
 """About a path that does not fit; other errors of the system are about the machine."""
+
+_NO_INPUT = (RewardError, TrainingDivergedError)
+"""What a run comes to, although they are `ValueError`s."""
 
 
 class Progress(L.Callback):
@@ -68,7 +72,7 @@ def blaming_user() -> Iterator[None]:
 
 
 def _is_about_input(error: Exception) -> bool:
-    if isinstance(error, RewardError) and not isinstance(error, MissingColumnError):
+    if isinstance(error, _NO_INPUT) and not isinstance(error, MissingColumnError):
         return False
     if isinstance(error, ValueError) and raised_in(error).startswith("lightning."):
         return True
