@@ -123,7 +123,7 @@ class Application(Commands):
 
     def run_command(self, subcommand: str) -> None:
         progress = Progress()
-        self.trainer.callbacks.append(progress)
+        self.trainer.callbacks.append(progress)  # type: ignore[attr-defined]
         with answering_sigterm(self.trainer.strategy.launcher):
             try:
                 super().run_command(subcommand)

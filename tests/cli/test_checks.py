@@ -82,16 +82,16 @@ def test_check_says_what_it_looked_at_and_writes_nothing(
     assert out[0].startswith("run      1 steps on 1 process(es)")
     assert out[1] == "batches  2 prompts × 2 responses; 1 optimizer step(s) of 4 responses"
     assert "(llama, 256 tokens)" in out[2]
-    assert out[3] == ("data     train: the first 200 rows looked at, 200 can be used; columns gold")
+    assert out[3] == ("data     train: the first 100 rows looked at, 100 can be used; columns gold")
     assert out[4] == "rewards  read gold"
-    # one token per byte: "say 199"
-    assert out[5] == "lengths  the longest prompt looked at 7 + max_new_tokens 3, of 256 tokens"
+    # one token per byte: "say 99"
+    assert out[5] == "lengths  the longest prompt looked at 6 + max_new_tokens 3, of 256 tokens"
     assert out[6:] == ["found no mistake"]
     assert sorted(Path().rglob("*")) == before
 
 
 @pytest.mark.usefixtures("no_weights")
-@pytest.mark.parametrize(("new_tokens", "status"), [(249, 0), (250, 2)])
+@pytest.mark.parametrize(("new_tokens", "status"), [(250, 0), (251, 2)])
 def test_prompt_and_response_fill_the_context_and_no_more(
     model_folder: str, capsys: pytest.CaptureFixture[str], new_tokens: int, status: int
 ) -> None:
@@ -141,14 +141,14 @@ def test_what_only_the_run_can_tell_is_the_users_mistake_as_well(
 def test_the_first_rows_may_be_bad_where_others_are_good(
     model_folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [{"question": "?"}] * 150 + [{"prompt": "say"}] * 200
+    rows = [{"question": "?"}] * 50 + [{"prompt": "say"}] * 200
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = {"train": "rows.jsonl", "batch_size": 2, "max_bad_fraction": 0.5}
     _write(model_folder, data)
     assert run(["check", "--config", "run.yaml"]) == 0
-    assert "200 rows looked at, 50 can be used" in capsys.readouterr().out
+    assert "100 rows looked at, 50 can be used" in capsys.readouterr().out
     # of few rows all are seen, and the share of the bad ones is known
-    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows[100:180])))
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows[:80])))
     assert run(["check", "--config", "run.yaml"]) == 2
     assert "62.50%, more than max_bad_fraction=0.5" in capsys.readouterr().err
 

@@ -53,7 +53,11 @@ class Progress(L.Callback):
     def on_validation_batch_start(self, *_: Any) -> None:
         self._batches += 1
 
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    def on_test_batch_start(self, *_: Any) -> None:
+        self._batches += 1
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        self._batches += 1
 
 
 @contextlib.contextmanager

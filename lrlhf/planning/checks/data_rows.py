@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
-import datasets
 import lightning as L
+from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from lrlhf.datamodules import HubSource, Source, TextDataModule
 from lrlhf.datamodules.core import FirstRows
@@ -24,8 +24,7 @@ from lrlhf.rewards import RewardFunction
 from lrlhf.rewards.function import RESERVED
 from lrlhf.rewards.lookup import BUILTINS
 
-_OFFLINE = datasets.config.HF_HUB_OFFLINE
-ROWS = 200
+ROWS = 100
 """Rows of each source that are looked at."""
 _ENTRIES = ("train", "val", "pretraining")
 _ALWAYS = {*RESERVED, "images", "videos"}
@@ -74,7 +73,7 @@ def check_sources(data: Any) -> None:
         for given in _given_as_text(options.get(name)):
             try:
                 for source in resolve_source(given):
-                    if isinstance(source, HubSource) and _OFFLINE:
+                    if isinstance(source, HubSource) and HF_HUB_OFFLINE:
                         source.prepare()  # from the cache, or not at all
             except ValueError as error:
                 raise MistakeError(("data", name), str(error), value=given) from error
@@ -198,7 +197,7 @@ def _is_here(source: Any) -> bool:
     """Whether rows can be had at once: from files, or from a class of ours that makes them."""
     if isinstance(source, str):
         found: Sequence[Source] = resolve_source(source)
-        return _OFFLINE or not any(isinstance(one, HubSource) for one in found)
+        return HF_HUB_OFFLINE or not any(isinstance(one, HubSource) for one in found)
     kind = class_of(source)
     makes_them = is_ours(source) and kind is not None and issubclass(kind, Source)
     if not makes_them or getattr(kind, "prepare", None) is not Source.prepare:
