@@ -13,7 +13,7 @@ from lrlhf.models import CausalLM, PretrainedSpec, ScoreModel
 from lrlhf.models.loading.meta import model_config
 from lrlhf.models.loading.model_sources import converted_folder, locate
 from lrlhf.planning.checks.mistake import MistakeError
-from lrlhf.planning.config_entries import is_ours, options_of, spec_of
+from lrlhf.planning.config_entries import class_of, is_ours, options_of, spec_of
 
 _TRAINED: Mapping[str, type[PretrainedSpec]] = {"policy": CausalLM, "model": ScoreModel}
 """Options of the modules with what they train, and what a plain source is there."""
@@ -71,7 +71,9 @@ def check_models(model: Any) -> TrainedModel | None:
     trained = None
     for name, kind in _TRAINED.items():
         if options.get(name) is not None:
-            trained = _look_at(("model", name), spec_of(options[name], kind))
+            own = class_of(options[name]) if isinstance(options[name], Mapping) else None
+            spec = own if own is not None and issubclass(own, PretrainedSpec) else kind
+            trained = _look_at(("model", name), spec_of(options[name], spec))
     for group in _BESIDE:
         entry = options_of(options.get(group)).get("model")
         if entry is not None:
