@@ -79,8 +79,8 @@ def test_check_says_what_it_looked_at_and_writes_nothing(
     assert run(["check", "--config", "run.yaml"]) == 0
 
     out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith("run      1 steps on 1 process(es)")
-    assert out[1] == "batches  2 prompts × 2 responses; 1 optimizer step(s) of 4 responses"
+    assert out[0].startswith("run      1 step on 1 process: ")
+    assert out[1] == "batches  2 prompts × 2 responses; 1 optimizer step of 4 responses"
     assert "(llama, 256 tokens)" in out[2]
     assert out[3] == ("data     train: the first 100 rows looked at, 100 can be used; columns gold")
     assert out[4] == "rewards  read gold"

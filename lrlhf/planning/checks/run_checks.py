@@ -72,11 +72,12 @@ def check_run(
     ranks = processes(trainer)
     plan = check_sizes(model, data, ranks)
     steps = training_steps(trainer, "steps")
-    yield f"run      {_counted(steps.number)} on {ranks.number} process(es): {steps.origin}"
+    length = "an unknown number of steps" if steps.number is None else _count(steps.number, "step")
+    yield f"run      {length} on {_count(ranks.number or 1, 'process')}: {steps.origin}"
     if plan is not None:
         yield (
             f"batches  {plan.prompts} prompts × {plan.num_generations} responses; "
-            f"{plan.steps_per_iteration} optimizer step(s) of {plan.minibatch_size} responses"
+            f"{_count(plan.steps_per_iteration, 'optimizer step')} of {plan.minibatch_size} responses"
         )
     trained = check_models(model)
     if trained is not None:
@@ -97,8 +98,9 @@ def check_run(
         yield f"lengths  {check_context(model, data, trained, seen)}"
 
 
-def _counted(number: int | None) -> str:
-    return "an unknown number of steps" if number is None else f"{number} steps"
+def _count(number: int, what: str) -> str:
+    ending = "" if number == 1 else "es" if what.endswith("s") else "s"
+    return f"{number} {what}{ending}"
 
 
 def _of_rows(seen: LookedAt) -> Iterator[str]:
