@@ -91,6 +91,15 @@ def test_check_says_what_it_looked_at_and_writes_nothing(
 
 
 @pytest.mark.usefixtures("no_weights")
+def test_prompts_alone_are_not_enough_for_a_reward_that_reads_more(
+    model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write(model_folder, _questions(8), NEEDS_GOLD)
+    assert run(["check", "--config", "run.yaml"]) == 2
+    assert "reads the column 'gold'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(("new_tokens", "status"), [(250, 0), (251, 2)])
 def test_prompt_and_response_fill_the_context_and_no_more(
     model_folder: str, capsys: pytest.CaptureFixture[str], new_tokens: int, status: int

@@ -33,6 +33,7 @@ from lrlhf.planning.checks.trainer_options import (
     check_replaced,
     check_strategy,
 )
+from lrlhf.planning.config_entries import options_of
 from lrlhf.planning.trainer_sizes import processes, training_steps
 
 
@@ -75,9 +76,10 @@ def check_run(
     length = "an unknown number of steps" if steps.number is None else _count(steps.number, "step")
     yield f"run      {length} on {_count(ranks.number or 1, 'process')}: {steps.origin}"
     if plan is not None:
+        updates = _count(plan.steps_per_iteration, "optimizer step")
         yield (
-            f"batches  {plan.prompts} prompts × {plan.num_generations} responses; "
-            f"{_count(plan.steps_per_iteration, 'optimizer step')} of {plan.minibatch_size} responses"
+            f"batches  {plan.prompts} prompts × {plan.num_generations} responses; {updates} of "
+            f"{plan.minibatch_size} responses"
         )
     trained = check_models(model)
     if trained is not None:
@@ -91,7 +93,7 @@ def check_run(
         check_rows_per_batch(data, seen.train, ranks.number or 1)
         if trains:
             check_interval(trainer, data, seen.train, ranks.number or 1)
-        if seen.columns:
+        if "rewards" in options_of(model):
             read = check_reward_columns(model, seen.columns)
             yield f"rewards  read {', '.join(read) or 'no column'}"
     if trained is not None:
