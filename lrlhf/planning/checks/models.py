@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from lrlhf.media import MediaProcessor
-from lrlhf.models import CausalLM, PretrainedSpec, ScoreModel
+from lrlhf.models import CausalLM, PretrainedSpec, ScoreModel, load_config
 from lrlhf.models.loading.meta import model_config
 from lrlhf.models.loading.model_sources import converted_folder, locate
 from lrlhf.planning.checks.mistake import MistakeError
@@ -45,8 +47,8 @@ class TrainedModel:
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer; a GGUF file is not converted for it."""
-        found = locate(self.spec.source)
-        if isinstance(found, str) or found.suffix != ".gguf" or converted_folder(found).is_dir():
+        found = _unconverted(self.spec.source)
+        if found is None:
             return self.spec.load_tokenizer()
         read: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             found.parent, gguf_file=found.name
@@ -54,8 +56,8 @@ class TrainedModel:
         return read
 
     def processor(self) -> MediaProcessor | None:
-        """Load what reads images; None of a text model."""
-        loaded = self.spec.load_processor()
+        """Load what reads images; None of a text model, and of a GGUF file."""
+        loaded = None if _is_gguf(self.spec.source) else self.spec.load_processor()
         return None if loaded is None else MediaProcessor.of(loaded, self.config)
 
 
@@ -86,6 +88,8 @@ def check_models(model: Any) -> TrainedModel | None:
 def _look_at(key: tuple[str, ...], spec: PretrainedSpec) -> TrainedModel:
     _found(key, spec.source)
     try:
+        if _unconverted(spec.source) is None:
+            return TrainedModel(key, spec, load_config(spec.source, **spec.of_hub))
         return TrainedModel(key, spec, model_config(spec))
     except (ValueError, OSError) as error:
         raise MistakeError(key, str(error), value=spec.source) from error
@@ -96,6 +100,20 @@ def _found(key: tuple[str, ...], source: str) -> None:
         locate(source)
     except ValueError as error:
         raise MistakeError(key, str(error), value=source) from error
+
+
+def _is_gguf(source: str) -> bool:
+    found = locate(source)
+    return isinstance(found, Path) and found.suffix == ".gguf"
+
+
+@functools.cache
+def _unconverted(source: str) -> Path | None:
+    """Return the GGUF file of a source that no run has converted yet; None: it is none such."""
+    found = locate(source)
+    if isinstance(found, str) or found.suffix != ".gguf" or converted_folder(found).is_dir():
+        return None
+    return found
 
 
 def _source_of(entry: Any) -> str:

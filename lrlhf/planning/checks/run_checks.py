@@ -96,8 +96,8 @@ def check_run(
         if "rewards" in options_of(model):
             read = check_reward_columns(model, seen.columns)
             yield f"rewards  read {', '.join(read) or 'no column'}"
-    if trained is not None:
-        yield f"lengths  {check_context(model, data, trained, seen)}"
+    if trained is not None and (lengths := check_context(model, data, trained, seen)):
+        yield f"lengths  {lengths}"
 
 
 def _count(number: int, what: str) -> str:

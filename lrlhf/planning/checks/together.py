@@ -134,7 +134,7 @@ def check_context(model: Any, data: Any, trained: TrainedModel, seen: LookedAt |
     """Refuse texts that are longer than what the model was made for.
 
     Returns:
-        The lengths, in words.
+        The lengths, in words; nothing where they are not known.
     """
     sampling = options_of(options_of(model).get("sampling"))
     responses = sampling.get("max_new_tokens") or 0
@@ -142,7 +142,9 @@ def check_context(model: Any, data: Any, trained: TrainedModel, seen: LookedAt |
     tokens, origin = options_of(data).get(limit), f"data.{limit}"
     if tokens is None:
         what = "prompt" if sampling else "answer with its prompt"
-        tokens, origin = (seen.longest if seen else 0), f"the longest {what} looked at"
+        tokens, origin = (
+            (seen.longest, f"the longest {what} looked at") if seen else (1, "a prompt")
+        )
     added = f" and model.sampling.max_new_tokens is {responses}" if sampling else ""
     if trained.context is not None and tokens + responses > trained.context:
         key = ("model", "sampling", "max_new_tokens") if sampling else ("data", limit)
@@ -152,6 +154,8 @@ def check_context(model: Any, data: Any, trained: TrainedModel, seen: LookedAt |
             f"{trained.spec.source} reads at most {trained.context} tokens "
             f"(max_position_embeddings); {origin} is {tokens}{added}{together}",
         )
+    if seen is None and options_of(data).get(limit) is None:
+        return ""
     shown = f"{origin} {tokens}" + (f" + max_new_tokens {responses}" if sampling else "")
     return f"{shown}, of {trained.context or 'any number of'} tokens"
 
