@@ -183,10 +183,8 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     "val_before_train": "trainer.num_sanity_val_steps",
     "save_hf_ckpt": "trainer.callbacks: lrlhf.callbacks.HFExport",
     **dict.fromkeys(("output_dir", "save_path", "default_local_dir"), _FOLDER),
-    **dict.fromkeys(
-        ("num_train_epochs", "num_episodes", "total_epochs", "max_epochs"), "trainer.max_epochs"
-    ),
-    **dict.fromkeys(("max_steps", "total_training_steps"), "trainer.max_steps"),
+    **dict.fromkeys(("num_train_epochs", "num_episodes", "total_epochs"), "trainer.max_epochs"),
+    "total_training_steps": "trainer.max_steps",
     **dict.fromkeys(("bf16", "fp16", "mixed_precision"), "trainer.precision"),
     "seed": "seed_everything",
     "resume_from_checkpoint": "ckpt_path",
