@@ -16,6 +16,7 @@ from lrlhf.threads import spin_briefly
 
 COMMANDS = {
     "fit": "train a reward model or a policy",
+    "check": "look for mistakes in a config and its data, without loading weights",
     "plan": "print batch sizes, steps and memory of fit, without training",
     "validate": "run the validation set once",
     "test": "run the test set once",
@@ -39,6 +40,7 @@ examples:
   lrlhf fit --config configs/quickstart.yaml --trainer.max_steps 20 --model.optimizer.lr 1e-5
   lrlhf fit --config configs/quickstart.yaml --ckpt_path last     continue where it stopped
   lrlhf fit --config configs/quickstart.yaml --print_config       every option and its value
+  lrlhf check --config configs/quickstart.yaml                    what is wrong with a config
   lrlhf plan --config configs/quickstart.yaml                     what fit would do, in numbers
   lrlhf fit --model.help RLOO                                     what a class accepts
   lrlhf serve-reward --model.source runs/reward_text/export/final a reward model over HTTP

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
+from jsonargparse import Namespace
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
 import lrlhf.callbacks
@@ -26,16 +27,21 @@ from lrlhf.cli.config_files import (
 )
 from lrlhf.cli.convert_command import convert
 from lrlhf.cli.export_command import export_checkpoint
+from lrlhf.cli.messages.causes import Progress, blaming_user
 from lrlhf.cli.messages.endings import end, how_to_continue
-from lrlhf.cli.messages.errors import ConfigError, RefusedError, hint
+from lrlhf.cli.messages.errors import ConfigError, RefusedError, UserError, hint
 from lrlhf.cli.messages.output import configure_output
 from lrlhf.cli.messages.secrets import remember_secrets
+from lrlhf.cli.model_flags import with_sources
 from lrlhf.cli.null_values import refuse_nulls
 from lrlhf.cli.parser import Parser
 from lrlhf.cli.plan_command import describe_run
 from lrlhf.cli.replay_command import dump_and_options, show_replay
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.cli.serve_command import serve_reward
+from lrlhf.planning.checks.mistake import MistakeError
+from lrlhf.planning.checks.run_checks import check_run
+from lrlhf.planning.checks.trainer_options import check_strategy
 from lrlhf.run.lightning_internals import Commands
 from lrlhf.run.supervision.signals import answering_sigterm
 from lrlhf.trainer import Trainer
@@ -78,8 +84,34 @@ class Application(Commands):
             options.trainer.default_root_dir = _run_folder(self._arguments)
 
     def before_instantiate_classes(self) -> None:
-        _check_checkpoint(self.config[self.subcommand].get("ckpt_path"))
-        _check_strategy(self.config[self.subcommand].trainer.strategy)
+        # the other processes of a run have the same config
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]  # Lightning puts it there
+            for _ in self.findings():
+                pass
+
+    def findings(self) -> Iterator[str]:
+        """Check what is known before weights are loaded, and tell what was looked at.
+
+        Raises:
+            MistakeError: Something cannot work.
+            RefusedError: The data module refuses its options.
+        """
+        options = self.config[self.subcommand]
+        _check_checkpoint(options.get("ckpt_path"))
+        try:
+            trains = self.subcommand == "fit"
+            yield from check_run(options.as_dict(), self._data_module, trains=trains)
+        except MistakeError:
+            raise
+        except Exception as error:
+            raise RefusedError from error
+
+    def _data_module(self) -> L.LightningDataModule:
+        parser = Parser()
+        parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True)
+        data = Namespace(data=self.config[self.subcommand].data)  # type: ignore[no-untyped-call]
+        module: L.LightningDataModule = parser.instantiate_classes(data).data
+        return module
 
     def instantiate_classes(self) -> None:
         try:
@@ -91,18 +123,21 @@ class Application(Commands):
         hide_hyperparameters(self.model, self.datamodule)
 
     def run_command(self, subcommand: str) -> None:
+        progress = Progress()
+        self.trainer.callbacks.append(progress)  # type: ignore[attr-defined]
         with answering_sigterm(self.trainer.strategy.launcher):
             try:
                 super().run_command(subcommand)
             except BaseException as error:
                 if subcommand == "fit" and (note := how_to_continue(self.trainer)):
                     error.add_note(note)
+                if isinstance(error, Exception) and progress.blames_user(error):
+                    raise UserError from error
                 raise
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         if not self.trains:
             return L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-        _check_accelerator(self.config[self.subcommand].trainer.accelerator)
         return super().instantiate_trainer(**kwargs)
 
 
@@ -123,6 +158,12 @@ class Planner(Application):
             "--gpu-memory", type=float | None, help="GiB of each GPU; marks what does not fit"
         )
 
+    def before_instantiate_classes(self) -> None:
+        # the run may be meant for another machine, with other devices and data
+        options = self.config[self.subcommand]
+        _check_checkpoint(options.ckpt_path)
+        check_strategy(options.trainer)
+
     def instantiate_classes(self) -> None:
         """Build nothing: the constructors would load weights."""
 
@@ -133,6 +174,34 @@ class Planner(Application):
                 sys.stdout.flush()
         except ValueError as error:
             raise RefusedError from error
+
+
+class Checker(Application):
+    """Reads the config of ``fit`` and looks for mistakes; loads no weights and writes nothing.
+
+    Args:
+        arguments: Those of ``fit``, the command included.
+    """
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.usage = "lrlhf check [the options of lrlhf fit]"
+        parser.description = (
+            "Look for mistakes in a config, its files and the first rows of its data, as fit does "
+            "before it loads weights."
+        )
+
+    def before_instantiate_classes(self) -> None:
+        """Leave it to the command itself, which says what it looks at."""
+
+    def instantiate_classes(self) -> None:
+        """Build nothing: the constructors would load weights."""
+
+    def run_command(self, subcommand: str) -> None:
+        del subcommand
+        for finding in self.findings():
+            sys.stdout.write(f"{finding}\n")
+            sys.stdout.flush()
+        sys.stdout.write("found no mistake\n")
 
 
 class Exporter(Application):
@@ -162,12 +231,13 @@ class Exporter(Application):
                 f"ckpt_path: {options['ckpt_path']} is a word of fit; lrlhf export needs the path "
                 "of a checkpoint"
             )
-        super().before_instantiate_classes()
+        _check_checkpoint(options["ckpt_path"])
 
     def run_command(self, subcommand: str) -> None:
         options = self.config[subcommand]
         checkpoint, folder = Path(options["ckpt_path"]), Path(options["output"])
-        export_checkpoint(self.model, checkpoint, folder, use_ema=options["use_ema"])
+        with blaming_user():
+            export_checkpoint(self.model, checkpoint, folder, use_ema=options["use_ema"])
         sys.stdout.write(f"wrote {folder}\n")
 
 
@@ -224,7 +294,7 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
         # last, so that a file of the user's never takes the place of an installed module
         known = {str(Path(entry).absolute()) for entry in sys.path}
         sys.path += [folder for folder in folders_of_own_code(files) if folder not in known]
-        application(arguments)
+        application(with_sources(arguments, files))
     except BaseException as error:  # noqa: BLE001  the outermost frame: everything ends in one line
         return end(error, files, arguments, debug=debug)
     return 0
@@ -242,7 +312,7 @@ def _application(
     if command == "replay":
         folder, options = dump_and_options(options)
         return partial(Replayer, folder), ["fit", *options]
-    readers = {"plan": Planner, "export": Exporter}
+    readers = {"plan": Planner, "check": Checker, "export": Exporter}
     if command in readers:
         return readers[command], ["fit", *options]
     return Application, arguments
@@ -259,30 +329,5 @@ def _check_checkpoint(path: str | None) -> None:
     if path is None or path in _CHECKPOINT_WORDS or "://" in path or Path(path).exists():
         return
     siblings = [entry.name for entry in Path(path).parent.glob("*.ckpt")]
-    raise ConfigError(
-        f"ckpt_path: no file {path}{hint(Path(path).name, siblings, listed_as='there')}"
-    )
-
-
-def _check_accelerator(name: object) -> None:
-    """Refuse a GPU that is not there by the name of the option."""
-    has_mps = name == "gpu" and torch.backends.mps.is_available()
-    if name in {"gpu", "cuda"} and not torch.cuda.is_available() and not has_mps:
-        raise ConfigError(
-            f"trainer.accelerator: {name} is asked for, and torch finds none on this machine "
-            f"(torch {torch.__version__}); take cpu or auto, or install a torch for its GPU"
-        )
-
-
-def _check_strategy(strategy: object) -> None:
-    """Refuse Lightning's ways to split a module before it looks for the GPUs that they need."""
-    if not isinstance(strategy, str):
-        return
-    ours = {"fsdp": "fsdp2", "deepspeed": "deepspeed_zero2"}
-    ours |= {f"deepspeed_stage_{stage}": f"deepspeed_zero{stage}" for stage in (1, 2, 3)}
-    name = strategy.removesuffix("_cpu_offload").removesuffix("_offload")
-    if name in ours:
-        raise ConfigError(
-            f"trainer.strategy: {strategy} splits a module as one model with one optimizer; take "
-            f"{ours[name]}, which splits each trained model by itself (docs/distributed.md)"
-        )
+    near = hint(Path(path).name, siblings, listed_as="there")
+    raise MistakeError(("ckpt_path",), f"no file {path}{near}")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from lrlhf.cli.messages.causes import blaming_user
 from lrlhf.run.checkpoints.checkpoint_reader import is_folder_checkpoint
 from lrlhf.run.checkpoints.sharded_checkpoint import convert_checkpoint
 
@@ -16,8 +17,7 @@ def convert(arguments: Sequence[str]) -> None:
     """Run the command with its options.
 
     Raises:
-        FileExistsError: The target exists.
-        NotACheckpointError: The source is no checkpoint.
+        UserError: The target exists, or the source is no checkpoint.
     """
     parser = argparse.ArgumentParser(
         prog="lrlhf convert",
@@ -28,6 +28,7 @@ def convert(arguments: Sequence[str]) -> None:
     parser.add_argument("--to", choices=("sharded", "full"), help="default: what SOURCE is not")
     given = parser.parse_args(arguments)
     to: Literal["sharded", "full"]
-    to = given.to or ("full" if is_folder_checkpoint(given.source) else "sharded")
-    convert_checkpoint(given.source, given.target, to)
+    with blaming_user():
+        to = given.to or ("full" if is_folder_checkpoint(given.source) else "sharded")
+        convert_checkpoint(given.source, given.target, to)
     sys.stdout.write(f"wrote {given.target}\n")

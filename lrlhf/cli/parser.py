@@ -25,8 +25,13 @@ class Parser(LightningArgumentParser):
 
     A text given for an option of a class is never taken for the name of a config file: jsonargparse
     reads a file that is there, whatever it holds, wherever an option also takes an object
-    (``train: str | Source``), so that rows of a data set could name classes to import.
+    (``train: str | Source``), so that rows of a data set could name classes to import. Nor is the
+    beginning of an option taken for the option.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # the parsers of classes are made by jsonargparse, whose default allows it
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
 
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
         added: list[str] = super().add_class_arguments(*args, **{**kwargs, "sub_configs": False})

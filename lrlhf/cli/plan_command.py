@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jsonargparse import Namespace
 
-from lrlhf.functional.algorithms import ALGORITHMS, ALIASES, resolve_algorithm
 from lrlhf.modules import RewardModel, TrainingModule
-from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, plan_batches, table_of
-from lrlhf.planning.config_entries import class_of, is_a, options_of
+from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, table_of
+from lrlhf.planning.batch_sizes import has_batch_plan, planned_batches
+from lrlhf.planning.config_entries import is_a, options_of
 from lrlhf.planning.memory import memory_report
 from lrlhf.planning.trainer_sizes import processes, training_steps
 
@@ -44,8 +44,8 @@ def describe_run(config: Namespace) -> Iterator[str]:
         yield title + _pair_tables(batch_size, trainer, ranks)
         yield memory_report(sections, None, ranks.number or 1, device_size)
         return
-    elif "num_generations" in options and "update" in options:
-        plan = _batch_plan(batch_size, model, ranks)
+    elif has_batch_plan(options):
+        plan = planned_batches(batch_size, model, ranks)
         yield title + _iteration_tables(plan, trainer, ranks)
         if is_a(model, TrainingModule):
             yield memory_report(sections, plan, ranks.number or 1, device_size)
@@ -54,31 +54,6 @@ def describe_run(config: Namespace) -> Iterator[str]:
         reason = f"it is unknown how {model['class_path']} uses a batch"
     known = [ranks, training_steps(trainer, "training steps")]
     yield f"{title}{table_of('the run', known)}\n\nno batch plan: {reason}"
-
-
-def _batch_plan(batch_size: int, model: Mapping[str, Any], ranks: Quantity) -> BatchPlan:
-    options, owner = options_of(model), class_of(model)
-    default = getattr(owner, "default_minibatches", 1)
-    update, dynamic = options_of(options["update"]), options_of(options.get("dynamic_sampling"))
-    return plan_batches(
-        prompts_per_rank=batch_size,
-        num_generations=options["num_generations"],
-        world_size=ranks.number or 1,
-        minibatch_size=update["minibatch_size"],
-        num_iterations=update["num_iterations"],
-        num_minibatches=update.get("num_minibatches"),
-        default_minibatches=default,
-        kept_prompts=dynamic.get("prompts"),
-        beside=_sampled_beside(options),
-    )
-
-
-def _sampled_beside(options: Mapping[str, Any]) -> Iterable[str]:
-    algorithm = options.get("algorithm")
-    estimator = options_of(options.get("advantage")).get("estimator")
-    if algorithm is None and estimator in {*ALGORITHMS, *ALIASES}:
-        algorithm = estimator
-    return resolve_algorithm(algorithm).beside if isinstance(algorithm, str) else ()
 
 
 def _iteration_tables(plan: BatchPlan, trainer: Mapping[str, Any], ranks: Quantity) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import lightning as L
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from lrlhf.datamodules.loading.fetching import Fetching
 from lrlhf.datamodules.loading.loader import CHANGES, Companion, EvalLoader, Ranks, TrainLoader
 from lrlhf.datamodules.loading.order import BalancedOrder, GivenOrder, Order
-from lrlhf.datamodules.loading.sources import Entries, Row, components_of
+from lrlhf.datamodules.loading.sources import Component, Entries, Row, components_of
 from lrlhf.datamodules.loading.splits import Located, Split, Splits, ValidationData
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows
 
@@ -72,12 +73,29 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
         """
         components = components_of(entries)
         bad_rows = BadRows(what)
+        rows = self.read_rows(components, bad_rows)
+        bad_rows.check(max_bad_fraction)
+        return self.check(Split(components, rows), what)
+
+    def read_rows(
+        self, components: Sequence[Component], bad_rows: BadRows, *, limit: int | None = None
+    ) -> list[Located[RowT]]:
+        """Read the usable rows of every source, and count all of them.
+
+        Args:
+            components: The entries of the mixture.
+            bad_rows: Counts the rows, and those that cannot be used.
+            limit: Rows of each source to stop after; None: all.
+
+        Raises:
+            BadDataError: There are no rows.
+        """
         drafts: list[Located[DraftT]] = []
         for index, component in enumerate(components):
             # where there are several sources, the column keeps results apart
             added = {"source": component.name} if len(components) > 1 else {}
             for source in component.sources:
-                for number, row in enumerate(source.rows(), start=1):
+                for number, row in enumerate(islice(source.rows(), limit), start=1):
                     place = f"{source.name}:{number}"
                     bad_rows.total += 1
                     try:
@@ -98,9 +116,21 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
                 rows.append(Located(parsed.component, parsed.place, value))
         if bad_rows.total == 0:
             names = ", ".join(component.name for component in components)
-            raise BadDataError(f"the {what} data is empty: no rows in {names}")
-        bad_rows.check(max_bad_fraction)
-        return self.check(Split(components, rows), what)
+            raise BadDataError(f"the {bad_rows.what} data is empty: no rows in {names}")
+        return rows
+
+
+class FirstRows(NamedTuple, Generic[RowT]):
+    """The first rows of the train or the validation data."""
+
+    what: str
+    """What messages call the data, such as ``train``."""
+    rows: Sequence[RowT]
+    """Those that can be used."""
+    seen: int
+    """How many were read."""
+    complete: bool
+    """Whether these are all that there are."""
 
 
 class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
@@ -177,6 +207,34 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
         self._fetching: Fetching[RowT, BatchT] | None = None
         self._companion: Companion[BatchT] | None = None
         self._loader: TrainLoader[RowT, BatchT] | None = None
+
+    def first_rows(self, module: object, number: int) -> list[FirstRows[RowT]]:
+        """Read the first rows as a run would, without loading the others.
+
+        Args:
+            module: Has what the data takes from the module that it is used with, such as a
+                ``tokenizer``.
+            number: Rows of each source.
+
+        Returns:
+            Of the train data, and of validation data of its own.
+
+        Raises:
+            BadDataError: None of them can be used, or too many of all that there are.
+        """
+        kind = self._make_kind(cast("L.Trainer", _Beside(module)))
+        found = []
+        for what, entries in (("train", self._train), ("validation", self._validation.val)):
+            if entries is None:
+                continue
+            bad_rows, components = BadRows(what), components_of(entries)
+            rows = kind.read_rows(components, bad_rows, limit=number)
+            complete = bad_rows.total < number  # a source alone could have had more
+            bad_rows.refuse(self._max_bad_fraction if complete else 1.0)
+            found.append(
+                FirstRows(what, [row.value for row in rows], bad_rows.total, complete=complete)
+            )
+        return found
 
     def prepare_data(self) -> None:
         for entries in (self._train, self._validation.val, self._besides):
@@ -283,6 +341,15 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
         if len(costs) < rows:
             return order
         return BalancedOrder(order, costs, self._batch_size, world)
+
+
+class _Beside:
+    """Stands in for a trainer of one process, of which data modules ask for the module alone."""
+
+    distributed_sampler_kwargs = None
+
+    def __init__(self, module: object) -> None:
+        self.lightning_module = module
 
 
 def data_ranks(trainer: L.Trainer | None) -> Ranks:

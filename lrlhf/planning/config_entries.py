@@ -31,6 +31,12 @@ def is_a(entry: Any, base: type) -> bool:
     return found is not None and issubclass(found, base)
 
 
+def is_ours(entry: Any) -> bool:
+    """Whether an entry stands for a class of this library, whose constructor is known."""
+    found = class_of(entry)
+    return found is not None and found.__module__.startswith("lrlhf.")
+
+
 def spec_of(entry: str | Mapping[str, Any], cls: type[SpecT], **defaults: Any) -> SpecT:
     """Build the description of a model that a config gives: a source, or options.
 

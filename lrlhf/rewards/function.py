@@ -79,6 +79,10 @@ class RewardError(ValueError):
     """Rewards that cannot be used; a reward function may raise it to stop the run."""
 
 
+class MissingColumnError(RewardError):
+    """A reward function asks for a column that the data lacks."""
+
+
 class PartialValues(list[float | None]):
     """Values of which some are missing, or stand in for others, for a reason to be reported.
 
@@ -113,6 +117,17 @@ class RewardFunction(ABC):
 
     ends_by_itself: ClassVar[bool] = False
     """Its work ends, or has limits of its own: `Rewards` sets it none unless it is told to."""
+
+    @classmethod
+    def columns_read(cls, options: Mapping[str, Any]) -> Iterable[str]:
+        """Return the data columns that it cannot do without, beside those of its signature.
+
+        They are looked for before any weights are loaded.
+
+        Args:
+            options: What the constructor is called with, defaults left out or not.
+        """
+        return ()
 
     def prepare(self) -> None:  # noqa: B027  most functions have nothing to load
         """Load what is heavy; must be cheap when it is loaded already.
@@ -203,14 +218,14 @@ def column_of(columns: Mapping[str, Any], name: str, *, setting: str) -> Sequenc
         setting: The option that names it, for the error.
 
     Raises:
-        RewardError: The data has no such column.
+        MissingColumnError: The data has no such column.
     """
     if name in columns:
         values: Sequence[Any] = columns[name]
         return values
     data = [column for column in columns if column not in RESERVED]
     listed = ", ".join(sorted(data)) or "none"
-    raise RewardError(
+    raise MissingColumnError(
         f"the data has no column {name!r}{did_you_mean(name, data)} (columns: {listed}); set "
         f"{setting} to the column that holds it"
     )

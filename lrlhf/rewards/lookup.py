@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lrlhf.functional.names import import_function
-from lrlhf.rewards.function import RESERVED, RewardError, RewardFunction, did_you_mean
+from lrlhf.rewards.function import (
+    RESERVED,
+    MissingColumnError,
+    RewardError,
+    RewardFunction,
+    did_you_mean,
+)
 from lrlhf.rewards.functions.length_rewards import LengthPenalty, OverlongPenalty, RepetitionPenalty
 from lrlhf.rewards.functions.numeric_answer import NumericAnswer
 from lrlhf.rewards.functions.task_score import ReasoningGymScore
@@ -115,7 +121,7 @@ def chosen_arguments(
     for needed in _required(parameters):
         if needed not in available:
             columns = sorted(set(available) - set(RESERVED))
-            raise RewardError(
+            raise MissingColumnError(
                 f"reward function {name!r} takes an argument {needed!r}, and the data has no such "
                 f"column{did_you_mean(needed, available)} (columns: "
                 f"{', '.join(columns) or 'none'}; always there: {', '.join(RESERVED)})"

@@ -249,7 +249,7 @@ class Rewards:
         """Return the values of a function, NaN where there is none, and what went wrong."""
         name, error = entry.bound.name, outcome.error
         if isinstance(error, RewardError):
-            raise RewardError(f"reward function {name!r}: {error}") from error
+            raise type(error)(f"reward function {name!r}: {error}") from error
         if error is not None:
             self._count(name, 1.0)
             return [math.nan] * len(entry.rows), _explain(error)

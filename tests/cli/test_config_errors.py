@@ -69,9 +69,9 @@ quickly | unexpected argument 'quickly'
 --config toi.yaml | toi.yaml: no such file; did you mean 'toy.yaml'?
 --config . | .: is a folder; --config wants a YAML file
 --config overlay.yaml | overlay.yaml:2: trainer.max_steps: expected an integer, got 'soon'
---ckpt_path stp-20.ckpt | ckpt_path: no file stp-20.ckpt; did you mean 'step-20.ckpt'?
---trainer.strategy=fsdp_cpu_offload | trainer.strategy: fsdp_cpu_offload splits a module as one model with one optimizer; take fsdp2, which splits each trained model by itself (docs/distributed.md)
---trainer.strategy=deepspeed_stage_3_offload | trainer.strategy: deepspeed_stage_3_offload splits a module as one model with one optimizer; take deepspeed_zero3, which splits each trained model by itself (docs/distributed.md)
+--ckpt_path stp-20.ckpt | command line: --ckpt_path: no file stp-20.ckpt; did you mean 'step-20.ckpt'?
+--trainer.strategy=fsdp_cpu_offload | command line: --trainer.strategy: fsdp_cpu_offload splits a module as one model with one optimizer; take fsdp2, which splits each trained model by itself (docs/distributed.md)
+--trainer.strategy=deepspeed_stage_3_offload | command line: --trainer.strategy: deepspeed_stage_3_offload splits a module as one model with one optimizer; take deepspeed_zero3, which splits each trained model by itself (docs/distributed.md)
 """  # noqa: E501
 
 

@@ -191,7 +191,7 @@ def test_convert_says_in_one_line_what_is_wrong(capsys: pytest.CaptureFixture[st
         ("text.ckpt", "new.ckpt", "text.ckpt is damaged: it is a file of another kind"),
         ("good.ckpt", "text.ckpt", "text.ckpt exists; choose another name"),
     ):
-        assert run(["convert", source, target]) == 1
+        assert run(["convert", source, target]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"error: {complaint}")
     assert not Path("new.ckpt").exists()

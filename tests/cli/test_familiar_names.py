@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 
-from lrlhf.callbacks import KLControl, RLCheckpoint
+import lrlhf.callbacks
 from lrlhf.cli import run
 from lrlhf.cli.messages.familiar_names import FAMILIAR_NAMES
 from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
@@ -69,7 +69,7 @@ def test_the_option_of_an_answer_exists(answer: str) -> None:
     for path in named:
         assert _exists(path), path
     for callback in re.findall(r"lrlhf\.callbacks\.(\w+)", answer):
-        assert callback in {KLControl.__name__, RLCheckpoint.__name__}
+        assert callback in lrlhf.callbacks.__all__
 
 
 @pytest.mark.parametrize(

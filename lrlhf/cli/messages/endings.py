@@ -12,10 +12,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lrlhf.cli.config_files import ConfigFile, folders_of_own_code
-from lrlhf.cli.messages.complaints import read_complaint
-from lrlhf.cli.messages.errors import ConfigError, RefusedError, ValidationError
+from lrlhf.cli.messages.causes import explains_itself, raised_in
+from lrlhf.cli.messages.complaints import Complaint, read_complaint
+from lrlhf.cli.messages.errors import ConfigError, RefusedError, UserError, ValidationError
 from lrlhf.cli.messages.locations import locate, locate_refusal
 from lrlhf.cli.messages.terminal import say_error as _end
+from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.run.supervision.signals import Terminated
 
 
@@ -34,33 +36,41 @@ def end(
 ) -> int:
     """Say what ended a command, with ``debug`` by a traceback too, and return the exit status."""
     match error:
-        case ValidationError():
-            text = _invalid(error, files, arguments)
-            return _end(error, text + _searched(text, files), status=2, show=debug)
+        case ConfigError() | MistakeError():
+            return _end(error, _described(error, files, arguments), status=2, show=debug)
         case RefusedError():
             return _end_refused(error, files, arguments, debug=debug)
-        case ConfigError():
-            return _end(error, str(error), status=2, show=debug)
-        case Terminated(interrupted=True):
+        case UserError():
+            return _end_late(error, files, arguments, debug=debug)
+        # the second is what Lightning makes of an interrupt
+        case (
+            Terminated(interrupted=True)
+            | SystemExit(__context__=KeyboardInterrupt())
+            | KeyboardInterrupt()
+        ):
             return _end(error, "interrupted", status=130, show=debug)
         case SIGTERMException():
             return _end(error, "terminated", status=143, show=debug)
-        case SystemExit(__context__=KeyboardInterrupt()):  # what Lightning makes of an interrupt
-            return _end(error, "interrupted", status=130, show=debug)
         case SystemExit():
             return error.code if isinstance(error.code, int) else 0
-        case KeyboardInterrupt():
-            return _end(error, "interrupted", status=130, show=debug)
-    if _explains_itself(error):
+    if explains_itself(error):
         return _end(error, str(error), status=1, show=debug)
     return _end_unexpected(error)
 
 
-def _invalid(error: Exception, files: Sequence[ConfigFile], arguments: Sequence[str]) -> str:
-    """Say file, line, dotted key and what is wrong there."""
+def _described(
+    error: ConfigError | MistakeError, files: Sequence[ConfigFile], arguments: Sequence[str]
+) -> str:
+    """Say file, line, dotted key and what is wrong there, as far as the message does not."""
+    if isinstance(error, MistakeError):
+        complaint = Complaint(path=error.key, sentence=str(error), value=error.value)
+        return located(str(error), *locate(complaint, files, arguments))
+    if not isinstance(error, ValidationError):
+        return str(error)
     # a missing group is reported as `fit.model`, one that is there as `model`
     complaint = read_complaint(str(error).replace(f" {arguments[0]}.", " "))
     text = located(str(complaint), *locate(complaint, files, arguments))
+    text += _searched(text, files)
     return text if files else f"{text} (a YAML file is given with --config)"
 
 
@@ -101,26 +111,22 @@ def _end_refused(
     return _end(error, text, status=2, show=debug)
 
 
+def _end_late(
+    error: UserError, files: Sequence[ConfigFile], arguments: Sequence[str], *, debug: bool
+) -> int:
+    """End because of what the user wrote, which only came up in the run."""
+    cause = error.__cause__
+    assert cause is not None
+    text = str(cause).strip()
+    place = locate_refusal(text.partition("\n")[0], [], files, arguments)
+    text = located(text, *place) + _searched(text, files)
+    return _end(cause, text, status=2, show=debug)
+
+
 def _is_about_arguments(error: BaseException) -> bool:
     if isinstance(error, TypeError):  # the call itself failed, nothing inside the constructor
-        return _raised_in(error).startswith("jsonargparse.")
+        return raised_in(error).startswith("jsonargparse.")
     return isinstance(error, ValueError | OSError | ImportError | MisconfigurationException)
-
-
-def _explains_itself(error: BaseException) -> bool:
-    """Whether the message of an error during a run is for the user."""
-    if isinstance(error, OSError | MisconfigurationException):
-        return True
-    modules = [type(error).__module__]
-    if isinstance(error, ValueError | ImportError):
-        modules.append(_raised_in(error))
-    return any(name.startswith("lrlhf.") for name in modules)
-
-
-def _raised_in(error: BaseException) -> str:
-    """Name of the module whose code raised."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return str(frames[-1].f_globals.get("__name__", ""))
 
 
 def _end_unexpected(error: BaseException) -> int:

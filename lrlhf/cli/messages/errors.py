@@ -16,6 +16,10 @@ class ValidationError(ConfigError):
     """A config that does not fit; the message is still the parser's nested report."""
 
 
+class UserError(Exception):
+    """The cause, which came up in a run, is about what the user wrote."""
+
+
 class RefusedError(Exception):
     """A class of the config refused its arguments; the cause is what jsonargparse reported."""
 
@@ -28,6 +32,10 @@ def hint(word: str, accepted: Iterable[str], *, listed_as: str = "accepted") -> 
         are few, else nothing.
     """
     words = sorted(set(accepted))
+    # what is abbreviated has little in common with the whole
+    begun = [one for one in words if len(word) > 2 and one.startswith(word)]
+    if len(begun) == 1:
+        return f"; did you mean '{begun[0]}'?"
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     if close:
         return f"; did you mean '{close[0]}'?"

@@ -52,6 +52,7 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_betas"), "model.optimizer.betas"),
     "adam_epsilon": "model.optimizer.eps",
     "optim": "model.optimizer.optimizer_class",
+    "freezing_actor_steps": "model.update.freeze_steps",
     **dict.fromkeys(("max_grad_norm", "max_norm", "grad_clip", "gradient_clip"), _CLIP_NORM),
     # sampling
     **dict.fromkeys(
@@ -72,6 +73,7 @@ FAMILIAR_NAMES: Mapping[str, str] = {
         "model.engine (overlays in configs/engine)",
     ),
     "vllm_gpu_memory_utilization": "model.engine.init_args.gpu_memory_utilization",
+    "gpu_memory_utilization": "model.engine.init_args.gpu_memory_utilization",
     # update
     **dict.fromkeys(("num_iterations", "num_ppo_epochs", "ppo_epochs"), _UPDATE + "num_iterations"),
     **dict.fromkeys(("num_mini_batches", "steps_per_generation"), _UPDATE + "num_minibatches"),
@@ -83,6 +85,10 @@ FAMILIAR_NAMES: Mapping[str, str] = {
             "ppo_micro_batch_size_per_gpu",
             "ppo_max_token_len_per_gpu",
             "max_tokens_per_gpu",
+            "micro_rollout_batch_size",
+            "log_prob_micro_batch_size_per_gpu",
+            "use_dynamic_bsz",
+            "packing_samples",
         ),
         _MICRO,
     ),
@@ -116,14 +122,26 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("critic_pretrain", "value_model"), "model.critic.model"),
     **dict.fromkeys(("peft_config", "use_peft", "lora_r", "lora_rank", "lora_alpha"), _LORA),
     **dict.fromkeys(("torch_dtype", "dtype"), "model.policy.init_args.dtype"),
-    "attn_implementation": "model.policy.init_args.attn_implementation",
+    **dict.fromkeys(
+        ("attn_implementation", "flash_attn"), "model.policy.init_args.attn_implementation"
+    ),
+    "load_in_4bit": "model.policy.init_args.quantization",
+    "disable_dropout": "model.policy.init_args.dropout",
+    "trust_remote_code": "model.policy.init_args.trust_remote_code",
     **dict.fromkeys(
         ("gradient_checkpointing", "enable_gradient_checkpointing"),
         "model.policy.init_args.gradient_checkpointing",
     ),
     # rewards
     **dict.fromkeys(
-        ("reward_funcs", "reward_model_path", "reward_pretrain", "remote_rm_url", "reward_fn"),
+        (
+            "reward_funcs",
+            "reward_model",
+            "reward_model_path",
+            "reward_pretrain",
+            "remote_rm_url",
+            "reward_fn",
+        ),
         _REWARDS,
     ),
     "reward_weights": "model.rewards.init_args.weights",
@@ -131,22 +149,53 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("train_dataset", "dataset_name", "prompt_data", "train_files"), "data.train"),
     **dict.fromkeys(("eval_dataset", "test_dataset", "val_files"), "data.val"),
     **dict.fromkeys(
-        ("per_device_train_batch_size", "rollout_batch_size", "train_batch_size"), _BATCH
+        (
+            "per_device_train_batch_size",
+            "rollout_batch_size",
+            "train_batch_size",
+            "generation_batch_size",
+        ),
+        _BATCH,
     ),
     "per_device_eval_batch_size": "data.val_batch_size",
     **dict.fromkeys(("input_key", "prompt_key"), "data.prompt_column"),
-    "dataloader_num_workers": "data.num_workers",
+    **dict.fromkeys(("dataloader_num_workers", "dataset_num_proc"), "data.num_workers"),
+    "shuffle_dataset": "data.shuffle",
+    "max_length": "data.max_tokens (of prompts data.max_prompt_tokens)",
+    "max_samples": "trainer.limit_train_batches",
+    "chat_template_path": "data.chat_template",
+    "apply_chat_template": "data.as_chat",
+    "system_prompt": "data.system_prompt",
     # the run
-    **dict.fromkeys(("report_to", "use_wandb", "wandb_project"), "trainer.logger"),
-    "run_name": "trainer.logger.init_args.name",
-    "logging_steps": "trainer.log_every_n_steps",
     **dict.fromkeys(
-        ("save_steps", "save_freq", "save_total_limit", "save_strategy"),
+        ("report_to", "use_wandb", "wandb_project", "project_name", "logging_dir"),
+        "trainer.logger",
+    ),
+    **dict.fromkeys(
+        ("run_name", "wandb_run_name", "experiment_name"), "trainer.logger.init_args.name"
+    ),
+    **dict.fromkeys(("logging_steps", "logging_strategy"), "trainer.log_every_n_steps"),
+    **dict.fromkeys(
+        ("log_completions", "num_completions_to_print"),
+        "trainer.callbacks: lrlhf.callbacks.RolloutLog",
+    ),
+    **dict.fromkeys(
+        (
+            "save_steps",
+            "save_freq",
+            "save_total_limit",
+            "save_strategy",
+            "metric_for_best_model",
+            "load_best_model_at_end",
+        ),
         "trainer.callbacks: lrlhf.callbacks.RLCheckpoint",
     ),
     **dict.fromkeys(("eval_steps", "eval_strategy", "test_freq"), "trainer.val_check_interval"),
+    "val_before_train": "trainer.num_sanity_val_steps",
+    "save_hf_ckpt": "trainer.callbacks: lrlhf.callbacks.HFExport",
     **dict.fromkeys(("output_dir", "save_path", "default_local_dir"), _FOLDER),
     **dict.fromkeys(("num_train_epochs", "num_episodes", "total_epochs"), "trainer.max_epochs"),
+    "total_training_steps": "trainer.max_steps",
     **dict.fromkeys(("bf16", "fp16", "mixed_precision"), "trainer.precision"),
     "seed": "seed_everything",
     "resume_from_checkpoint": "ckpt_path",

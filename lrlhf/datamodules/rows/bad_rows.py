@@ -74,8 +74,18 @@ class BadRows:
 
     def check(self, max_fraction: float) -> None:
         """Report the bad rows once, or raise `BadDataError` if too many are bad or none is left."""
+        self.refuse(max_fraction)
+        if self.count:
+            head = f"{self._head} and are left out"
+            rank_zero_only(logger.warning)("%s:\n%s", head, self.table())
+        else:
+            message = "all %d rows of the %s data can be used"
+            rank_zero_only(logger.info)(message, self.total, self.what)
+
+    def refuse(self, max_fraction: float) -> None:
+        """Raise `BadDataError` if too many rows are bad or none is left."""
         share = self.count / self.total
-        head = f"{self.count} of {self.total} rows of the {self.what} data cannot be used"
+        head = self._head
         if self.count == self.total:
             alike = f": {next(iter(self._counts))}" if len(self._counts) == 1 else ""
             raise BadDataError(f"no usable rows: {head}{alike}.\n{self.table()}\n{self._advice()}")
@@ -86,11 +96,10 @@ class BadRows:
                 f"{self.table()}\n{self._advice()}"
                 f"Or raise max_bad_fraction to {enough:g} or more to leave these rows out."
             )
-        if self.count:
-            rank_zero_only(logger.warning)("%s and are left out:\n%s", head, self.table())
-        else:
-            message = "all %d rows of the %s data can be used"
-            rank_zero_only(logger.info)(message, self.total, self.what)
+
+    @property
+    def _head(self) -> str:
+        return f"{self.count} of {self.total} rows of the {self.what} data cannot be used"
 
     def _advice(self) -> str:
         remedies = list(dict.fromkeys(self._remedies.values()))

@@ -32,7 +32,7 @@ def skeleton(
     Raises:
         ValueError: The source leads to no config, or an option does not fit the model.
     """
-    config = _config(spec)
+    config = model_config(spec)
     attention = spec.attn_implementation
     if attention is not None and attention.startswith("flash"):
         attention = "sdpa"  # keeps the same tensors for the backward pass, and is always there
@@ -53,7 +53,7 @@ def skeleton(
         return finish_for_training(model, spec, trainable=trainable, task_type=task)
 
 
-def _config(spec: PretrainedSpec) -> PreTrainedConfig:
+def model_config(spec: PretrainedSpec) -> PreTrainedConfig:
     """Load the config of a model; a GGUF file is not converted for it."""
     found = locate(spec.source)
     config: PreTrainedConfig

@@ -66,7 +66,7 @@ def resolve_source(source: str) -> str:
     """
     found = locate(source)
     if isinstance(found, Path) and found.suffix == ".gguf":
-        found = _converted_folder(found)
+        found = _converted(found)
     return str(found)
 
 
@@ -191,25 +191,33 @@ def _nearest_sibling(path: Path) -> str:
     return f" Near matches in {path.parent}: {', '.join(near)}." if near else ""
 
 
-def _converted_folder(file: Path) -> Path:
-    """Return the model folder made of a GGUF file, converting it if that was not done before.
+def converted_folder(file: Path) -> Path:
+    """Return where the model folder of a GGUF file is, or will be once it is converted.
 
-    The folder holds bfloat16 safetensors, the tokenizer with its chat template, and a generation
-    config. It appears by one rename, so it is complete or absent, and a lock keeps two processes
-    from converting at the same time. Its name carries a hash of the file's content.
+    Raises:
+        ValueError: The file is no GGUF file.
     """
-    parent = cache_dir() / "models"
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
             raise ValueError(f"{file} is not a GGUF file: it does not start with 'GGUF'.")
         stream.seek(0)
         digest = hashlib.file_digest(stream, "sha256")
     digest.update(_GGUF_LAYOUT)
-    folder = parent / f"{file.stem}-{digest.hexdigest()[:12]}"
+    return cache_dir() / "models" / f"{file.stem}-{digest.hexdigest()[:12]}"
+
+
+def _converted(file: Path) -> Path:
+    """Return the model folder made of a GGUF file, converting it if that was not done before.
+
+    The folder holds bfloat16 safetensors, the tokenizer with its chat template, and a generation
+    config. It appears by one rename, so it is complete or absent, and a lock keeps two processes
+    from converting at the same time. Its name carries a hash of the file's content.
+    """
+    folder = converted_folder(file)
     if folder.is_dir():
         return folder
-    parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(parent / f".{folder.name}.lock"):
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.parent / f".{folder.name}.lock"):
         if not folder.is_dir():  # another process may have made it while this one waited
             _convert_atomically(file, folder)
     return folder

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -65,6 +65,10 @@ class NumericAnswer(RewardFunction):
             notations; false: never. Without it, answers that are no numbers give no score.
         timeout: Seconds that comparing one response with ``math-verify`` may take.
     """
+
+    @classmethod
+    def columns_read(cls, options: Mapping[str, Any]) -> Iterable[str]:
+        return (str(options.get("answer_column", "answer")),)
 
     def __init__(
         self,

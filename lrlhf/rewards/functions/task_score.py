@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lrlhf.rewards.function import (
@@ -19,6 +19,7 @@ from lrlhf.rewards.function import (
 from lrlhf.rewards.functions.one_by_one import TextPattern, judged, shared
 
 _SCORERS = "task_scorers.py:score"
+_COLUMNS = ("question", "answer", "metadata")
 
 
 class ReasoningGymScore(RewardFunction):
@@ -37,6 +38,10 @@ class ReasoningGymScore(RewardFunction):
             if it has one) is the answer. Without a match there is no answer.
         timeout: Seconds that the task's scorer may take for one response.
     """
+
+    @classmethod
+    def columns_read(cls, options: Mapping[str, Any]) -> Iterable[str]:
+        return _COLUMNS
 
     def __init__(
         self, strict: bool = False, extract: str | None = None, timeout: float = 10.0
@@ -57,10 +62,7 @@ class ReasoningGymScore(RewardFunction):
     def __call__(
         self, *, completions: Sequence[Completion], log_metric: LogMetric, **columns: Any
     ) -> list[float | None]:
-        data = {
-            name: column_of(columns, name, setting="the data's source")
-            for name in ("question", "answer", "metadata")
-        }
+        data = {name: column_of(columns, name, setting="the data's source") for name in _COLUMNS}
         entries = [
             {name: values[row] for name, values in data.items()} for row in range(len(completions))
         ]

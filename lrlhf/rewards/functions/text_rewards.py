@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lrlhf.rewards.function import Completion, RewardFunction, column_of, completion_text
@@ -21,6 +21,10 @@ class ExactMatch(RewardFunction):
         extract: Regular expression; what its last match in the response holds (its first group,
             if it has one) is compared instead of the whole response. Without a match: 0.
     """
+
+    @classmethod
+    def columns_read(cls, options: Mapping[str, Any]) -> Iterable[str]:
+        return (str(options.get("answer_column", "answer")),)
 
     def __init__(
         self, answer_column: str = "answer", normalize: bool = True, extract: str | None = None

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -109,6 +109,11 @@ class RemoteReward(CopiesStartAfresh):
 
     ends_by_itself: ClassVar[bool] = True
     _not_copied = ("_services", "_ready")
+
+    @classmethod
+    def columns_read(cls, options: Mapping[str, Any]) -> Iterable[str]:
+        columns: Mapping[str, str] | Sequence[str] = options.get("columns") or ()
+        return columns.values() if isinstance(columns, Mapping) else columns
 
     def __init__(  # noqa: PLR0913  the keys of a user's config
         self,

@@ -1,0 +1,206 @@
+"""The first rows of the data, read as the run would read them."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Protocol, runtime_checkable
+
+import lightning as L
+from huggingface_hub.constants import HF_HUB_OFFLINE
+
+from lrlhf.datamodules import HubSource, Source, TextDataModule
+from lrlhf.datamodules.core import FirstRows
+from lrlhf.datamodules.loading.sources import resolve_source
+from lrlhf.functional.names import import_value
+from lrlhf.planning.checks.mistake import MistakeError
+from lrlhf.planning.checks.models import TrainedModel
+from lrlhf.planning.config_entries import class_of, is_a, is_ours, options_of
+from lrlhf.rewards import RewardFunction
+from lrlhf.rewards.function import RESERVED
+from lrlhf.rewards.lookup import BUILTINS
+
+ROWS = 100
+"""Rows of each source that are looked at."""
+_ENTRIES = ("train", "val", "pretraining")
+_ALWAYS = {*RESERVED, "images", "videos"}
+"""What a reward function may ask for that is no column of the data."""
+
+
+@runtime_checkable
+class _PromptLike(Protocol):
+    @property
+    def columns(self) -> Mapping[str, Any]: ...
+
+
+class _TokensLike(Protocol):
+    @property
+    def input_ids(self) -> Sequence[int]: ...
+
+
+@runtime_checkable
+class _HasTexts(Protocol):
+    @property
+    def texts(self) -> Iterable[_TokensLike]: ...
+
+
+@dataclass(frozen=True)
+class LookedAt:
+    """What the first rows tell."""
+
+    splits: Sequence[FirstRows[Any]]
+    columns: frozenset[str]
+    """What rewards get beside prompts and responses; empty for pairs."""
+    longest: int
+    """Tokens of the longest prompt, or of the longest answer with its prompt."""
+
+    @property
+    def train(self) -> FirstRows[Any]:
+        """The first rows of the train data."""
+        return self.splits[0]
+
+
+def check_sources(data: Any) -> None:
+    """Refuse a path of the data that leads to nothing."""
+    if not is_a(data, TextDataModule):
+        return
+    options = options_of(data)
+    for name in _ENTRIES:
+        for given in _given_as_text(options.get(name)):
+            try:
+                for source in resolve_source(given):
+                    if isinstance(source, HubSource) and HF_HUB_OFFLINE:
+                        source.prepare()  # from the cache, or not at all
+            except ValueError as error:
+                raise MistakeError(("data", name), str(error), value=given) from error
+
+
+def check_rows(
+    data: Any, model: Any, trained: TrainedModel | None, build: Callable[[], L.LightningDataModule]
+) -> LookedAt | None:
+    """Refuse data whose first rows cannot be used.
+
+    Args:
+        data: The config's entry of the data module.
+        model: Of the module.
+        trained: The model that it trains.
+        build: Makes the data module.
+
+    Returns:
+        What was seen; None: the rows cannot be had yet, or are of a kind that is not known.
+    """
+    if trained is None or not (is_ours(data) and is_a(data, TextDataModule)):
+        return None
+    options = options_of(data)
+    if not all(_is_here(source) for name in _ENTRIES for source in _sources(options.get(name))):
+        return None
+    module = build()
+    assert isinstance(module, TextDataModule)
+    heads = options_of(options_of(model).get("model")).get("heads")
+    beside = SimpleNamespace(
+        tokenizer=trained.tokenizer(), processor=trained.processor(), head_names=heads
+    )
+    try:
+        splits = module.first_rows(beside, ROWS)
+    except ValueError as error:
+        named = re.search(r"`(\w+)`", str(error))  # the option that the message advises to set
+        option = [named[1]] if named and named[1] in options else []
+        raise MistakeError(("data", *option), str(error)) from error
+    rows = [row for split in splits for row in split.rows]
+    lengths = [
+        len(text.input_ids) for row in rows if isinstance(row, _HasTexts) for text in row.texts
+    ]
+    columns = [row.columns for row in splits[0].rows if isinstance(row, _PromptLike)]
+    return LookedAt(splits, frozenset().union(*columns), max(lengths, default=0))
+
+
+def check_reward_columns(model: Any, columns: frozenset[str]) -> list[str]:
+    """Refuse a reward function that asks for a column that the data lacks.
+
+    Returns:
+        The columns that the functions read.
+    """
+    rewards = options_of(options_of(model).get("rewards"))
+    needed = dict(_needed_columns(rewards))
+    for column, name in needed.items():
+        if column in columns | _ALWAYS:
+            continue
+        near = difflib.get_close_matches(column, columns, n=1)
+        raise MistakeError(
+            ("model", "rewards", "functions"),
+            f"the reward function {name} reads the column '{column}', and the data has none of "
+            f"that name{f'; did you mean {near[0]!r}?' if near else ''} (columns: "
+            f"{', '.join(sorted(columns)) or 'none'})",
+            value=name,
+        )
+    return sorted(set(needed) - _ALWAYS)
+
+
+def _needed_columns(rewards: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Go through the columns that reward functions need, each with who needs it."""
+    if rewards.get("recipe"):
+        yield str(rewards["label_column"]), "recipe"
+    functions = rewards.get("functions") or []
+    for entry in functions.values() if isinstance(functions, Mapping) else functions:
+        name = str(entry["class_path"] if isinstance(entry, Mapping) else entry)
+        function = _function(entry, name)
+        if function is None:
+            continue
+        for column in _of_signature(function):
+            yield column, name
+        if isinstance(function, type) and issubclass(function, RewardFunction):
+            for column in function.columns_read(options_of(entry)):
+                yield column, name
+
+
+def _function(entry: Any, name: str) -> Any:
+    if isinstance(entry, Mapping):
+        return class_of(entry)
+    try:
+        return BUILTINS.get(name) or import_value("reward function", name, BUILTINS)
+    except ValueError:
+        return None  # which `Rewards` says
+
+
+def _of_signature(function: Any) -> list[str]:
+    """Return the arguments without a default that a function is called with, `self` left out."""
+    called = function.__call__ if isinstance(function, type) else function
+    try:
+        parameters = list(inspect.signature(called).parameters.values())
+    except (TypeError, ValueError):
+        return []
+    own = parameters[1:] if isinstance(function, type) else parameters
+    by_keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [one.name for one in own if one.kind in by_keyword and one.default is one.empty]
+
+
+def _sources(entries: Any) -> list[Any]:
+    """What an option of the data names, shares and added columns left out."""
+    listed = entries if isinstance(entries, list) else [] if entries is None else [entries]
+    return [
+        options_of(entry)["source"]
+        if isinstance(entry, Mapping) and "source" in options_of(entry)
+        else entry
+        for entry in listed
+    ]
+
+
+def _given_as_text(entries: Any) -> list[str]:
+    return [source for source in _sources(entries) if isinstance(source, str)]
+
+
+def _is_here(source: Any) -> bool:
+    """Whether rows can be had at once: from files, or from a class of ours that makes them."""
+    if isinstance(source, str):
+        found: Sequence[Source] = resolve_source(source)
+        return HF_HUB_OFFLINE or not any(isinstance(one, HubSource) for one in found)
+    kind = class_of(source)
+    makes_them = is_ours(source) and kind is not None and issubclass(kind, Source)
+    if not makes_them or getattr(kind, "prepare", None) is not Source.prepare:
+        return False
+    nested = [one for one in options_of(source).values() if isinstance(one, Mapping)]
+    return all(map(is_ours, (one for one in nested if "class_path" in one)))

