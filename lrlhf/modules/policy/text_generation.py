@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.datamodules.rows.prompt_rows import PromptParser
 from lrlhf.models import plain_model
 from lrlhf.modules.policy.load_policy import LoadedPolicy
+from lrlhf.modules.prompt_forms import refusal, rows_of
 from lrlhf.rewards.function import did_you_mean
 from lrlhf.rollout import RolloutEngine, Sampling
 from lrlhf.rollout.texts import response_texts
@@ -128,16 +129,11 @@ def generate_texts(
     """
     for name, value in (("n", n), ("batch_size", batch_size)):
         if value < 1:
-            raise ValueError(f"generate: {name} is {value}; it must be 1 or more")
-    alone = isinstance(prompts, str | Mapping) or _is_chat(prompts)
-    listed = [prompts] if alone else list(prompts)
+            raise ValueError(f"{name} is {value}; it must be 1 or more")
     if images is not None and not reader.sees:
-        raise ValueError("generate: images were given, and the policy reads text only")
-    shown = _images_of(images, len(listed), alone=alone)
-    rows = [
-        _read(reader, generator, _as_row(prompt, own), number, sampling)
-        for number, (prompt, own) in enumerate(zip(listed, shown, strict=True))
-    ]
+        raise ValueError("images were given, and the policy reads text only")
+    asked, alone = rows_of(prompts, images)
+    rows = [_read(reader, generator, row, number, sampling) for number, row in enumerate(asked)]
     seed = secrets.randbits(64) if seed is None else seed
     texts: list[Any] = []
     at_once = max(1, batch_size // n)
@@ -166,8 +162,8 @@ def changed_sampling(sampling: Sampling, options: Mapping[str, Any]) -> Sampling
     for name in options:
         if name not in known:
             raise TypeError(
-                f"generate has no option {name!r}{did_you_mean(name, known)} (options of sampling: "
-                f"{', '.join(known)})"
+                f"generate() has no option {name!r}{did_you_mean(name, known)} (those of sampling "
+                f"are {', '.join(known)})"
             )
     changed = dict(options)
     if "stop" in changed:
@@ -187,45 +183,6 @@ def _pad_id(pad_id: Any) -> int:
     return pad_id if isinstance(pad_id, int) else 0  # the mask says what is padding
 
 
-def _is_chat(prompts: Any) -> bool:
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
-        return False
-    first = prompts[0]
-    return isinstance(first, Mapping) and bool({"role", "from"} & first.keys())
-
-
-def _images_of(images: Any, count: int, *, alone: bool) -> list[list[Any]]:
-    """Return the images of each prompt."""
-    if images is None:
-        return [[]] * count
-    listed = [images] if alone else list(images)
-    if len(listed) != count:
-        raise ValueError(
-            f"generate: there are images for {len(listed)} prompts, and {count} prompts; give an "
-            "image, a list of images or None for each"
-        )
-    return [
-        [] if own is None else list(own) if isinstance(own, list | tuple) else [own]
-        for own in listed
-    ]
-
-
-def _as_row(prompt: Any, images: Iterable[Any]) -> Mapping[str, Any]:
-    """Write a prompt as the row of a data set."""
-    shown = {"images": images} if images else {}
-    if isinstance(prompt, str):
-        turns = [{"role": "user", "content": prompt}]
-        return {"prompt": turns if shown else prompt, **shown}
-    if isinstance(prompt, Mapping):
-        return {**prompt, **shown}
-    if _is_chat(prompt):
-        return {"prompt": list(prompt), **shown}
-    raise TypeError(
-        f"generate: a prompt is a {type(prompt).__name__}; give text, a list of messages "
-        "({'role': …, 'content': …}), or a row of a data set with a column 'prompt'"
-    )
-
-
 def _read(
     reader: PromptReader,
     generator: TextGenerator,
@@ -236,15 +193,15 @@ def _read(
     try:
         read = reader.read(row)
     except BadRow as problem:
-        raise ValueError(f"generate: prompt {number} (from 0): {problem.detail}") from problem
+        raise refusal(number, problem) from problem
     room = generator.room(read)
     if room is not None and room < sampling.max_new_tokens:
         raise ValueError(
-            f"generate: prompt {number} (from 0) has {len(read.input_ids)} tokens, and "
+            f"prompt {number} (from 0) has {len(read.input_ids)} tokens, and "
             f"max_new_tokens is {sampling.max_new_tokens}: the model reads {generator.limit} in "
             f"all; set max_new_tokens to {room} or less, or shorten the prompt"
             if room > 0
-            else f"generate: prompt {number} (from 0) has {len(read.input_ids)} tokens, and the "
+            else f"prompt {number} (from 0) has {len(read.input_ids)} tokens, and the "
             f"model reads {generator.limit}; shorten it"
         )
     return read
