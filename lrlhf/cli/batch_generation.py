@@ -65,12 +65,14 @@ def answer_file(given: argparse.Namespace) -> str:
         prompts = {**trained.prompts, **_given(given, _PROMPTS)}
         settings = {"sampling": repr(sampling), "prompts": repr(sorted(prompts.items()))}
         settings |= {name: getattr(given, name) for name in ("n", "seed", "use_ema", "dtype")}
-        done = output.begin(
-            {**settings, "model": _stamp(trained), "file": _stamp_of(given.prompts)}
-        )
-        reader = _reader(trained, prompts)
-        rows = (one for one in _rows(given.prompts, reader) if one.number > done)
-        counts = _answer(rows, trained, sampling, given, output)
+        settings |= {"model": _stamp(trained), "file": _stamp_of(given.prompts)}
+        done = output.begin(settings)
+        rows = _rows(given.prompts, _reader(trained, prompts), behind=done)
+        try:
+            counts = _answer(rows, trained, sampling, given, output)
+        except KeyboardInterrupt:
+            sys.stderr.write("the same command goes on where this one was\n")
+            raise
         output.finish()
     cut, long = counts["length"], counts[_TOO_LONG]
     remarks = [f"{cut} cut off at {sampling.max_new_tokens} tokens"] if cut else []

@@ -99,8 +99,9 @@ class Conversation:
         """Return the prompt, `[1, P]`; the oldest turns go where they leave no room."""
         while True:
             ids = self._reader.read({"prompt": self._prompt()}).input_ids
-            wanted = len(ids) + self._sampling.max_new_tokens
-            if self._limit is None or wanted <= self._limit or len(self._turns) == 1:
+            limit = self._limit or len(ids) * 2 + 2 * self._sampling.max_new_tokens
+            wanted = len(ids) + min(self._sampling.max_new_tokens, limit // 2)
+            if wanted <= limit or len(self._turns) == 1:
                 device = next(self._policy.model.parameters()).device
                 return torch.from_numpy(ids).long()[None].to(device)
             del self._turns[0]

@@ -326,7 +326,7 @@ def _no_tokenizer(folder: Path) -> None:
         (None, "nowhere/at/all", "source 'nowhere/at/all': no such file or folder"),
         (None, "run/last.ckpt", "no checkpoint run/last.ckpt"),
         (None, "empty", "empty has neither a checkpoint (looked in empty) nor a config.json"),
-        (_damage, "run/checkpoints/last.ckpt", "cannot be read as a checkpoint"),
+        (_damage, "run/checkpoints/last.ckpt", "last.ckpt is damaged"),
         (_reward_run, "run", "is a reward model, which scores texts and writes none"),
         (_no_config, "run", "no config.yaml beside it"),
         (_reward_folder, "run/model 1", "`lrlhf serve-reward --model.source run/model 1`"),
