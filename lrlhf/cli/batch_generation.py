@@ -78,7 +78,7 @@ def answer_file(given: argparse.Namespace) -> str:
     remarks = [f"{cut} cut off at {sampling.max_new_tokens} tokens"] if cut else []
     remarks += [f"{long} without a completion: the prompt leaves no room"] if long else []
     told = f" ({', '.join(remarks)})" if remarks else ""
-    return f"wrote {counts.total()} lines{' more' if done else ''} to {given.output}{told}"
+    return f"wrote {counts.total()}{' more' if done else ''} lines to {given.output}{told}"
 
 
 def _answer(
