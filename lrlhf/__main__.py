@@ -21,11 +21,16 @@ COMMANDS = {
     "validate": "run the validation set once",
     "test": "run the test set once",
     "predict": "run the prediction set once",
+    "generate": "answer a file of prompts with a checkpoint or model",
+    "chat": "talk with a checkpoint or model in the terminal",
     "export": "write a checkpoint's model as a folder that transformers loads",
     "replay": "repeat a step that was left out, and show where it goes wrong",
     "convert": "turn a checkpoint's folder into one file, or the other way round",
     "serve-reward": "serve a trained reward model over HTTP",
 }
+
+_OWN_HELP = {"chat": "lrlhf.cli.chat_command", "generate": "lrlhf.cli.generate_command"}
+"""Commands whose options are known without importing torch."""
 
 _HELP = """\
 usage: lrlhf COMMAND --config FILE [--config OVERLAY ...] [--KEY VALUE ...] [--debug]
@@ -76,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments[0] not in COMMANDS:
         return _refuse(arguments[0])
+    if arguments[0] in _OWN_HELP and {"-h", "--help"} & set(arguments[1:]):
+        import_module(_OWN_HELP[arguments[0]]).parser().print_help()
+        return 0
     if shown := _help_of(*arguments):
         sys.stdout.write(shown)
         return 0

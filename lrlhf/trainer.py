@@ -14,6 +14,7 @@ from lrlhf.callbacks import (
     EvalJSONL,
     HFExport,
     PhaseProgress,
+    PredictionJSONL,
     RLCheckpoint,
     RolloutLog,
     RunReport,
@@ -174,6 +175,7 @@ class Trainer(L.Trainer):
 
 
 def _defaults_for(model: L.LightningModule) -> Iterator[Callback]:
+    yield PredictionJSONL()
     if isinstance(model, SamplesResponses):
         yield RolloutLog()
     if isinstance(model, Measured):

@@ -6,6 +6,7 @@ from lrlhf.callbacks.eval_jsonl import EvalJSONL
 from lrlhf.callbacks.hf_export import HFExport
 from lrlhf.callbacks.kl_control import KLControl
 from lrlhf.callbacks.output_files import atomic_folder, atomic_write, output_folder
+from lrlhf.callbacks.predictions import PredictionJSONL
 from lrlhf.callbacks.reports.pair_page import PairPage
 from lrlhf.callbacks.reports.progress import PhaseProgress
 from lrlhf.callbacks.reports.run_report import RunReport
@@ -23,6 +24,7 @@ __all__ = [
     "KLControl",
     "PairPage",
     "PhaseProgress",
+    "PredictionJSONL",
     "RLCheckpoint",
     "RolloutLog",
     "RunReport",

@@ -19,6 +19,7 @@ import lrlhf.loggers
 import lrlhf.modules
 import lrlhf.rewards
 import lrlhf.rollout  # noqa: F401  classes that are imported can be named by their short names
+from lrlhf.cli.chat_command import chat
 from lrlhf.cli.config_files import (
     ConfigFile,
     config_arguments,
@@ -27,6 +28,7 @@ from lrlhf.cli.config_files import (
 )
 from lrlhf.cli.convert_command import convert
 from lrlhf.cli.export_command import export_checkpoint
+from lrlhf.cli.generate_command import generate
 from lrlhf.cli.messages.causes import Progress, blaming_user
 from lrlhf.cli.messages.endings import end, how_to_continue
 from lrlhf.cli.messages.errors import ConfigError, RefusedError, UserError, hint
@@ -305,8 +307,9 @@ def _application(
 ) -> tuple[Callable[[Sequence[str]], object], Sequence[str]]:
     """What runs a command, and the arguments that it reads."""
     command, *options = arguments
-    if command == "convert":
-        return convert, options
+    own = {"convert": convert, "chat": chat, "generate": generate}
+    if command in own:
+        return own[command], options
     if command == "serve-reward":
         return serve_reward, arguments
     if command == "replay":

@@ -127,7 +127,7 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
             companion = partial(self._pretraining.stream, reader, data_ranks(trainer))
         return RowKind(
             parse=self._parser(chat, media=media),
-            finish=lambda drafts: media.check(_tokenize(tokenizer, drafts)),
+            finish=lambda drafts: media.check(tokenize_drafts(tokenizer, drafts)),
             collate=partial(collate_prompts, pad_token_id=int(tokenizer.pad_token_id)),
             keys=lambda row: (_key(row),),
             check=_without_duplicates if self._deduplicate else lambda split, _: split,
@@ -139,9 +139,10 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
         )
 
 
-def _tokenize(
+def tokenize_drafts(
     tokenizer: PreTrainedTokenizerBase, drafts: Sequence[PromptDraft]
 ) -> list[PromptRow | BadRow]:
+    """Tokenise prompts that were parsed; their images and videos are still to be read."""
     tokens = tokenize_prompts(tokenizer, [draft.text for draft in drafts])
     return [
         PromptRow(

@@ -20,6 +20,7 @@ from lrlhf.modules.checks import uses_loss_scaler
 from lrlhf.modules.metrics.rollout_metrics import measure_critic
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy.critic import CriticStep, JointStep, ValueFunction, load_value_function
+from lrlhf.modules.policy.generate import generate
 from lrlhf.modules.policy.gradient_step import OptimizerStep, PolicyStep
 from lrlhf.modules.policy.importance_sampling import ImportanceSampling
 from lrlhf.modules.policy.load_policy import load_policy
@@ -191,6 +192,8 @@ class PPO(TrainingModule):
     def trainable_models(self) -> dict[str, nn.Module]:
         critic = {} if self.values is None else {"critic": self.values.model}
         return {"policy": self.policy, **critic}
+
+    generate = generate
 
     def export_pretrained(self, folder: Path | None) -> None:
         """Write the policy as ``transformers`` loads it, and a critic of its own in ``critic``."""

@@ -37,6 +37,7 @@ from lrlhf.modules.pairs.pair_step import (
     concatenate,
 )
 from lrlhf.modules.pairs.reward_loading import load_reward_model
+from lrlhf.modules.pairs.score import score
 from lrlhf.run import Collectives, gradients_of, seed_everything_for
 from lrlhf.run.lightning_internals import trainer_of
 from lrlhf.types import PreferenceBatch, SequenceBatch
@@ -155,6 +156,8 @@ class RewardModel(TrainingModule):
         self.network.save_pretrained(folder, self.tokenizer)
         if self.processor is not None and folder is not None:
             self.processor.save(folder)
+
+    score = score
 
     # ---- training
 

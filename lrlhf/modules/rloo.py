@@ -17,6 +17,7 @@ from lrlhf.guard.guard_settings import Guard
 from lrlhf.models import CausalLM
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.optimizers import OptimizerConfig
+from lrlhf.modules.policy.generate import generate
 from lrlhf.modules.policy.gradient_step import PolicyStep
 from lrlhf.modules.policy.importance_sampling import ImportanceSampling
 from lrlhf.modules.policy.load_policy import load_policy
@@ -158,6 +159,8 @@ class RLOO(TrainingModule):
 
     def trainable_models(self) -> dict[str, nn.Module]:
         return {"policy": self.policy}
+
+    generate = generate
 
     def export_pretrained(self, folder: Path | None) -> None:
         """Write the policy, adapters merged, and its tokenizer, as ``transformers`` loads them."""

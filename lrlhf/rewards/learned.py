@@ -128,6 +128,26 @@ class LearnedReward(RewardFunction):
         self._offload = offload
         self._loaded: _Loaded | None = None
 
+    @classmethod
+    def of_network(
+        cls,
+        network: RewardNetwork,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: MediaProcessor | None,
+        *,
+        head: str | None = None,
+        batch_size: int = 8,
+    ) -> LearnedReward:
+        """Score with a network that is in memory already, where it is and as it is.
+
+        Raises:
+            ValueError: It has no such head, or several and none was chosen.
+        """
+        device = next(network.parameters()).device
+        reward = cls("in memory", head=head, batch_size=batch_size, device=str(device))
+        reward._loaded = reward._with(network, tokenizer, processor)
+        return reward
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_loaded": None}  # a copy loads the model again, on its own device
 
@@ -235,14 +255,22 @@ class LearnedReward(RewardFunction):
             self._tokenizer or self._source, trust_remote_code=self._trust_remote_code
         )
         processor = load_processor(self._source, trust_remote_code=self._trust_remote_code)
+        return self._with(network, tokenizer, MediaProcessor.for_model(processor, network.config))
+
+    def _with(
+        self,
+        network: RewardNetwork,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: MediaProcessor | None,
+    ) -> _Loaded:
         return _Loaded(
             network=network,
             tokenizer=tokenizer,
-            processor=MediaProcessor.for_model(processor, network.config),
+            processor=processor,
             marks=tuple(tokenizer.convert_ids_to_tokens(list(ruled_out_ids(network.config)))),
             head=_head_index(network.head_names, self._head, self._source),
             max_tokens=min(_limits(self._max_tokens, network, tokenizer), default=None),
-            device=device,
+            device=_resolve_device(self._device),
         )
 
     def _row(

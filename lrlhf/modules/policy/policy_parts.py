@@ -67,6 +67,8 @@ class PolicyParts:
         self.policy = policy
         self.critic = critic
         self.engine: RolloutEngine = engine or TransformersEngine()
+        self.own_engine = TransformersEngine()
+        """Generates with the policy where ``engine`` has other weights."""
         if settings.update.router_loss_coef > 0:
             check_has_experts(policy.model)
         self.reference = load_reference(policy.model, settings)

@@ -1,0 +1,247 @@
+"""Answers a file of prompts batch by batch, and goes on where an earlier process stopped."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lrlhf.callbacks.output_files import json_line
+from lrlhf.cli.answer_file import AnswerFile
+from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.cli.trained_policy import TrainedPolicy, load_trained
+from lrlhf.datamodules.loading.files import is_data_file, read_rows_of_file
+from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
+from lrlhf.datamodules.rows.chat import ChatFormat
+from lrlhf.datamodules.rows.collate import PromptRow
+from lrlhf.datamodules.rows.prompt_rows import (
+    DEFAULT_PROMPT_COLUMN,
+    PAIR_COLUMNS,
+    PromptTemplate,
+    column_or_dialogue,
+)
+from lrlhf.modules.policy.text_generation import Answer, PromptReader, TextGenerator
+from lrlhf.rollout import Sampling, TransformersEngine
+from lrlhf.rollout.records import plain_json
+from lrlhf.run import sample_seeds
+
+_SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
+_PROMPTS = ("prompt_column", "prompt_template", "as_chat", "system_prompt")
+_MAX_NEW_TOKENS = 512
+_SECONDS = 10.0
+"""Between two lines about progress."""
+_TOO_LONG = "prompt_too_long"
+
+
+class _Numbered(NamedTuple):
+    """A row and its number in the file, from 1."""
+
+    number: int
+    row: PromptRow
+
+
+def answer_file(given: argparse.Namespace) -> str:
+    """Answer what the options of ``lrlhf generate`` name, and return a summary.
+
+    Raises:
+        ConfigError: A file, a row or an option cannot be used.
+    """
+    for name in ("n", "batch_size"):
+        if getattr(given, name) < 1:
+            raise ConfigError(f"{name} is {getattr(given, name)}; it must be 1 or more")
+    _sampling(given, None)  # what is out of its range, before anything is loaded
+    _check_first_row(given)
+    with AnswerFile(given.output, given.n) as output:
+        trained = load_trained(
+            given.source, dtype=given.dtype, device=given.device, use_ema=given.use_ema
+        )
+        sampling = _sampling(given, trained.sampling)
+        prompts = {**trained.prompts, **_given(given, _PROMPTS)}
+        settings = {"sampling": repr(sampling), "prompts": repr(sorted(prompts.items()))}
+        settings |= {name: getattr(given, name) for name in ("n", "seed", "use_ema", "dtype")}
+        settings |= {"model": _stamp(trained), "file": _stamp_of(given.prompts)}
+        done = output.begin(settings)
+        rows = _rows(given.prompts, _reader(trained, prompts), behind=done)
+        try:
+            counts = _answer(rows, trained, sampling, given, output)
+        except KeyboardInterrupt:
+            sys.stderr.write("the same command goes on where this one was\n")
+            raise
+        output.finish()
+    cut, long = counts["length"], counts[_TOO_LONG]
+    remarks = [f"{cut} cut off at {sampling.max_new_tokens} tokens"] if cut else []
+    remarks += [f"{long} without a completion: the prompt leaves no room"] if long else []
+    told = f" ({', '.join(remarks)})" if remarks else ""
+    return f"wrote {counts.total()}{' more' if done else ''} lines to {given.output}{told}"
+
+
+def _answer(
+    rows: Iterator[_Numbered],
+    trained: TrainedPolicy,
+    sampling: Sampling,
+    given: argparse.Namespace,
+    output: AnswerFile,
+) -> Counter[str]:
+    """Answer batch after batch; returns how often each reason ended a response."""
+    generator = TextGenerator(trained.policy, TransformersEngine())
+    counts: Counter[str] = Counter()
+    began = shown = time.monotonic()
+    at_once = max(1, given.batch_size // given.n)
+    while batch := list(itertools.islice(rows, at_once)):
+        rooms = [generator.room(one.row) for one in batch]
+        fitting = [
+            one
+            for one, room in zip(batch, rooms, strict=True)
+            if room is None or room >= sampling.max_new_tokens
+        ]
+        seeds = [s for one in fitting for s in sample_seeds(given.seed, one.number, count=given.n)]
+        answers: dict[int, list[Answer]] = {}
+        if fitting:
+            texts = generator.answer([one.row for one in fitting], sampling, seeds=seeds)
+            answers = {one.number: own for one, own in zip(fitting, texts, strict=True)}
+        lines: list[str] = []
+        for one in batch:
+            for sample in range(given.n):
+                own = answers.get(one.number)
+                record = _record(one, own and own[sample], sample if given.n > 1 else None)
+                counts[record["finish_reason"]] += 1
+                lines.append(json_line(record))
+        output.write(lines)
+        if time.monotonic() - shown > _SECONDS:
+            shown = time.monotonic()
+            rate = counts.total() / (shown - began)
+            sys.stderr.write(f"row {batch[-1].number}: {rate:.1f} responses per second\n")
+    return counts
+
+
+def _record(one: _Numbered, answer: Answer | None, sample: int | None) -> dict[str, Any]:
+    return {
+        "row": one.number,
+        **({} if sample is None else {"sample": sample}),
+        "prompt": plain_json(one.row.prompt),
+        "completion": None if answer is None else answer.text,
+        "finish_reason": _TOO_LONG if answer is None else answer.finish_reason,
+        "length": 0 if answer is None else answer.length,
+        "columns": plain_json(one.row.columns),
+    }
+
+
+def _sampling(given: argparse.Namespace, of_run: Sampling | None) -> Sampling:
+    sampling = of_run or Sampling(max_new_tokens=_MAX_NEW_TOKENS)
+    options = _given(given, _SAMPLING)
+    if "stop" in options:
+        options["stop"] = tuple(options["stop"])
+    if options.get("max_new_tokens", sampling.min_new_tokens) < sampling.min_new_tokens:
+        options["min_new_tokens"] = 0  # the run's, which the limit leaves no room for
+    try:
+        return replace(sampling, **options)
+    except ValueError as error:
+        raise ConfigError(str(error).removeprefix("sampling.")) from error
+
+
+def _given(given: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    options = {name: getattr(given, name) for name in names}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _reader(trained: TrainedPolicy, prompts: Mapping[str, Any]) -> PromptReader:
+    template = prompts.get("prompt_template")
+    try:
+        chat = ChatFormat(
+            trained.policy.tokenizer,
+            prompts.get("chat_template"),
+            prompts.get("chat_template_kwargs") or {},
+        )
+        return PromptReader(
+            trained.policy,
+            chat,
+            column=prompts.get("prompt_column", DEFAULT_PROMPT_COLUMN),
+            template=None if template is None else PromptTemplate(template),
+            as_chat=prompts.get("as_chat", False),
+            system_prompt=prompts.get("system_prompt"),
+        )
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _rows(path: Path, reader: PromptReader, *, behind: int) -> Iterator[_Numbered]:
+    """Go through the rows of a file behind one of them, read when they are needed.
+
+    Raises:
+        ConfigError: A row cannot be used; names it.
+    """
+    for number, row in _raw_rows(path):
+        if number <= behind:
+            continue
+        try:
+            yield _Numbered(number, reader.read(row, path.absolute().parent))
+        except (BadRow, ValueError) as problem:
+            raise _refusal(path, number, problem) from problem
+
+
+def _raw_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file")
+    if path.suffix == ".txt":
+        with path.open(encoding="utf-8") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield number, {DEFAULT_PROMPT_COLUMN: line.rstrip("\r\n")}
+        return
+    if not is_data_file(path):
+        raise ConfigError(
+            f"{path}: prompts are read from .jsonl, .json, .csv, .parquet (each also .gz) and .txt"
+        )
+    try:
+        for number, row in enumerate(read_rows_of_file(path), start=1):
+            if isinstance(row, BadRow):
+                raise _refusal(path, number, row)
+            yield number, row
+    except BadDataError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_first_row(given: argparse.Namespace) -> None:
+    """Refuse a file without prompts before the model is loaded."""
+    first = next(_raw_rows(given.prompts), None)
+    if first is None:
+        raise ConfigError(f"{given.prompts}: it has no rows")
+    number, row = first
+    column = given.prompt_column or DEFAULT_PROMPT_COLUMN
+    # a run's config may name another column, or have a template, which is seen to later
+    if given.prompt_column is None and (given.prompt_template or not _is_model(given.source)):
+        return
+    try:
+        if not set(PAIR_COLUMNS) <= row.keys():
+            column_or_dialogue(
+                row, column, default=DEFAULT_PROMPT_COLUMN, setting="--prompt_column"
+            )
+    except BadRow as problem:
+        raise _refusal(given.prompts, number, problem) from problem
+
+
+def _is_model(source: str) -> bool:
+    return not Path(source).exists() or (Path(source) / "config.json").is_file()
+
+
+def _refusal(path: Path, number: int, problem: Exception) -> ConfigError:
+    detail = getattr(problem, "detail", str(problem))
+    remedy = getattr(problem, "remedy", "")
+    return ConfigError(f"{path}:{number}: {detail}{f'; {remedy}' if remedy else ''}")
+
+
+def _stamp(trained: TrainedPolicy) -> str:
+    """Tell a model from one that has taken its name since."""
+    path = Path(trained.origin)
+    return _stamp_of(path) if path.exists() else trained.origin
+
+
+def _stamp_of(path: Path) -> str:
+    status = path.stat()
+    return f"{path.resolve()} {status.st_mtime_ns} {status.st_size}"

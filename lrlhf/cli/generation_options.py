@@ -1,0 +1,26 @@
+"""Options that ``lrlhf generate`` and ``lrlhf chat`` share; imports nothing that takes long."""
+
+from __future__ import annotations
+
+import argparse
+
+SOURCE_HELP = (
+    "a run's folder (its newest checkpoint), a checkpoint, an exported folder, a .gguf file, "
+    "package:<module> or a hub id"
+)
+
+
+def add_loading_options(parser: argparse.ArgumentParser) -> None:
+    """Add what says how the model is loaded."""
+    parser.add_argument("source", metavar="CHECKPOINT", help=SOURCE_HELP)
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights; default: as stored, of a checkpoint as in the run",
+    )
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda or cuda:1; default: a GPU where there is one"
+    )
+    parser.add_argument(
+        "--use_ema", action="store_true", help="the averaged weights of a checkpoint (EMA)"
+    )

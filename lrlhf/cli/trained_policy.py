@@ -1,0 +1,209 @@
+"""What generates, found by the name that a person gives it: a run, a checkpoint, a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from torch import nn
+
+from lrlhf.cli.checkpoint_weights import fill
+from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.cli.parser import Parser
+from lrlhf.models import CausalLM, load_config
+from lrlhf.models.loading.model_sources import locate
+from lrlhf.models.loading.reward_files import HEAD_CONFIG
+from lrlhf.modules.policy.load_policy import LoadedPolicy, load_policy
+from lrlhf.rollout import Sampling
+from lrlhf.run.checkpoints.checkpoint_reader import is_folder_checkpoint
+from lrlhf.run.checkpoints.checkpoint_search import SUFFIX, newest_intact
+
+_CONFIG = "config.yaml"
+_EXPORTS = ("export/final", "hf/final", "final")
+_PROMPT_OPTIONS = (
+    *("prompt_column", "prompt_template", "as_chat", "system_prompt"),
+    *("chat_template", "chat_template_kwargs"),
+)
+
+
+class TrainedPolicy(NamedTuple):
+    """A policy in memory, in eval mode, and what is known of its training."""
+
+    policy: LoadedPolicy
+    origin: str
+    """What was loaded."""
+    sampling: Sampling | None = None
+    """Of the run's training responses; None: no run is known."""
+    prompts: Mapping[str, Any] = {}
+    """Options of the run's data module that say how a row becomes a prompt."""
+
+
+class _Run(NamedTuple):
+    """The part of a run's saved config that is about its policy."""
+
+    spec: CausalLM
+    sampling: Sampling
+    prompts: Mapping[str, Any]
+
+
+def load_trained(
+    source: str, *, dtype: str | None = None, device: str = "auto", use_ema: bool = False
+) -> TrainedPolicy:
+    """Load a policy.
+
+    Args:
+        source: A run's folder (its newest checkpoint, else its export), a checkpoint, or a model:
+            a folder that ``transformers`` loads, a ``.gguf`` file, ``package:<module>``, a hub id.
+        dtype: Of the weights; None: as stored, of a checkpoint as in the run.
+        device: ``auto``: a GPU where there is one.
+        use_ema: Of a checkpoint the averaged weights.
+
+    Raises:
+        ConfigError: Nothing is there, it is damaged, or no language model.
+    """
+    checkpoint = None
+    with _as_one_line():
+        checkpoint = _checkpoint_of(Path(source).expanduser())
+    if isinstance(checkpoint, str):
+        source, checkpoint = checkpoint, None
+    if checkpoint is not None:
+        trained = _from_checkpoint(checkpoint, dtype, use_ema=use_ema)
+    else:
+        if use_ema:
+            raise ConfigError(f"use_ema: {source} is no checkpoint, and has no averaged weights")
+        trained = _from_model(source, dtype)
+    trained.policy.model.to(_device(device)).eval().requires_grad_(False)  # type: ignore[arg-type]
+    return trained
+
+
+@contextmanager
+def _as_one_line() -> Iterator[None]:
+    """Have whatever is wrong with what the user named end as a complaint about that."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, OSError, ImportError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+
+
+def _checkpoint_of(path: Path) -> Path | str | None:
+    """Find the checkpoint that a path stands for, or a run's export; None: it is a model.
+
+    Raises:
+        ConfigError: It is a folder with neither.
+    """
+    if path.is_file():
+        return path if path.suffix == SUFFIX else None
+    if is_folder_checkpoint(path):
+        return path
+    if path.suffix == SUFFIX and not path.exists():
+        there = sorted(entry.name for entry in path.parent.glob(f"*{SUFFIX}"))
+        listed = f"; there are {', '.join(there)}" if there else ""
+        raise ConfigError(f"no checkpoint {path}{listed}")
+    if not path.is_dir() or (path / "config.json").is_file() or any(path.glob("*.gguf")):
+        return None
+    places = [place for place in (path / "checkpoints", path) if place.is_dir()]
+    passed: dict[Path, str] = {}
+    for place in places:
+        found = newest_intact(place, "last")
+        if found.path is not None:
+            return found.path
+        passed |= found.passed
+    for export in _EXPORTS:
+        if (path / export / "config.json").is_file():
+            return str(path / export)
+    flaws = "".join(f"; {one}: {flaw}" for one, flaw in passed.items())
+    raise ConfigError(
+        f"{path} has neither a checkpoint (looked in {', '.join(map(str, places))}) nor a "
+        f"config.json{flaws}; give the folder of a run, a checkpoint, or a model"
+    )
+
+
+def _from_model(source: str, dtype: str | None) -> TrainedPolicy:
+    with _as_one_line():
+        folder = locate(source)
+        if isinstance(folder, str) or folder.is_dir():
+            _refuse_other_models(source, folder)
+        spec = CausalLM(source=source, dtype=dtype or "auto")  # type: ignore[arg-type]
+        return TrainedPolicy(load_policy(spec, None, None), source)
+
+
+def _refuse_other_models(source: str, folder: Path | str) -> None:
+    """Refuse what has no words to say, before its weights are loaded."""
+    names = load_config(source).architectures or []
+    heads = isinstance(folder, Path) and (folder / HEAD_CONFIG).is_file()
+    if heads or any("SequenceClassification" in name for name in names):
+        raise _is_reward_model(source, f"lrlhf serve-reward --model.source {source}")
+
+
+def _is_reward_model(what: str, command: str) -> ConfigError:
+    return ConfigError(
+        f"{what} is a reward model, which scores texts and writes none; `{command}` serves it, and "
+        "`lrlhf predict` scores a data set"
+    )
+
+
+def _from_checkpoint(checkpoint: Path, dtype: str | None, *, use_ema: bool) -> TrainedPolicy:
+    with _as_one_line():
+        run = _run_of(checkpoint)
+        spec = run.spec if dtype is None else replace(run.spec, dtype=dtype)  # type: ignore[arg-type]
+        loaded = load_policy(spec, None, None)
+        # the names of a module's checkpoint
+        holder = nn.ModuleDict({"policy": loaded.model})
+        trained = {n: weight for n, weight in holder.named_parameters() if weight.requires_grad}
+        fill(holder, checkpoint, averaged=trained if use_ema else None, prefix="policy.")
+    return TrainedPolicy(loaded, str(checkpoint), run.sampling, run.prompts)
+
+
+def _run_of(checkpoint: Path) -> _Run:
+    """Read the config that the run of a checkpoint has saved.
+
+    Raises:
+        ConfigError: There is none, or none of a run with a policy.
+    """
+    folders = list(checkpoint.absolute().parents)[:3]
+    path = next((folder / _CONFIG for folder in folders if (folder / _CONFIG).is_file()), None)
+    if path is None:
+        raise ConfigError(
+            f"{checkpoint}: no {_CONFIG} beside it or in the folders {folders[0]} and above, so "
+            "the model is not known; give an exported folder (lrlhf export, or the run's "
+            "export/final)"
+        )
+    config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    model = config.get("model") or {}
+    options = model.get("init_args") or {}
+    name = str(model.get("class_path", "")).rpartition(".")[2]
+    if name == "RewardModel":
+        export = f"lrlhf export --config {path} --ckpt_path {checkpoint} --output FOLDER"
+        raise _is_reward_model(
+            str(checkpoint), f"{export}; lrlhf serve-reward --model.source FOLDER"
+        )
+    if "policy" not in options:
+        raise ConfigError(
+            f"{path}: the module {name or '?'} has no option policy, so what generates is not "
+            "known; export its model (lrlhf export), and give that folder"
+        )
+    parser = Parser(exit_on_error=False)
+    parser.add_argument("--policy", type=str | CausalLM)
+    parser.add_argument("--sampling", type=Sampling)
+    given = {name: options[name] for name in ("policy", "sampling") if options.get(name)}
+    built = parser.instantiate_classes(parser.parse_object(given))
+    spec = CausalLM(source=built.policy) if isinstance(built.policy, str) else built.policy
+    data = (config.get("data") or {}).get("init_args") or {}
+    prompts = {key: data[key] for key in _PROMPT_OPTIONS if data.get(key)}
+    return _Run(spec, built.sampling or Sampling(), prompts)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: {name!r} is none; give auto, cpu, cuda or cuda:1") from error
