@@ -8,7 +8,6 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.lrlhf-setup
-DOCS_STAMP := $(VENV)/.lrlhf-docs
 VLLM_STAMP := $(VENV)/.lrlhf-vllm
 AUDIT := $(VENV)/audit
 # weights of two small real models, as packages: what quickstart and the slow tests train
@@ -116,11 +115,7 @@ fix: setup  ## format and apply safe lint fixes
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-$(DOCS_STAMP): $(STAMP)
-	@$(call install,-c constraints.txt -e ".[docs]")
-	@touch $@
-
-docs: $(DOCS_STAMP)  ## the documentation as a site in site/
+docs: setup  ## the documentation as a site in site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 

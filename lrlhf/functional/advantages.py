@@ -161,7 +161,7 @@ def group_normalized_advantages(
 
 
 def has_baseline(scores: Float[Tensor, " B"], *, num_generations: int) -> Bool[Tensor, " B"]:
-    """Tell the rows that can have an advantage: scorable, with a scorable sibling.
+    """Return which rows can have an advantage: scorable, with a scorable sibling.
 
     Args:
         scores: Rows of one prompt are consecutive; NaN is unscorable.

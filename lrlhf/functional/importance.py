@@ -45,7 +45,7 @@ def _select(ratio: Tensor, low: float, high: float) -> Tensor:
 
 
 class ImportanceMode(NamedTuple):
-    """A way to weigh tokens, and the bounds that it takes by default."""
+    """A way to weight tokens, and its default bounds."""
 
     level: Literal["token", "sequence"]
     """Whether every token has a weight of its own, or all tokens of a response the same."""
@@ -80,7 +80,7 @@ def importance_weights(
     low: float,
     high: float,
 ) -> Float[Tensor, "B T"]:
-    """Weigh tokens by how much likelier the trainer finds them than what sampled them.
+    """Weight tokens by the ratio of the trainer's probability to that of the sampler.
 
         ρ_t = exp(logprobs - sampling_logprobs)           ρ = Π_t ρ_t over the response
 

@@ -40,7 +40,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class MediaProcessor:
-    """Turns a text with placeholders, and what stands behind them, into tokens and tensors."""
+    """Turns a text with placeholders, and its images and videos, into tokens and tensors."""
 
     processor: ProcessorMixin
     placeholders: Mapping[str, int]

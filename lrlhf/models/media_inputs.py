@@ -47,14 +47,14 @@ _memory: ContextVar[dict[tuple[int, str, bool, int], _Seen] | None] = ContextVar
 
 
 def placeholder_ids(config: PreTrainedConfig) -> dict[str, int]:
-    """Return the token id that each kind of media is put in for; empty for a text model."""
+    """Return the placeholder token id of each kind of media; empty for a text model."""
     values = vars(config)  # not to_dict(), which copies all of it: this runs in every pass
     found = {kind: _token_id(values, kind) for kind in KINDS}
     return {kind: token for kind, token in found.items() if token is not None}
 
 
 def ruled_out_ids(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Return the tokens that a policy must never say: placeholders and what goes around them.
+    """Return the tokens that a policy must never generate: media placeholders and delimiters.
 
     A placeholder without an image behind it makes the next forward pass fail.
     """

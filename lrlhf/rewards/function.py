@@ -26,13 +26,10 @@ class TextSegment(NamedTuple):
 
 
 class CompletionText(str):
-    """A completion of a text; a plain string but for its segments.
-
-    Args:
-        segments: In their order; their texts together are the string.
-    """
+    """A completion as a string that also knows its segments."""
 
     segments: tuple[TextSegment, ...]
+    """In order; the string is their concatenation."""
 
     def __new__(cls, segments: Sequence[TextSegment]) -> CompletionText:
         text = super().__new__(cls, "".join(segment.text for segment in segments))

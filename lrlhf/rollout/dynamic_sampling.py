@@ -75,7 +75,7 @@ def collect_different(
 
 
 def groups_differ(scores: Float[Tensor, " B"], num_generations: int) -> Bool[Tensor, " P"]:
-    """Tell the groups in which two scorable responses have different scores."""
+    """Return which groups have two scorable responses with different scores."""
     groups = scores.view(-1, num_generations)
     highest = groups.nan_to_num(nan=-torch.inf).amax(dim=1)
     lowest = groups.nan_to_num(nan=torch.inf).amin(dim=1)

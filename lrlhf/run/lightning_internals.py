@@ -72,7 +72,7 @@ def count_iterations_as_steps(trainer: L.Trainer) -> None:
 
 
 class NoProgressError(RuntimeError):
-    """A run has steps to do, and its data give it none."""
+    """The run has steps left, but its data yields no batch."""
 
 
 class _ResumedEpochLoop(_TrainingEpochLoop):
@@ -177,7 +177,7 @@ class _ResumedFitLoop(_FitLoop):
 
 
 def resume_where_it_stopped(trainer: L.Trainer) -> None:
-    """Have a resumed run leave nothing out; call it from ``setup("fit")``."""
+    """Make a resumed run skip nothing; call it from ``setup("fit")``."""
     trainer.fit_loop.__class__ = _ResumedFitLoop
     trainer.fit_loop.epoch_loop.__class__ = _ResumedEpochLoop
     connector = trainer._checkpoint_connector

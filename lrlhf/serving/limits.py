@@ -44,7 +44,7 @@ def _check_positive(options: RequestLimits | QueueOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """What one request may hold; more is refused in words, never cut.
+    """Limits of one request; larger requests are rejected, never truncated.
 
     Args:
         max_request_mb: Size of the body in millions of bytes.

@@ -29,13 +29,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 COLUMNS = ("loads", "trains", "packs", "shares prompts", "exact", "exports", "LoRA", "vLLM names")
 
 REASONS = {
-    "blt": "its config lacks what transformers' generation asks for",
-    "cpmant": "reads the padding behind a row; refused at loading",
-    "longcat_flash": "its routers read a weight of a layer and do not call it, so an adapter there "
-    "never learns; name other `target_modules`",
-    "minimax": "its linear attention generates otherwise than it computes whole rows",
-    "modernbert-decoder": "its output head has a layer of its own; refused at loading",
-    "xlstm": "padded rows are 2e-4 nats off those without padding",
+    "blt": "its config lacks attributes that `generate` of transformers reads",
+    "cpmant": "its output depends on right padding; rejected at loading",
+    "longcat_flash": "its routers use a layer's weight without calling the layer, so an "
+    "adapter there never learns; choose other `target_modules`",
+    "minimax": "its linear attention gives other results in generation than over whole rows",
+    "modernbert-decoder": "its output head has an extra layer; rejected at loading",
+    "xlstm": "padded rows differ from unpadded ones by 2e-4 nats",
 }
 """Why something essential does not work."""
 

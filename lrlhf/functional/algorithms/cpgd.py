@@ -86,7 +86,7 @@ def cpgd_policy_loss(
     drift_coef: float = 0.0,
     drift_clip: float = 5.0,
 ) -> Float[Tensor, "B T"]:
-    """Policy gradient whose log-probabilities, not ratios, are clipped, and a pull to the old.
+    """Policy gradient that clips log-probabilities instead of ratios, with a drift penalty.
 
         A > 0:  ℓ = -min(logprobs, old + log(1 + ε)) A  +  α D
         A ≤ 0:  ℓ = -max(logprobs, old + log(1 - ε)) A  +  α D

@@ -46,24 +46,24 @@ _REPLACED = {"−": "-", "–": "-", "\\$": "$", "\\%": "%", "\\!": "", "\\,": "
 
 
 class NumericAnswer(RewardFunction):
-    r"""1 where the response gives the right number, else 0; no value without a right answer.
+    r"""1 if the response gives the right number, else 0; no value without a right answer.
 
-    The right answer is what follows ``####`` in its column, else what ``\boxed{}`` holds, else
-    all of it; units, currency and percent signs and thousands separators do not count. One that
-    is no number is compared as an expression, with ``math-verify``, in a process of its own. A
-    response that it does not finish with in time counts 0, and is reported.
+    The right answer is the text after ``####`` in its column, else the content of ``\boxed{}``,
+    else the whole column. Units, currency and percent signs and thousands separators are ignored.
+    An answer that is not a number is compared as an expression by ``math-verify`` in a separate
+    process. A response whose comparison exceeds ``timeout`` scores 0 and is reported.
 
     Args:
         answer_column: Data column with the right answer, a number or text.
-        which: Where the response gives its answer: ``last`` is the number after the last
-            ``####``, else the last one; ``first`` the first one; ``boxed`` what the last
-            ``\boxed{}`` holds. Anything else is a regular expression; the last number in what its
-            last match holds (its first group, if it has one) counts.
-        tolerance: Accepted difference, as a part of the answer if that is larger than 1.
-        use_math_verify: ``auto``: for right answers that are no numbers, if it is installed
-            (``pip install 'lrlhf[math]'``); true: also where numbers differ, as it reads more
-            notations; false: never. Without it, answers that are no numbers give no score.
-        timeout: Seconds that comparing one response with ``math-verify`` may take.
+        which: Where to find the response's answer. ``last``: the number after the last ``####``,
+            else the last number; ``first``: the first number; ``boxed``: the content of the last
+            ``\boxed{}``. Anything else is a regular expression: the last number in its last match
+            counts, or in the first group of that match, if it has one.
+        tolerance: Accepted difference, relative to the answer if that is larger than 1.
+        use_math_verify: ``auto``: for right answers that are not numbers, if it is installed
+            (``pip install 'lrlhf[math]'``); true: also if numbers differ, as it reads more
+            notations; false: never. Without it, answers that are not numbers give no score.
+        timeout: Seconds for comparing one response with ``math-verify``.
     """
 
     @classmethod

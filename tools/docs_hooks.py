@@ -1,0 +1,65 @@
+"""Hooks of mkdocs: files of the repository that pages link to become pages of the site.
+
+A link such as ``../lrlhf/models/heads.py`` works where the page is read in the repository, but
+leads out of the site, which has only the files in ``docs``. So the site gets a page with the text
+of each linked file, under ``source/``, and the links lead there.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+LINK = re.compile(r"\]\((\.\./[^)#\s]+)\)")
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".md": "markdown"}
+
+
+def repository_path(src_uri: str, link: str, config: MkDocsConfig) -> str | None:
+    """The path of a link's target from the root of the repository.
+
+    Args:
+        src_uri: The page that has the link, from ``docs`` on.
+        link: The relative target, such as ``../lrlhf/types.py``.
+        config: The settings of mkdocs.
+
+    Returns:
+        The path, or None if the target is in ``docs`` or no file: mkdocs then warns about it.
+    """
+    docs = Path(config.docs_dir)
+    target = (docs / src_uri).parent.joinpath(link).resolve()
+    if target.is_relative_to(docs) or not target.is_relative_to(docs.parent):
+        return None
+    return target.relative_to(docs.parent).as_posix() if target.is_file() else None
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds a page for each file outside of ``docs`` that a page links to."""
+    paths = {
+        path
+        for page in files.documentation_pages()
+        for link in LINK.findall(page.content_string)
+        if (path := repository_path(page.src_uri, link, config))
+    }
+    for path in sorted(paths):
+        text = (Path(config.docs_dir).parent / path).read_text(encoding="utf-8")
+        fence = "`" * (2 + max(map(len, re.findall("`+", text)), default=1))
+        code = f"{fence}{LANGUAGES[Path(path).suffix]}\n{text}\n{fence}\n"
+        content = f"---\nsearch: {{exclude: true}}\n---\n\n# {path}\n\n{code}"
+        files.append(File.generated(config, f"source/{path}.md", content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: object) -> str:
+    """Turns links to files of the repository into links to their pages."""
+
+    def replaced(match: re.Match[str]) -> str:
+        path = repository_path(page.file.src_uri, match[1], config)
+        if path is None:
+            return match[0]
+        folder = posixpath.dirname(page.file.src_uri)
+        return f"]({posixpath.relpath(f'source/{path}.md', folder or '.')})"
+
+    return LINK.sub(replaced, markdown)
