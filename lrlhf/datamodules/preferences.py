@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 
 from lrlhf.datamodules.core import RowKind
-from lrlhf.datamodules.loading.sources import Source, Weighted
+from lrlhf.datamodules.loading.sources import Data
 from lrlhf.datamodules.loading.splits import Split
 from lrlhf.datamodules.rows.bad_rows import BadDataError
 from lrlhf.datamodules.rows.collate import PairRow, collate_pairs
@@ -68,8 +68,8 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
 
     def __init__(  # noqa: PLR0913 - the constructor is the schema of the config
         self,
-        train: str | Source | list[str | Source | Weighted],
-        val: str | Source | list[str | Source | Weighted] | None = None,
+        train: Data,
+        val: Data | None = None,
         *,
         head_names: list[str] | None = None,
         label_columns: dict[str, str] | None = None,
