@@ -119,7 +119,8 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
 
     Args:
         kind: Called in every `setup` with the trainer (None outside of one): how rows are read.
-        train: One source or a list of them; `Weighted` entries give each a share of an epoch.
+        train: One source, a list of them, or rows (see `MemorySource`); `Weighted` entries give
+            each a share of an epoch.
         val: Validation data of its own; every row is kept.
         batch_size: Rows per train batch and rank.
         val_batch_size: Rows per validation batch and rank; None: as ``batch_size``.

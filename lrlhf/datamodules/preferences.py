@@ -26,6 +26,8 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
 
     A source is a file (.jsonl, .json, .parquet, .csv, each optionally .gz), a folder or pattern of
     such files, a hub id (``owner/name:config@split``), or a `Source` such as `MediaPairs`.
+    From Python it may also be rows: a list of dicts, a dict of columns, a DataFrame, a
+    ``datasets.Dataset`` or any other object with a length, see `MemorySource`.
 
     Rows come as
 
@@ -45,7 +47,8 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
     the better answer should win. All other columns end up in the batch's ``info``.
 
     Args:
-        train: One source or a list of them; `Weighted` entries give each a share of an epoch.
+        train: One source, a list of them, or rows; `Weighted` entries give each a share of an
+            epoch.
         val: Validation data of its own; every row is kept.
         head_names: Heads in the order of ``labels``; None: the LightningModule's.
         label_columns: For each head the column with its label.

@@ -38,6 +38,8 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
 
     A source is a file (.jsonl, .json, .parquet, .csv, each optionally .gz), a folder or pattern of
     such files, a hub id (``owner/name:config@split``), or a `Source` such as `ReasoningGym`.
+    From Python it may also be rows: a list of dicts, a dict of columns, a DataFrame, a
+    ``datasets.Dataset`` or any other object with a length, see `MemorySource`.
 
     A prompt is text, or a list of messages that the chat template renders. In whole dialogues
     (columns ``messages`` and ``conversations``) the last assistant turn is left out and passed on
@@ -51,7 +53,8 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
     ``videos``.
 
     Args:
-        train: One source or a list of them; `Weighted` entries give each a share of an epoch.
+        train: One source, a list of them, or rows; `Weighted` entries give each a share of an
+            epoch.
         val: Validation data of its own; every row is kept.
         prompt_column: Column with the prompt.
         prompt_template: A jinja2 template over the columns that makes the prompt instead, such as

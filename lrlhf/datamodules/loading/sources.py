@@ -123,7 +123,8 @@ class Weighted:
     """One entry of a list of sources, with its share of an epoch.
 
     Args:
-        source: A file, folder, pattern, hub id or `Source`.
+        source: A file, folder, pattern, hub id or `Source`; from Python also rows, see
+            `MemorySource`.
         weight: Share of an epoch relative to the other entries' weights; either every entry of a
             list has one, or none. Without weights every row comes once per epoch.
         columns: Columns that are set on every row of this source, such as ``{head: helpful}``.
@@ -196,7 +197,10 @@ class HubSource(Source):
     def __init__(self, dataset: str) -> None:
         match = _HUB_ID.fullmatch(dataset)
         if match is None:
-            raise ValueError(f"{dataset!r} is no hub id; write owner/name, owner/name:config@split")
+            raise ValueError(
+                f"{dataset!r} is no hub id; write owner/name or owner/name:config@split (rows from "
+                "Python are dicts: [{'prompt': …}])"
+            )
         self._dataset = dataset
         self._id, self._config = match["id"], match["config"]
         self._split = match["split"] or "train"
