@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import datasets
 
@@ -287,7 +287,11 @@ def components_of(entries: Entries, what: str = "data") -> list[Component]:
             "list a weight (an epoch is shared out by weight), or none (every row once per epoch)"
         )
     return [
-        Component(resolve_source(entry.source), entry.weight, dict(entry.columns or {}))
+        Component(
+            resolve_source(cast("str | Source", entry.source)),
+            entry.weight,
+            dict(entry.columns or {}),
+        )
         for entry in weighted
     ]
 
