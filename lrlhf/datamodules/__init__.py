@@ -5,7 +5,7 @@ from lrlhf.datamodules.datasets.media_pairs import MediaPairs
 from lrlhf.datamodules.datasets.ratings import RatedPairs, RatedText
 from lrlhf.datamodules.datasets.tasks import ReasoningGym
 from lrlhf.datamodules.loading.loader import EvalLoader, TrainLoader
-from lrlhf.datamodules.loading.sources import FileSource, HubSource, Source, Weighted
+from lrlhf.datamodules.loading.sources import FileSource, HubSource, MemorySource, Source, Weighted
 from lrlhf.datamodules.preferences import PreferenceDataModule
 from lrlhf.datamodules.prompts import PromptDataModule
 from lrlhf.datamodules.replay import ReplayDataModule
@@ -19,6 +19,7 @@ __all__ = [
     "FileSource",
     "HubSource",
     "MediaPairs",
+    "MemorySource",
     "PreferenceDataModule",
     "PromptDataModule",
     "RatedPairs",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -13,16 +14,29 @@ import lightning as L
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.datamodules.loading.data_fingerprint import fingerprint
 from lrlhf.datamodules.loading.fetching import Fetching
 from lrlhf.datamodules.loading.loader import CHANGES, Companion, EvalLoader, Ranks, TrainLoader
 from lrlhf.datamodules.loading.order import BalancedOrder, GivenOrder, Order
-from lrlhf.datamodules.loading.sources import Component, Entries, Row, components_of
+from lrlhf.datamodules.loading.sources import (
+    Component,
+    Data,
+    Entries,
+    Row,
+    Source,
+    components_of,
+    entries_of,
+)
 from lrlhf.datamodules.loading.splits import Located, Split, Splits, ValidationData
-from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows
+from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows, nearest
+from lrlhf.run.collectives import Collectives
 
 DraftT = TypeVar("DraftT")
 RowT = TypeVar("RowT")
 BatchT = TypeVar("BatchT")
+
+_MOST_NAMED = 3
+"""Sources that a representation names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +87,13 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
         """
         components = components_of(entries)
         bad_rows = BadRows(what)
-        rows = self.read_rows(components, bad_rows)
+        split = self.read_rows(components, bad_rows)
         bad_rows.check(max_bad_fraction)
-        return self.check(Split(components, rows), what)
+        return self.check(split, what)
 
     def read_rows(
         self, components: Sequence[Component], bad_rows: BadRows, *, limit: int | None = None
-    ) -> list[Located[RowT]]:
+    ) -> Split[RowT]:
         """Read the usable rows of every source, and count all of them.
 
         Args:
@@ -91,6 +105,7 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
             BadDataError: There are no rows.
         """
         drafts: list[Located[DraftT]] = []
+        columns: dict[str, None] = {}
         for index, component in enumerate(components):
             # where there are several sources, the column keeps results apart
             added = {"source": component.name} if len(components) > 1 else {}
@@ -101,6 +116,7 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
                     try:
                         if isinstance(row, BadRow):
                             raise row
+                        columns.update(dict.fromkeys(row))
                         draft = self.parse({**added, **row, **component.columns}, source.folder)
                     except BadRow as problem:
                         bad_rows.add(place, problem)
@@ -117,7 +133,7 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
         if bad_rows.total == 0:
             names = ", ".join(component.name for component in components)
             raise BadDataError(f"the {bad_rows.what} data is empty: no rows in {names}")
-        return rows
+        return Split(components, rows, tuple(columns))
 
 
 class FirstRows(NamedTuple, Generic[RowT]):
@@ -141,7 +157,8 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
 
     Args:
         kind: Called in every `setup` with the trainer (None outside of one): how rows are read.
-        train: One source or a list of them; `Weighted` entries give each a share of an epoch.
+        train: One source, a list of them, or rows (see `MemorySource`); `Weighted` entries give
+            each a share of an epoch.
         val: Validation data of its own; every row is kept.
         batch_size: Rows per train batch and rank.
         val_batch_size: Rows per validation batch and rank; None: as ``batch_size``.
@@ -161,8 +178,8 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
     def __init__(  # noqa: PLR0913 - the constructor is the schema of the config
         self,
         kind: Callable[[L.Trainer | None], RowKind[Any, RowT, BatchT]],
-        train: Entries,
-        val: Entries | None = None,
+        train: Data,
+        val: Data | None = None,
         *,
         batch_size: int = 8,
         val_batch_size: int | None = None,
@@ -174,8 +191,11 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
         num_workers: int = 0,
         pin_memory: bool | None = None,
         accept_changed_data: bool = False,
+        **unknown: Any,
     ) -> None:
         super().__init__()
+        if unknown:  # taken here to name the class that the user wrote, not this one
+            raise TypeError(_unknown_option(type(self), next(iter(unknown))))
         for name, value, least in (
             ("batch_size", batch_size, 1),
             ("val_batch_size", val_batch_size, 1),
@@ -185,9 +205,10 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}: give {least} or more")
         self._make_kind = kind
-        self._train = train
+        self._train: Entries = entries_of(train, "train")
         self._besides: Entries | None = None  # further sources to prepare
-        self._validation: ValidationData[RowT] = ValidationData(val, val_size, val_fraction, seed)
+        own = None if val is None else entries_of(val, "val")
+        self._validation: ValidationData[RowT] = ValidationData(own, val_size, val_fraction, seed)
         self._batch_size = batch_size
         self._val_batch_size = val_batch_size or batch_size
         self._max_bad_fraction = max_bad_fraction
@@ -228,7 +249,7 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
             if entries is None:
                 continue
             bad_rows, components = BadRows(what), components_of(entries)
-            rows = kind.read_rows(components, bad_rows, limit=number)
+            rows = kind.read_rows(components, bad_rows, limit=number).rows
             complete = bad_rows.total < number  # a source alone could have had more
             bad_rows.refuse(self._max_bad_fraction if complete else 1.0)
             found.append(
@@ -247,6 +268,7 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
         if self._splits is None or self._kind is None or kind.made_with != self._kind.made_with:
             load = partial(kind.load, max_bad_fraction=self._max_bad_fraction)
             self._splits = self._validation.load(load(self._train, "train"), load, kind.keys)
+            _refuse_other_rows(self.trainer, self._splits, dated=kind.dated)
         pin = torch.cuda.is_available() if self._pin_memory is None else self._pin_memory
         self._fetching = Fetching(kind.collate, self._num_workers, pin, kind.read)
         self._kind, self._stage, self._loader = kind, stage, None
@@ -322,6 +344,23 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
         if state_dict and isinstance(loader, TrainLoader):
             loader.load_state_dict(state_dict)
 
+    def __repr__(self) -> str:
+        train, held = self._splits or (None, None)
+        size, fraction = self._validation.size, self._validation.fraction
+        lines = [
+            f"{type(self).__name__}(batch_size={self._batch_size})",
+            f"  train: {_described(self._train, train)}",
+        ]
+        if self._validation.val is not None:
+            lines.append(f"  val: {_described(self._validation.val, held)}")
+        elif self._validation.any:
+            count = f"{size or f'{fraction:.2%}'}" if held is None else f"{len(held.rows):,}"
+            lines.append(f"  val: {count} of the train rows, held out")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return repr(self)  # Lightning's asks for every loader
+
     @property
     def _ready(
         self,
@@ -350,6 +389,46 @@ class _Beside:
 
     def __init__(self, module: object) -> None:
         self.lightning_module = module
+
+
+def _described(entries: Entries, split: Split[Any] | None) -> str:
+    """Name some sources, with rows and columns once these are known."""
+    sources = [entry.source for entry in entries_of(entries, "data")]
+    named = [
+        source.name if isinstance(source, Source) and split is not None else str(source)
+        for source in sources[:_MOST_NAMED]
+    ]
+    more = len(sources) - _MOST_NAMED
+    listed = ", ".join(named) + (f" and {more} more" if more > 0 else "")
+    if split is None:
+        return listed
+    return f"{len(split.rows):,} rows from {listed}; columns: {', '.join(split.columns) or 'none'}"
+
+
+def _refuse_other_rows(trainer: L.Trainer | None, splits: Splits[Any], *, dated: bool) -> None:
+    """Stop every rank where one has made other rows: batches would overlap, and rows be left out.
+
+    Raises:
+        BadDataError: A rank has other rows, or another order of them.
+    """
+    if trainer is None or trainer.world_size == 1 or not torch.distributed.is_initialized():
+        return
+    own = [fingerprint(split.values, read_files=False) for split in splits if split is not None]
+    # today's date may be in the tokens, and midnight fall between two ranks
+    digests = Collectives(trainer).gather([(one.data, not dated and one.tokens) for one in own])
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise BadDataError(
+            f"rank {', '.join(map(str, others))} has other rows than rank 0, or another order of "
+            "them: every process must make the same (seed what is drawn, sort what comes from a "
+            "set or a folder)"
+        )
+
+
+def _unknown_option(cls: type, name: str) -> str:
+    own = (base for base in cls.__mro__ if issubclass(base, RowDataModule))
+    known = {option for base in own for option in signature(base).parameters}
+    return f"{cls.__name__} has no option {name!r}{nearest(name, known)}"
 
 
 def data_ranks(trainer: L.Trainer | None) -> Ranks:

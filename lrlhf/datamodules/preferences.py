@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 
 from lrlhf.datamodules.core import RowKind
-from lrlhf.datamodules.loading.sources import Source, Weighted
+from lrlhf.datamodules.loading.sources import Data
 from lrlhf.datamodules.loading.splits import Split
 from lrlhf.datamodules.rows.bad_rows import BadDataError
 from lrlhf.datamodules.rows.collate import PairRow, collate_pairs
@@ -26,6 +26,8 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
 
     A source is a file (.jsonl, .json, .parquet, .csv, each optionally .gz), a folder or pattern of
     such files, a hub id (``owner/name:config@split``), or a `Source` such as `MediaPairs`.
+    From Python it may also be rows: a list of dicts, a dict of columns, a DataFrame, a
+    ``datasets.Dataset`` or any other object with a length, see `MemorySource`.
 
     Rows come as
 
@@ -45,7 +47,8 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
     the better answer should win. All other columns end up in the batch's ``info``.
 
     Args:
-        train: One source or a list of them; `Weighted` entries give each a share of an epoch.
+        train: One source, a list of them, or rows; `Weighted` entries give each a share of an
+            epoch.
         val: Validation data of its own; every row is kept.
         head_names: Heads in the order of ``labels``; None: the LightningModule's.
         label_columns: For each head the column with its label.
@@ -68,8 +71,8 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
 
     def __init__(  # noqa: PLR0913 - the constructor is the schema of the config
         self,
-        train: str | Source | list[str | Source | Weighted],
-        val: str | Source | list[str | Source | Weighted] | None = None,
+        train: Data,
+        val: Data | None = None,
         *,
         head_names: list[str] | None = None,
         label_columns: dict[str, str] | None = None,

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.core import RowKind, data_ranks
 from lrlhf.datamodules.datasets.pretraining import DEFAULT_TEXT_COLUMN, PretrainingTexts
-from lrlhf.datamodules.loading.sources import Source, Weighted
+from lrlhf.datamodules.loading.sources import Data, entries_of
 from lrlhf.datamodules.loading.splits import Split
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.collate import PromptRow, collate_prompts
@@ -38,6 +38,8 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
 
     A source is a file (.jsonl, .json, .parquet, .csv, each optionally .gz), a folder or pattern of
     such files, a hub id (``owner/name:config@split``), or a `Source` such as `ReasoningGym`.
+    From Python it may also be rows: a list of dicts, a dict of columns, a DataFrame, a
+    ``datasets.Dataset`` or any other object with a length, see `MemorySource`.
 
     A prompt is text, or a list of messages that the chat template renders. In whole dialogues
     (columns ``messages`` and ``conversations``) the last assistant turn is left out and passed on
@@ -51,7 +53,8 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
     ``videos``.
 
     Args:
-        train: One source or a list of them; `Weighted` entries give each a share of an epoch.
+        train: One source, a list of them, or rows; `Weighted` entries give each a share of an
+            epoch.
         val: Validation data of its own; every row is kept.
         prompt_column: Column with the prompt.
         prompt_template: A jinja2 template over the columns that makes the prompt instead, such as
@@ -76,8 +79,8 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
 
     def __init__(  # noqa: PLR0913 - the constructor is the schema of the config
         self,
-        train: str | Source | list[str | Source | Weighted],
-        val: str | Source | list[str | Source | Weighted] | None = None,
+        train: Data,
+        val: Data | None = None,
         *,
         prompt_column: str = DEFAULT_PROMPT_COLUMN,
         prompt_template: str | None = None,
@@ -87,14 +90,13 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
         column_patterns: dict[str, str] | None = None,
         max_prompt_tokens: int | None = None,
         deduplicate: bool = False,
-        pretraining: str | Source | list[str | Source | Weighted] | None = None,
+        pretraining: Data | None = None,
         pretraining_batch_size: int | None = None,
         pretraining_column: str = DEFAULT_TEXT_COLUMN,
         pretraining_max_tokens: int = 1024,
         **options: Any,
     ) -> None:
         super().__init__(self._prompts, train, val, **options)
-        self._besides = pretraining
         self._max_tokens = max_prompt_tokens
         self._parser = partial(
             PromptParser,
@@ -108,8 +110,9 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
         self._deduplicate = deduplicate
         self._pretraining: PretrainingTexts | None = None
         if pretraining is not None:
+            self._besides = entries_of(pretraining, "pretraining")
             self._pretraining = PretrainingTexts(
-                pretraining,
+                self._besides,
                 column=pretraining_column,
                 batch_size=(
                     self._batch_size if pretraining_batch_size is None else pretraining_batch_size

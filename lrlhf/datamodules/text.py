@@ -10,7 +10,7 @@ import lightning as L
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.core import RowDataModule, RowKind
-from lrlhf.datamodules.loading.sources import Entries
+from lrlhf.datamodules.loading.sources import Data
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.media import MediaOptions, MediaProcessor
@@ -46,8 +46,8 @@ class TextDataModule(RowDataModule[RowT, BatchT]):
     def __init__(
         self,
         kind: Callable[[L.Trainer | None], RowKind[Any, RowT, BatchT]],
-        train: Entries,
-        val: Entries | None = None,
+        train: Data,
+        val: Data | None = None,
         *,
         tokenizer: str | PreTrainedTokenizerBase | None = None,
         chat_template: str | None = None,

@@ -41,19 +41,20 @@ class Fingerprint(NamedTuple):
     between two pieces is not seen. Empty where rows name no file."""
 
 
-def fingerprint(rows: Iterable[object]) -> Fingerprint:
+def fingerprint(rows: Iterable[object], *, read_files: bool = True) -> Fingerprint:
     """Digest rows; equal rows in equal order have equal digests, in every process.
 
     A folder that was moved makes no difference: of a path only the name counts, and the file.
+    Without ``read_files`` only the name does.
     """
     digest, files = _Digest(), hashlib.blake2b(digest_size=16)
     for row in rows:
         digest.feed(row)
-    if digest.files:
+    if digest.files and read_files:
         with ThreadPoolExecutor(_THREADS) as pool:  # disks of a network answer late
             for content in pool.map(_content, digest.files):
                 files.update(content)
-    contents = files.hexdigest() if digest.files else ""
+    contents = files.hexdigest() if digest.files and read_files else ""
     return Fingerprint(digest.data.hexdigest(), digest.tokens.hexdigest(), contents)
 
 
@@ -71,7 +72,12 @@ class _Digest:
             except (TypeError, ValueError):  # something in it that JSON has no form for
                 self._feed_parts(value)
         elif isinstance(value, np.ndarray | Tensor | Image.Image):
-            array = np.ascontiguousarray(value)
+            array = np.ascontiguousarray(
+                value.detach().cpu() if isinstance(value, Tensor) else value
+            )
+            if array.dtype == object:  # its bytes are addresses
+                self._feed_parts(array.tolist())
+                return
             digest = self.tokens if array.dtype == np.int32 else self.data
             digest.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
         elif isinstance(value, bytes | bytearray):
@@ -93,6 +99,8 @@ class _Digest:
             return (part for key in sorted(value, key=str) for part in (str(key), value[key]))
         if isinstance(value, list | tuple):
             return value
+        if isinstance(value, set | frozenset):
+            return sorted(value, key=str)  # their own order is another in every process
         if isinstance(value, Unread):
             return (value.refs,)  # its text was made of the row by the chat template
         if isinstance(value, MediaRefs):

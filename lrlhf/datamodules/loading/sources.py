@@ -8,10 +8,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from lrlhf.datamodules.loading.files import FORMATS, is_data_file, read_rows_of_file
 from lrlhf.datamodules.loading.path_safety import FOREIGN
+from lrlhf.datamodules.loading.python_rows import (
+    RowMaker,
+    Rows,
+    check_rows,
+    folder_of,
+    held_rows,
+    label,
+    read_rows,
+    summary,
+)
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, nearest
 
 Row = Mapping[str, Any]
@@ -45,28 +55,97 @@ class Source(ABC):
         """Download or compute what `rows` needs; called on one process of each machine."""
         return
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+
+class MemorySource(Source):
+    """Rows that a Python object holds or makes.
+
+    ``train`` and ``val`` take such an object as it is. This class gives it a name, says where
+    relative paths in its rows start from, or takes a number of rows from what has no length.
+
+    Args:
+        data: A list of dicts, a dict of columns, a DataFrame, an Arrow table, a
+            ``datasets.Dataset``, another object with ``__len__`` and ``__getitem__``; with
+            ``length`` also an iterator, or a function that makes one.
+        length: Rows to take, the first ones; None: all.
+        name: What messages call it; None: its type.
+        folder: What relative paths of images and videos start from; None: the folder in which the
+            program runs.
+
+    Raises:
+        BadDataError: ``data`` holds no rows, or does not know how many.
+    """
+
+    def __init__(
+        self,
+        data: Rows | RowMaker | Iterable[Row],
+        length: int | None = None,
+        name: str | None = None,
+        folder: str | Path | None = None,
+    ) -> None:
+        if length is not None and length < 1:
+            raise ValueError(f"length={length}: give 1 or more")
+        check_rows(data, type(self).__name__, length=length)
+        self._data: Any = data
+        self._length = length
+        self._name = name or label(data)
+        self._numbered = None if name else label(data)
+        self._folder = folder_of(data) if folder is None else Path(folder).expanduser()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def folder(self) -> Path | None:
+        return self._folder
+
+    def rows(self) -> Iterable[Row | BadRow]:
+        # of an iterator the rows come once, and are read again where the tokenizer changes
+        self._data = held_rows(self._data, self._length)
+        return read_rows(self._data, self._length, name=self._name)
+
+    def number(self, number: int) -> None:
+        """Tell it apart from the others of a list, where it has no name of its own."""
+        if self._numbered is not None:
+            self._name = f"{self._numbered} {number}"
+
+    def __repr__(self) -> str:
+        described = summary(self._data, self._length)
+        return f"{type(self).__name__}({self.name}, {described})"
+
 
 @dataclass(frozen=True)
 class Weighted:
     """One entry of a list of sources, with its share of an epoch.
 
     Args:
-        source: A file, folder, pattern, hub id or `Source`.
+        source: A file, folder, pattern, hub id or `Source`; from Python also rows, see
+            `MemorySource`.
         weight: Share of an epoch relative to the other entries' weights; either every entry of a
             list has one, or none. Without weights every row comes once per epoch.
         columns: Columns that are set on every row of this source, such as ``{head: helpful}``.
     """
 
-    source: str | Source
+    source: str | Source | Rows
     weight: float | None = None
     columns: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.source, Source):
+            # of a path from pathlib its text; rows as a source, which does not print them all
+            given = str(self.source) if isinstance(self.source, Path) else self.source
+            source = given if isinstance(given, str) else MemorySource(given)
+            object.__setattr__(self, "source", source)
         if self.weight is not None and not 0 < self.weight < float("inf"):
             raise ValueError(f"weight of {self.source!r} is {self.weight}: give a number above 0")
 
 
-Entries = str | Source | Sequence[str | Source | Weighted]
+Data = str | Source | Rows | list[str | Source | Rows | Weighted]
+"""What ``train`` and ``val`` of a data module take."""
+Entries = Data | Sequence[Weighted]
 
 
 @dataclass(frozen=True)
@@ -117,7 +196,10 @@ class HubSource(Source):
     def __init__(self, dataset: str) -> None:
         match = _HUB_ID.fullmatch(dataset)
         if match is None:
-            raise ValueError(f"{dataset!r} is no hub id; write owner/name, owner/name:config@split")
+            raise ValueError(
+                f"{dataset!r} is no hub id; write owner/name or owner/name:config@split (rows from "
+                "Python are dicts: [{'prompt': …}])"
+            )
         self._dataset = dataset
         self._id, self._config = match["id"], match["config"]
         self._split = match["split"] or "train"
@@ -151,16 +233,54 @@ class HubSource(Source):
             ) from error
 
 
-def components_of(entries: Entries) -> list[Component]:
+def entries_of(given: Entries, what: str) -> list[Weighted]:
+    """List the entries of what a user gave; the data that Python objects hold is not read yet.
+
+    Args:
+        given: One source, a list of them, or rows.
+        what: What messages call it, such as ``train``.
+
+    Raises:
+        BadDataError: There are none, or an object holds no rows.
+    """
+    if not _is_list_of_sources(given):
+        return [_entry(given, what)]
+    if not given:
+        raise BadDataError(f"{what}: the list of data sources is empty: give at least one")
+    row = next((index for index, one in enumerate(given) if isinstance(one, Mapping)), None)
+    if row is not None:
+        raise BadDataError(
+            f"{what}[{row}] is a dict and {what}[0] {given[0]!r:.40} is not: a list holds either "
+            "rows, all of them dicts, or sources"
+        )
+    entries = [_entry(one, f"{what}[{index}]") for index, one in enumerate(given)]
+    if len(entries) > 1:
+        for number, entry in enumerate(entries, start=1):
+            if isinstance(entry.source, MemorySource):
+                entry.source.number(number)
+    return entries
+
+
+def _entry(given: Any, what: str) -> Weighted:
+    if isinstance(given, Weighted):
+        return given
+    if not isinstance(given, str | Path | Source):
+        check_rows(given, what)
+    return Weighted(given)
+
+
+def _is_list_of_sources(given: Any) -> TypeGuard[Sequence[Any]]:
+    rows = isinstance(given, list | tuple) and len(given) > 0 and isinstance(given[0], Mapping)
+    return isinstance(given, list | tuple) and not rows
+
+
+def components_of(entries: Entries, what: str = "data") -> list[Component]:
     """Resolve what a user gave as ``train`` or ``val``.
 
     Raises:
         ValueError: A file is missing, or some entries have a weight and some none.
     """
-    listed = [entries] if isinstance(entries, str | Source) else list(entries)
-    if not listed:
-        raise ValueError("the list of data sources is empty: give at least one")
-    weighted = [entry if isinstance(entry, Weighted) else Weighted(entry) for entry in listed]
+    weighted = entries_of(entries, what)
     without = [entry.source for entry in weighted if entry.weight is None]
     if 0 < len(without) < len(weighted):
         raise ValueError(
@@ -168,7 +288,11 @@ def components_of(entries: Entries) -> list[Component]:
             "list a weight (an epoch is shared out by weight), or none (every row once per epoch)"
         )
     return [
-        Component(resolve_source(entry.source), entry.weight, dict(entry.columns or {}))
+        Component(
+            resolve_source(cast("str | Source", entry.source)),
+            entry.weight,
+            dict(entry.columns or {}),
+        )
         for entry in weighted
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -35,6 +35,8 @@ class Split(Generic[RowT]):
 
     components: Sequence[Component]
     rows: Sequence[Located[RowT]]
+    columns: tuple[str, ...] = ()
+    """Names of the columns that any row of the data has, whether it can be used or not."""
 
     @property
     def values(self) -> list[RowT]:
@@ -129,7 +131,7 @@ class ValidationData(Generic[RowT]):
             fraction=self.fraction,
             seed=self.seed,
         )
-        kept, held = (Split(train.components, [train.rows[row] for row in rows]) for rows in split)
+        kept, held = (replace(train, rows=[train.rows[row] for row in rows]) for rows in split)
         rank_zero_only(logger.info)(
             "held out %d of %d rows for validation", len(held.rows), len(train.rows)
         )
