@@ -22,6 +22,7 @@ def rollout_records(
     tokenizer: PreTrainedTokenizerBase,
     temperature: float,
     step: int,
+    weight_version: int,
 ) -> list[dict[str, Any]]:
     """Describe each response in JSON types.
 
@@ -33,6 +34,7 @@ def rollout_records(
         tokenizer: Decodes the prompts.
         temperature: At which the responses were sampled.
         step: The iteration that the rollout belongs to.
+        weight_version: Of the policy, where the rollout does not tell.
     """
     num_generations = len(rollout) // len(prompts)
     media = prompts.media or (None,) * len(prompts)
@@ -64,7 +66,7 @@ def rollout_records(
                 },
                 "length": int(rollout.response_mask[row].sum()),
                 "finish_reason": "length" if bool(rollout.truncated[row]) else "stop",
-                "weight_version": step if version is None else int(version[row]),
+                "weight_version": weight_version if version is None else int(version[row]),
                 "columns": plain_json(prompts.columns[group]),
                 **({} if shown is None else {"media": list(shown.names)}),
                 "extras": {

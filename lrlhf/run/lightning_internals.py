@@ -38,6 +38,7 @@ from lightning.pytorch.strategies.launchers import (
 )
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from torch.distributed.constants import default_pg_timeout
 
 from lrlhf.run.checkpoints.checksums import NotACheckpointError
@@ -234,18 +235,34 @@ def next_log_row(trainer: L.Trainer) -> tuple[dict[str, Any], int] | None:
     loop, connector = trainer.fit_loop, trainer._logger_connector
     batches: Any = loop.epoch_loop.batch_progress.total
     epochs: Any = loop.epoch_progress.total
-    step = loop.epoch_loop._batches_that_stepped
     if batches.processed > batches.completed:
         accumulates = loop._should_accumulate()
         if accumulates and trainer.lightning_module.automatic_optimization:
             return None
         if not connector.should_update_logs:
             return None
-    elif epochs.processed > epochs.completed:
-        step -= 1  # the rows of an epoch's end have the step of its last batch
-    else:
+    elif epochs.processed == epochs.completed:
         return None
-    return dict(connector.metrics["log"]), step
+    return dict(connector.metrics["log"]), trainer.global_step
+
+
+def number_log_rows(trainer: L.Trainer) -> None:
+    """Have the rows of all logs numbered as `lrlhf.run.step_numbers.running_step` says.
+
+    Lightning gives the row of a step, and of the validation after it, the number of the step
+    before.
+    """
+    connector = trainer._logger_connector
+    connector.log_metrics = partial(_log_metrics, connector)  # type: ignore[method-assign]
+
+
+def _log_metrics(
+    connector: _LoggerConnector, metrics: dict[str, Any], step: int | None = None
+) -> None:
+    if step is None and metrics and "step" not in metrics:
+        trainer = connector.trainer
+        metrics, step = {"epoch": trainer.current_epoch, **metrics}, trainer.global_step
+    _LoggerConnector.log_metrics(connector, metrics, step)
 
 
 # ---------------------------------------------------------------- signals and the end of a run

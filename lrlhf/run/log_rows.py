@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lrlhf.run.folder_lock import hold_folder
-from lrlhf.run.lightning_internals import next_log_row
+from lrlhf.run.lightning_internals import next_log_row, number_log_rows
 
 _KEY = "log_rows"
 
@@ -110,6 +110,7 @@ def keep_log_rows(trainer: L.Trainer, stage: str) -> None:
 
     Call it when a run is set up, on every rank; a second call changes nothing.
     """
+    number_log_rows(trainer)
     if stage != "fit":
         for log in _resumable(trainer) if trainer.is_global_zero else ():
             log.stand_apart(TrainerFn(stage).value)

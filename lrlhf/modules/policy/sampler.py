@@ -90,7 +90,7 @@ class Sampler:
         stored = isinstance(batch, StoredRollout)
         if isinstance(batch, StoredRollout):
             self._check_stored(batch)
-            trained, filler = as_collected(batch, step=it.step)
+            trained, filler = as_collected(batch, step=it.number)
             measured = trained
         elif self._settings.dynamic_sampling is not None:
             trained, filler, measured = self._sample_until_different(batch, it)
@@ -139,7 +139,7 @@ class Sampler:
         """
         settings = self._settings
         seeds = self._seeds(first, len(prompts), it.step)
-        collected = self._generate(prompts, settings.sampling, seeds, it)
+        collected = self._generate(prompts, settings.sampling, seeds, it, step=it.number)
         beside: dict[str, Tensor] = {}
         for number, (name, options) in enumerate(settings.algorithm.beside.items()):
             sampling = replace(settings.sampling, **options)
@@ -149,8 +149,8 @@ class Sampler:
                 for row in range(len(prompts))
             ]
             # so few rows say nothing of how many cannot be scored
-            scores = self._generate(prompts, sampling, seeds, it, limited=False).rewards.scores
-            beside[name] = scores.repeat_interleave(settings.num_generations)
+            alone = self._generate(prompts, sampling, seeds, it, step=it.number, limited=False)
+            beside[name] = alone.rewards.scores.repeat_interleave(settings.num_generations)
         return collected.with_beside(beside) if beside else collected
 
     def _sample_until_different(
@@ -205,7 +205,12 @@ class Sampler:
                 seeds=self._seeds(first, len(upcoming), it.step + 1),
             )
         return self._collector.score(
-            batch, rollout, settings.sampling, step=it.step, phase=it.phase
+            batch,
+            rollout,
+            settings.sampling,
+            step=it.number,
+            phase=it.phase,
+            weight_version=it.step,
         )
 
     def _seeds(self, first_prompt: int, prompts: int, step: int) -> list[int]:
@@ -222,7 +227,7 @@ class Sampler:
         """Answer held-out prompts once each, as ``eval_sampling`` says, and score the answers."""
         position = batch_idx * it.ranks.world_size + it.ranks.rank
         seeds = sample_seeds(self._seed, _EVAL_STREAM, position, count=len(batch))
-        return self._generate(batch, self._settings.eval_sampling, seeds, it)
+        return self._generate(batch, self._settings.eval_sampling, seeds, it, step=it.step)
 
     # ---- the engine
 
@@ -233,11 +238,18 @@ class Sampler:
         seeds: Sequence[int],
         it: Iteration,
         *,
+        step: int,
         limited: bool = True,
     ) -> Collected:
         self._prepare(it)
         return self._collector.collect(
-            prompts, sampling, seeds=seeds, step=it.step, phase=it.phase, limited=limited
+            prompts,
+            sampling,
+            seeds=seeds,
+            step=step,
+            phase=it.phase,
+            weight_version=it.step,
+            limited=limited,
         )
 
     def _prepare(self, it: Iteration) -> None:
