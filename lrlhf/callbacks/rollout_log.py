@@ -18,6 +18,7 @@ from lrlhf.callbacks.output_files import (
     output_folder,
 )
 from lrlhf.callbacks.reports.rollout_table import render, send, spread
+from lrlhf.modules.contracts import ScoresResponses
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.rollout.storage import rollout_files, rollout_path, save_rollout
 from lrlhf.run.atomic import naming
@@ -134,12 +135,15 @@ class RolloutLog(L.Callback, RolloutListener):
         with naming(self.path), self.path.open("ab") as handle:
             handle.write(lines.encode())
         step = running_step(trainer)
+        answers = module.rewards.answer_columns if isinstance(module, ScoresResponses) else ()
         if _is_due(step, self.print_every):
             shown = spread(everything, self.samples)
             title = f"step {step}: {len(shown)} of {len(everything)} responses"
-            module.print(render(shown, title=title, max_chars=self.max_chars))
+            table = render(shown, title=title, max_chars=self.max_chars, answers=answers)
+            module.print(f"\n{table}")
         if _is_due(step, self.table_every):
-            send(trainer, spread(everything, self.table_rows), key=_TABLE, step=step)
+            rows = spread(everything, self.table_rows)
+            send(trainer, rows, key=_TABLE, step=step, answers=answers)
 
     def _save(
         self, trainer: L.Trainer, experience: Experience, records: Sequence[dict[str, Any]]

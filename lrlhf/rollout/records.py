@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rewards import CompletionText, RewardResult
 from lrlhf.rollout.responses import prompt_token_ids, response_ids
-from lrlhf.types import PromptBatch, Rollout
+from lrlhf.types import Prompt, PromptBatch, Rollout
 
 
 def rollout_records(
@@ -37,6 +37,7 @@ def rollout_records(
         weight_version: Of the policy, where the rollout does not tell.
     """
     num_generations = len(rollout) // len(prompts)
+    places = prompts.places or ("",) * len(prompts)
     media = prompts.media or (None,) * len(prompts)
     prompt_texts = [
         # with one placeholder per image or video
@@ -54,8 +55,10 @@ def rollout_records(
         records.append(
             {
                 "step": step,
+                **origin(places[group]),
                 "group": group,
                 "prompt": prompt_texts[group],
+                **_messages(prompts.prompts[group]),
                 "completion": str(text),
                 **({} if all(part.sampled for part in text.segments) else {"segments": segments}),
                 "token_ids": token_ids,
@@ -76,6 +79,17 @@ def rollout_records(
             }
         )
     return records
+
+
+def _messages(prompt: Prompt) -> dict[str, Any]:
+    """Return the turns of a chat, of which ``prompt`` is what the template makes."""
+    return {} if isinstance(prompt, str) else {"messages": plain_json(prompt)}
+
+
+def origin(place: str) -> dict[str, Any]:
+    """Return source and row number of a place such as ``train.jsonl:17``; of none: nothing."""
+    source, _, row = place.rpartition(":")
+    return {"source": source, "row": int(row)} if place else {}
 
 
 def plain_json(value: Any) -> Any:

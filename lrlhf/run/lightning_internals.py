@@ -42,6 +42,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from torch.distributed.constants import default_pg_timeout
 
 from lrlhf.run.checkpoints.checksums import NotACheckpointError
+from lrlhf.run.step_numbers import model_step
 
 Launcher: TypeAlias = _Launcher
 
@@ -261,7 +262,7 @@ def _log_metrics(
 ) -> None:
     if step is None and metrics and "step" not in metrics:
         trainer = connector.trainer
-        metrics, step = {"epoch": trainer.current_epoch, **metrics}, trainer.global_step
+        metrics, step = {"epoch": trainer.current_epoch, **metrics}, model_step(trainer)
     _LoggerConnector.log_metrics(connector, metrics, step)
 
 

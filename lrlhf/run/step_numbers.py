@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
 
 
 def running_step(trainer: L.Trainer) -> int:
@@ -19,3 +22,32 @@ def running_step(trainer: L.Trainer) -> int:
     the policy answers in step ``k`` with version ``k - 1``.
     """
     return trainer.global_step + 1
+
+
+def model_step(trainer: L.Trainer) -> int:
+    """Return how many steps are behind the model, trained here or loaded for an evaluation."""
+    if trainer.state.fn != TrainerFn.FITTING:
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        loaded = [one.loaded_step for one in callbacks if isinstance(one, LoadedStep)]
+        known = [step for step in loaded if step is not None]
+        if known:
+            return known[0]
+    return trainer.global_step
+
+
+class LoadedStep(L.Callback):
+    """Remembers the step of a checkpoint that was loaded for an evaluation.
+
+    Outside of ``fit`` the trainer leaves its own counter as it is.
+    """
+
+    loaded_step: int | None = None
+    """None: none was loaded since the last ``fit``."""
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.loaded_step = None
+
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self.loaded_step = int(checkpoint["global_step"])

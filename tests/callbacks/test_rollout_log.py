@@ -106,7 +106,7 @@ def test_tensorboard_gets_a_table_without_markup(tmp_path: Path) -> None:
     assert [event.step for event in tables] == [1, 2, 4]
     text = tables[0].tensor_proto.string_val[0].decode()
     assert text.splitlines()[0] == (
-        "| prompt | completion | score | rewards | advantage | length | finish |"
+        "| prompt | answer | completion | score | rewards | advantage | length | finish |"
     )
     assert "2 &#43; 2 =" in text  # a plus sign could open a list
 
@@ -123,11 +123,21 @@ def test_wandb_gets_a_table_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         json.loads(path.read_text())
         for path in tmp_path.glob("wandb/offline-run-*/files/media/table/**/*.json")
     ]
-    columns = ["step", "prompt", "completion", "score", "rewards", "advantage", "length", "finish"]
+    columns = [
+        "step",
+        "prompt",
+        "answer",
+        "completion",
+        "score",
+        "rewards",
+        "advantage",
+        "length",
+        "finish",
+    ]
     assert [table["columns"] for table in tables] == [columns, columns]
     rewards = '{"exact": 0.0, "format": null}'
     assert sorted(table["data"][0] for table in tables) == [
-        [step, "2 + 2 =", "answer 0", 0, rewards, -0.5, 2, "stop"] for step in (1, 2)
+        [step, "2 + 2 =", "plain", "answer 0", 0, rewards, -0.5, 2, "stop"] for step in (1, 2)
     ]
 
 

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.run.lightning_internals import shows_training
+from lrlhf.run.step_numbers import model_step
 
 _SHOWN = {
     "rollout/score": "score",
@@ -115,7 +116,7 @@ class PhaseProgress(TQDMProgressBar, RolloutListener):
             if name.startswith("eval/")
         ]
         if self._prints:
-            _say([f"eval at step {trainer.global_step}", *metrics])
+            _say([f"eval at step {model_step(trainer)}", *metrics])
 
     def _shown(self, trainer: L.Trainer) -> dict[str, str]:
         logged = trainer.callback_metrics

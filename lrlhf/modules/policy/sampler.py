@@ -26,6 +26,7 @@ from lrlhf.rollout import (
     collect_different,
 )
 from lrlhf.run import sample_seeds
+from lrlhf.run.step_numbers import model_step
 from lrlhf.types import PromptBatch, StoredRollout
 
 _EVAL_STREAM = 1_000_003
@@ -139,7 +140,7 @@ class Sampler:
         """
         settings = self._settings
         seeds = self._seeds(first, len(prompts), it.step)
-        collected = self._generate(prompts, settings.sampling, seeds, it, step=it.number)
+        collected = self._generate(prompts, settings.sampling, seeds, it)
         beside: dict[str, Tensor] = {}
         for number, (name, options) in enumerate(settings.algorithm.beside.items()):
             sampling = replace(settings.sampling, **options)
@@ -149,7 +150,7 @@ class Sampler:
                 for row in range(len(prompts))
             ]
             # so few rows say nothing of how many cannot be scored
-            alone = self._generate(prompts, sampling, seeds, it, step=it.number, limited=False)
+            alone = self._generate(prompts, sampling, seeds, it, limited=False)
             beside[name] = alone.rewards.scores.repeat_interleave(settings.num_generations)
         return collected.with_beside(beside) if beside else collected
 
@@ -227,7 +228,8 @@ class Sampler:
         """Answer held-out prompts once each, as ``eval_sampling`` says, and score the answers."""
         position = batch_idx * it.ranks.world_size + it.ranks.rank
         seeds = sample_seeds(self._seed, _EVAL_STREAM, position, count=len(batch))
-        return self._generate(batch, self._settings.eval_sampling, seeds, it, step=it.step)
+        sampling, step = self._settings.eval_sampling, model_step(it.trainer)
+        return self._generate(batch, sampling, seeds, it, evaluated=step)
 
     # ---- the engine
 
@@ -238,17 +240,18 @@ class Sampler:
         seeds: Sequence[int],
         it: Iteration,
         *,
-        step: int,
+        evaluated: int | None = None,
         limited: bool = True,
     ) -> Collected:
+        """Generate for training or, at step ``evaluated``, for an evaluation."""
         self._prepare(it)
         return self._collector.collect(
             prompts,
             sampling,
             seeds=seeds,
-            step=step,
+            step=it.number if evaluated is None else evaluated,
             phase=it.phase,
-            weight_version=it.step,
+            weight_version=it.step if evaluated is None else evaluated,
             limited=limited,
         )
 
