@@ -386,8 +386,20 @@ def after_closure(plugin: Precision, module: L.LightningModule, optimizer: Any) 
 # ---------------------------------------------------------------- the command line
 
 
+_SHARES = tuple(f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict"))
+"""Options that mean a number of batches if they are whole, and else a share."""
+
+
 class Commands(LightningCLI):
     """A command line whose commands can be replaced."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # jsonargparse takes the first type that fits, and which one that is depends on what was
+        # imported before: to typing Optional[Union[int, float]] and Optional[Union[float, int]]
+        # are one object
+        for name in _SHARES:
+            L.Trainer.__init__.__annotations__[name] = int | float | None
+        super().__init__(*args, **kwargs)
 
     def run_command(self, subcommand: str) -> None:
         """Do what the user asked for."""
