@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lrlhf.callbacks.reports.progress import short
+
 _COLUMNS = ("prompt", "answer", "completion", "score", "rewards", "advantage", "length", "finish")
 """Of W&B and TensorBoard; the terminal has less room."""
 _ANSWERS = (
@@ -245,4 +247,4 @@ def _inert(text: str) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+    return "-" if value is None else short(value)
