@@ -33,6 +33,7 @@ def config(model_folder: str) -> dict[str, Any]:
         "RunReport": {},
     }
     trainer = {
+        "default_root_dir": ".",
         "max_steps": 3,
         "log_every_n_steps": 1,
         "num_sanity_val_steps": -1,
@@ -83,7 +84,12 @@ def test_a_step_has_one_number_wherever_it_is_named(
     assert names("export", r"step_(\d+)") == STEPS
     assert names(".", r"eval_scores_(\d+)") == [0, *STEPS]
     for step in (0, *STEPS):
-        assert {one["step"] for one in records(f"eval_scores_{step}.jsonl")} == {step}
+        answered = records(f"eval_scores_{step}.jsonl")
+        # in the order of the data, with the right answers
+        assert [(one["step"], one["source"], one["row"]) for one in answered] == [
+            (step, "rows.jsonl", row) for row in (1, 2, 3, 4)
+        ]
+        assert [one["columns"]["answer"] for one in answered] == list("abcd")
     out = capsys.readouterr().out
     assert numbers(r"(?m)^step (\d+):", out) == numbers(r"(?m)^step (\d+)/3", out) == STEPS
     assert numbers(r"eval at step (\d+)", out) == [0, *STEPS]
@@ -131,3 +137,28 @@ def test_what_a_resumed_run_repeats_is_nowhere_twice(
 
     assert {name: Path(name).read_bytes() for name in kept} == whole
     assert names("rollouts", r"step_(\d+)") == STEPS
+
+
+def test_an_evaluation_of_pairs_has_texts_labels_scores_and_rows(model_folder: str) -> None:
+    pairs = [
+        {"prompt": f"{n} + 1 = ", "chosen": f"{n + 1}", "rejected": f"{n + 2}", "level": n}
+        for n in range(3)
+    ]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    data = {"train": "pairs.jsonl", "val": "pairs.jsonl", "batch_size": 2}
+    trainer = {"default_root_dir": ".", "callbacks": [{"class_path": "EvalJSONL"}]}
+    Path("run.yaml").write_text(
+        yaml.safe_dump(experiment("RewardModel", {"model": model_folder}, data, **trainer))
+    )
+
+    assert run(["validate", "--config", "run.yaml"]) == 0
+
+    seen = records("eval_scores_0.jsonl")
+    for number, (line, pair) in enumerate(zip(seen, pairs, strict=True), start=1):
+        assert (line["step"], line["source"], line["row"]) == (0, "pairs.jsonl", number)
+        texts = [line[name] for name in ("prompt", "candidate0", "candidate1")]
+        assert texts == [pair[name] for name in ("prompt", "chosen", "rejected")]
+        assert line["labels"] == {"reward": 1.0}
+        difference = line["scores0"]["reward"] - line["scores1"]["reward"]
+        assert line["margins"]["reward"] == pytest.approx(difference, abs=1e-6)
+        assert line["info"] == {"level": pair["level"]}

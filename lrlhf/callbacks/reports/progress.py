@@ -54,7 +54,8 @@ class PhaseProgress(TQDMProgressBar, RolloutListener):
         super().__init__(refresh_rate=refresh_rate)
         self.metrics = metrics
         self.plain = not sys.stdout.isatty() if plain is None else plain
-        self._prints = self.plain and refresh_rate > 0
+        self._says = refresh_rate > 0
+        self._prints = self.plain and self._says
         self._seconds: dict[str, float] = {}
         self._phase = ""
         self._phase_start = 0.0
@@ -65,18 +66,18 @@ class PhaseProgress(TQDMProgressBar, RolloutListener):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        shows = self.refresh_rate > 0 and trainer.is_global_zero
+        shows = self._says and trainer.is_global_zero
         if stage == "fit" and shows and isinstance(pl_module, Exportable):
             for role, model in pl_module.trainable_models().items():
                 _say([f"{role}: {_described(model)}"])
 
     def disable(self) -> None:
         """Show nothing: what Lightning asks of the ranks other than zero."""
-        self._prints = False
+        self._says = self._prints = False
         super().disable()
 
     def enable(self) -> None:
-        self._prints = self.plain
+        self._says, self._prints = True, self.plain
         if not self.plain:
             super().enable()
 
