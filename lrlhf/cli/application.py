@@ -18,6 +18,7 @@ import lrlhf.loggers
 import lrlhf.modules
 import lrlhf.rewards
 import lrlhf.rollout  # noqa: F401  classes that are imported can be named by their short names
+from lrlhf.cli.batch_limits import read_whole_numbers_as_such
 from lrlhf.cli.config_files import ConfigFile, config_arguments, read_config_files
 from lrlhf.cli.convert_command import convert
 from lrlhf.cli.export_command import export_checkpoint
@@ -49,6 +50,7 @@ class Application(Commands):
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._arguments = list(arguments)
+        read_whole_numbers_as_such()
         super().__init__(
             L.LightningModule,
             L.LightningDataModule,

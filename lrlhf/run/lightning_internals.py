@@ -237,10 +237,8 @@ def next_log_row(trainer: L.Trainer) -> tuple[dict[str, Any], int] | None:
     batches: Any = loop.epoch_loop.batch_progress.total
     epochs: Any = loop.epoch_progress.total
     if batches.processed > batches.completed:
-        accumulates = loop._should_accumulate()
-        if accumulates and trainer.lightning_module.automatic_optimization:
-            return None
-        if not connector.should_update_logs:
+        accumulates = trainer.lightning_module.automatic_optimization and loop._should_accumulate()
+        if accumulates or not connector.should_update_logs:
             return None
     elif epochs.processed == epochs.completed:
         return None
@@ -248,22 +246,14 @@ def next_log_row(trainer: L.Trainer) -> tuple[dict[str, Any], int] | None:
 
 
 def number_log_rows(trainer: L.Trainer) -> None:
-    """Have the rows of all logs numbered as `lrlhf.run.step_numbers.running_step` says.
+    """Number the rows of all logs as `running_step` says: those of Lightning are one behind."""
 
-    Lightning gives the row of a step, and of the validation after it, the number of the step
-    before.
-    """
-    connector = trainer._logger_connector
-    connector.log_metrics = partial(_log_metrics, connector)  # type: ignore[method-assign]
+    def log_metrics(metrics: dict[str, Any], step: int | None = None) -> None:
+        if step is None and metrics and "step" not in metrics:
+            metrics, step = {"epoch": trainer.current_epoch, **metrics}, model_step(trainer)
+        _LoggerConnector.log_metrics(trainer._logger_connector, metrics, step)
 
-
-def _log_metrics(
-    connector: _LoggerConnector, metrics: dict[str, Any], step: int | None = None
-) -> None:
-    if step is None and metrics and "step" not in metrics:
-        trainer = connector.trainer
-        metrics, step = {"epoch": trainer.current_epoch, **metrics}, model_step(trainer)
-    _LoggerConnector.log_metrics(connector, metrics, step)
+    trainer._logger_connector.log_metrics = log_metrics  # type: ignore[method-assign,assignment]
 
 
 # ---------------------------------------------------------------- signals and the end of a run
@@ -386,20 +376,8 @@ def after_closure(plugin: Precision, module: L.LightningModule, optimizer: Any) 
 # ---------------------------------------------------------------- the command line
 
 
-_SHARES = tuple(f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict"))
-"""Options that mean a number of batches if they are whole, and else a share."""
-
-
 class Commands(LightningCLI):
     """A command line whose commands can be replaced."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # jsonargparse takes the first type that fits, and which one that is depends on what was
-        # imported before: to typing Optional[Union[int, float]] and Optional[Union[float, int]]
-        # are one object
-        for name in _SHARES:
-            L.Trainer.__init__.__annotations__[name] = int | float | None
-        super().__init__(*args, **kwargs)
 
     def run_command(self, subcommand: str) -> None:
         """Do what the user asked for."""
