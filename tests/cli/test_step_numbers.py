@@ -26,7 +26,7 @@ def config(model_folder: str) -> dict[str, Any]:
     data = {"train": "rows.jsonl", "val": "rows.jsonl", "batch_size": 2, "val_batch_size": 4}
     callbacks = {
         "PhaseProgress": {"plain": True},
-        "RolloutLog": {"save_tensors": True},
+        "RolloutLog": {"save_tensors": True, "print_every": 1},
         "EvalJSONL": {},
         "RLCheckpoint": {"dirpath": "checkpoints", "every_n_train_steps": 1, "save_top_k": -1},
         "HFExport": {"dirpath": "export", "every_n_steps": 1},
