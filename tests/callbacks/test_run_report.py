@@ -45,7 +45,7 @@ def test_the_report_compares_start_and_end_and_says_where_things_are(
         "rollout/score: 0 at step 1 → 3 at step 4 (+3)",
         "eval/score: 0 at step 0 → 4 at step 4 (+4)",
     ]
-    assert [line.split("  ")[0].strip() for line in printed[2:]] == list(places)
+    assert [line.strip().split("  ")[0] for line in printed[2:]] == list(places)
     assert [line.split("  ")[-1].strip() for line in printed[2:]] == list(map(str, places.values()))
     for path in ("metrics.csv", "eval_scores_4.jsonl", "rollouts.jsonl", "export/final"):
         assert (logs / path).exists()

@@ -14,7 +14,7 @@ from lrlhf.cli.messages.secrets import hide
 
 _NOISE = (
     *("💡 Tip", "GPU available: False", "TPU available", "HPU available", "Seed set to"),
-    "Setting accelerator to CPU",
+    *("Setting accelerator to CPU", "`Trainer("),
 )
 
 
