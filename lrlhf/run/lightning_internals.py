@@ -253,7 +253,7 @@ def number_log_rows(trainer: L.Trainer) -> None:
             metrics, step = {"epoch": trainer.current_epoch, **metrics}, model_step(trainer)
         _LoggerConnector.log_metrics(trainer._logger_connector, metrics, step)
 
-    trainer._logger_connector.log_metrics = log_metrics  # type: ignore[method-assign,assignment]
+    trainer._logger_connector.log_metrics = log_metrics  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------- signals and the end of a run
