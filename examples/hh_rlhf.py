@@ -79,7 +79,7 @@ def _curves(folder: Path) -> list[Curve]:
     curves = []
     for name in PANELS:
         known = [row for row in rows if row.get(name)]
-        steps = [int(row["step"]) + 1 for row in known]
+        steps = [int(row["step"]) for row in known]
         values = [float(row[name]) for row in known]
         if name == "eval/score":
             # loggers do not see the evaluation before training

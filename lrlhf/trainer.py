@@ -39,6 +39,7 @@ class Trainer(L.Trainer):
             `HFExport` and `RunReport` wherever the module has a use for them and none of the kind
             is given; false: only those that are given.
         options: Those of ``lightning.Trainer``. ``log_every_n_steps`` is 1 where none is given,
+            ``enable_model_summary`` false, as `PhaseProgress` says what is trained,
             ``use_distributed_sampler`` false, as the data modules share the rows out themselves,
             and ``logger`` a `ResumingCSVLogger`.
     """
@@ -66,6 +67,8 @@ class Trainer(L.Trainer):
         if options.get("log_every_n_steps") is None:
             options["log_every_n_steps"] = 1
         options.setdefault("use_distributed_sampler", False)
+        if options.get("enable_model_summary") is None:
+            options["enable_model_summary"] = False
         self._adds_callbacks = default_callbacks
         for logger in _as_list(options["logger"]) if options["logger"] else ():
             if isinstance(logger, WritesToRunFolder):

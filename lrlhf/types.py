@@ -152,6 +152,8 @@ class PreferenceBatch(TensorBatch):
     """By how much the better candidate should win; None: the loss's own constant."""
     info: tuple[Mapping[str, Any], ...]
     """What else the row held; written to the evaluation file as it is."""
+    places: tuple[str, ...] | None = None
+    """Where each row stands in the data, such as ``pairs.jsonl:17``; None: nowhere."""
 
     host: PreferenceBatch | None = None
     """The batch in main memory that this one is a copy of on a device; None: this is it."""
@@ -179,6 +181,8 @@ class PromptBatch(TensorBatch):
     """Every other column of each row, passed on to the rewards."""
     media: tuple[Media | None, ...] | None = None
     """See `SequenceBatch.media`."""
+    places: tuple[str, ...] | None = None
+    """Where each row stands in the data, such as ``prompts.jsonl:17``; None: nowhere."""
     pretraining: SequenceBatch | None = None
     """Texts of the second stream that is mixed into the policy's loss (PTX); rows of its own,
     which `select` leaves alone."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lrlhf.callbacks.output_files import (
     atomic_write,
@@ -16,15 +15,21 @@ from lrlhf.callbacks.output_files import (
     json_line,
     output_folder,
 )
+from lrlhf.run.step_numbers import LoadedStep, model_step
 
 
-class EvalJSONL(L.Callback):
+class EvalJSONL(LoadedStep):
     """Writes the records of each evaluation to ``eval_scores_{step}.jsonl``.
 
-    The lines of all ranks go into one file, in the order of the data set where records carry an
-    ``index``. A test run writes ``test_scores_{step}.jsonl``. A sanity check that covers the
-    whole validation set (``num_sanity_val_steps: -1``) is an evaluation too: that of the model
-    before training. A shorter one is no evaluation and writes nothing.
+    Each line has the step, where its row stands in the data (``source`` and ``row``, from 1), and
+    what the module tells of it: of a policy the prompt, its answer, the score, the rewards and the
+    ``columns`` that they read; of a reward model both texts, labels, scores and margins.
+
+    The lines of all ranks go into one file, in the order of the data: that of ``source`` and
+    ``row``, or of an ``index`` in the records. A test run writes ``test_scores_{step}.jsonl``. A
+    sanity check that covers the whole validation set (``num_sanity_val_steps: -1``) is an
+    evaluation too: that of the model before training. A shorter one is no evaluation and writes
+    nothing.
 
     Args:
         dirpath: Folder of the files; None: the run folder.
@@ -34,18 +39,11 @@ class EvalJSONL(L.Callback):
         self.dirpath = dirpath
         self.paths: list[Path] = []
         """Files written by this process, oldest first; on rank zero only."""
-        self._lines: list[tuple[int, int, str]] = []
-        """Data loader, position in the data set and text of each."""
-        self._loaded_step: int | None = None
+        self._lines: list[tuple[int, str, int, str]] = []
+        """Data loader, source, position in it and text of each."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         hold_output_folder(trainer, self.dirpath, stage)
-
-    def on_load_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        # outside of fit the trainer leaves its own counter at 0
-        self._loaded_step = int(checkpoint["global_step"])
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._lines = []
@@ -68,11 +66,12 @@ class EvalJSONL(L.Callback):
                 "{'records': [...]}; return them, or remove EvalJSONL from trainer.callbacks"
             )
         several = len(trainer.num_test_batches if trainer.testing else trainer.num_val_batches) > 1
+        loader = {"dataloader": dataloader_idx} if several else {}
         for record in outputs["records"]:
-            line = {"dataloader": dataloader_idx, **record} if several else record
-            # without an index the order of arrival stands, because the sort is stable
-            position = int(record.get("index", 0))
-            self._lines.append((dataloader_idx, position, json_line(line)))
+            # without a position the order of arrival stands, because the sort is stable
+            position = int(record.get("index", record.get("row", 0)))
+            line = json_line({"step": model_step(trainer), **loader, **record})
+            self._lines.append((dataloader_idx, str(record.get("source", "")), position, line))
 
     on_test_batch_end = on_validation_batch_end
 
@@ -88,12 +87,10 @@ class EvalJSONL(L.Callback):
         self._lines = []
         if not trainer.is_global_zero:
             return
-        lines.sort(key=lambda line: line[:2])
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        step = trainer.global_step if fitting else (self._loaded_step or trainer.global_step)
-        path = output_folder(trainer, self.dirpath) / f"{name}_{step}.jsonl"
+        lines.sort(key=lambda line: line[:3])
+        path = output_folder(trainer, self.dirpath) / f"{name}_{model_step(trainer)}.jsonl"
         with atomic_write(path) as handle:
-            handle.writelines(f"{text}\n".encode() for _, _, text in lines)
+            handle.writelines(f"{text}\n".encode() for *_, text in lines)
         self.paths.append(path)
 
 

@@ -18,10 +18,12 @@ from lrlhf.callbacks.output_files import (
     output_folder,
 )
 from lrlhf.callbacks.reports.rollout_table import render, send, spread
+from lrlhf.modules.contracts import ScoresResponses
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.rollout.storage import rollout_files, rollout_path, save_rollout
 from lrlhf.run.atomic import naming
 from lrlhf.run.checkpoints.set_aside import set_aside
+from lrlhf.run.step_numbers import running_step
 from lrlhf.types import Experience
 
 _TABLE = "rollout/samples"
@@ -43,10 +45,11 @@ class RolloutLog(L.Callback, RolloutListener):
 
     Args:
         dirpath: Folder of the file; None: the run folder.
-        print_every: Print a table of responses each so many iterations; None: never.
+        print_every: Print a table of responses in the first iteration and each so many; None:
+            never.
         samples: Rows of the printed table, spread over the iteration's responses.
-        table_every: Send a table to W&B and TensorBoard, where such a logger is attached, each
-            so many iterations; None: never.
+        table_every: Send a table to W&B and TensorBoard, where such a logger is attached, in the
+            first iteration and each so many; None: never.
         table_rows: Rows of that table.
         max_chars: Characters of a prompt or completion in the printed table; the file has all.
         save_tensors: Also keep token ids, masks, log-probabilities and scores. On several machines
@@ -96,10 +99,10 @@ class RolloutLog(L.Callback, RolloutListener):
         self.path = output_folder(trainer, self.dirpath) / "rollouts.jsonl"
         if trainer.is_global_zero:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            step, folder = trainer.global_step, self._folder
-            if step:
-                _forget_steps_from(self.path, step)
-                _remove(folder, first=step)
+            done, folder = trainer.global_step, self._folder
+            if done:
+                _forget_steps_after(self.path, done)
+                _remove(folder, first=done + 1)
             else:
                 # a folder of that name which holds something else is not ours to move
                 old = [self.path] if self.path.exists() else []
@@ -131,18 +134,21 @@ class RolloutLog(L.Callback, RolloutListener):
         # closed each time: a killed run has every iteration on file
         with naming(self.path), self.path.open("ab") as handle:
             handle.write(lines.encode())
-        step = trainer.global_step
-        if self.print_every is not None and step % self.print_every == 0:
+        step = running_step(trainer)
+        answers = module.rewards.answer_columns if isinstance(module, ScoresResponses) else ()
+        if _is_due(step, self.print_every):
             shown = spread(everything, self.samples)
             title = f"step {step}: {len(shown)} of {len(everything)} responses"
-            module.print(render(shown, title=title, max_chars=self.max_chars))
-        if self.table_every is not None and step % self.table_every == 0:
-            send(trainer, spread(everything, self.table_rows), key=_TABLE, step=step)
+            table = render(shown, title=title, max_chars=self.max_chars, answers=answers)
+            module.print(f"\n{table}")
+        if _is_due(step, self.table_every):
+            rows = spread(everything, self.table_rows)
+            send(trainer, rows, key=_TABLE, step=step, answers=answers)
 
     def _save(
         self, trainer: L.Trainer, experience: Experience, records: Sequence[dict[str, Any]]
     ) -> None:
-        path = rollout_path(self._folder, trainer.global_step, trainer.global_rank)
+        path = rollout_path(self._folder, running_step(trainer), trainer.global_rank)
         plain = [json.loads(json_line(record)) for record in records]
         with atomic_write(path) as handle:
             save_rollout(handle, experience, experience.scores, plain)
@@ -154,15 +160,20 @@ class RolloutLog(L.Callback, RolloutListener):
                 _remove(self._folder, first=step, last=step)
 
 
-def _forget_steps_from(path: Path, step: int) -> None:
-    """Remove the lines of ``step`` and later, and a last line that a kill has cut short."""
+def _is_due(step: int, every: int | None) -> bool:
+    """Tell whether a step is the first or one of every so many."""
+    return every is not None and (step == 1 or step % every == 0)
+
+
+def _forget_steps_after(path: Path, step: int) -> None:
+    """Remove the lines of later steps, and a last line that a kill has cut short."""
     if not path.exists():
         return
     with atomic_write(path) as kept, path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 rank_zero_info(f"RolloutLog: line {number} of {path} is cut short; removed")
-            elif _step_of(line, path, number) < step:
+            elif _step_of(line, path, number) <= step:
                 kept.write(line)
 
 

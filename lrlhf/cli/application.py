@@ -19,6 +19,7 @@ import lrlhf.loggers
 import lrlhf.modules
 import lrlhf.rewards
 import lrlhf.rollout  # noqa: F401  classes that are imported can be named by their short names
+from lrlhf.cli.batch_limits import read_whole_numbers_as_such
 from lrlhf.cli.chat_command import chat
 from lrlhf.cli.config_files import (
     ConfigFile,
@@ -63,6 +64,7 @@ class Application(Commands):
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._arguments = list(arguments)
+        read_whole_numbers_as_such()
         super().__init__(
             L.LightningModule,
             L.LightningDataModule,

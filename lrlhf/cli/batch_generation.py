@@ -107,9 +107,10 @@ def _answer(
             answers = {one.number: own for one, own in zip(fitting, texts, strict=True)}
         lines: list[str] = []
         for one in batch:
+            own = answers.get(one.number)
             for sample in range(given.n):
-                own = answers.get(one.number)
-                record = _record(one, own and own[sample], sample if given.n > 1 else None)
+                answer = None if own is None else own[sample]
+                record = _record(one, answer, sample if given.n > 1 else None)
                 counts[record["finish_reason"]] += 1
                 lines.append(json_line(record))
         output.write(lines)

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import GenerationConfig, TextStreamer
 
 from lrlhf.cli.messages.errors import ConfigError, hint
-from lrlhf.cli.messages.output import safe
 from lrlhf.cli.trained_policy import TrainedPolicy, load_trained
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import ChatFormat
@@ -21,6 +20,7 @@ from lrlhf.models import eos_token_ids, plain_model, ruled_out_ids
 from lrlhf.modules.policy.text_generation import PromptReader, context_length
 from lrlhf.rollout import Sampling
 from lrlhf.rollout.engines.prompt_sharing import plain_generation_config
+from lrlhf.secrets import safe
 
 _SETTINGS: dict[str, Callable[[str], Any]] = {"temperature": float, "max_new_tokens": int}
 
@@ -149,7 +149,7 @@ class Conversation:
                     tokenizer=tokenizer,
                 )
         except KeyboardInterrupt:
-            printer.end()
+            printer.end()  # type: ignore[no-untyped-call]
             ending = "stopped"
         said = printer.ids
         if not ending and len(said) >= max_new_tokens and said[-1] not in eos:

@@ -52,6 +52,7 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
         keys: What a row must not share with a row of the other split, such as its prompt.
         check: Refuses rows that are good one by one and make no sense together, or leaves some
             out; gets the split and what messages call it.
+        placed: Tells a row where it stands in the data, such as ``train.jsonl:17``.
         read: Reads what a row only names, such as images, when it comes into a batch, or raises
             `BadRow`.
         cost: Tokens of a row, by which each train batch is shared out to the ranks; None for a
@@ -67,6 +68,7 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
     finish: Callable[[Sequence[DraftT]], Sequence[RowT | BadRow]] | None = None
     keys: Callable[[RowT], Iterable[str]] = lambda _: ()
     check: Callable[[Split[RowT], str], Split[RowT]] = lambda split, _: split
+    placed: Callable[[RowT, str], RowT] = lambda row, _: row
     read: Callable[[RowT], RowT] | None = None
     cost: Callable[[RowT], int | None] | None = None
     companion: Callable[[], Companion[BatchT]] | None = None
@@ -129,7 +131,9 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
             if isinstance(value, BadRow):
                 bad_rows.add(parsed.place, value)
             else:
-                rows.append(Located(parsed.component, parsed.place, value))
+                rows.append(
+                    Located(parsed.component, parsed.place, self.placed(value, parsed.place))
+                )
         if bad_rows.total == 0:
             names = ", ".join(component.name for component in components)
             raise BadDataError(f"the {bad_rows.what} data is empty: no rows in {names}")

@@ -13,7 +13,7 @@ from lrlhf.datamodules.core import RowKind
 from lrlhf.datamodules.loading.sources import Data
 from lrlhf.datamodules.loading.splits import Split
 from lrlhf.datamodules.rows.bad_rows import BadDataError
-from lrlhf.datamodules.rows.collate import PairRow, collate_pairs
+from lrlhf.datamodules.rows.collate import PairRow, collate_pairs, with_place
 from lrlhf.datamodules.rows.preference_labels import LabelReader, MarginReader
 from lrlhf.datamodules.rows.preference_rows import PairDraft, PreferenceParser, tokenize_pairs
 from lrlhf.datamodules.rows.prompt_rows import PromptTemplate
@@ -120,6 +120,7 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
             finish=lambda drafts: media.check(tokenize_pairs(tokenizer, drafts)),
             collate=partial(collate_pairs, pad_token_id=int(tokenizer.pad_token_id)),
             keys=lambda row: row.keys,
+            placed=with_place,
             check=partial(_check, heads),
             read=media,
             cost=_pair_tokens,

@@ -17,7 +17,7 @@ from lrlhf.datamodules.datasets.pretraining import DEFAULT_TEXT_COLUMN, Pretrain
 from lrlhf.datamodules.loading.sources import Data, entries_of
 from lrlhf.datamodules.loading.splits import Split
 from lrlhf.datamodules.rows.bad_rows import BadRow
-from lrlhf.datamodules.rows.collate import PromptRow, collate_prompts
+from lrlhf.datamodules.rows.collate import PromptRow, collate_prompts, with_place
 from lrlhf.datamodules.rows.media_rows import Unread
 from lrlhf.datamodules.rows.prompt_rows import (
     DEFAULT_PROMPT_COLUMN,
@@ -133,6 +133,7 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
             finish=lambda drafts: media.check(tokenize_drafts(tokenizer, drafts)),
             collate=partial(collate_prompts, pad_token_id=int(tokenizer.pad_token_id)),
             keys=lambda row: (_key(row),),
+            placed=with_place,
             check=_without_duplicates if self._deduplicate else lambda split, _: split,
             read=media,
             companion=companion,

@@ -26,8 +26,9 @@ from lrlhf.guard.bundle import NotADumpError, StepBundle, read_bundle, write_bun
 from lrlhf.run import Collectives
 from lrlhf.run.atomic import check_room, place_folder, recover_folder, remove
 from lrlhf.run.checkpoints.checkpoint_reader import read_checkpoint
+from lrlhf.run.step_numbers import running_step
 
-FORMAT = "lrlhf-dump-3"
+FORMAT = "lrlhf-dump-4"
 ANOMALY_FILE, CONFIG_FILE, RECORDS_FILE = "anomaly.json", "config.yaml", "records.jsonl"
 STATE_FILE = "state.pt"
 
@@ -40,7 +41,7 @@ class Dump:
 
     Attributes:
         folder: Where.
-        step: Steps that the run had finished.
+        step: Its number, see `lrlhf.run.step_numbers.running_step`.
         anomalies: What was found.
         precision: That the run computed in, as the trainer spells it.
         device: Kind of device that it computed on.
@@ -138,7 +139,7 @@ def _write_texts(
         "command": replay_command(folder) if config else python,
         "module": type(module).__name__,
         "stage": stage,
-        "step": trainer.global_step,
+        "step": running_step(trainer),
         "world_size": trainer.world_size,
         "anomalies": [anomaly.plain() for anomaly in anomalies],
         "trainer": {

@@ -167,7 +167,7 @@ class _Take(L.Callback):
             devices=1,
             precision=_UNSPLIT.get(dump.precision, dump.precision),  # type: ignore[arg-type]
             max_epochs=1,
-            max_steps=dump.step + 1,
+            max_steps=dump.step,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -202,7 +202,7 @@ class _Take(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         pl_module.on_load_checkpoint(dict(self._state))
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
-        progress.total.ready = progress.total.completed = self._dump.step
+        progress.total.ready = progress.total.completed = self._dump.step - 1
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer

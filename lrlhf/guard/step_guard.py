@@ -17,6 +17,7 @@ from lrlhf.guard.dump import replay_command, write_dump
 from lrlhf.guard.guard_settings import Guard, TrainingDivergedError
 from lrlhf.run import Collectives
 from lrlhf.run.run_folder import run_folder
+from lrlhf.run.step_numbers import running_step
 
 _logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class StepGuard:
         Raises:
             TrainingDivergedError: There were more such steps than the quota.
         """
-        ranks, step = Collectives(module.trainer), module.global_step
+        ranks, step = Collectives(module.trainer), running_step(module.trainer)
         mine = [anomaly._replace(rank=ranks.rank) for anomaly in own]
         found = [one for part in ranks.gather(mine) for one in part]
         if self._collected is not None:
@@ -90,7 +91,7 @@ class StepGuard:
 
     def _dump(self, bundle: StepBundle, found: Sequence[Anomaly], module: L.LightningModule) -> str:
         """Write a dump; returns what to say of it."""
-        trainer, step, own = module.trainer, module.global_step, self.settings.dirpath
+        trainer, step, own = module.trainer, running_step(module.trainer), self.settings.dirpath
         parent = Path(own) if own is not None else run_folder(trainer) / "dumps"
         # which run of several a logger has counted up to, rank zero knows
         folder: Path = trainer.strategy.broadcast(parent.absolute()) / f"step_{step:06d}"

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.rewards import Rewards
 from lrlhf.rollout import RolloutEngine
 
 
@@ -47,6 +48,13 @@ class KLPenalized(Protocol):
     kl_coef: float
     samples_per_step: int
     """Responses of one iteration over all ranks."""
+
+
+@runtime_checkable
+class ScoresResponses(Protocol):
+    """A module whose responses are scored by reward functions."""
+
+    rewards: Rewards
 
 
 @runtime_checkable

@@ -279,7 +279,7 @@ class RewardModel(TrainingModule):
         del batch_idx, dataloader_idx
         scores = self.score_pairs(batch)
         self._measured(scores, batch, self.eval_metrics)
-        return {"records": score_records(scores, batch, self.head_names)}
+        return {"records": score_records(scores, batch, self.head_names, self.tokenizer)}
 
     test_step = validation_step
 
@@ -288,7 +288,8 @@ class RewardModel(TrainingModule):
     ) -> list[dict[str, Any]]:
         """Return the scores of every pair, see `score_records`."""
         del batch_idx, dataloader_idx
-        return score_records(self.score_pairs(batch), batch, self.head_names)
+        scores = self.score_pairs(batch)
+        return score_records(scores, batch, self.head_names, self.tokenizer)
 
     def on_validation_epoch_end(self) -> None:
         summary = self._compute(self.eval_metrics)

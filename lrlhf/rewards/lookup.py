@@ -7,7 +7,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from lrlhf.functional.names import import_function
 from lrlhf.rewards.function import (
@@ -127,6 +127,25 @@ def chosen_arguments(
                 f"{', '.join(columns) or 'none'}; always there: {', '.join(RESERVED)})"
             )
     return chosen
+
+
+@runtime_checkable
+class ComparesAnswers(Protocol):
+    """A reward function with an option for the data column that holds the right answer."""
+
+    answer_column: str
+
+
+def compared_column(function: Callable[..., Any]) -> str | None:
+    """Return the data column that a function compares responses with.
+
+    It is the one of its option, or the only one that its signature names; None: neither is there.
+    """
+    if isinstance(function, ComparesAnswers):
+        return function.answer_column
+    parameters = inspect.signature(function).parameters.values()
+    named = [p.name for p in parameters if p.kind in _BY_KEYWORD and p.name not in RESERVED]
+    return named[0] if len(named) == 1 else None
 
 
 def filled_by_python(function: Callable[..., Any]) -> frozenset[str]:

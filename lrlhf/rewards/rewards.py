@@ -28,6 +28,7 @@ from lrlhf.rewards.lookup import (
     NamedFunction,
     bind_functions,
     chosen_arguments,
+    compared_column,
     filled_by_python,
 )
 from lrlhf.rewards.reward_values import Journal, check_values
@@ -135,6 +136,12 @@ class Rewards:
         self._spares_some = timeout == "auto"
         self._dispatcher = Dispatcher(_TIMEOUT_S if timeout == "auto" else timeout)
         self._logged: set[str] = set()
+
+    @property
+    def answer_columns(self) -> tuple[str, ...]:
+        """Data columns with right answers, as far as the functions say so."""
+        found = (compared_column(function) for _, function in self._functions)
+        return tuple(dict.fromkeys(name for name in found if name is not None))
 
     def prepare(self) -> None:
         """Load what the functions need, so that it does not count as their time.

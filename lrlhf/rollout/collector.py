@@ -84,6 +84,7 @@ class Collector:
         seeds: Sequence[int],
         step: int,
         phase: Callable[[str], AbstractContextManager[None]],
+        weight_version: int | None = None,
         limited: bool = True,
     ) -> Collected:
         """Generate and score ``len(seeds) / len(prompts)`` responses to each prompt.
@@ -94,6 +95,8 @@ class Collector:
             seeds: One per response, those of one prompt consecutive.
             step: Written into the records.
             phase: Entered with "generate" and "reward" around the two halves.
+            weight_version: Of the policy, for the records where the engine tells none; None:
+                ``step``.
             limited: Whether ``max_unscorable_fraction`` holds for these responses by themselves.
         """
         num_generations = len(seeds) // len(prompts)
@@ -101,7 +104,15 @@ class Collector:
             rollout = self._engine.generate(
                 prompts, sampling, num_generations=num_generations, seeds=seeds
             )
-        return self.score(prompts, rollout, sampling, step=step, phase=phase, limited=limited)
+        return self.score(
+            prompts,
+            rollout,
+            sampling,
+            step=step,
+            phase=phase,
+            weight_version=weight_version,
+            limited=limited,
+        )
 
     def score(
         self,
@@ -111,6 +122,7 @@ class Collector:
         *,
         step: int,
         phase: Callable[[str], AbstractContextManager[None]],
+        weight_version: int | None = None,
         limited: bool = True,
     ) -> Collected:
         """Score responses that were generated; see `collect`."""
@@ -138,6 +150,7 @@ class Collector:
             tokenizer=self._tokenizer,
             temperature=sampling.temperature,
             step=step,
+            weight_version=step if weight_version is None else weight_version,
         )
         return Collected(rollout, rewards, records)
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rewards import CompletionText, RewardResult
 from lrlhf.rollout.responses import prompt_token_ids, response_ids
-from lrlhf.types import PromptBatch, Rollout
+from lrlhf.types import Prompt, PromptBatch, Rollout
 
 
 def rollout_records(
@@ -22,6 +22,7 @@ def rollout_records(
     tokenizer: PreTrainedTokenizerBase,
     temperature: float,
     step: int,
+    weight_version: int,
 ) -> list[dict[str, Any]]:
     """Describe each response in JSON types.
 
@@ -33,8 +34,10 @@ def rollout_records(
         tokenizer: Decodes the prompts.
         temperature: At which the responses were sampled.
         step: The iteration that the rollout belongs to.
+        weight_version: Of the policy, where the rollout does not tell.
     """
     num_generations = len(rollout) // len(prompts)
+    places = prompts.places or ("",) * len(prompts)
     media = prompts.media or (None,) * len(prompts)
     prompt_texts = [
         # with one placeholder per image or video
@@ -52,8 +55,10 @@ def rollout_records(
         records.append(
             {
                 "step": step,
+                **origin(places[group]),
                 "group": group,
                 "prompt": prompt_texts[group],
+                **_messages(prompts.prompts[group]),
                 "completion": str(text),
                 **({} if all(part.sampled for part in text.segments) else {"segments": segments}),
                 "token_ids": token_ids,
@@ -64,7 +69,7 @@ def rollout_records(
                 },
                 "length": int(rollout.response_mask[row].sum()),
                 "finish_reason": "length" if bool(rollout.truncated[row]) else "stop",
-                "weight_version": step if version is None else int(version[row]),
+                "weight_version": weight_version if version is None else int(version[row]),
                 "columns": plain_json(prompts.columns[group]),
                 **({} if shown is None else {"media": list(shown.names)}),
                 "extras": {
@@ -74,6 +79,17 @@ def rollout_records(
             }
         )
     return records
+
+
+def _messages(prompt: Prompt) -> dict[str, Any]:
+    """Return the turns of a chat, of which ``prompt`` is what the template makes."""
+    return {} if isinstance(prompt, str) else {"messages": plain_json(prompt)}
+
+
+def origin(place: str) -> dict[str, Any]:
+    """Return source and row number of a place such as ``train.jsonl:17``; of none: nothing."""
+    source, _, row = place.rpartition(":")
+    return {"source": source, "row": int(row)} if place else {}
 
 
 def plain_json(value: Any) -> Any:

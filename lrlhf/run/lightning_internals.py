@@ -38,9 +38,11 @@ from lightning.pytorch.strategies.launchers import (
 )
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from torch.distributed.constants import default_pg_timeout
 
 from lrlhf.run.checkpoints.checksums import NotACheckpointError
+from lrlhf.run.step_numbers import model_step
 
 Launcher: TypeAlias = _Launcher
 
@@ -234,18 +236,24 @@ def next_log_row(trainer: L.Trainer) -> tuple[dict[str, Any], int] | None:
     loop, connector = trainer.fit_loop, trainer._logger_connector
     batches: Any = loop.epoch_loop.batch_progress.total
     epochs: Any = loop.epoch_progress.total
-    step = loop.epoch_loop._batches_that_stepped
     if batches.processed > batches.completed:
-        accumulates = loop._should_accumulate()
-        if accumulates and trainer.lightning_module.automatic_optimization:
+        accumulates = trainer.lightning_module.automatic_optimization and loop._should_accumulate()
+        if accumulates or not connector.should_update_logs:
             return None
-        if not connector.should_update_logs:
-            return None
-    elif epochs.processed > epochs.completed:
-        step -= 1  # the rows of an epoch's end have the step of its last batch
-    else:
+    elif epochs.processed == epochs.completed:
         return None
-    return dict(connector.metrics["log"]), step
+    return dict(connector.metrics["log"]), trainer.global_step
+
+
+def number_log_rows(trainer: L.Trainer) -> None:
+    """Number the rows of all logs as `running_step` says: those of Lightning are one behind."""
+
+    def log_metrics(metrics: dict[str, Any], step: int | None = None) -> None:
+        if step is None and metrics and "step" not in metrics:
+            metrics, step = {"epoch": trainer.current_epoch, **metrics}, model_step(trainer)
+        _LoggerConnector.log_metrics(trainer._logger_connector, metrics, step)
+
+    trainer._logger_connector.log_metrics = log_metrics  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------- signals and the end of a run

@@ -18,7 +18,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lrlhf.run.folder_lock import hold_folder
-from lrlhf.run.lightning_internals import next_log_row
+from lrlhf.run.lightning_internals import next_log_row, number_log_rows
+from lrlhf.run.step_numbers import LoadedStep
 
 _KEY = "log_rows"
 
@@ -110,12 +111,15 @@ def keep_log_rows(trainer: L.Trainer, stage: str) -> None:
 
     Call it when a run is set up, on every rank; a second call changes nothing.
     """
+    number_log_rows(trainer)
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if stage != "fit":
+        if not any(isinstance(callback, LoadedStep) for callback in callbacks):
+            callbacks.append(LoadedStep())
         for log in _resumable(trainer) if trainer.is_global_zero else ():
             log.stand_apart(TrainerFn(stage).value)
         return
     hold_log_folders(trainer)
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if not any(isinstance(callback, LogRows) for callback in callbacks):
         callbacks.insert(0, LogRows())
 

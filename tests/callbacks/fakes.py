@@ -73,7 +73,7 @@ class ToyPolicy(L.LightningModule):
         for listener in listeners:
             listener.on_phase("generate")
             listener.on_phase("")
-            listener.on_rollout(self.trainer, self, experience(), self._records(step))
+            listener.on_rollout(self.trainer, self, experience(), self._records(step + 1))
             listener.on_phase("update")
         self.log("rollout/score", float(step))
         self.log("train/loss", 0.25)

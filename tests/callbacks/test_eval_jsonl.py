@@ -23,7 +23,9 @@ def test_each_evaluation_becomes_one_file_in_data_set_order(tmp_path: Path) -> N
     assert [path.name for path in log.paths] == names
     assert sorted(path.name for path in (tmp_path / "eval").iterdir()) == names
     # NaN is no JSON
-    assert lines(log.paths[1]) == [{"index": index, "score": None} for index in (0, 1, 2)]
+    assert lines(log.paths[1]) == [
+        {"step": 2, "index": index, "score": None} for index in (0, 1, 2)
+    ]
 
 
 def test_records_of_several_validation_sets_are_told_apart(tmp_path: Path) -> None:
@@ -32,8 +34,8 @@ def test_records_of_several_validation_sets_are_told_apart(tmp_path: Path) -> No
         ToyPolicy(), batches(1), [batches(1, order=[5]), batches(1, order=[3])]
     )
     assert lines(log.paths[0]) == [
-        {"dataloader": 0, "index": 5, "score": None},
-        {"dataloader": 1, "index": 3, "score": None},
+        {"step": 1, "dataloader": 0, "index": 5, "score": None},
+        {"step": 1, "dataloader": 1, "index": 3, "score": None},
     ]
 
 
@@ -46,7 +48,7 @@ def test_an_evaluation_of_a_checkpoint_is_named_after_its_step(tmp_path: Path) -
     again.validate(ToyPolicy(), batches(1), ckpt_path=tmp_path / "three.ckpt", verbose=False)
     again.test(ToyPolicy(), batches(1), ckpt_path=tmp_path / "three.ckpt", verbose=False)
     assert [path.name for path in fresh.paths] == ["eval_scores_3.jsonl", "test_scores_3.jsonl"]
-    assert lines(fresh.paths[1]) == [{"index": 0, "weight": 3.0}]
+    assert lines(fresh.paths[1]) == [{"step": 3, "index": 0, "weight": 3.0}]
 
 
 class Halves(L.LightningModule):
@@ -64,5 +66,5 @@ def test_records_of_all_ranks_are_interleaved_into_one_file(tmp_path: Path) -> N
     settings = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
     trainer(tmp_path, EvalJSONL(), **settings).validate(Halves(), loader, verbose=False)
     assert lines(tmp_path / "eval_scores_0.jsonl") == [
-        {"index": index, "rank": index % 2} for index in range(5)
+        {"step": 0, "index": index, "rank": index % 2} for index in range(5)
     ]

@@ -30,17 +30,21 @@ def test_without_a_terminal_there_is_one_plain_line_per_step(
 ) -> None:
     monkeypatch.setattr(progress_module, "time", Clock())
     run(tmp_path, PhaseProgress(), 2)
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "policy: Weight, 2 parameters, 1 of them trained"
     # looks at the clock: step starts, generate starts, ends, update starts, ends, line: 5 s in all
-    assert capsys.readouterr().out.splitlines() == [
-        f"step {step}/2  score {step - 1}  loss 0.25  5.0 s/step (generate 1.0 update 1.0)"
-        for step in (1, 2)
+    assert lines == [
+        f"step {step}/2  score {step - 1}  5.0 s/step (generate 1.0 update 1.0)" for step in (1, 2)
     ]
 
 
 def test_an_evaluation_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, PhaseProgress(), 2, val_check_interval=2, num_sanity_val_steps=-1)
     evaluations = re.findall(r"eval at step.*", capsys.readouterr().out)
-    assert evaluations == ["eval at step 0  score 0", "eval at step 2  score 2"]
+    assert evaluations == [
+        "eval at step 0 (before training)  score 0",
+        "eval at step 2  score 2",
+    ]
 
 
 def test_a_disabled_bar_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,4 +62,29 @@ def test_on_a_terminal_the_bar_names_the_phase_and_the_metrics(
     drawn = capsys.readouterr().out
     assert "Epoch 0 [generate]" in drawn
     assert "Epoch 0 [update]" in drawn
-    assert "score=0, loss=0.25" in drawn
+    assert "score=0" in drawn
+    assert "loss" not in drawn  # of a policy it measures nothing
+
+
+def test_what_is_left_of_a_zero_is_a_zero() -> None:
+    # -2⁻²⁴, as float32 leaves it
+    assert [progress_module.short(value) for value in (-5.96e-8, 0.0, 0.00012346)] == [
+        "0",
+        "0",
+        "0.000123",
+    ]
+
+
+def test_chosen_metrics_take_the_place_of_the_usual_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, PhaseProgress(metrics={"train/loss": "objective"}), 1)
+    (line,) = re.findall(r"step 1/1.*", capsys.readouterr().out)
+    assert line.startswith("step 1/1  objective 0.25  ")
+
+
+@pytest.mark.parametrize(
+    ("number", "counted"), [(0, "0"), (999, "999"), (26_900, "26.9 K"), (134_515_008, "134.5 M")]
+)
+def test_sizes_are_counted_as_people_say_them(number: int, counted: str) -> None:
+    assert progress_module._counted(number) == counted

@@ -19,7 +19,7 @@ def test_every_response_of_training_is_on_file(tmp_path: Path) -> None:
     log = RolloutLog(print_every=None)
     trainer(tmp_path, log).fit(ToyPolicy(records_per_step=2), batches(2))
     assert log.path == tmp_path / "rollouts.jsonl"
-    expected = [record(step, row, columns={"answer": "plain"}) for step in (0, 1) for row in (0, 1)]
+    expected = [record(step, row, columns={"answer": "plain"}) for step in (1, 2) for row in (0, 1)]
     written = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert written == [{**line, "rank": 0} for line in expected]
 
@@ -30,10 +30,10 @@ def test_a_resumed_run_repeats_no_step(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     # what the run went on to write before it was killed: two steps and half a line
     with path.open("a") as handle:
-        handle.writelines(json.dumps(record(step, 0)) + "\n" for step in (2, 3))
-        handle.write('{"step": 4, "comp')
+        handle.writelines(json.dumps(record(step, 0)) + "\n" for step in (3, 4))
+        handle.write('{"step": 5, "comp')
     again()
-    assert steps(path) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert steps(path) == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
 def test_a_line_that_is_no_record_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def saving(**options: Any) -> RolloutLog:
 
 def test_the_newest_tensors_are_kept_on_demand_beside_the_records(tmp_path: Path) -> None:
     trainer(tmp_path, saving(keep_tensors=1)).fit(ToyPolicy(records_per_step=1), batches(2))
-    assert tensors(tmp_path) == stored(1)
-    kept = load_rollout(tmp_path / "rollouts" / "step_000001.rank_0.safetensors")
+    assert tensors(tmp_path) == stored(2)
+    kept = load_rollout(tmp_path / "rollouts" / "step_000002.rank_0.safetensors")
     expected = experience()
     assert kept.rollout.input_ids.tolist() == expected.input_ids.tolist()
     assert kept.rollout.response_mask.tolist() == [[False, True]]
@@ -75,12 +75,12 @@ def test_a_resumed_run_removes_the_tensors_of_the_steps_it_repeats(tmp_path: Pat
     again = resume(tmp_path, saving(), saving(), records_per_step=1)
     folder = tmp_path / "rollouts"
     # what the run went on to write before it was killed, also of a rank that is no more
-    for name in ("step_000002.rank_0", "step_000002.rank_1", "step_000009.rank_0"):
+    for name in ("step_000003.rank_0", "step_000003.rank_1", "step_000009.rank_0"):
         (folder / f"{name}.safetensors").write_bytes(b"old")
     (folder / "notes.txt").write_text("mine")
     again()
-    assert tensors(tmp_path) == ["notes.txt", *stored(0, 1, 2, 3)]
-    assert load_rollout(folder / stored(2)[0]).records[0]["step"] == 2
+    assert tensors(tmp_path) == ["notes.txt", *stored(1, 2, 3, 4)]
+    assert load_rollout(folder / stored(3)[0]).records[0]["step"] == 3
 
 
 def test_a_new_run_sets_the_tensors_of_an_earlier_one_aside(tmp_path: Path) -> None:
@@ -88,25 +88,25 @@ def test_a_new_run_sets_the_tensors_of_an_earlier_one_aside(tmp_path: Path) -> N
     for count, log in enumerate(logs, start=1):
         trainer(tmp_path, log).fit(ToyPolicy(records_per_step=1), batches(count))
     written = [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.glob("rollouts*/*"))]
-    earlier, newest = stored(0), stored(0, 1, 2)
+    earlier, newest = stored(1), stored(1, 2, 3)
     assert written == [*(f"rollouts/{name}" for name in newest), f"rollouts.1/{earlier[0]}"]
     # file and folder of one run have one number
-    assert steps(tmp_path / "rollouts.1.jsonl") == [0]
-    assert steps(tmp_path / "rollouts.2.jsonl") == [0, 1]
+    assert steps(tmp_path / "rollouts.1.jsonl") == [1]
+    assert steps(tmp_path / "rollouts.2.jsonl") == [1, 2]
 
 
 def test_tensorboard_gets_a_table_without_markup(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, name="tb", version=0)
     module = ToyPolicy(records_per_step=1)
     log = RolloutLog(tmp_path, print_every=None, table_every=2)
-    trainer(tmp_path, log, logger=logger).fit(module, batches(3))
+    trainer(tmp_path, log, logger=logger).fit(module, batches(5))
     events = EventAccumulator(logger.log_dir)
     events.Reload()
     tables = events.Tensors("rollout/samples/text_summary")
-    assert [event.step for event in tables] == [0, 2]
+    assert [event.step for event in tables] == [1, 2, 4]
     text = tables[0].tensor_proto.string_val[0].decode()
     assert text.splitlines()[0] == (
-        "| prompt | completion | score | rewards | advantage | length | finish |"
+        "| prompt | answer | completion | score | rewards | advantage | length | finish |"
     )
     assert "2 &#43; 2 =" in text  # a plus sign could open a list
 
@@ -123,11 +123,21 @@ def test_wandb_gets_a_table_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         json.loads(path.read_text())
         for path in tmp_path.glob("wandb/offline-run-*/files/media/table/**/*.json")
     ]
-    columns = ["step", "prompt", "completion", "score", "rewards", "advantage", "length", "finish"]
+    columns = [
+        "step",
+        "prompt",
+        "answer",
+        "completion",
+        "score",
+        "rewards",
+        "advantage",
+        "length",
+        "finish",
+    ]
     assert [table["columns"] for table in tables] == [columns, columns]
     rewards = '{"exact": 0.0, "format": null}'
     assert sorted(table["data"][0] for table in tables) == [
-        [step, "2 + 2 =", "answer 0", 0, rewards, -0.5, 2, "stop"] for step in (0, 1)
+        [step, "2 + 2 =", "plain", "answer 0", 0, rewards, -0.5, 2, "stop"] for step in (1, 2)
     ]
 
 
@@ -139,10 +149,10 @@ def test_responses_of_all_ranks_are_in_one_file_and_their_tensors_in_their_own(
     log = saving(keep_tensors=1)
     trainer(tmp_path, log, **settings).fit(ToyPolicy(records_per_step=1), batches(3))
     lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
-    expected = [(step, rank) for step in (0, 1, 2) for rank in (0, 1)]
+    expected = [(step, rank) for step in (1, 2, 3) for rank in (0, 1)]
     assert [(line["step"], line["rank"]) for line in lines] == expected
     # and only the newest are kept
-    assert tensors(tmp_path) == [f"step_000002.rank_{rank}.safetensors" for rank in (0, 1)]
+    assert tensors(tmp_path) == [f"step_000003.rank_{rank}.safetensors" for rank in (0, 1)]
     for rank in (0, 1):
-        path = tmp_path / "rollouts" / f"step_000002.rank_{rank}.safetensors"
+        path = tmp_path / "rollouts" / f"step_000003.rank_{rank}.safetensors"
         assert [line["rank"] for line in load_rollout(path).records] == [rank]

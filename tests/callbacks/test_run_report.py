@@ -35,16 +35,17 @@ def test_the_report_compares_start_and_end_and_says_where_things_are(
         "metrics (CSV)": logs / "metrics.csv",
         "evaluations": logs / "eval_scores_4.jsonl",
         "rollouts": logs / "rollouts.jsonl",
-        "exported model": logs / "export" / "final",
-        "checkpoint to resume": tmp_path / "ck" / "last.ckpt",
+        "trained model": logs / "export" / "final",
+        "last checkpoint": tmp_path / "ck" / "last.ckpt",
         "reward curve": logs / "reward_curve.png",
     }
-    printed = capsys.readouterr().out.splitlines()
+    blank, *printed = capsys.readouterr().out.splitlines()
+    assert blank == ""
     assert printed[:2] == [
         "rollout/score: 0 at step 1 → 3 at step 4 (+3)",
         "eval/score: 0 at step 0 → 4 at step 4 (+4)",
     ]
-    assert [line.split("  ")[0].strip() for line in printed[2:]] == list(places)
+    assert [line.strip().split("  ")[0] for line in printed[2:]] == list(places)
     assert [line.split("  ")[-1].strip() for line in printed[2:]] == list(map(str, places.values()))
     for path in ("metrics.csv", "eval_scores_4.jsonl", "rollouts.jsonl", "export/final"):
         assert (logs / path).exists()

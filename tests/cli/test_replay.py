@@ -58,6 +58,6 @@ def test_a_command_line_that_cannot_work_says_why(capsys) -> None:
     assert run(["replay", "nowhere"]) == 2
     assert "nowhere is no dump: there is no such folder" in capsys.readouterr().err
     Path("bare").mkdir()
-    Path("bare/anomaly.json").write_text('{"format": "lrlhf-dump-3"}')
+    Path("bare/anomaly.json").write_text('{"format": "lrlhf-dump-4"}')
     assert run(["replay", "bare"]) == 2
     assert "replay_dump(module, folder)" in capsys.readouterr().err

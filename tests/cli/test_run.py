@@ -103,3 +103,29 @@ def test_a_folder_that_cannot_be_written_ends_in_one_line(
     error = capsys.readouterr().err
     assert error.endswith("error: [Errno 28] No space left on device: 'runs/config.yaml'\n")
     assert "Traceback" not in error
+
+
+LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
+LIMITS.append("overfit_batches")
+
+
+@pytest.mark.parametrize("given", ["1", "1.0"])
+@pytest.mark.parametrize("where", ["file", "flag"])
+def test_a_whole_number_of_batches_is_no_share(
+    config: Path, monkeypatch: pytest.MonkeyPatch, where: str, given: str
+) -> None:
+    seen: dict[str, int | float] = {}
+
+    def note(module: toys.ToyModule) -> None:
+        seen.update({name: getattr(module.trainer, name) for name in LIMITS})
+
+    monkeypatch.setattr(toys.ToyModule, "on_fit_start", note)
+    names = LIMITS[:-1] if given == "1.0" else LIMITS  # all of the batches cannot be overfitted
+    lines = [f"  {name}: {given}\n" for name in names] if where == "file" else []
+    flags = [] if lines else [f"--trainer.{name}={given}" for name in names]
+    config.write_text(CONFIG + "".join(lines))
+
+    assert run(["fit", "--config", config.name, *flags]) == 0
+
+    # Lightning takes 1 for one batch, and 1.0 for all
+    assert {repr(seen[name]) for name in names} == {given}

@@ -216,5 +216,5 @@ def assert_intact(run: Run, steps: int) -> None:
         assert run.last()["global_step"] == steps
     if run.path("rollouts.jsonl").exists():
         seen = {record["step"] for record in run.records()}
-        assert seen <= set(range(steps + 1))
-        assert seen >= set(range(steps))
+        assert seen <= set(range(1, steps + 2))
+        assert seen >= set(range(1, steps + 1))

@@ -290,7 +290,7 @@ def test_a_reward_that_raises_once_costs_the_scores_of_its_responses(run: Run) -
     ended = run.fit()
     assert ended.status == 0, ended.err
     assert_intact(run, STEPS)
-    assert [record["step"] for record in run.records() if record["score"] is None] == [1] * 8
+    assert [record["step"] for record in run.records() if record["score"] is None] == [2] * 8
 
 
 def test_a_gradient_that_is_nan_once_moves_nothing(run: Run, undisturbed: Run) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lrlhf.callbacks.rollout_log import _forget_steps_from
+from lrlhf.callbacks.rollout_log import _forget_steps_after
 from lrlhf.rewards import RewardError, Rewards
 from lrlhf.rollout.storage import load_rollout, save_rollout
 from lrlhf.run.atomic import atomic_folder, remove
@@ -151,12 +151,12 @@ def test_a_damaged_rollouts_file_is_refused_or_cut_at_the_step(
     folder: Path, line: bytes, damage: Damage, where: int
 ) -> None:
     path = folder / "rollouts.jsonl"
-    good = [json.dumps({"step": step, "completion": "x"}).encode() for step in (0, 0, 1, 1, 2, 2)]
+    good = [json.dumps({"step": step, "completion": "x"}).encode() for step in (1, 1, 2, 2, 3, 3)]
     spoiled = b"\n".join([*good[:where], line, *good[where:]]) + b"\n"
     content = damage(spoiled)
     path.write_bytes(content)
     try:
-        _forget_steps_from(path, 2)
+        _forget_steps_after(path, 2)
     except ValueError as error:
         assert_told(error, str(path))
         assert path.read_bytes() == content  # nothing was lost by looking
@@ -165,7 +165,7 @@ def test_a_damaged_rollouts_file_is_refused_or_cut_at_the_step(
         # what is left are lines as they were, in their order
         lines = iter(content.splitlines(keepends=True))
         assert all(line in lines for line in kept)
-        assert all(float(json.loads(line)["step"]) < 2 for line in kept if line.strip())
+        assert all(float(json.loads(line)["step"]) < 3 for line in kept if line.strip())
 
 
 # ---- what a reward function returns

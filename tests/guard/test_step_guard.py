@@ -23,8 +23,9 @@ def never() -> StepBundle:
 
 
 def at(step: int) -> Any:
-    """A module that has taken so many steps, alone."""
-    return SimpleNamespace(global_step=step, trainer=SimpleNamespace(world_size=1, global_rank=0))
+    """A module in its first step, its second, …, alone."""
+    done = step - 1
+    return SimpleNamespace(trainer=SimpleNamespace(world_size=1, global_rank=0, global_step=done))
 
 
 def guard(**settings: Any) -> StepGuard:

@@ -35,14 +35,14 @@ def test_a_run_writes_every_row_once(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "whole" / "metrics.csv")
     trained = [int(row["step"]) for row in rows if row["train/loss"]]
     validated = [int(row["step"]) for row in rows if row["eval/loss"]]
-    # the logger's step counts from 0: validation after 4 and 8 steps, epochs of 5
-    assert trained == list(range(10))
-    assert validated == [3, 7]
-    assert [int(row["step"]) for row in rows if row["epoch/weight"]] == [4, 9]
+    # validation after 4 and 8 steps, epochs of 5
+    assert trained == list(range(1, 11))
+    assert validated == [4, 8]
+    assert [int(row["step"]) for row in rows if row["epoch/weight"]] == [5, 10]
     assert not any(name.startswith("perf/") for name in rows[0])
     timings = rows_of(tmp_path / "whole" / "timings.csv")
     assert list(timings[0]) == ["step", "epoch", "perf/train_s"]
-    assert [int(row["step"]) for row in timings] == list(range(10))
+    assert [int(row["step"]) for row in timings] == list(range(1, 11))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_the_file_of_a_killed_run_is_that_of_a_whole_one(tmp_path: Path, killer:
             handle.write(b"6,1,0.0")  # a row that was cut short
     go(folder, module=Toy(rare=7))
     assert (folder / "metrics.csv").read_bytes() == expected
-    assert [int(row["step"]) for row in rows_of(folder / "timings.csv")] == list(range(10))
+    assert [int(row["step"]) for row in rows_of(folder / "timings.csv")] == list(range(1, 11))
     assert not list(folder.glob("*.1.csv"))
 
 
@@ -128,7 +128,7 @@ def test_rows_that_someone_removed_are_missed_aloud(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_bytes(b"".join(lines[:3]))
     with pytest.warns(UserWarning, match="metrics.csv has 2 rows, and the checkpoint"):
         go(tmp_path)
-    assert [int(row["step"]) for row in rows_of(tmp_path / "metrics.csv")][:3] == [0, 1, 5]
+    assert [int(row["step"]) for row in rows_of(tmp_path / "metrics.csv")][:3] == [1, 2, 6]
 
 
 def test_an_evaluation_by_itself_leaves_the_rows_of_training(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_weight_that_is_not_finite_is_found_and_named(make, train, tmp_path, c
     with caplog.at_level(logging.WARNING, logger="lrlhf"):
         run = train(make(), callbacks=[Meddler(poison_policy)])
     dump = dump_of(tmp_path)
-    assert dump.name == "step_000000"
+    assert dump.name == "step_000001"
     assert_nothing_moved(run.module, dump)
     assert run.logged["train/skipped_steps"] == run.logged["guard/loss"] == 1
     (anomaly,) = read_dump(dump).anomalies

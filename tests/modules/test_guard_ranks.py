@@ -76,7 +76,7 @@ def test_what_one_process_finds_both_leave_out(build, name: str, tmp_path: Path)
         assert all(torch.equal(after[key], value) for key, value in before.items())
         assert any(not torch.equal(start[key], value) for key, value in before.items())
     (dump,) = (tmp_path / "dumps").iterdir()
-    assert dump.name == "step_000001"
+    assert dump.name == "step_000002"
     (anomaly,) = read_dump(dump).anomalies
     assert (anomaly.kind, anomaly.rank) == ("ratio", 1)
     again = replay_dump(fresh(), dump)

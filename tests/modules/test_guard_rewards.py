@@ -73,7 +73,7 @@ def test_a_dump_repeats_all_micro_batches_of_a_step(reward_model, collate, tmp_p
     module = build()
     fit_pairs(module, [good, good, good, bad], tmp_path, accumulate_grad_batches=2)
     (dump,) = (tmp_path / "dumps").iterdir()
-    assert dump.name == "step_000001"  # the first step, of good pairs, was taken
+    assert dump.name == "step_000002"  # the first step, of good pairs, was taken
     state = read_state(dump)["state_dict"]
     for name, value in module.network.state_dict(prefix="network.").items():
         assert torch.equal(value, state[name])

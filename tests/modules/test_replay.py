@@ -41,7 +41,7 @@ def test_stored_rollouts_are_trained_on_without_an_engine(ppo, train, stored) ->
         # the ratio starts from the policy that sampled the responses
         assert torch.equal(replayed.old_logprobs, sampled.sampling_logprobs)
     assert "rewards/letters/mean" in again.logged
-    assert again.watcher.records[1][0]["step"] == 1
+    assert again.watcher.records[1][0]["step"] == 2
     # the first iteration is on-policy here as it was there, so it trains alike
     first, same = pairs[0]
     torch.testing.assert_close(same.advantages, first.advantages, rtol=1e-3, atol=1e-4)

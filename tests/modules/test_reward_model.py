@@ -211,7 +211,10 @@ def test_validation_logs_under_eval_and_returns_one_record_per_pair(
     run.validate(module, loader(batches), verbose=False)
     seen = collects.records
     assert [record["info"]["row"] for record in seen] == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
-    assert list(seen[0]) == ["info", "scores0", "scores1"]
+    assert list(seen[0]) == [
+        *("prompt", "candidate0", "candidate1"),
+        *("labels", "scores0", "scores1", "margins", "info"),
+    ]
     assert list(seen[0]["scores0"]) == ["a", "b"]
     assert seen[9]["scores0"]["b"] == pytest.approx(scores0[9, 1].item(), abs=1e-5)
     labels = batch.labels[:, 0]

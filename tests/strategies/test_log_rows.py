@@ -58,15 +58,15 @@ def test_a_checkpoint_holds_the_row_that_is_written_after_it(tmp_path: Path) -> 
     with pytest.raises(KilledError):
         train(tmp_path, [Notebook(rows)], saving)
     state = saved(tmp_path)
-    assert [step for step, _ in rows] == [0, 1]
+    assert [step for step, _ in rows] == [1, 2]
     assert state["logs"] == [("Notebook", {"rows": 2})]
-    assert state["row"]["step"] == 2
+    assert state["row"]["step"] == 3
     assert set(state["row"]["metrics"]) == {"train/loss", "perf/train_s", "epoch"}
     assert state["row"]["metrics"]["epoch"] == 0
     again = Notebook(rows)
     train(tmp_path, [again], max_steps=4)
     assert again.told == [{"rows": 2}]
-    assert rows[2] == (2, state["row"]["metrics"])
+    assert rows[2] == (3, state["row"]["metrics"])
 
 
 def test_a_row_that_has_been_written_is_not_in_the_checkpoint(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_each_of_several_loggers_goes_back_to_its_own_position(tmp_path: Path) -
         # the checkpoint knows of two
         ["start over"],
     ]
-    assert [step for step, metrics in first if "train/loss" in metrics] == list(range(10))
+    assert [step for step, metrics in first if "train/loss" in metrics] == list(range(1, 11))
 
 
 def test_a_run_that_begins_says_so_and_an_evaluation_stands_apart(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from PIL import Image, ImageDraw, ImageOps
 
 from lrlhf.callbacks.eval_jsonl import is_evaluation
 from lrlhf.callbacks.output_files import atomic_write, hold_output_folder, output_folder
+from lrlhf.run.step_numbers import model_step
 from lrlhf.types import Media, PreferenceBatch
 
 _RIGHT, _WRONG, _OPEN = "#3a8a4d", "#b3261e", "#555555"
@@ -69,7 +70,7 @@ class PairPage(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._pairs and is_evaluation(trainer):
-            name = f"eval_pairs_{trainer.global_step}.png"
+            name = f"eval_pairs_{model_step(trainer)}.png"
             draw_pairs(output_folder(trainer, self.dirpath) / name, self._pairs)
 
 

@@ -5,34 +5,43 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
+from torch import Tensor, nn
 
+from lrlhf.modules.contracts import Exportable
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.run.lightning_internals import shows_training
+from lrlhf.run.step_numbers import model_step
 
-_SHOWN = {
+_OF_POLICIES = {
     "rollout/score": "score",
     "rollout/response_length": "length",
     "kl/reference": "kl",
-    "reward_model/accuracy": "accuracy",
-    "train/loss": "loss",
+    "policy/entropy": "entropy",
 }
+_OF_OTHERS = {"reward_model/accuracy": "accuracy", "train/loss": "loss"}
 """Logged keys that are shown, and the short names they get."""
+_EVALUATED = {"response_length": "length", "truncated_fraction": "cut off"}
+"""Short names of what an evaluation measures."""
+_NOTHING = 1e-6
+"""What is smaller is the rounding error of a zero."""
 
 
 class PhaseProgress(TQDMProgressBar, RolloutListener):
     """A progress bar that shows the phase of the iteration and the metrics that matter.
 
-    Where the output is no terminal (a log file, CI), it prints one plain line per step instead:
+    Before training it says what is trained. Where the output is no terminal (a log file, CI), it
+    prints one plain line per step instead:
     ``step 12/60  score 0.53  kl 0.01  4.1 s/step (generate 2.1 reward 0.0 update 1.9)``.
 
     Args:
         refresh_rate: Steps between two updates of the bar, or between two lines.
-        metrics: Logged keys to show, with the short names they get; None: score, length, KL,
-            accuracy and loss, as far as they are logged.
+        metrics: Logged keys to show, with the short names they get; None: score, length, KL and
+            entropy of a policy, accuracy and loss of any other module, as far as they are logged.
         plain: Print lines (True) or draw a bar (False); None: a bar on a terminal only.
     """
 
@@ -43,9 +52,10 @@ class PhaseProgress(TQDMProgressBar, RolloutListener):
         plain: bool | None = None,
     ) -> None:
         super().__init__(refresh_rate=refresh_rate)
-        self.metrics = dict(_SHOWN if metrics is None else metrics)
+        self.metrics = metrics
         self.plain = not sys.stdout.isatty() if plain is None else plain
-        self._prints = self.plain and refresh_rate > 0
+        self._says = refresh_rate > 0
+        self._prints = self.plain and self._says
         self._seconds: dict[str, float] = {}
         self._phase = ""
         self._phase_start = 0.0
@@ -54,13 +64,20 @@ class PhaseProgress(TQDMProgressBar, RolloutListener):
         if self.plain:
             super().disable()
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        shows = self._says and trainer.is_global_zero
+        if stage == "fit" and shows and isinstance(pl_module, Exportable):
+            for role, model in pl_module.trainable_models().items():
+                _say([f"{role}: {_described(model)}"])
+
     def disable(self) -> None:
         """Show nothing: what Lightning asks of the ranks other than zero."""
-        self._prints = False
+        self._says = self._prints = False
         super().disable()
 
     def enable(self) -> None:
-        self._prints = self.plain
+        self._says, self._prints = True, self.plain
         if not self.plain:
             super().enable()
 
@@ -68,7 +85,8 @@ class PhaseProgress(TQDMProgressBar, RolloutListener):
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
         logged = super().get_metrics(trainer, pl_module)
-        known = {*self.metrics, "v_num"}
+        # the loss of a policy is no measure of how good it is
+        known = {*_OF_POLICIES, *_OF_OTHERS, *(self.metrics or ()), "v_num"}
         rest = {name: value for name, value in logged.items() if name not in known}
         return {**self._shown(trainer), **rest}
 
@@ -110,20 +128,45 @@ class PhaseProgress(TQDMProgressBar, RolloutListener):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
         metrics = [
-            f"{name.removeprefix('eval/')} {float(value):.4g}"
-            for name, value in trainer.callback_metrics.items()
-            if name.startswith("eval/")
+            f"{_EVALUATED.get(name, name)} {short(value)}"
+            for name, value in _evaluated(trainer.callback_metrics)
         ]
         if self._prints:
-            _say([f"eval at step {trainer.global_step}", *metrics])
+            step = model_step(trainer)
+            before = " (before training)" if step == 0 and trainer.sanity_checking else ""
+            _say([f"eval at step {step}{before}", *metrics])
 
     def _shown(self, trainer: L.Trainer) -> dict[str, str]:
-        logged = trainer.callback_metrics
-        return {
-            label: f"{float(logged[key]):.3g}"
-            for key, label in self.metrics.items()
-            if key in logged
-        }
+        logged, wanted = trainer.callback_metrics, self.metrics
+        if wanted is None:
+            wanted = _OF_POLICIES if _OF_POLICIES.keys() & logged.keys() else _OF_OTHERS
+        return {label: short(logged[key]) for key, label in wanted.items() if key in logged}
+
+
+def _described(model: nn.Module) -> str:
+    """Class, size and what of it is trained, before a strategy splits it."""
+    sizes = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
+    total, trained = sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
+    share = "all trained" if trained == total else f"{_counted(trained)} of them trained"
+    return f"{type(model).__name__}, {_counted(total)} parameters, {share}"
+
+
+def _counted(number: int) -> str:
+    """Return a count as people say it: 134.5 M."""
+    units = ((10**9, " B"), (10**6, " M"), (10**3, " K"))
+    size, unit = next((entry for entry in units if number >= entry[0]), (1, ""))
+    return f"{number / size:.1f}{unit}" if unit else str(number)
+
+
+def short(value: Tensor | float) -> str:
+    """Return a number in three digits; what is left of a zero is a zero."""
+    number = float(value)
+    return f"{0.0 if abs(number) < _NOTHING else number:.3g}"
+
+
+def _evaluated(logged: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    names = [name for name in logged if name.startswith("eval/")]
+    return [(name.removeprefix("eval/"), logged[name]) for name in names]
 
 
 def _say(words: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-_COLUMNS = ("prompt", "completion", "score", "rewards", "advantage", "length", "finish")
+from lrlhf.callbacks.reports.progress import short
+
+_COLUMNS = ("prompt", "answer", "completion", "score", "rewards", "advantage", "length", "finish")
+"""Of W&B and TensorBoard; the terminal has less room."""
+_ANSWERS = (
+    *("answer", "answers", "solution", "solutions", "final_answer", "ground_truth"),
+    *("gold", "target", "expected", "reference"),
+)
+"""Data columns that hold a right answer, where the rewards do not say which they read."""
+_UNASKED = ("system", "developer")
+_EARLIER_CHARS = 60
+_MAX_LINES = 12
+_BREAKS = re.compile(r"\s*\n\s*")
 
 
 def spread(records: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
@@ -25,32 +38,52 @@ def spread(records: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str
     return [records[index * len(records) // count] for index in range(count)]
 
 
-def render(records: Sequence[Mapping[str, Any]], *, title: str, max_chars: int) -> str:
+def render(
+    records: Sequence[Mapping[str, Any]],
+    *,
+    title: str,
+    max_chars: int,
+    answers: Sequence[str] = (),
+) -> str:
     """Draw records as a table for a terminal.
 
-    Texts are shown as they are: nothing in them is taken for markup or for a control sequence.
-    Prompts of more than ``max_chars`` lose their beginning, completions their middle, each with a
-    mark in its place.
+    Of a chat the last turn is shown, and the beginning of those before it, but no system prompt
+    and nothing of the template. Texts are shown as they are: nothing in them is taken for markup
+    or for a control sequence. Prompts and right answers of more than ``max_chars`` lose their
+    beginning, completions their middle, each with a mark in its place.
+
+    Args:
+        records: As `RolloutListener.on_rollout` gets them.
+        title: Above the table.
+        max_chars: Of each text.
+        answers: Data columns with right answers; the first one that there is is shown.
     """
     table = Table(
-        title=Text(_visible(title)), title_justify="left", box=box.SIMPLE_HEAD, show_lines=True
+        title=Text(_visible(title)),
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_lines=True,
     )
-    for name in _COLUMNS:
-        numeric = name in ("score", "advantage", "length")
-        table.add_column(
-            name,
-            justify="right" if numeric else "left",
-            no_wrap=numeric,
-            overflow="fold",
-            ratio={"prompt": 2, "completion": 3}.get(name),
-        )
-    half = max_chars // 2
-    for prompt, completion, *rest in map(_cells, records):
-        if len(prompt) > max_chars:
-            prompt = f"…{prompt[-max_chars:]}"
-        if len(completion) > max_chars:
-            completion = f"{completion[:half]} … {completion[-half:]}"
-        table.add_row(*map(Text, (prompt, completion, *rest)))
+    known = [_answer(record, answers) for record in records]
+    answered = any(answer is not None for answer in known)
+    table.add_column("prompt", overflow="fold")
+    if answered:
+        table.add_column("right answer", overflow="fold", max_width=24)
+    table.add_column("response", overflow="fold")
+    table.add_column("score", no_wrap=True)
+    table.add_column("advantage", justify="right", no_wrap=True)
+    table.add_column("tokens", justify="right", no_wrap=True)
+    for record, answer in zip(records, known, strict=True):
+        cells = [
+            _end_of(_asked(record, short=True), max_chars),
+            *([_end_of(answer or "-", max_chars // 4)] if answered else []),
+            _middle_cut(_text(record["completion"]), max_chars),
+            _score(record),
+            _number(record["advantage"]),
+            _length(record),
+        ]
+        table.add_row(*(Text(_visible(cell, breaks=True)) for cell in cells))
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size((120, 24)).columns if terminal else 120
     buffer = io.StringIO()
@@ -58,20 +91,109 @@ def render(records: Sequence[Mapping[str, Any]], *, title: str, max_chars: int) 
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
 
-def send(trainer: L.Trainer, records: Sequence[Mapping[str, Any]], *, key: str, step: int) -> None:
+def send(
+    trainer: L.Trainer,
+    records: Sequence[Mapping[str, Any]],
+    *,
+    key: str,
+    step: int,
+    answers: Sequence[str] = (),
+) -> None:
     """Log records as a table to every attached logger that shows text; rank zero only."""
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
-            rows = [[step, *_typed(record)] for record in records]
+            rows = [[step, *_typed(record, answers)] for record in records]
             logger.log_table(key, columns=["step", *_COLUMNS], data=rows, step=step)
         elif isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_text(key, _markdown(records), global_step=step)
+            text = _markdown(records, answers)
+            logger.experiment.add_text(key, text, global_step=step)
 
 
-def _visible(text: str) -> str:
-    """Replace what a terminal would act on, or not show, by its escape sequence."""
+# ---- what a record says
+
+
+def _asked(record: Mapping[str, Any], *, short: bool) -> str:
+    """What the policy answered to; of a chat the turns without the system prompt.
+
+    Args:
+        record: Has ``messages`` where the prompt is a chat.
+        short: Of the turns before the last only the beginning.
+    """
+    if "messages" not in record:
+        return _text(record["prompt"])
+    turns = [turn for turn in record["messages"] if turn["role"] not in _UNASKED]
+    if not turns:
+        return _text(record["messages"])
+    *earlier, last = turns
+    if not earlier and last["role"] == "user":
+        return _content(last["content"])
+    said = [(turn["role"], _content(turn["content"])) for turn in earlier]
+    if short:
+        said = [(role, _beginning(" ".join(text.split()))) for role, text in said]
+    return "\n".join(f"{role}: {text}" for role, text in (*said, _said(last)))
+
+
+def _said(turn: Mapping[str, Any]) -> tuple[str, str]:
+    return turn["role"], _content(turn["content"])
+
+
+def _answer(record: Mapping[str, Any], answers: Sequence[str]) -> str | None:
+    """The right answer, if the row has one."""
+    for name in (*answers, *_ANSWERS):
+        value = record["columns"].get(name)
+        if value is not None:
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return None
+
+
+def _score(record: Mapping[str, Any]) -> str:
+    """The score and, where it has several, its parts below it."""
+    parts = [f"{name} {_number(value)}" for name, value in record["rewards"].items()]
+    return "\n".join([_number(record["score"]), *(parts if len(parts) > 1 else [])])
+
+
+def _length(record: Mapping[str, Any]) -> str:
+    cut = "\ncut off" if record["finish_reason"] == "length" else ""
+    return f"{record['length']}{cut}"
+
+
+# ---- texts
+
+
+def _beginning(text: str) -> str:
+    return text if len(text) <= _EARLIER_CHARS else f"{text[:_EARLIER_CHARS]}…"
+
+
+def _end_of(text: str, max_chars: int) -> str:
+    text = text if len(text) <= max_chars else f"…{text[-max_chars:]}"
+    lines = _lines(text)
+    return "\n".join(lines if len(lines) <= _MAX_LINES else ["…", *lines[-_MAX_LINES:]])
+
+
+def _middle_cut(text: str, max_chars: int) -> str:
+    half = max_chars // 2
+    text = text if len(text) <= max_chars else f"{text[:half]} … {text[-half:]}"
+    lines, rest = _lines(text), _MAX_LINES // 2
+    return "\n".join(lines if len(lines) <= _MAX_LINES else [*lines[:rest], "…", *lines[-rest:]])
+
+
+def _lines(text: str) -> list[str]:
+    """Lines that are not empty."""
+    return _BREAKS.split(text.strip())
+
+
+def _visible(text: str, *, breaks: bool = False) -> str:
+    """Replace what a terminal would act on, or not show, by its escape sequence.
+
+    Args:
+        text: Whatever a model or a data set wrote.
+        breaks: Leave line breaks.
+    """
+    kept = "\n" if breaks else ""
     return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode()
+        character
+        if character.isprintable() or character in kept
+        else character.encode("unicode_escape").decode()
         for character in text
     )
 
@@ -92,10 +214,11 @@ def _content(content: Any) -> str:
     )
 
 
-def _typed(record: Mapping[str, Any]) -> tuple[Any, ...]:
+def _typed(record: Mapping[str, Any], answers: Sequence[str]) -> tuple[Any, ...]:
     """Cells of W&B, which sorts numbers as numbers; in the order of the columns."""
     return (
-        _text(record["prompt"]),
+        _asked(record, short=False),
+        _answer(record, answers),
         _text(record["completion"]),
         record["score"],
         json.dumps(record["rewards"]),
@@ -105,16 +228,13 @@ def _typed(record: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _cells(record: Mapping[str, Any]) -> list[str]:
-    """Cells for people, in the order of the columns."""
-    prompt, completion, score, _, advantage, length, finish = _typed(record)
-    rewards = " ".join(f"{name}={_number(value)}" for name, value in record["rewards"].items())
-    texts = (prompt, completion, _number(score), rewards, _number(advantage), length, finish)
-    return [_visible(str(text)) for text in texts]
-
-
-def _markdown(records: Sequence[Mapping[str, Any]]) -> str:
-    rows = [_COLUMNS, ["---"] * len(_COLUMNS), *(map(_inert, _cells(one)) for one in records)]
+def _markdown(records: Sequence[Mapping[str, Any]], answers: Sequence[str] = ()) -> str:
+    rows = [_COLUMNS, ["---"] * len(_COLUMNS)]
+    for record in records:
+        prompt, answer, completion, score, _, advantage, *rest = _typed(record, answers)
+        rewards = " ".join(f"{name}={_number(value)}" for name, value in record["rewards"].items())
+        texts = (prompt, answer or "-", completion, _number(score), rewards, _number(advantage))
+        rows.append([_inert(_visible(str(text))) for text in (*texts, *rest)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -127,4 +247,4 @@ def _inert(text: str) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+    return "-" if value is None else short(value)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -17,7 +19,10 @@ from lrlhf.callbacks.kl_control import KLControl
 from lrlhf.callbacks.output_files import hold_output_folder, output_folder
 from lrlhf.callbacks.reports.curves import Curve, draw_curve, draw_panels
 from lrlhf.callbacks.rollout_log import RolloutLog
-from lrlhf.modules.contracts import Measured
+from lrlhf.modules.contracts import Measured, SamplesResponses
+from lrlhf.run.run_folder import run_folder
+
+_EXPORTED, _RESUMED = "trained model", "last checkpoint"
 
 
 class RunReport(L.Callback):
@@ -85,9 +90,10 @@ class RunReport(L.Callback):
             rank_zero_warn(f"there are no pictures of curves: {error}")
         shown = [self.metric, self.eval_metric] if any(trainer.num_val_batches) else [self.metric]
         lines = [_change(self.curves[name], trainer) for name in shown]
-        width = max(map(len, places), default=0)
-        lines += [f" {name:{width}}   {path}" for name, path in places.items()]
-        pl_module.print("\n".join(lines))
+        lines += _listed({name: short_path(path) for name, path in places.items()})
+        if commands := _commands(trainer, places):
+            lines += ["next:", *_listed(commands)]
+        pl_module.print("\n".join(["", *lines]))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -113,6 +119,44 @@ class RunReport(L.Callback):
             drawn["curves"] = folder / "curves.png"
             draw_panels(drawn["curves"], {"run": panels}, targets=_targets(trainer))
         return drawn
+
+
+def _listed(entries: Mapping[str, str]) -> list[str]:
+    width = max(map(len, entries), default=0)
+    return [f"  {name:{width}}   {entry}" for name, entry in entries.items()]
+
+
+def short_path(path: Path) -> str:
+    """Return a path as one types it in the working folder."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if here in path.parents else path)
+
+
+def _commands(trainer: L.Trainer, places: Mapping[str, Path]) -> dict[str, str]:
+    """What one may type next, as far as the files for it are there."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    saved = (callback for callback in callbacks if isinstance(callback, SaveConfigCallback))
+    configs = [run_folder(trainer) / callback.config_filename for callback in saved]
+    commands: dict[str, str] = {}
+    if _RESUMED in places and configs and configs[0].is_file():
+        config = shlex.quote(short_path(configs[0]))
+        last = shlex.quote(short_path(places[_RESUMED]))
+        commands = {
+            "train on": f"lrlhf fit --config {config} --ckpt_path last {_twice_as_long(trainer)}",
+            "evaluate": f"lrlhf validate --config {config} --ckpt_path {last}",
+        }
+        if _EXPORTED not in places:
+            commands["export"] = f"lrlhf export --config {config} --ckpt_path {last} --output DIR"
+    if _EXPORTED in places and isinstance(trainer.lightning_module, SamplesResponses):
+        commands["talk to it"] = f"lrlhf chat {shlex.quote(short_path(places[_EXPORTED]))}"
+    return commands
+
+
+def _twice_as_long(trainer: L.Trainer) -> str:
+    epochs = trainer.max_epochs or -1
+    if epochs > 0 and trainer.max_steps < 0:
+        return f"--trainer.max_epochs {2 * epochs}"
+    return f"--trainer.max_steps {2 * trainer.global_step}"
 
 
 def _change(curve: Curve, trainer: L.Trainer) -> str:
@@ -153,16 +197,16 @@ def _places(trainer: L.Trainer) -> dict[str, Path]:
         elif isinstance(callback, EvalJSONL) and callback.paths:
             places["evaluations"] = callback.paths[-1]
         elif isinstance(callback, HFExport) and callback.last_export is not None:
-            places["exported model"] = callback.last_export
+            places[_EXPORTED] = callback.last_export
         elif isinstance(callback, ModelCheckpoint):
             places |= _checkpoints(callback)
     return places
 
 
 def _checkpoints(callback: ModelCheckpoint) -> dict[str, Path]:
-    paths = {"checkpoint to resume": callback.last_model_path}
+    paths = {_RESUMED: callback.last_model_path}
     if callback.monitor is not None:
         paths[f"checkpoint with best {callback.monitor}"] = callback.best_model_path
     elif not callback.last_model_path:
-        paths["checkpoint to resume"] = callback.best_model_path
+        paths[_RESUMED] = callback.best_model_path
     return {name: Path(path) for name, path in paths.items() if path}

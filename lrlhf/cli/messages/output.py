@@ -12,7 +12,10 @@ from transformers.utils import logging as transformers_logging
 
 from lrlhf.secrets import safe
 
-_NOISE = ("💡 Tip", "TPU available", "HPU available", "Seed set to", "Setting accelerator to CPU")
+_NOISE = (
+    *("💡 Tip", "GPU available: False", "TPU available", "HPU available", "Seed set to"),
+    *("Setting accelerator to CPU", "`Trainer("),
+)
 
 
 class _DropNoise(logging.Filter):
@@ -31,7 +34,9 @@ def configure_output(*, debug: bool) -> None:
     With ``debug`` other libraries are left alone, and our debug messages of every rank are shown.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_SafeFormatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
+    # which file says it, matters to who looks for a bug in it
+    shown = "%(asctime)s %(name)s: %(message)s" if debug else "%(asctime)s %(message)s"
+    handler.setFormatter(_SafeFormatter(shown, "%H:%M:%S"))
     ours = logging.getLogger("lrlhf")
     ours.handlers = [handler]
     first = rank_zero_only.rank == 0  # type: ignore[attr-defined]  # Lightning puts it there

@@ -106,7 +106,7 @@ class _Digest:
         if isinstance(value, MediaRefs):
             return (_named(entry) for entry in (*value.images, *value.videos))
         if is_dataclass(value):
-            return (getattr(value, field.name) for field in fields(value))
+            return (getattr(value, field.name) for field in fields(value) if field.compare)
         # dates and the like; what prints its address would differ in every process
         text = str(value)
         return (type(value).__name__, "" if " at 0x" in text else text)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ class PromptRow(TokenizedText):
 
     prompt: Prompt
     columns: Mapping[str, Any]
+    place: str = field(default="", compare=False)
+    """Source and row number; no part of what the row is."""
 
     def with_media(self, reader: MediaReader) -> PromptRow:
         """Read the images and videos, or raise `BadRow`."""
@@ -70,6 +72,8 @@ class PairRow:
     keys: tuple[str, ...]
     """Pairs that share one belong in the same split."""
     info: Mapping[str, Any]
+    place: str = field(default="", compare=False)
+    """Source and row number; no part of what the pair is."""
 
     def with_media(self, reader: MediaReader) -> PairRow:
         """Read the images and videos of both, or raise `BadRow`."""
@@ -78,6 +82,14 @@ class PairRow:
             # the same object, so that the model looks once
             second = replace(second, media=first.media)
         return replace(self, texts=(first, second))
+
+
+RowT = TypeVar("RowT", PromptRow, PairRow)
+
+
+def with_place(row: RowT, place: str) -> RowT:
+    """Tell a row where it stands in the data."""
+    return replace(row, place=place)
 
 
 def collate_prompts(rows: Sequence[PromptRow], pad_token_id: int) -> PromptBatch:
@@ -89,6 +101,7 @@ def collate_prompts(rows: Sequence[PromptRow], pad_token_id: int) -> PromptBatch
         prompts=tuple(row.prompt for row in rows),
         columns=tuple(row.columns for row in rows),
         media=_media_of(rows),
+        places=tuple(row.place for row in rows),
     )
 
 
@@ -101,6 +114,7 @@ def collate_pairs(rows: Sequence[PairRow], pad_token_id: int) -> PreferenceBatch
         labels=torch.tensor([row.labels for row in rows], dtype=torch.float32),
         margin=torch.tensor(margins, dtype=torch.float32) if margins else None,
         info=tuple(row.info for row in rows),
+        places=tuple(row.place for row in rows),
     )
 
 

@@ -11,22 +11,39 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.guard.anomalies import shortened, shown
 from lrlhf.modules.pairs.pair_step import MicroBatch, PairScores
-from lrlhf.rollout.records import plain_json
+from lrlhf.rollout.records import origin, plain_json
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
 
 def score_records(
-    scores: PairScores, batch: PreferenceBatch, head_names: Sequence[str]
+    scores: PairScores,
+    batch: PreferenceBatch,
+    head_names: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> list[dict[str, Any]]:
-    """Return one JSON-ready line per pair: ``info``, and ``scores0``, ``scores1`` by head."""
-    rows = zip(batch.info, scores.candidate0.tolist(), scores.candidate1.tolist(), strict=True)
+    """Return one JSON-ready line per pair.
+
+    Where it stands in the data (``source``, ``row``); of texts ``prompt``, ``candidate0`` and
+    ``candidate1``; by head ``labels`` (1: candidate 0 is better, as is ``chosen``; None: not
+    labelled), ``scores0``, ``scores1`` and ``margins``, the first less the second; ``info``.
+    """
+
+    def by_head(values: Tensor) -> dict[str, Any]:
+        return dict(zip(head_names, plain_json(values.tolist()), strict=True))
+
+    batch = batch.host or batch
+    labels, first, second = (part.float().cpu() for part in (batch.labels, *scores))
     return [
         {
-            "info": dict(info),
-            "scores0": dict(zip(head_names, scores0, strict=True)),
-            "scores1": dict(zip(head_names, scores1, strict=True)),
+            **origin(place),
+            **_texts(batch, row, tokenizer),
+            "labels": by_head(labels[row]),
+            "scores0": by_head(first[row]),
+            "scores1": by_head(second[row]),
+            "margins": by_head(first[row] - second[row]),
+            "info": dict(batch.info[row]),
         }
-        for info, scores0, scores1 in rows
+        for row, place in enumerate(batch.places or ("",) * len(batch))
     ]
 
 
@@ -85,6 +102,18 @@ def bad_place(
             return f"{where}, which begins {begins!r}"
         before += len(batch)
     return ""
+
+
+def _texts(batch: PreferenceBatch, row: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the prompt and the two answers; nothing where one of them shows something."""
+    first, second = batch.candidate0, batch.candidate1
+    if any(part.media is not None and part.media[row] is not None for part in (first, second)):
+        return {}
+    prompt = first.input_ids[row, first.attention_mask[row] & ~first.response_mask[row]]
+    answers = (part.input_ids[row, part.response_mask[row]] for part in (first, second))
+    said = (str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)) for ids in answers)
+    texts = (str(tokenizer.decode(prompt.tolist())), *said)
+    return dict(zip(("prompt", "candidate0", "candidate1"), texts, strict=True))
 
 
 def _text(candidate: SequenceBatch, row: int, tokenizer: PreTrainedTokenizerBase) -> str:

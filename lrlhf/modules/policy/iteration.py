@@ -48,12 +48,18 @@ class Iteration:
         self.trainer: L.Trainer = module.trainer
         self.device: torch.device = module.device
         self.step: int = module.global_step
+        """Iterations before this one, of which its seeds are made."""
         self.ranks = Collectives(module.trainer)
         self.metrics = MetricSums()
         self._seeds = seeds
         self.optimizer_steps = 0 if seeds is None else max(0, seeds[-1] - _BEFORE_UPDATE - 1)
         """How many were begun so far, of whichever optimizer."""
         self._seconds: dict[str, float] = {}
+
+    @property
+    def number(self) -> int:
+        """What a training step is called, see `lrlhf.run.step_numbers.running_step`."""
+        return self.step + 1
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

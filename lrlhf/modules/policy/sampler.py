@@ -26,6 +26,7 @@ from lrlhf.rollout import (
     collect_different,
 )
 from lrlhf.run import sample_seeds
+from lrlhf.run.step_numbers import model_step
 from lrlhf.types import PromptBatch, StoredRollout
 
 _EVAL_STREAM = 1_000_003
@@ -90,7 +91,7 @@ class Sampler:
         stored = isinstance(batch, StoredRollout)
         if isinstance(batch, StoredRollout):
             self._check_stored(batch)
-            trained, filler = as_collected(batch, step=it.step)
+            trained, filler = as_collected(batch, step=it.number)
             measured = trained
         elif self._settings.dynamic_sampling is not None:
             trained, filler, measured = self._sample_until_different(batch, it)
@@ -149,8 +150,8 @@ class Sampler:
                 for row in range(len(prompts))
             ]
             # so few rows say nothing of how many cannot be scored
-            scores = self._generate(prompts, sampling, seeds, it, limited=False).rewards.scores
-            beside[name] = scores.repeat_interleave(settings.num_generations)
+            alone = self._generate(prompts, sampling, seeds, it, limited=False)
+            beside[name] = alone.rewards.scores.repeat_interleave(settings.num_generations)
         return collected.with_beside(beside) if beside else collected
 
     def _sample_until_different(
@@ -205,7 +206,12 @@ class Sampler:
                 seeds=self._seeds(first, len(upcoming), it.step + 1),
             )
         return self._collector.score(
-            batch, rollout, settings.sampling, step=it.step, phase=it.phase
+            batch,
+            rollout,
+            settings.sampling,
+            step=it.number,
+            phase=it.phase,
+            weight_version=it.step,
         )
 
     def _seeds(self, first_prompt: int, prompts: int, step: int) -> list[int]:
@@ -222,7 +228,8 @@ class Sampler:
         """Answer held-out prompts once each, as ``eval_sampling`` says, and score the answers."""
         position = batch_idx * it.ranks.world_size + it.ranks.rank
         seeds = sample_seeds(self._seed, _EVAL_STREAM, position, count=len(batch))
-        return self._generate(batch, self._settings.eval_sampling, seeds, it)
+        sampling, step = self._settings.eval_sampling, model_step(it.trainer)
+        return self._generate(batch, sampling, seeds, it, evaluated=step)
 
     # ---- the engine
 
@@ -233,11 +240,19 @@ class Sampler:
         seeds: Sequence[int],
         it: Iteration,
         *,
+        evaluated: int | None = None,
         limited: bool = True,
     ) -> Collected:
+        """Generate for training or, at step ``evaluated``, for an evaluation."""
         self._prepare(it)
         return self._collector.collect(
-            prompts, sampling, seeds=seeds, step=it.step, phase=it.phase, limited=limited
+            prompts,
+            sampling,
+            seeds=seeds,
+            step=it.number if evaluated is None else evaluated,
+            phase=it.phase,
+            weight_version=it.step if evaluated is None else evaluated,
+            limited=limited,
         )
 
     def _prepare(self, it: Iteration) -> None:

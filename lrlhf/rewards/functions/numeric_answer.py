@@ -81,7 +81,7 @@ class NumericAnswer(RewardFunction):
         check_positive(timeout=timeout)
         if not 0 <= tolerance < 1:
             raise ValueError(f"tolerance is {tolerance}; it must lie in [0, 1)")
-        self._answer_column = answer_column
+        self.answer_column = answer_column
         self._which = which
         named = which in ("last", "first", "boxed")
         self._pattern = None if named else TextPattern(which, "which")
@@ -106,7 +106,7 @@ class NumericAnswer(RewardFunction):
             shared(_COMPARE).start()
 
     def __call__(self, *, completions: Sequence[Completion], **columns: Any) -> list[float | None]:
-        answers = column_of(columns, self._answer_column, setting="answer_column")
+        answers = column_of(columns, self.answer_column, setting="answer_column")
         return judged(
             lambda row, share: self._score(completion_text(completions[row]), answers[row], share),
             len(completions),

@@ -29,12 +29,12 @@ class ExactMatch(RewardFunction):
     def __init__(
         self, answer_column: str = "answer", normalize: bool = True, extract: str | None = None
     ) -> None:
-        self._answer_column = answer_column
+        self.answer_column = answer_column
         self._normalize = normalize
         self._extract = None if extract is None else TextPattern(extract, "extract")
 
     def __call__(self, *, completions: Sequence[Completion], **columns: Any) -> list[float | None]:
-        answers = column_of(columns, self._answer_column, setting="answer_column")
+        answers = column_of(columns, self.answer_column, setting="answer_column")
         return judged(
             lambda row, share: self._score(completion_text(completions[row]), answers[row], share),
             len(completions),
