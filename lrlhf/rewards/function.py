@@ -121,6 +121,9 @@ class RewardFunction(ABC):
         stops the run.
         """
 
+    def close(self) -> None:  # noqa: B027  most functions have started nothing
+        """End what it has started, such as processes; a later call may start it again."""
+
     @abstractmethod
     def __call__(
         self,

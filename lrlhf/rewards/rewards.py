@@ -145,6 +145,12 @@ class Rewards:
             if isinstance(function, RewardFunction):
                 function.prepare()
 
+    def close(self) -> None:
+        """End the processes that functions have started; the next :meth:`score` starts them."""
+        for _, function in self._functions:
+            if isinstance(function, RewardFunction):
+                function.close()
+
     def score(
         self,
         prompts: Sequence[Prompt],

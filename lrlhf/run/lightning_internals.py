@@ -65,7 +65,10 @@ def count_iterations_as_steps(trainer: L.Trainer) -> None:
     overshoots and checkpoint intervals are missed. Call it from ``setup("fit")``, which runs before
     the state of the loops is restored, so that a resumed run counts on.
     """
-    trainer.fit_loop.epoch_loop.manual_optimization = _StepPerIteration(trainer)
+    loop = trainer.fit_loop.epoch_loop
+    if not isinstance(loop.manual_optimization, _StepPerIteration):
+        # else the trainer has trained before, and counts on
+        loop.manual_optimization = _StepPerIteration(trainer)
 
 
 # ---------------------------------------------------------------- where a resumed run goes on
@@ -180,6 +183,8 @@ def resume_where_it_stopped(trainer: L.Trainer) -> None:
     """Have a resumed run leave nothing out; call it from ``setup("fit")``."""
     trainer.fit_loop.__class__ = _ResumedFitLoop
     trainer.fit_loop.epoch_loop.__class__ = _ResumedEpochLoop
+    # rows of the log have this number; an interrupt may have come before the last step was added
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
     connector = trainer._checkpoint_connector
     connector.restore_training_state = partial(  # type: ignore[method-assign]
         _restore_training_state, connector

@@ -11,8 +11,7 @@ import yaml
 from jsonargparse import Namespace
 
 from lrlhf.cli import run
-from lrlhf.cli.messages.output import safe
-from lrlhf.cli.messages.secrets import HIDDEN, hide, is_secret_name, without_secrets
+from lrlhf.run.secrets import HIDDEN, hide, is_secret_name, safe, without_secrets
 from tests.cli.conftest import CONFIG
 from tests.cli.toys import ToyModule, ToyPolicy
 

@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 
 from huggingface_hub.utils.tqdm import enable_progress_bars
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 from transformers.utils import logging as transformers_logging
 
-from lrlhf.cli.messages.secrets import hide
+from lrlhf.run.quiet_output import (
+    DropNoise,
+    ignore_needless_warnings,
+    noisy_handlers,
+    our_handler,
+    our_level,
+)
+from lrlhf.run.secrets import safe
 
-_NOISE = ("💡 Tip", "TPU available", "HPU available", "Seed set to", "Setting accelerator to CPU")
-
-
-class _DropNoise(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(_NOISE)
-
-
-class _SafeFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return safe(super().format(record))
-
-
-def safe(text: str) -> str:
-    """Make a text fit for a terminal: what a secret is hidden, what is no print is escaped.
-
-    Messages quote data, and a terminal acts on escape sequences wherever they come from.
-    """
-    return "".join(
-        character
-        if character.isprintable() or character in "\n\t"
-        else character.encode("unicode_escape", "surrogatepass").decode()
-        for character in hide(text)
-    )
+__all__ = ["configure_output", "safe"]
 
 
 def configure_output(*, debug: bool) -> None:
@@ -43,27 +25,20 @@ def configure_output(*, debug: bool) -> None:
 
     With ``debug`` other libraries are left alone, and our debug messages of every rank are shown.
     """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_SafeFormatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
     ours = logging.getLogger("lrlhf")
-    ours.handlers = [handler]
-    first = rank_zero_only.rank == 0  # type: ignore[attr-defined]  # Lightning puts it there
-    quiet = logging.INFO if first else logging.ERROR
-    ours.setLevel(logging.DEBUG if debug else quiet)
+    ours.handlers = [our_handler()]
+    ours.setLevel(logging.DEBUG if debug else our_level())
     if not debug:
         _quieten_others()
 
 
 def _quieten_others() -> None:
-    for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
-        for handler in logging.getLogger(name).handlers:
-            handler.addFilter(_DropNoise())
+    for handler in noisy_handlers():
+        handler.addFilter(DropNoise())
     # it writes to standard output, where a printed config is to be nothing else
-    logging.getLogger("DeepSpeed").addFilter(_DropNoise())
+    logging.getLogger("DeepSpeed").addFilter(DropNoise())
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     enable_progress_bars()  # the line above also hides downloads, which a person waits for
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    # rows are tokenised once, so no workers are needed; modules choose their models' modes
-    for message in (".*does not have many workers", r"Found \d+ module\(s\) in eval mode"):
-        warnings.filterwarnings("ignore", message=message)
+    ignore_needless_warnings()

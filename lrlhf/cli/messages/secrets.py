@@ -8,8 +8,6 @@ W&B and dumps), log lines and error messages have ``***`` in its place.
 from __future__ import annotations
 
 import logging
-import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -25,28 +23,9 @@ from lrlhf.cli.config_files import ConfigFile, walk
 from lrlhf.run.atomic import atomic_write
 from lrlhf.run.log_rows import hold_log_folders
 from lrlhf.run.run_folder import run_folder
+from lrlhf.run.secrets import HIDDEN, is_secret_name, remember, without_secrets
 
 _logger = logging.getLogger(__name__)
-
-HIDDEN = "***"
-_NAME = re.compile(
-    r"(^|.*[_.-])("
-    r"api_?keys?|access_?keys?|secret(_?access)?(_?key)?|secrets|private_?key|passw(or)?ds?"
-    r"|passphrase|credentials?|bearer|authorization"
-    r"|(access|auth|api|bearer|bot|hub|hf|refresh|sas|service|session|reward|wandb|github)_?tokens?"
-    r")|token",
-    re.IGNORECASE,
-)
-"""Options whose value is a secret; ``eos_token``, ``max_tokens`` and ``token_file`` are none."""
-_ADDRESS = re.compile(r"(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^\s/?#@'\"]+@")
-_SHORTEST = 8
-"""Shorter values are words such as ``false``, which messages need."""
-_known: set[str] = set()
-
-
-def is_secret_name(name: str) -> bool:
-    """Whether an option of this name holds a secret."""
-    return _NAME.fullmatch(name) is not None
 
 
 def remember_secrets(files: Sequence[ConfigFile], arguments: Sequence[str]) -> None:
@@ -60,48 +39,7 @@ def remember_secrets(files: Sequence[ConfigFile], arguments: Sequence[str]) -> N
             and any(map(is_secret_name, keys))
             and keys[-1] != "class_path"
         )
-    _known.update(value for value in found if len(value) >= _SHORTEST)
-
-
-def hide(text: str) -> str:
-    """Put ``***`` in the place of every known secret, and of what stands before the @ of a URL."""
-    in_environment = {
-        value
-        for name, value in os.environ.items()
-        # a secret is one word: what has spaces, slashes or brackets is something else
-        if is_secret_name(name) and re.fullmatch(rf"[^\s/<>|]{{{_SHORTEST},}}", value)
-    }
-    # the longest first, as one may contain another
-    for secret in sorted(_known | in_environment, key=len, reverse=True):
-        text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", HIDDEN, text)
-    return _ADDRESS.sub(rf"\g<scheme>{HIDDEN}@", text)
-
-
-def without_secrets(value: Any, *, secret: bool = False) -> Any:
-    """Copy a config, with ``***`` for the secrets in it.
-
-    Args:
-        value: Mappings, namespaces and lists are gone through; other objects stay what they are.
-        secret: Whether the whole value stands under the name of a secret.
-    """
-    if isinstance(value, Namespace):
-        items = without_secrets(vars(value), secret=secret)
-        return Namespace(**items)  # type: ignore[no-untyped-call]
-    if isinstance(value, Mapping):
-        items = {
-            key: without_secrets(
-                part, secret=(secret or is_secret_name(str(key))) and key != "class_path"
-            )
-            for key, part in value.items()
-        }
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
-    if type(value) in (list, tuple):
-        return type(value)(without_secrets(item, secret=secret) for item in value)
-    # digits alone are a number in YAML; a short one is no password
-    long_number = isinstance(value, int) and value > 99_999
-    if secret and value and (isinstance(value, str) or long_number):
-        return HIDDEN
-    return hide(value) if isinstance(value, str) else value
+    remember(found)
 
 
 def hide_hyperparameters(*parts: object) -> None:
