@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.callbacks.output_files import (
     atomic_write,
     gather_on_zero,
@@ -18,7 +19,7 @@ from lrlhf.callbacks.output_files import (
 )
 
 
-class EvalJSONL(L.Callback):
+class EvalJSONL(KeepsArguments, L.Callback):
     """Writes the records of each evaluation to ``eval_scores_{step}.jsonl``.
 
     The lines of all ranks go into one file, in the order of the data set where records carry an

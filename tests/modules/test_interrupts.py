@@ -92,6 +92,8 @@ def modes(module: nn.Module) -> dict[str, bool]:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
+    # a shell has its background jobs ignore it
+    outside = signal.signal(signal.SIGINT, signal.default_int_handler)
     handlers = {
         one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGURG)
     }
@@ -102,6 +104,7 @@ def _nothing_left_behind() -> Iterator[None]:
     while left := {thread.name for thread in threading.enumerate()} - threads:
         assert time.monotonic() < deadline, left
         time.sleep(0.01)
+    signal.signal(signal.SIGINT, outside)
 
 
 PHASES = ["set-up", "batch start", "generate", "reward", "logprob", "update", "validation"]
@@ -221,7 +224,7 @@ def test_a_validation_can_be_interrupted_too(
     module = build()
     data = PromptDataModule(train=str(prompts), val=str(prompts), batch_size=4)
     stops = StopsIn("validation", 0)
-    with pytest.raises(Interrupted, match="^interrupted$"):
+    with pytest.raises(Interrupted, match=r"^interrupted$"):
         run(tmp_path, stops).validate(module, datamodule=data, verbose=False)
     (found,) = run(tmp_path).validate(module, datamodule=data, verbose=False)
     assert "eval/score" in found

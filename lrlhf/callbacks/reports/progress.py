@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.run.lightning_internals import shows_training
 
@@ -23,7 +24,7 @@ _SHOWN = {
 """Logged keys that are shown, and the short names they get."""
 
 
-class PhaseProgress(TQDMProgressBar, RolloutListener):
+class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
     """A progress bar that shows the phase of the iteration and the metrics that matter.
 
     Where the output is no terminal (a log file, CI), it prints one plain line per step instead:

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.callbacks.eval_jsonl import EvalJSONL, is_evaluation
 from lrlhf.callbacks.hf_export import HFExport
 from lrlhf.callbacks.kl_control import KLControl
@@ -20,7 +21,7 @@ from lrlhf.callbacks.rollout_log import RolloutLog
 from lrlhf.modules.contracts import Measured
 
 
-class RunReport(L.Callback):
+class RunReport(KeepsArguments, L.Callback):
     """Draws ``reward_curve.png`` and prints where the results are, when ``fit`` ends.
 
     Drawing needs matplotlib (``pip install 'lrlhf[plots]'``); without it there are no pictures.

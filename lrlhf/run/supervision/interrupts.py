@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import signal
 import threading
@@ -31,15 +32,15 @@ class Interrupted(KeyboardInterrupt):
 
 def _usable_afterwards(run: Callable[..., R]) -> Callable[..., R]:
     """Have one of a trainer's entry points leave process and module usable, however it ends."""
+    signature = inspect.signature(run)
 
     @functools.wraps(run)
-    def running(
-        self: L.Trainer, model: L.LightningModule | None = None, *args: Any, **kwargs: Any
-    ) -> R:
-        with quiet(), _put_back(self, model):
-            if run.__name__ == "fit" and kwargs.get("ckpt_path") is None and self.global_step > 0:
+    def running(self: L.Trainer, *args: Any, **options: Any) -> R:
+        given = signature.bind(self, *args, **options).arguments
+        with quiet(), _put_back(self, given.get("model")):
+            if run.__name__ == "fit" and given.get("ckpt_path") is None and self.global_step > 0:
                 _logger.info("%s", _what_another_fit_does(self))
-            return run(self, model, *args, **kwargs)
+            return run(self, *args, **options)
 
     return running
 
@@ -60,6 +61,17 @@ class ReusableTrainer(L.Trainer):
     validate = _usable_afterwards(L.Trainer.validate)
     test = _usable_afterwards(L.Trainer.test)
     predict = _usable_afterwards(L.Trainer.predict)
+
+    def __repr__(self) -> str:
+        limit = "" if self.max_steps < 0 else f" of {self.max_steps}"
+        callbacks: list[L.Callback] = self.callbacks  # type: ignore[attr-defined]
+        return (
+            f"{type(self).__name__}({self.global_step}{limit} steps done, "
+            f"{type(self.strategy).__name__} on {self.strategy.root_device}, {self.precision}, in "
+            f"{self.default_root_dir})\n"
+            f"  callbacks: {', '.join(type(callback).__name__ for callback in callbacks)}\n"
+            f"  loggers: {', '.join(type(logger).__name__ for logger in self.loggers) or 'none'}"
+        )
 
     @property
     def max_steps(self) -> int:
