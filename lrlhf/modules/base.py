@@ -239,6 +239,8 @@ class TrainingModule(L.LightningModule):
 
     def summary(self) -> dict[str, str]:
         """Say in a few words what the module is made of, by name; a line each in its ``repr``."""
+        if type(self).trainable_models is TrainingModule.trainable_models:
+            return {}
         return {role: in_brief(model) for role, model in self.trainable_models().items()}
 
     def __repr__(self) -> str:

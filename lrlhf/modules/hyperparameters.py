@@ -129,8 +129,7 @@ def build_again(
     kind = _class_of(options.pop(CLASS, None), kind, where)
     reasons = dict(options.pop(NOT_KEPT, {}))
     options.pop("_instantiator", None)
-    parameters = [*inspect.signature(kind.__init__).parameters.values()][1:]
-    for parameter in parameters:
+    for parameter in inspect.signature(kind).parameters.values():
         name, known = parameter.name, parameter.name in options
         if known and any(map(_is_hidden, _leaves(options[name]))):
             reasons[name] = "it has a secret"
@@ -154,7 +153,7 @@ def _instantiated(
 ) -> dict[str, Any]:
     """Make objects of a class's stored arguments."""
     parser = ArgumentParser(exit_on_error=False)
-    known = inspect.signature(kind.__init__).parameters
+    known = inspect.signature(kind).parameters
     parser.add_class_arguments(
         kind, "module", skip={*given} & {*known}, instantiate=False, fail_untyped=False
     )

@@ -139,7 +139,8 @@ def test_a_policy_goes_on_after_an_interrupt(
     # the row of a step comes after its callbacks: one that is interrupted there has none
     missing = {1} if phase == "batch end" else set()
     assert [step - steps[0] for step in steps] == [one for one in range(4) if one not in missing]
-    another = run(tmp_path, RLCheckpoint(tmp_path / "saved"), steps=5, enable_checkpointing=True)
+    saves = RLCheckpoint(tmp_path / "saved", every_n_train_steps=1)
+    another = run(tmp_path, saves, steps=5, enable_checkpointing=True)
     another.fit(module, datamodule=data, ckpt_path="last")
     assert another.global_step == 5
 

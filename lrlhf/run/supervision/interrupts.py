@@ -63,6 +63,8 @@ class ReusableTrainer(L.Trainer):
     predict = _usable_afterwards(L.Trainer.predict)
 
     def __repr__(self) -> str:
+        if "fit_loop" not in vars(self):  # Lightning logs it while it is built
+            return f"{type(self).__name__}(...)"
         limit = "" if self.max_steps < 0 else f" of {self.max_steps}"
         callbacks: list[L.Callback] = self.callbacks  # type: ignore[attr-defined]
         return (
