@@ -379,9 +379,6 @@ def after_closure(plugin: Precision, module: L.LightningModule, optimizer: Any) 
     plugin._after_closure(module, optimizer)
 
 
-# ---------------------------------------------------------------- the command line
-
-
 class Commands(LightningCLI):
     """A command line whose commands can be replaced."""
 

@@ -28,10 +28,11 @@ from tests.modules.policy_runs import letters, weights
 from tests.modules.reward_runs import ONE_HEAD, loader
 
 
-def press_stop() -> None:
-    """What the stop button of a notebook does."""
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(0.01)
+def press_stop(times: int = 2, *, pause: float = 0.01) -> None:
+    """Press the stop button of a notebook: once for the end of the step, twice for now."""
+    for _ in range(times):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(pause)
 
 
 class StopsIn(L.Callback, RolloutListener):
@@ -145,6 +146,29 @@ def test_a_policy_goes_on_after_an_interrupt(
     assert another.global_step == 5
 
 
+def test_one_interrupt_lets_the_step_end_and_saves_it(
+    build: Callable[..., RLOO], prompts: Path, tmp_path: Path
+) -> None:
+    class PressesOnce(L.Callback, RolloutListener):
+        def on_phase(self, phase: str) -> None:
+            if phase == "reward" and not pressed:
+                pressed.append(phase)
+                press_stop(1)
+
+    pressed: list[str] = []
+    module = build()
+    data = PromptDataModule(train=str(prompts), batch_size=4)
+    saves = RLCheckpoint(tmp_path / "saved", every_n_train_steps=100)
+    trainer = run(tmp_path, PressesOnce(), saves, enable_checkpointing=True)
+    with pytest.raises(
+        Interrupted, match=r'ckpt_path="last".* from the state saved in .*last.ckpt'
+    ):
+        trainer.fit(module, datamodule=data)
+    assert trainer.global_step == 1
+    trainer.fit(module, datamodule=data, ckpt_path="last")
+    assert trainer.global_step == 4
+
+
 def test_an_interrupt_ends_what_a_reward_is_doing(
     build: Callable[..., RLOO], prompts: Path, tmp_path: Path
 ) -> None:
@@ -155,7 +179,7 @@ def test_an_interrupt_ends_what_a_reward_is_doing(
     class PressesLater(L.Callback, RolloutListener):
         def on_phase(self, phase: str) -> None:
             if phase == "reward":
-                timer.function = press_stop
+                timer.function = lambda: press_stop(pause=1.0)
                 timer.interval = 1.0
                 timer.start()
 

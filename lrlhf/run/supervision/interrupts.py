@@ -20,6 +20,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lrlhf.run.quiet_output import quiet
+from lrlhf.run.supervision.signals import Terminated
 
 R = TypeVar("R")
 
@@ -48,14 +49,9 @@ def _usable_afterwards(run: Callable[..., R]) -> Callable[..., R]:
 class ReusableTrainer(L.Trainer):
     """Lightning's trainer, quieter, and of further use after an interrupt or an error.
 
-    An interrupt in whatever phase comes out as `Interrupted`, a ``KeyboardInterrupt``. A second
-    ``fit`` goes on with the steps up to ``max_steps``, which can be raised for it.
+    An interrupt, after the step or in the middle of it, comes out as `Interrupted`, which is a
+    ``KeyboardInterrupt``. A second ``fit`` goes on with the steps up to ``max_steps``, which can be raised for it.
     """
-
-    @functools.wraps(L.Trainer.__init__)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        with quiet():
-            super().__init__(*args, **options)
 
     fit = _usable_afterwards(L.Trainer.fit)
     validate = _usable_afterwards(L.Trainer.validate)
@@ -63,7 +59,7 @@ class ReusableTrainer(L.Trainer):
     predict = _usable_afterwards(L.Trainer.predict)
 
     def __repr__(self) -> str:
-        if "fit_loop" not in vars(self):  # Lightning logs it while it is built
+        if "fit_loop" not in vars(self):  # Lightning looks at it while it is built
             return f"{type(self).__name__}(...)"
         limit = "" if self.max_steps < 0 else f" of {self.max_steps}"
         callbacks: list[L.Callback] = self.callbacks  # type: ignore[attr-defined]
@@ -101,10 +97,16 @@ def _put_back(trainer: L.Trainer, model: L.LightningModule | None) -> Iterator[N
         if model is not None and stage is not None:
             model.zero_grad()
             model.teardown(stage.value)  # it may hold an engine
-        # Lightning makes an exit of an interrupt
-        if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
+        if _is_interrupt(error):
             raise Interrupted(_how_to_go_on(trainer)) from None
         raise
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Tell whether the user has ended a run: after a step, or within one as Lightning says it."""
+    if isinstance(error, Terminated):
+        return error.interrupted
+    return isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt)
 
 
 def _how_to_go_on(trainer: L.Trainer) -> str:
