@@ -50,7 +50,8 @@ class ReusableTrainer(L.Trainer):
     """Lightning's trainer, quieter, and of further use after an interrupt or an error.
 
     An interrupt, after the step or in the middle of it, comes out as `Interrupted`, which is a
-    ``KeyboardInterrupt``. A second ``fit`` goes on with the steps up to ``max_steps``, which can be raised for it.
+    ``KeyboardInterrupt``. A second ``fit`` goes on with the steps up to ``max_steps``, which can be
+    raised for it.
     """
 
     fit = _usable_afterwards(L.Trainer.fit)
