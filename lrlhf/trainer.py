@@ -21,10 +21,12 @@ from lrlhf.callbacks import (
 )
 from lrlhf.loggers import ResumingCSVLogger
 from lrlhf.modules.contracts import Exportable, Measured, SamplesResponses
+from lrlhf.run.quiet_output import quiet
 from lrlhf.run.run_folder import WritesToRunFolder
+from lrlhf.run.supervision.interrupts import ReusableTrainer
 
 
-class Trainer(L.Trainer):
+class Trainer(ReusableTrainer):
     """Lightning's trainer, which keeps metrics, checkpoints, responses and the trained model.
 
     All of it is below ``default_root_dir``, the run folder: ``metrics.csv`` with a row per step,
@@ -73,7 +75,8 @@ class Trainer(L.Trainer):
         for logger in _as_list(options["logger"]) if options["logger"] else ():
             if isinstance(logger, WritesToRunFolder):
                 logger.use_run_folder(folder)
-        super().__init__(default_root_dir=folder, **{**options, "callbacks": callbacks})
+        with quiet():
+            super().__init__(default_root_dir=folder, **{**options, "callbacks": callbacks})
 
     @property
     def run_folder(self) -> Path:

@@ -11,11 +11,12 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.models.sharding import of_parts, own_part, part_of, settle, whole_shape
 from lrlhf.modules.contracts import Exportable
 
 
-class EMA(L.Callback):
+class EMA(KeepsArguments, L.Callback):
     """Keeps an exponential moving average of every trainable weight, in float32.
 
         shadow <- d * shadow + (1 - d) * weight    with d = min(decay, (1 + t) / (10 + t))

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.callbacks.output_files import (
     atomic_write,
     gather_on_zero,
@@ -18,7 +19,7 @@ from lrlhf.callbacks.output_files import (
 from lrlhf.run.step_numbers import LoadedStep, model_step
 
 
-class EvalJSONL(LoadedStep):
+class EvalJSONL(KeepsArguments, LoadedStep):
     """Writes the records of each evaluation to ``eval_scores_{step}.jsonl``.
 
     Each line has the step, where its row stands in the data (``source`` and ``row``, from 1), and

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.callbacks.ema import EMA
 from lrlhf.callbacks.output_files import atomic_folder, hold_output_folder, output_folder
 from lrlhf.modules.contracts import Exportable
@@ -17,7 +18,7 @@ from lrlhf.modules.contracts import Exportable
 _STEP = re.compile(r"step_\d+")
 
 
-class HFExport(L.Callback):
+class HFExport(KeepsArguments, L.Callback):
     """Writes weights, config and tokenizer as ``transformers`` reads them.
 
     The folder appears whole under its name or not at all. Exports of the run go to

@@ -8,13 +8,14 @@ from typing import Any, Literal
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.functional.kl import adaptive_kl_coef
 from lrlhf.modules.contracts import KLPenalized
 
 _MEASURED = "kl/sequence"
 
 
-class KLControl(L.Callback):
+class KLControl(KeepsArguments, L.Callback):
     """Owns the KL coefficient of the module: keeps it, or steers the KL towards a target.
 
     Adaptive control raises the coefficient while a response is further from the reference than

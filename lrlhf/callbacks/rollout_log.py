@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.callbacks.output_files import (
     atomic_write,
     gather_on_zero,
@@ -29,7 +30,7 @@ from lrlhf.types import Experience
 _TABLE = "rollout/samples"
 
 
-class RolloutLog(L.Callback, RolloutListener):
+class RolloutLog(KeepsArguments, L.Callback, RolloutListener):
     """Writes every response of training to ``rollouts.jsonl`` and shows some of them.
 
     The responses of all ranks are gathered to rank zero, which appends them to one file, each

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.callbacks.ema import EMA
 from lrlhf.modules import SamplesResponses
 from lrlhf.rollout import RolloutEngine, RolloutListener, WeightSyncError
@@ -17,7 +18,7 @@ _FLOAT32_GAP = 1e-4
 _LOW_PRECISION_GAP = 0.08
 
 
-class VLLMWeightSync(RolloutListener, L.Callback):
+class VLLMWeightSync(KeepsArguments, RolloutListener, L.Callback):
     """Pushes the policy into an engine with a copy of the weights before it generates.
 
     Such are `VLLMEngine` and `VLLMServerEngine`, wrapped or not.

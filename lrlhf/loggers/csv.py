@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch import Tensor
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.run.atomic import atomic_write, naming
 from lrlhf.run.checkpoints.set_aside import set_aside
 
@@ -24,7 +25,7 @@ _CLOCKED = ("perf/", "rewards/remote/", "rewards/isolated/")
 Row = dict[str, str]
 
 
-class ResumingCSVLogger(CSVLogger):
+class ResumingCSVLogger(KeepsArguments, CSVLogger):
     """Writes ``metrics.csv``, each row at once, and goes on with it when a run is resumed.
 
     What a clock measured is in ``timings.csv`` beside it, so that ``metrics.csv`` of a run that was

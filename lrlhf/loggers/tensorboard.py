@@ -13,6 +13,7 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.loggers.csv import refuse_remote
 from lrlhf.run.atomic import naming
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class ResumingTensorBoardLogger(TensorBoardLogger):
+class ResumingTensorBoardLogger(KeepsArguments, TensorBoardLogger):
     """Writes events to one folder, each row at once, and cuts them back when a run is resumed.
 
     What the killed run wrote after the checkpoint is cut from its files, texts and images too; a

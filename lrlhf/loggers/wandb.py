@@ -14,10 +14,12 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from lrlhf.arguments import KeepsArguments
+
 _X_AXIS = "trainer/global_step"
 
 
-class ResumingWandbLogger(WandbLogger):
+class ResumingWandbLogger(KeepsArguments, WandbLogger):
     """Continues the same W&B run when training is resumed.
 
     Rows are numbered, and a resumed run sends those after its checkpoint under their old numbers:

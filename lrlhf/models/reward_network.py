@@ -106,7 +106,7 @@ class RewardNetwork(nn.Module):
         return cls(scorer).eval()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ScoreModel(PretrainedSpec):
     """A pretrained backbone with scalar heads; a trained reward model keeps its own heads."""
 

@@ -66,7 +66,7 @@ class ValueNetwork(nn.Module):
         save_file(weights, Path(folder) / _HEAD_WEIGHTS, metadata={"format": "pt"})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ValueModel(PretrainedSpec):
     """A critic: the body of a language model, of a trained reward model, or an exported critic.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from functools import partial
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import lightning as L
 import torch
@@ -15,12 +17,20 @@ from torch import Tensor, nn
 from lrlhf.guard.anomalies import Anomaly
 from lrlhf.guard.guard_settings import Guard
 from lrlhf.guard.step_guard import StepGuard
-from lrlhf.models import ReferencePolicy
+from lrlhf.models import ReferencePolicy, in_brief
+from lrlhf.models.sharding import load_state
 from lrlhf.modules.checks import (
     prepare_trainer,
     refuse_other_weights,
     refuse_pure_low_precision,
     uses_loss_scaler,
+)
+from lrlhf.modules.contracts import Exportable
+from lrlhf.modules.hyperparameters import (
+    as_hyperparameters,
+    build_again,
+    constructor_arguments,
+    read_hyperparameters,
 )
 from lrlhf.run import (
     SplitsModels,
@@ -29,6 +39,10 @@ from lrlhf.run import (
     run_seed,
     seed_everything_for,
 )
+from lrlhf.run.atomic import atomic_folder
+from lrlhf.run.checkpoints.checkpoint_reader import read_checkpoint
+from lrlhf.run.checkpoints.checkpoint_search import check
+from lrlhf.run.lightning_internals import set_hyperparameters
 
 
 class Stateful(Protocol):
@@ -63,6 +77,8 @@ class TrainingModule(L.LightningModule):
 
     def __init__(self, *, guard: Guard = Guard(), seed: int | None = None) -> None:  # noqa: B008
         super().__init__()
+        arguments = constructor_arguments(self, inspect.currentframe())
+        set_hyperparameters(self, as_hyperparameters(type(self), arguments))
         self.automatic_optimization = False
         self.seed = run_seed(seed)
         self.step_guard = StepGuard(guard)
@@ -152,6 +168,85 @@ class TrainingModule(L.LightningModule):
             if not self.automatic_optimization:
                 count_iterations_as_steps(self.trainer)
 
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]  # Lightning's is no plain class method
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **arguments: Any,
+    ) -> Self:
+        """Build the module of a checkpoint, of one process or of many, and fill it.
+
+        What it was built from is in the checkpoint as far as it is plain or can be imported;
+        models that were built already, lambdas, secrets and models with code of their own are not,
+        and must be passed. Reward functions are imported by their names: load checkpoints that you
+        trust.
+
+        Args:
+            checkpoint_path: File, or folder of a run whose models were split.
+            map_location: Device of the module; None: the CPU.
+            hparams_file: YAML file that takes the place of the hyperparameters in the checkpoint.
+            strict: False: keep the weights that the checkpoint does not have, and leave out those
+                that the module does not have.
+            weights_only: False: run code that comes with the checkpoint.
+            arguments: Of the constructor, in the place of those in the checkpoint.
+
+        Raises:
+            CheckpointMismatchError: The checkpoint is that of another model.
+            NotACheckpointError: It is damaged, or none.
+            ValueError: An argument must be passed; names it.
+        """
+        path = Path(checkpoint_path)
+        check(path)
+        checkpoint = read_checkpoint(path, weights_only=weights_only is not False)
+        stored = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
+        if hparams_file is not None:
+            stored = read_hyperparameters(Path(hparams_file))
+        module = build_again(cls, stored, arguments, where=path)
+        if strict is not False:
+            module.on_load_checkpoint(checkpoint)
+        load_state(module, checkpoint["state_dict"], strict=strict is not False)
+        return module if map_location is None else module.to(map_location)
+
+    # ---- what a person asks of it
+
+    def save_pretrained(self, folder: str | Path, *, overwrite: bool = False) -> None:
+        """Write what was trained and its tokenizer into a folder that ``transformers`` loads.
+
+        A `PPO` with a critic of its own writes that into ``critic`` inside. The folder appears
+        whole or not at all. Where weights are split, all ranks call this.
+
+        Args:
+            folder: Must not exist or be empty.
+            overwrite: Replace the whole folder, if there is a saved model in it.
+
+        Raises:
+            FileExistsError: There is something that must not be replaced.
+            ValueError: The module has no ``export_pretrained``.
+        """
+        if not isinstance(self, Exportable):
+            raise ValueError(f"{type(self).__name__} has no export_pretrained() to write a model")
+        if self.global_rank != 0:
+            self.export_pretrained(None)
+            return
+        path = Path(folder)
+        _refuse_to_replace(path, overwrite=overwrite)
+        with atomic_folder(path) as fresh:
+            self.export_pretrained(fresh)
+
+    def summary(self) -> dict[str, str]:
+        """Say in a few words what the module is made of, by name; a line each in its ``repr``."""
+        if type(self).trainable_models is TrainingModule.trainable_models:
+            return {}
+        return {role: in_brief(model) for role, model in self.trainable_models().items()}
+
+    def __repr__(self) -> str:
+        lines = [f"  {name}: {text}" for name, text in self.summary().items()]
+        return "\n".join([type(self).__name__, *lines])
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["lrlhf"] = {name: part.state_dict() for name, part in self.stateful.items()}
 
@@ -159,6 +254,20 @@ class TrainingModule(L.LightningModule):
         refuse_other_weights(self, checkpoint)
         for name, part in self.stateful.items():
             part.load_state_dict(checkpoint["lrlhf"][name])
+
+
+def _refuse_to_replace(path: Path, *, overwrite: bool) -> None:
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if not overwrite:
+        raise FileExistsError(
+            f"{path} is there and not empty: pass overwrite=True, or another name"
+        )
+    if not (path / "config.json").is_file():
+        raise FileExistsError(
+            f"{path} holds no saved model, and overwrite=True would remove all that is in it: "
+            "choose another name"
+        )
 
 
 def advance(scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:

@@ -201,6 +201,10 @@ class PPO(TrainingModule):
         if self.critic is not None:
             self.critic.save_pretrained(folder and folder / "critic", self.tokenizer)
 
+    def summary(self) -> dict[str, str]:
+        """Say what is trained, how responses are made, and what judges them."""
+        return {**super().summary(), **self.parts.summary(self.kl_coef)}
+
     def setup(self, stage: str) -> None:
         super().setup(stage)
         self.parts.setup(self, stage)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -101,9 +100,8 @@ class RewardModel(TrainingModule):
         guard: Guard = Guard(),  # noqa: B008  frozen
         seed: int | None = None,
     ) -> None:
-        super().__init__(guard=Guard(**guard) if isinstance(guard, Mapping) else guard, seed=seed)
+        super().__init__(guard=guard, seed=seed)
         self.automatic_optimization = True  # one loss, one optimizer: Lightning accumulates
-        self._save_options(model, optimizer, guard)
         self.objective = PairObjective(
             losses=resolve_losses(loss),
             margin=margin,
@@ -111,10 +109,7 @@ class RewardModel(TrainingModule):
             center_coef=center_coef,
             label_smoothing=label_smoothing,
         )
-        # a checkpoint holds settings as plain values
-        self.optimizer_config = (
-            OptimizerConfig(**optimizer) if isinstance(optimizer, Mapping) else optimizer
-        )
+        self.optimizer_config = optimizer
         if max_grad_norm <= 0:
             raise ValueError(f"max_grad_norm is {max_grad_norm}; it must be above 0")
         self.max_grad_norm = max_grad_norm
@@ -133,18 +128,6 @@ class RewardModel(TrainingModule):
         self.stateful["pairs"] = _UnloggedPairs(self, self.train_metrics)
         self._step = PairStep()
 
-    def _save_options(self, model: object, optimizer: object, guard: object) -> None:
-        built = isinstance(model, nn.Module)
-        readers = ["tokenizer", "processor"]
-        self.save_hyperparameters(ignore=["model", *readers] if built else readers)
-        if "_instantiator" in self.hparams:
-            return  # LightningCLI gave the options as the YAML spells them
-        # checkpoints are read with weights_only=True, which refuses dataclasses
-        specs = {"optimizer": optimizer, "guard": guard, **({} if built else {"model": model})}
-        kinds = OptimizerConfig | ScoreModel | Guard
-        plain = {k: asdict(v) for k, v in specs.items() if isinstance(v, kinds)}
-        self.save_hyperparameters(plain)
-
     # ---- what callbacks and data modules ask for
 
     def trainable_models(self) -> dict[str, nn.Module]:
@@ -158,6 +141,10 @@ class RewardModel(TrainingModule):
             self.processor.save(folder)
 
     score = score
+
+    def summary(self) -> dict[str, str]:
+        """Say what is trained, and on which heads."""
+        return {**super().summary(), "heads": ", ".join(self.head_names)}
 
     # ---- training
 

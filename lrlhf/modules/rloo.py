@@ -166,6 +166,10 @@ class RLOO(TrainingModule):
         """Write the policy, adapters merged, and its tokenizer, as ``transformers`` loads them."""
         self.parts.export(folder)
 
+    def summary(self) -> dict[str, str]:
+        """Say what is trained, how responses are made, and what judges them."""
+        return {**super().summary(), **self.parts.summary(self.kl_coef)}
+
     def setup(self, stage: str) -> None:
         super().setup(stage)
         self.parts.setup(self, stage)

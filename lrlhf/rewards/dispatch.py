@@ -85,16 +85,20 @@ class Dispatcher:
         deadlines = [None if limit is None else now + limit for limit in limits]
         under_way = [self._start(*each) for each in zip(calls, deadlines, strict=True)]
         outcomes = []
-        for (future, given_up), deadline in zip(under_way, deadlines, strict=True):
-            try:
-                error = future.exception(_left(deadline))
-            except TimeoutError:
-                given_up.set()
-                future.cancel()
-                outcomes.append(Outcome(None, self._too_slow()))
-            else:
-                value = future.result() if error is None else None
-                outcomes.append(Outcome(value, error))
+        try:
+            for (future, given_up), deadline in zip(under_way, deadlines, strict=True):
+                try:
+                    error = future.exception(_left(deadline))
+                except TimeoutError:
+                    _give_up(future, given_up)
+                    outcomes.append(Outcome(None, self._too_slow()))
+                else:
+                    value = future.result() if error is None else None
+                    outcomes.append(Outcome(value, error))
+        except BaseException:  # an interrupt: nobody wants the rest
+            for future, given_up in under_way:
+                _give_up(future, given_up)
+            raise
         return outcomes
 
     def _start(self, call: Call, deadline: float | None) -> tuple[Future[Any], threading.Event]:
@@ -156,6 +160,11 @@ class Dispatcher:
                 ).start()
                 weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
             return self._loop
+
+
+def _give_up(future: Future[Any], given_up: threading.Event) -> None:
+    given_up.set()
+    future.cancel()
 
 
 def _left(deadline: float | None) -> float | None:

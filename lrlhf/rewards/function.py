@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.types import Message, Prompt
 
 Completion = str | Sequence[Message]
@@ -104,7 +105,7 @@ def first_of(failures: Mapping[int, str], what: str) -> str:
     return "\n".join([*details, f"{what}, the first is response {first}: {summary}"])
 
 
-class RewardFunction(ABC):
+class RewardFunction(KeepsArguments, ABC):
     """Scores responses; a plain function with the same arguments will do as well.
 
     Only those arguments are passed that the signature names (all of them with ``**columns``), so
@@ -126,12 +127,15 @@ class RewardFunction(ABC):
         """
         return ()
 
-    def prepare(self) -> None:  # noqa: B027  most functions have nothing to load
+    def prepare(self) -> None:
         """Load what is heavy; must be cheap when it is loaded already.
 
         Called in the caller's thread before every scoring, outside the timeout. What it raises
         stops the run.
         """
+
+    def close(self) -> None:
+        """End what it has started, such as processes; a later call may start it again."""
 
     @abstractmethod
     def __call__(

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.rewards.dispatch import Call, Dispatcher, Outcome
 from lrlhf.rewards.function import Completion, PartialValues, RewardError, RewardFunction
 from lrlhf.rewards.function_weights import (
@@ -69,7 +70,7 @@ class _Asked(NamedTuple):
     journal: Journal
 
 
-class Rewards:
+class Rewards(KeepsArguments):
     """Scores responses with several functions at once.
 
     The score of a response is the weighted sum of what the functions return for it. A response
@@ -151,6 +152,12 @@ class Rewards:
         for _, function in self._functions:
             if isinstance(function, RewardFunction):
                 function.prepare()
+
+    def close(self) -> None:
+        """End the processes that functions have started; the next :meth:`score` starts them."""
+        for _, function in self._functions:
+            if isinstance(function, RewardFunction):
+                function.close()
 
     def score(
         self,

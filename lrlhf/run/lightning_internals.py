@@ -5,10 +5,11 @@ When Lightning changes, this is the file to look at; `tests/test_layers.py` keep
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
@@ -67,7 +69,9 @@ def count_iterations_as_steps(trainer: L.Trainer) -> None:
     overshoots and checkpoint intervals are missed. Call it from ``setup("fit")``, which runs before
     the state of the loops is restored, so that a resumed run counts on.
     """
-    trainer.fit_loop.epoch_loop.manual_optimization = _StepPerIteration(trainer)
+    loop = trainer.fit_loop.epoch_loop
+    if not isinstance(loop.manual_optimization, _StepPerIteration):  # else it counts on
+        loop.manual_optimization = _StepPerIteration(trainer)
 
 
 # ---------------------------------------------------------------- where a resumed run goes on
@@ -182,6 +186,8 @@ def resume_where_it_stopped(trainer: L.Trainer) -> None:
     """Make a resumed run skip nothing; call it from ``setup("fit")``."""
     trainer.fit_loop.__class__ = _ResumedFitLoop
     trainer.fit_loop.epoch_loop.__class__ = _ResumedEpochLoop
+    # the number of log rows; an interrupt may have come before the last step was added
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
     connector = trainer._checkpoint_connector
     connector.restore_training_state = partial(  # type: ignore[method-assign]
         _restore_training_state, connector
@@ -362,6 +368,14 @@ def trainer_of(module: L.LightningModule) -> L.Trainer | None:
     return module._trainer
 
 
+def set_hyperparameters(module: L.LightningModule, arguments: Mapping[str, Any]) -> None:
+    """Have checkpoints and loggers know a module's arguments; on the command line, its config."""
+    given = _given_hyperparameters.get()
+    module._set_hparams(dict(arguments if given is None else given))
+    module._hparams_initial = copy.deepcopy(module.hparams)  # type: ignore[assignment]
+    module._log_hyperparams = True
+
+
 build_optimizers = _init_optimizers_and_lr_schedulers
 """Returns what ``configure_optimizers`` of a module says: optimizers, and schedules."""
 move_optimizers = _optimizers_to_device
@@ -371,9 +385,6 @@ move_optimizers = _optimizers_to_device
 def after_closure(plugin: Precision, module: L.LightningModule, optimizer: Any) -> None:
     """Call the hooks before an optimizer step, and clip as the trainer was told to."""
     plugin._after_closure(module, optimizer)
-
-
-# ---------------------------------------------------------------- the command line
 
 
 class Commands(LightningCLI):
@@ -387,11 +398,7 @@ class Commands(LightningCLI):
         self.run_command(subcommand)
 
     def _parse_ckpt_path(self) -> None:
-        """Leave the config as it is.
-
-        Lightning would let the hyperparameters stored in the checkpoint overrule the YAML and the
-        flags, silently, and only if the path is that of a file.
-        """
+        """Leave the config as it is: Lightning would let what a checkpoint stores overrule it."""
 
 
 def shows_training(bar: TQDMProgressBar) -> bool:

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.callbacks.checkpoints.last_checkpoint import (
     find_best,
     find_last,
@@ -36,7 +37,7 @@ _UNSAVED_AT_MOST = timedelta(minutes=10)
 _MONITORED = ("best_model_path", "best_model_score", "best_k_models", "current_score")
 
 
-class RLCheckpoint(FindsLast, SavesOnTermination):
+class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
     """Saves checkpoints by step, by time or by a validation metric, under manual optimization too.
 
     Lightning's `ModelCheckpoint` ignores time intervals there, warns at every save, and may file

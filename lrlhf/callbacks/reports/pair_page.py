@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 from PIL import Image, ImageDraw, ImageOps
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.callbacks.eval_jsonl import is_evaluation
 from lrlhf.callbacks.output_files import atomic_write, hold_output_folder, output_folder
 from lrlhf.run.step_numbers import model_step
@@ -26,7 +27,7 @@ _Pair = tuple[Image.Image, Image.Image, list[tuple[str, str]]]
 """The pictures side by side, and text and colour of each line below them."""
 
 
-class PairPage(L.Callback):
+class PairPage(KeepsArguments, L.Callback):
     """Draws pairs of images or videos of each evaluation to ``eval_pairs_{step}.png``.
 
     Below each pair stands, for every head, what people prefer and both scores: green where the

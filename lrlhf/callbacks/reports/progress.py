@@ -12,6 +12,7 @@ import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor, nn
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.modules.contracts import Exportable
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.run.lightning_internals import shows_training
@@ -31,7 +32,7 @@ _NOTHING = 1e-6
 """What is smaller is the rounding error of a zero."""
 
 
-class PhaseProgress(TQDMProgressBar, RolloutListener):
+class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
     """A progress bar that shows the phase of the iteration and the metrics that matter.
 
     Before training it says what is trained. Where the output is no terminal (a log file, CI), it

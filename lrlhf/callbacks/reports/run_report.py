@@ -13,6 +13,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.callbacks.eval_jsonl import EvalJSONL, is_evaluation
 from lrlhf.callbacks.hf_export import HFExport
 from lrlhf.callbacks.kl_control import KLControl
@@ -25,7 +26,7 @@ from lrlhf.run.run_folder import run_folder
 _EXPORTED, _RESUMED = "trained model", "last checkpoint"
 
 
-class RunReport(L.Callback):
+class RunReport(KeepsArguments, L.Callback):
     """Draws ``reward_curve.png`` and prints where the results are, when ``fit`` ends.
 
     Drawing needs matplotlib (``pip install 'lrlhf[plots]'``); without it there are no pictures.

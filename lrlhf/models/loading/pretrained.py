@@ -28,6 +28,7 @@ from transformers import (
     ProcessorMixin,
 )
 
+from lrlhf.arguments import brief
 from lrlhf.models.backbone import allow_packing
 from lrlhf.models.compiling import compile_layers
 from lrlhf.models.loading.export import check_mergeable
@@ -65,7 +66,7 @@ class LoRA:
     """Further modules that are trained in full, as a copy."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PretrainedSpec:
     """Loading options that all pretrained models share."""
 
@@ -105,6 +106,9 @@ class PretrainedSpec:
                 "adapted layers with lora.target_modules instead."
             )
 
+    def __repr__(self) -> str:
+        return brief(self)
+
     @property
     def of_hub(self) -> dict[str, Any]:
         """What a hub id is loaded with, as keywords."""
@@ -119,7 +123,7 @@ class PretrainedSpec:
         return load_processor(self.source, **self.of_hub)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class CausalLM(PretrainedSpec):
     """A language or vision-language model: a policy or a reference model."""
 

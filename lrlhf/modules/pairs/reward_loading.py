@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lrlhf.media import MediaProcessor
-from lrlhf.models import LoRA, RewardNetwork, ScoreModel
+from lrlhf.models import RewardNetwork, ScoreModel
 
 
 def load_reward_model(
@@ -16,7 +14,7 @@ def load_reward_model(
     """Return a network, its tokenizer, and for a vision-language network its processor.
 
     Args:
-        model: A network, a source, a `ScoreModel`, or one as a checkpoint holds it.
+        model: A network, a source, or a `ScoreModel`.
         tokenizer: None: the one that comes with the source.
         processor: None: the one that comes with the source, if any.
 
@@ -38,9 +36,6 @@ def load_reward_model(
 def _as_spec(model: object) -> ScoreModel:
     if isinstance(model, str):
         return ScoreModel(source=model)
-    if isinstance(model, Mapping):  # as a checkpoint holds it
-        lora = model["lora"]
-        return ScoreModel(**{**model, "lora": None if lora is None else LoRA(**lora)})
     if isinstance(model, ScoreModel):
         return model
     raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any
 from peft import PeftModel
 from torch import Tensor, nn
 
+from lrlhf.arguments import brief
 from lrlhf.models import (
     ReferencePolicy,
     check_has_experts,
@@ -66,6 +67,7 @@ class PolicyParts:
         self.settings = settings
         self.policy = policy
         self.critic = critic
+        self.rewards = rewards
         self.engine: RolloutEngine = engine or TransformersEngine()
         self.own_engine = TransformersEngine()
         """Generates with the policy where ``engine`` has other weights."""
@@ -195,6 +197,18 @@ class PolicyParts:
         """Have the reference split over the ranks as trained models are."""
         if self.reference is not None:
             module.shard_frozen(self.reference, offload=self.settings.reference.offload)
+
+    def summary(self, kl_coef: float) -> dict[str, str]:
+        """Say in a few words how responses are made and judged, by name."""
+        settings = self.settings
+        return {
+            "algorithm": f"{settings.algorithm.name}, kl_coef {kl_coef:g}",
+            "responses": (
+                f"{settings.num_generations} per prompt, {brief(settings.sampling)}, "
+                f"{brief(self.engine)}"
+            ),
+            "rewards": brief(self.rewards),
+        }
 
     def export(self, folder: Path | None) -> None:
         """Write the policy, adapters merged, and what reads for it, as ``transformers`` loads."""

@@ -273,10 +273,11 @@ class Sampler:
         self._ready = False
 
     def close(self) -> None:
-        """Drop what was generated ahead, and give back what the engine holds."""
+        """Drop what was generated ahead, and give back what engine and rewards hold."""
         if self._ahead is not None:
             self._ahead.drop()
         self._engine.close()
+        self._rewards.close()
 
     # ---- checkpoints
 

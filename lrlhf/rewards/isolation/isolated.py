@@ -70,7 +70,7 @@ class IsolatedReward(CopiesStartAfresh):
     """
 
     ends_by_itself: ClassVar[bool] = True
-    _not_copied = ("_workers", "_lock")
+    _not_copied = ("_workers", "_lock", "_under_way")
 
     def __init__(
         self,
@@ -100,6 +100,7 @@ class IsolatedReward(CopiesStartAfresh):
             Worker(self._name, self._function, self._memory_bytes, self._env, self._start_timeout)
             for _ in range(self._count)
         ]
+        self._under_way: _Found | None = None
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
@@ -112,7 +113,12 @@ class IsolatedReward(CopiesStartAfresh):
             self._start_all()
 
     def close(self) -> None:
-        """End the processes; the next call starts them again."""
+        """End the processes, also in the middle of a call; the next call starts them again."""
+        under_way = self._under_way
+        if under_way is not None:
+            under_way.deadline = 0.0  # nothing is asked again
+            for worker in self._workers:
+                worker.kill()
         with self._lock:
             for worker in self._workers:
                 worker.close()
@@ -122,10 +128,11 @@ class IsolatedReward(CopiesStartAfresh):
             deadline = time.monotonic() + self._total_timeout
             self._start_all()
             count = len(arguments["completions"])
-            found = _Found(deadline)
+            found = self._under_way = _Found(deadline)
             if count:
                 signature = _signature(self._workers[0].greeting)
                 self._share(found, chosen_arguments(self._name, signature, arguments), count)
+            self._under_way = None
         return self._told(found, count, arguments)
 
     def _start_all(self) -> None:

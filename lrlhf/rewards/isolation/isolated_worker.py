@@ -157,6 +157,12 @@ class Worker:
             ) from None
         return reply
 
+    def kill(self) -> None:
+        """Kill the process, from another thread too: who waits for its reply hears of it."""
+        if self.alive and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """Kill the process and what it started, and remove its folder."""
         if self._end is not None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.media import MediaProcessor
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import PromptBatch, Rollout
@@ -47,7 +48,7 @@ class ProbeGap(NamedTuple):
     """Whether engine or policy computes in less than float32."""
 
 
-class RolloutEngine(ABC):
+class RolloutEngine(KeepsArguments, ABC):
     """Generates responses. Token ids go in and come out; text is never tokenised again.
 
     The methods about weights are for engines that hold a copy of them (`Capabilities`).
@@ -96,10 +97,10 @@ class RolloutEngine(ABC):
             `lrlhf.rollout.assemble_rollout`.
         """
 
-    def sleep(self) -> None:  # noqa: B027  most engines leave the trainer's memory alone
+    def sleep(self) -> None:
         """Give back what the device lacks for an update; the next push undoes it."""
 
-    def close(self) -> None:  # noqa: B027  most engines hold nothing
+    def close(self) -> None:
         """Give back what it holds; ``generate`` or ``push`` may start it again."""
 
     # ------------------------------------------------------------------ a copy of the weights
@@ -121,13 +122,13 @@ class RolloutEngine(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no weights of its own")
 
-    def outdate(self) -> None:  # noqa: B027  see push
+    def outdate(self) -> None:
         """Count its weights as unknown: it generates nothing before the next push."""
 
-    def policy_moved(self, version: int) -> None:  # noqa: B027  see push
+    def policy_moved(self, version: int) -> None:
         """Hear how many iterations are behind the policy's weights, for a push after a restart."""
 
-    def forget(self) -> None:  # noqa: B027  see push
+    def forget(self) -> None:
         """Drop what is kept of earlier prompts; a push does so too.
 
         Keys and values out of a cache can differ in their last bit from those that are computed

@@ -17,6 +17,7 @@ from typing import Final
 import lightning as L
 import psutil
 
+from lrlhf.arguments import KeepsArguments
 from lrlhf.rollout.vllm.process_guard import descendants, send_signal
 
 _HOUR = 3600.0
@@ -32,7 +33,7 @@ class DeadlineError(Exception):
     """
 
 
-class Deadlines(L.Callback):
+class Deadlines(KeepsArguments, L.Callback):
     """Changes the deadlines of the phases of a run.
 
     Every run has deadlines; this callback changes them. The defaults are for hangs, not for

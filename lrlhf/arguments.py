@@ -1,0 +1,101 @@
+"""What an object was constructed with: for ``repr``, and for checkpoints that build it again."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from reprlib import Repr
+from typing import Any, Final
+
+_GIVEN: Final = "_given_arguments"
+_MOST: Final = 6
+"""Entries of a longer list are not all shown."""
+_SHORTENED: Final = Repr()
+_SHORTENED.maxstring = _SHORTENED.maxother = 60
+
+
+class KeepsArguments:
+    """Knows the arguments that it was constructed with, as far as they were given.
+
+    Example:
+        >>> RegexFormat("<think>.*", full_match=False)
+        RegexFormat(pattern='<think>.*', full_match=False)
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = _keeping(cls.__init__)  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        return described(type(self), given_arguments(self))
+
+
+def _keeping(init: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def constructor(self: Any, *args: Any, **options: Any) -> None:
+        # the outermost constructor is that of the object's own class
+        if _GIVEN not in self.__dict__:
+            self.__dict__[_GIVEN] = _bound(signature, self, args, options)
+        init(self, *args, **options)
+
+    return constructor
+
+
+def _bound(
+    signature: inspect.Signature, instance: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> dict[str, Any]:
+    try:
+        bound = signature.bind(instance, *args, **options).arguments
+    except TypeError:  # the constructor itself says it better
+        return {}
+    _, *given = bound.items()
+    named: dict[str, Any] = {}
+    for name, value in given:
+        variable = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        named |= value if variable else {name: value}
+    return named
+
+
+def given_arguments(instance: KeepsArguments) -> Mapping[str, Any]:
+    """Return the arguments that an object was constructed with, by name; defaults are left out."""
+    given: Mapping[str, Any] = vars(instance).get(_GIVEN, {})
+    return given
+
+
+def described(kind: type, arguments: Mapping[str, Any]) -> str:
+    """Write a call of a constructor in one line, long values shortened."""
+    listed = ", ".join(f"{name}={brief(value)}" for name, value in arguments.items())
+    return f"{kind.__qualname__}({listed})"
+
+
+def brief(value: Any) -> str:
+    """Write a value in a few words."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return described(type(value), changed_fields(value))
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {brief(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list | tuple) and len(value) <= _MOST:
+        marks = "[]" if isinstance(value, list) else "()"
+        return marks[0] + ", ".join(map(brief, value)) + marks[1]
+    if inspect.isroutine(value):
+        return str(value.__qualname__)
+    if isinstance(value, KeepsArguments):
+        return repr(value)
+    return _SHORTENED.repr(value)
+
+
+def changed_fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that do not have their default value."""
+    default = {}
+    for field in fields(value):
+        if field.init and field.repr:
+            default[field.name] = (
+                field.default_factory() if callable(field.default_factory) else field.default
+            )
+    own = {name: getattr(value, name) for name in default}
+    return {name: part for name, part in own.items() if repr(part) != repr(default[name])}

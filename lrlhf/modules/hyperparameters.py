@@ -1,0 +1,210 @@
+"""What a module was constructed with, as a checkpoint holds it, and the module built again from it.
+
+A checkpoint is read without running code, so it holds plain values only: settings field by field,
+functions and classes by their import path. Models, lambdas and whatever else has no such form are
+noted with the reason, and are asked for when the module is built again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser
+
+from lrlhf.arguments import KeepsArguments, given_arguments
+from lrlhf.functional import ALGORITHMS, Algorithm
+from lrlhf.run.hidden_values import without_secrets
+from lrlhf.secrets import HIDDEN
+
+ModuleT = TypeVar("ModuleT")
+
+CLASS, NOT_KEPT = "_class_path", "_not_kept"
+
+
+class _NotKeptError(Exception):
+    """A value has no plain form; says what it is."""
+
+
+def constructor_arguments(instance: object, frame: FrameType | None) -> dict[str, Any]:
+    """Return what the constructor of an object's own class was called with.
+
+    Args:
+        instance: Under construction.
+        frame: Of one of its constructors.
+    """
+    arguments: dict[str, Any] = {}
+    while frame is not None and frame.f_code.co_name == "__init__":
+        names, _, rest, values = inspect.getargvalues(frame)
+        if not names or values.get(names[0]) is not instance:
+            break
+        arguments = {name: values[name] for name in names[1:]} | (values[rest] if rest else {})
+        frame = frame.f_back
+    return arguments
+
+
+def as_hyperparameters(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return constructor arguments in plain values without secrets, as LightningCLI stores them."""
+    kept: dict[str, Any] = {
+        CLASS: _import_path(kind) if _is_importable(kind) else kind.__qualname__
+    }
+    reasons = {}
+    for name, value in arguments.items():
+        try:
+            kept[name] = _plain(value)
+        except _NotKeptError as error:
+            reasons[name] = str(error)
+    stored: dict[str, Any] = without_secrets(kept)
+    return {**stored, NOT_KEPT: reasons} if reasons else stored
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, Algorithm) and ALGORITHMS.get(value.name) is value:
+        return value.name
+    if inspect.isroutine(value) or isinstance(value, type):
+        return _path_of(value, f"the function {value.__qualname__} of {value.__module__}")
+    kind = type(value)
+    if isinstance(value, KeepsArguments):
+        options = given_arguments(value)
+    elif is_dataclass(value):
+        options = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+    else:
+        raise _NotKeptError(f"a {kind.__name__}")
+    return {
+        "class_path": _path_of(kind, f"a {kind.__name__} of {kind.__module__}"),
+        "init_args": {name: _plain(part) for name, part in options.items()},
+    }
+
+
+def _import_path(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _is_importable(value: Any) -> bool:
+    """Tell whether another process finds the same thing under its name."""
+    found: Any = sys.modules.get(value.__module__)
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is value and value.__module__ != "__main__"
+
+
+def _path_of(value: Any, what: str) -> str:
+    if not _is_importable(value):
+        raise _NotKeptError(f"{what}, which cannot be imported")
+    return _import_path(value)
+
+
+# ---------------------------------------------------------------- building it again
+
+
+def build_again(
+    kind: type[ModuleT], stored: Mapping[str, Any], given: Mapping[str, Any], *, where: Path
+) -> ModuleT:
+    """Construct a module from what a checkpoint holds.
+
+    Args:
+        kind: The class, or one that it derives from.
+        stored: What `as_hyperparameters` or LightningCLI has stored.
+        given: Arguments that take the place of stored ones.
+        where: The checkpoint, for errors.
+
+    Raises:
+        ValueError: An argument is needed that the checkpoint does not hold; names all of them.
+    """
+    options = dict(stored)
+    kind = _class_of(options.pop(CLASS, None), kind, where)
+    reasons = dict(options.pop(NOT_KEPT, {}))
+    options.pop("_instantiator", None)
+    for parameter in inspect.signature(kind).parameters.values():
+        name, known = parameter.name, parameter.name in options
+        if known and any(map(_is_hidden, _leaves(options[name]))):
+            reasons[name] = "it has a secret"
+        elif known and ("trust_remote_code", True) in _leaves(options[name]):
+            reasons[name] = "it runs code that comes with a model"
+        elif not known and parameter.default is parameter.empty:
+            reasons.setdefault(name, "it is not stored")
+    if missing := {name: why for name, why in reasons.items() if name not in given}:
+        call = ", ".join(f"{name}=..." for name in missing)
+        told = "; ".join(f"{name}: {why}" for name, why in missing.items())
+        raise ValueError(
+            f"{where} does not hold all that {kind.__name__} was built from ({told}): pass it, "
+            f"{kind.__name__}.load_from_checkpoint(path, {call})"
+        )
+    kept = {name: value for name, value in options.items() if name not in given}
+    return kind(**_instantiated(kind, kept, given, where), **given)
+
+
+def _instantiated(
+    kind: type, kept: Mapping[str, Any], given: Mapping[str, Any], where: Path
+) -> dict[str, Any]:
+    """Make objects of a class's stored arguments."""
+    parser = ArgumentParser(exit_on_error=False)
+    known = inspect.signature(kind).parameters
+    parser.add_class_arguments(
+        kind, "module", skip={*given} & {*known}, instantiate=False, fail_untyped=False
+    )
+    try:
+        config = parser.parse_object({"module": dict(kept)})
+    except ArgumentError as error:
+        raise ValueError(
+            f"what {where} says {kind.__name__} was built from does not fit this version: {error}; "
+            "pass what has changed as arguments of load_from_checkpoint"
+        ) from error
+    built = parser.instantiate(config).module
+    # not its vars(): there, names that are methods of a namespace too are spelt otherwise
+    return {name: built[name] for name in known if name in built}
+
+
+def _class_of(path: str | None, kind: type[ModuleT], where: Path) -> type[ModuleT]:
+    """Find the class that was stored, among those that are imported or lie beside ``kind``."""
+    if path is None or path in {_import_path(kind), kind.__qualname__}:
+        return kind
+    module, _, name = path.rpartition(".")
+    if module.startswith("lrlhf."):
+        import_module(module)
+    found = getattr(sys.modules.get(module), name, None)
+    if found is None:
+        raise ValueError(f"{where} is a checkpoint of {path}: import its module first")
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ValueError(f"{where} is a checkpoint of {path}, not of {kind.__name__}")
+    return found
+
+
+def _is_hidden(leaf: Any) -> bool:
+    return isinstance(leaf, str) and (leaf == HIDDEN or f"://{HIDDEN}@" in leaf)
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[Any]:
+    """Go through the values inside a config, by themselves and with the name that each has."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _leaves(part, str(key))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _leaves(part, name)
+    else:
+        yield value
+        yield (name, value)
+
+
+def read_hyperparameters(file: Path) -> dict[str, Any]:
+    """Read a YAML file of hyperparameters, such as a logger has written."""
+    read = yaml.safe_load(file.read_text())
+    if not isinstance(read, dict):
+        raise ValueError(f"{file} is no mapping of hyperparameters")
+    return read

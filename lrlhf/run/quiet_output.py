@@ -1,0 +1,94 @@
+"""What other libraries say while we work, and how our own log messages look."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from lrlhf.secrets import safe
+
+_NOISE = (
+    *("💡 Tip", "GPU available: False", "TPU available", "HPU available", "Seed set to"),
+    *("Setting accelerator to CPU", "`Trainer("),
+)
+_NOISY = ("lightning", "lightning.fabric", "lightning.pytorch")
+# rows are tokenised once, so no workers are needed; modules choose their models' modes
+_NEEDLESS = (".*does not have many workers", r"Found \d+ module\(s\) in eval mode")
+_OTHERS = r"(lightning|torch|torchmetrics|transformers|peft|datasets|huggingface_hub)\b"
+
+
+class DropNoise(logging.Filter):
+    """Lets through what a user of this library can do something about."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(_NOISE)
+
+
+class _SafeFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return safe(super().format(record))
+
+
+def our_handler(*, debug: bool = False) -> logging.Handler:
+    """Return what writes our log messages to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    # which file says it, matters to who looks for a bug in it
+    shown = "%(asctime)s %(name)s: %(message)s" if debug else "%(asctime)s %(message)s"
+    handler.setFormatter(_SafeFormatter(shown, "%H:%M:%S"))
+    return handler
+
+
+def our_level() -> int:
+    """Return from which level on this rank logs."""
+    first = rank_zero_only.rank == 0  # type: ignore[attr-defined]  # Lightning puts it there
+    return logging.INFO if first else logging.ERROR
+
+
+def noisy_handlers() -> list[logging.Handler]:
+    """Return where Lightning's remarks come out."""
+    return [handler for name in _NOISY for handler in logging.getLogger(name).handlers]
+
+
+def ignore_needless_warnings() -> None:
+    """Ignore warnings that are about nothing a user of this library can choose."""
+    for message in _NEEDLESS:
+        warnings.filterwarnings("ignore", message=message)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep other libraries' remarks out of a notebook or script, and show our log messages.
+
+    All of it is undone at the end. Warnings and log messages of the user's own code come through.
+    Where our logger is set up already, as by the command line or by the user, and where
+    ``LRLHF_DEBUG`` is set, nothing changes.
+    """
+    ours = logging.getLogger("lrlhf")
+    debugs = os.environ.get("LRLHF_DEBUG", "") not in {"", "0"}
+    if debugs or ours.handlers or ours.level != logging.NOTSET:
+        yield
+        return
+    noise, handler, noisy = DropNoise(), our_handler(), noisy_handlers()
+    shown_already = ours.hasHandlers()
+    try:
+        for one in noisy:
+            one.addFilter(noise)
+        if not shown_already:
+            ours.addHandler(handler)
+        ours.setLevel(our_level())
+        with warnings.catch_warnings():
+            ignore_needless_warnings()
+            for category in (FutureWarning, DeprecationWarning):
+                warnings.filterwarnings("ignore", category=category, module=_OTHERS)
+            yield
+    finally:
+        for one in noisy:
+            one.removeFilter(noise)
+        ours.removeHandler(handler)
+        ours.setLevel(logging.NOTSET)
