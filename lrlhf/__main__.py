@@ -14,6 +14,7 @@ from importlib.metadata import version
 
 from lrlhf.threads import spin_briefly
 
+_REFUSED = 2
 COMMANDS = {
     "fit": "train a reward model or a policy",
     "check": "look for mistakes in a config and its data, without loading weights",
@@ -109,8 +110,20 @@ def _refuse(word: str) -> int:
         close = difflib.get_close_matches(word, COMMANDS, n=1)
         hint = f"did you mean '{close[0]}'?" if close else f"there are {', '.join(COMMANDS)}"
     sys.stderr.write(f"error: no command '{word}'; {hint}\n")
-    return 2
+    return _REFUSED
+
+
+def console() -> None:
+    """Run the command of this process, and end it."""
+    status = main()
+    application = sys.modules.get("lrlhf.cli.application")
+    if status == _REFUSED and not getattr(application, "built", False):
+        # to take torch apart would take a second or two, and nothing has been begun
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console()

@@ -52,6 +52,10 @@ from lrlhf.trainer import Trainer
 _CHECKPOINT_WORDS = {"last", "best", "hpc"}
 
 
+built = False
+"""Whether this process has begun to build a run: then it is to end as Python ends."""
+
+
 class Application(Commands):
     """LightningCLI as this project sets it up.
 
@@ -118,6 +122,8 @@ class Application(Commands):
         return module
 
     def instantiate_classes(self) -> None:
+        global built
+        built = True
         try:
             super().instantiate_classes()
         except ConfigError:
