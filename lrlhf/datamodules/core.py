@@ -14,29 +14,30 @@ import lightning as L
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.loading.data_fingerprint import fingerprint
 from lrlhf.datamodules.loading.fetching import Fetching
-from lrlhf.datamodules.loading.loader import CHANGES, Companion, EvalLoader, Ranks, TrainLoader
+from lrlhf.datamodules.loading.loader import (
+    CHANGES,
+    Companion,
+    EvalLoader,
+    TrainLoader,
+    data_ranks,
+)
 from lrlhf.datamodules.loading.order import BalancedOrder, GivenOrder, Order
 from lrlhf.datamodules.loading.sources import (
     Component,
     Data,
     Entries,
     Row,
-    Source,
     components_of,
     entries_of,
 )
+from lrlhf.datamodules.loading.split_checks import described, refuse_other_rows
 from lrlhf.datamodules.loading.splits import Located, Split, Splits, ValidationData
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows, nearest
-from lrlhf.run.collectives import Collectives
 
 DraftT = TypeVar("DraftT")
 RowT = TypeVar("RowT")
 BatchT = TypeVar("BatchT")
-
-_MOST_NAMED = 3
-"""Sources that a representation names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +273,7 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
         if self._splits is None or self._kind is None or kind.made_with != self._kind.made_with:
             load = partial(kind.load, max_bad_fraction=self._max_bad_fraction)
             self._splits = self._validation.load(load(self._train, "train"), load, kind.keys)
-            _refuse_other_rows(self.trainer, self._splits, dated=kind.dated)
+            refuse_other_rows(self.trainer, self._splits, dated=kind.dated)
         pin = torch.cuda.is_available() if self._pin_memory is None else self._pin_memory
         self._fetching = Fetching(kind.collate, self._num_workers, pin, kind.read)
         self._kind, self._stage, self._loader = kind, stage, None
@@ -353,10 +354,10 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
         size, fraction = self._validation.size, self._validation.fraction
         lines = [
             f"{type(self).__name__}(batch_size={self._batch_size})",
-            f"  train: {_described(self._train, train)}",
+            f"  train: {described(self._train, train)}",
         ]
         if self._validation.val is not None:
-            lines.append(f"  val: {_described(self._validation.val, held)}")
+            lines.append(f"  val: {described(self._validation.val, held)}")
         elif self._validation.any:
             count = f"{size or f'{fraction:.2%}'}" if held is None else f"{len(held.rows):,}"
             lines.append(f"  val: {count} of the train rows, held out")
@@ -395,53 +396,7 @@ class _Beside:
         self.lightning_module = module
 
 
-def _described(entries: Entries, split: Split[Any] | None) -> str:
-    """Name some sources, with rows and columns once these are known."""
-    sources = [entry.source for entry in entries_of(entries, "data")]
-    named = [
-        source.name if isinstance(source, Source) and split is not None else str(source)
-        for source in sources[:_MOST_NAMED]
-    ]
-    more = len(sources) - _MOST_NAMED
-    listed = ", ".join(named) + (f" and {more} more" if more > 0 else "")
-    if split is None:
-        return listed
-    return f"{len(split.rows):,} rows from {listed}; columns: {', '.join(split.columns) or 'none'}"
-
-
-def _refuse_other_rows(trainer: L.Trainer | None, splits: Splits[Any], *, dated: bool) -> None:
-    """Stop every rank where one has made other rows: batches would overlap, and rows be left out.
-
-    Raises:
-        BadDataError: A rank has other rows, or another order of them.
-    """
-    if trainer is None or trainer.world_size == 1 or not torch.distributed.is_initialized():
-        return
-    own = [fingerprint(split.values, read_files=False) for split in splits if split is not None]
-    # today's date may be in the tokens, and midnight fall between two ranks
-    digests = Collectives(trainer).gather([(one.data, not dated and one.tokens) for one in own])
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if others:
-        raise BadDataError(
-            f"rank {', '.join(map(str, others))} has other rows than rank 0, or another order of "
-            "them: every process must make the same (seed what is drawn, sort what comes from a "
-            "set or a folder)"
-        )
-
-
 def _unknown_option(cls: type, name: str) -> str:
     own = (base for base in cls.__mro__ if issubclass(base, RowDataModule))
     known = {option for base in own for option in signature(base).parameters}
     return f"{cls.__name__} has no option {name!r}{nearest(name, known)}"
-
-
-def data_ranks(trainer: L.Trainer | None) -> Ranks:
-    """Return which share of the data this process gets.
-
-    Processes that share one model (tensor parallel) share their data too, which the strategy's
-    own sampler arguments say.
-    """
-    arguments = trainer.distributed_sampler_kwargs if trainer is not None else None
-    if not arguments:
-        return Ranks()
-    return Ranks(rank=arguments["rank"], world=arguments["num_replicas"])

@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeVar
 
+import lightning as L
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lrlhf.datamodules.loading.data_fingerprint import fingerprint
@@ -254,3 +255,15 @@ def _share_out(rows: int, batch_size: int, ranks: Ranks) -> list[list[int]]:
         return [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
     edges = [len(own) * index // count for index in range(count + 1)]
     return [own[start:end] for start, end in pairwise(edges)]
+
+
+def data_ranks(trainer: L.Trainer | None) -> Ranks:
+    """Return which share of the data this process gets.
+
+    Processes that share one model (tensor parallel) share their data too, which the strategy's
+    own sampler arguments say.
+    """
+    arguments = trainer.distributed_sampler_kwargs if trainer is not None else None
+    if not arguments:
+        return Ranks()
+    return Ranks(rank=arguments["rank"], world=arguments["num_replicas"])
