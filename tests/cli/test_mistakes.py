@@ -1,6 +1,7 @@
 """Typical mistakes end with status 2 and a message that says what to do, before weights load."""
 
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ TABLE = runpy.run_path(str(Path(__file__).parents[2] / "tools/mistakes.py"))
 def folder(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with all that the configs name, and nobody who is logged in anywhere."""
     TABLE["prepare"](tmp_path)
-    (tmp_path / "model").symlink_to(model_folder)
+    without = shutil.ignore_patterns("chat_template*")
+    shutil.copytree(model_folder, tmp_path / "model", ignore=without)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC"):

@@ -23,7 +23,9 @@ def test_a_reward_beside_the_config_or_in_the_working_folder_is_found(
     Path(folder, f"{name}.py").write_text(code)
     Path("rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     options = {"policy": model_folder}
-    config = experiment("RLOO", options, {"train": "rows.jsonl"}, reward=f"{name}.length")
+    config = experiment(
+        "RLOO", options, {"train": "rows.jsonl", "batch_size": 2}, reward=f"{name}.length"
+    )
     Path("configs/run.yaml").write_text(yaml.safe_dump(config))
     assert run(["fit", "--config", "configs/run.yaml"]) == 0
 
@@ -37,7 +39,10 @@ def test_an_import_that_fails_says_where_it_looked(
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("broken_rewards.py").write_text("import no_such_module\n")
-    config = experiment("RLOO", {"policy": model_folder}, {"train": "rows.jsonl"}, reward=reward)
+    Path("rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    config = experiment(
+        "RLOO", {"policy": model_folder}, {"train": "rows.jsonl", "batch_size": 2}, reward=reward
+    )
     Path("configs").mkdir()
     Path("configs/run.yaml").write_text(yaml.safe_dump(config))
     assert run(["fit", "--config", "configs/run.yaml"]) == 2

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lrlhf.cli import run
-from lrlhf.cli.messages import secrets
+from lrlhf.cli import run, saved_config
 from tests.cli import toys
 from tests.cli.conftest import CONFIG
 
@@ -97,7 +96,7 @@ def test_a_folder_that_cannot_be_written_ends_in_one_line(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "runs/config.yaml")
 
-    monkeypatch.setattr(secrets, "atomic_write", full)
+    monkeypatch.setattr(saved_config, "atomic_write", full)
     assert run(["fit", "--config", config.name]) == 1
 
     error = capsys.readouterr().err

@@ -292,6 +292,7 @@ def test_remarks_of_others_are_left_out_and_the_users_own_come_through(
     before = (list(ours.handlers), ours.level, [list(one.filters) for one in noisy.handlers])
     module = build(reward=letters_with_a_warning)
     trainer = run(tmp_path, steps=1)
+    capfd.readouterr()  # of the constructor, which `Trainer` quietens
     data = PromptDataModule(train=str(prompts), batch_size=4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
