@@ -29,6 +29,7 @@ from lrlhf.rollout import Sampling
 
 FILES = {
     "metrics.csv",
+    "hparams.yaml",
     "timings.csv",
     "rollouts.jsonl",
     "eval_scores_0.jsonl",
@@ -301,3 +302,19 @@ def test_without_validation_and_intervals_the_newest_is_saved_after_ten_minutes(
     assert saved[-1] == 12
     assert 2 <= len(saved) <= 5
     assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(saved))
+
+
+def test_functions_alone_are_rewards_and_other_batches_are_refused(
+    model_folder: str, rows: str
+) -> None:
+    def length(completions: list[str]) -> list[float]:
+        return [float(len(each)) for each in completions]
+
+    for given in (length, [length], {"length": length}):
+        policy = RLOO(model_folder, given, num_generations=2, sampling=Sampling(max_new_tokens=3))  # type: ignore[arg-type]
+        assert policy.rewards.names == ("length",)
+    options: dict[str, Any] = {"max_steps": 1, "accelerator": "cpu", "logger": False}
+    Trainer(default_root_dir="runs/f", **options).fit(policy, data(rows))
+    loader = torch.utils.data.DataLoader([{"prompt": "1 + 1"}])
+    with pytest.raises(ValueError, match="RLOO got a dict for a batch, and needs those of Prompt"):
+        Trainer(default_root_dir="runs/g", **options).fit(policy, loader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import UnionType
 from typing import Any
 
 import lightning as L
@@ -153,3 +154,19 @@ def uses_loss_scaler(trainer: L.Trainer) -> bool:
     """Tell whether a loss scaler looks for its scale: by overflowing, which is no divergence."""
     plugin = trainer.precision_plugin
     return isinstance(plugin, MixedPrecision) and plugin.scaler is not None
+
+
+def refuse_other_batch(
+    module: L.LightningModule, batch: object, kind: type | UnionType, data_module: str
+) -> None:
+    """Refuse what a loader of the user's gives instead of a batch of a data module.
+
+    Raises:
+        ValueError: It is none; names the data module to take.
+    """
+    if not isinstance(batch, kind):
+        name = type(module).__name__
+        raise ValueError(
+            f"{name} got a {type(batch).__name__} for a batch, and needs those of {data_module}: "
+            f"trainer.fit(module, {data_module}(train=rows, batch_size=8)) takes rows as they are"
+        )

@@ -47,7 +47,7 @@ class PPO(TrainingModule):
     Args:
         policy: What to train: a hub id, a folder, ``package:<module>``, a `CausalLM` that says
             how to load it, or a model that is already built (then pass ``tokenizer``).
-        rewards: What scores a response.
+        rewards: What scores a response; from Python also a function, or a list of them.
         tokenizer: For a policy that is already built.
         processor: For a vision-language policy that is already built; as ``AutoProcessor`` loads
             it.
@@ -136,7 +136,7 @@ class PPO(TrainingModule):
         self.critic = self.values and self.values.network
         self.value_head = self.values.head if self.values and not self.critic else None
         self.parts = PolicyParts(self, loaded, rewards, engine, self.settings, self.values)
-        self.engine, self.rewards = self.parts.engine, rewards
+        self.engine, self.rewards = self.parts.engine, self.parts.rewards
         self.means = self.parts.means
         self.policy_step = PolicyStep(self.policy, self.tokenizer, self.settings)
         self.critic_step = self.joint_step = None

@@ -18,7 +18,7 @@ from lrlhf.guard import Anomaly, Guard, Retaken, StepBundle
 from lrlhf.guard.guard_settings import refuse_policy_limits
 from lrlhf.models import RewardNetwork, ScoreModel
 from lrlhf.modules.base import TrainingModule
-from lrlhf.modules.checks import refuse_idle_encoder, uses_loss_scaler
+from lrlhf.modules.checks import refuse_idle_encoder, refuse_other_batch, uses_loss_scaler
 from lrlhf.modules.metrics.reward_metrics import (
     RewardMetrics,
     RewardSummary,
@@ -177,6 +177,7 @@ class RewardModel(TrainingModule):
         return PairScores(*self(both).split(len(batch)))
 
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> Tensor:
+        refuse_other_batch(self, batch, PreferenceBatch, "PreferenceDataModule")
         seed = (self.seed, self.global_rank, self.current_epoch, batch_idx)
         return self._loss(batch, seed)
 

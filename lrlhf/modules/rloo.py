@@ -43,7 +43,7 @@ class RLOO(TrainingModule):
     Args:
         policy: What to train: a hub id, a folder, ``package:<module>``, a `CausalLM` that says
             how to load it, or a model that is already built (then pass ``tokenizer``).
-        rewards: What scores a response.
+        rewards: What scores a response; from Python also a function, or a list of them.
         tokenizer: For a policy that is already built.
         processor: For a vision-language policy that is already built; as ``AutoProcessor`` loads
             it.
@@ -128,7 +128,7 @@ class RLOO(TrainingModule):
         self.policy, self.tokenizer, self.processor = loaded
         self.optimizer_config = optimizer.filled(lr=1e-6)
         self.parts = PolicyParts(self, loaded, rewards, engine, self.settings)
-        self.engine, self.rewards = self.parts.engine, rewards
+        self.engine, self.rewards = self.parts.engine, self.parts.rewards
         self.means = self.parts.means
         self.policy_step = PolicyStep(self.policy, self.tokenizer, self.settings)
         self.kl_coef = self.settings.kl_coef

@@ -9,7 +9,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
@@ -348,3 +348,12 @@ def _explain(error: BaseException) -> str:
     if type(error).__module__.startswith("lrlhf."):  # says itself what went wrong
         return str(error)
     return "".join(traceback.format_exception(error)).rstrip()
+
+
+def as_rewards(given: object) -> Rewards:
+    """Take a function, or several, for the `Rewards` of them, all with weight 1."""
+    if isinstance(given, list | tuple | dict):
+        return Rewards(dict(given) if isinstance(given, dict) else list(given))
+    if callable(given) and not hasattr(given, "names"):
+        return Rewards([given])
+    return cast(Rewards, given)

@@ -48,8 +48,12 @@ class Sampling:
         ):
             if not holds:
                 raise ValueError(f"sampling.{name} is {getattr(self, name)}; it must {rule}")
-        if "" in self.stop:
-            raise ValueError("sampling.stop holds an empty string, which would end every response")
+        # null reaches this class from a config
+        if self.stop is None or "" in self.stop:  # type: ignore[redundant-expr,unused-ignore]
+            raise ValueError(
+                "sampling.stop must be a list of texts, [] for none; an empty text would end every "
+                "response"
+            )
 
     @property
     def truncates(self) -> bool:

@@ -18,7 +18,7 @@ from lrlhf.models import (
     save_model,
 )
 from lrlhf.modules.base import TrainingModule
-from lrlhf.modules.checks import refuse_idle_encoder
+from lrlhf.modules.checks import refuse_idle_encoder, refuse_other_batch
 from lrlhf.modules.contracts import KLPenalized
 from lrlhf.modules.metrics.rollout_metrics import (
     ResponseMeans,
@@ -36,7 +36,7 @@ from lrlhf.modules.policy.running_moments import RunningMoments, ScoreMoments
 from lrlhf.modules.policy.sampler import Sampler
 from lrlhf.modules.policy.scorer import Scorer
 from lrlhf.modules.settings import Reference
-from lrlhf.rewards import Rewards
+from lrlhf.rewards.rewards import Rewards, as_rewards
 from lrlhf.rollout import Collected, RolloutEngine, TransformersEngine
 from lrlhf.types import Experience, PromptBatch, SequenceBatch, StoredRollout
 
@@ -64,6 +64,7 @@ class PolicyParts:
         settings: PolicySettings,
         critic: ValueFunction | None = None,
     ) -> None:
+        rewards = as_rewards(rewards)
         self.settings = settings
         self.policy = policy
         self.critic = critic
@@ -98,6 +99,7 @@ class PolicyParts:
             ValueError: The batch does not fit the settings.
         """
         assert isinstance(module, KLPenalized)
+        refuse_other_batch(module, batch, PromptBatch | StoredRollout, "PromptDataModule")
         module.seed_step()  # whatever a reward draws is the same after a resume
         it = Iteration(module)
         plan = plan_iteration(batch, self.settings, it)
