@@ -383,8 +383,9 @@ def log_hyperparameters_once(trainer: L.Trainer) -> None:
     """
     module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
     if data is not None and data._log_hyperparams:
-        for name in {*module.hparams_initial} & {*data.hparams_initial}:
-            del module._hparams_initial[name]  # type: ignore[union-attr,arg-type]
+        logged: Any = module._hparams_initial
+        for name in data.hparams_initial:
+            logged.pop(name, None)
 
 
 build_optimizers = _init_optimizers_and_lr_schedulers
