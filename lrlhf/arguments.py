@@ -9,6 +9,8 @@ from dataclasses import fields, is_dataclass
 from reprlib import Repr
 from typing import Any, Final
 
+from lrlhf.secrets import HIDDEN, hide, is_secret_name
+
 _GIVEN: Final = "_given_arguments"
 _MOST: Final = 6
 """Entries of a longer list are not all shown."""
@@ -30,7 +32,7 @@ class KeepsArguments:
             cls.__init__ = _keeping(cls.__init__)  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        return described(type(self), given_arguments(self))
+        return described(type(self), given_arguments(self) or {})
 
 
 def _keeping(init: Callable[..., None]) -> Callable[..., None]:
@@ -38,8 +40,7 @@ def _keeping(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def constructor(self: Any, *args: Any, **options: Any) -> None:
-        # the outermost constructor is that of the object's own class
-        if _GIVEN not in self.__dict__:
+        if type(self).__init__ is constructor:  # not one that a subclass calls
             self.__dict__[_GIVEN] = _bound(signature, self, args, options)
         init(self, *args, **options)
 
@@ -61,16 +62,31 @@ def _bound(
     return named
 
 
-def given_arguments(instance: KeepsArguments) -> Mapping[str, Any]:
-    """Return the arguments that an object was constructed with, by name; defaults are left out."""
-    given: Mapping[str, Any] = vars(instance).get(_GIVEN, {})
+def given_arguments(instance: object) -> Mapping[str, Any] | None:
+    """Return the arguments that an object was constructed with, by name; None: nobody knows.
+
+    Defaults are left out, but not those of a dataclass.
+    """
+    given: Mapping[str, Any] | None = getattr(instance, _GIVEN, None)
+    if given is None and is_dataclass(instance):
+        return {
+            field.name: getattr(instance, field.name) for field in fields(instance) if field.init
+        }
+    if given is None and isinstance(instance, KeepsArguments):
+        return None if inspect.signature(type(instance)).parameters else {}
     return given
 
 
 def described(kind: type, arguments: Mapping[str, Any]) -> str:
-    """Write a call of a constructor in one line, long values shortened."""
-    listed = ", ".join(f"{name}={brief(value)}" for name, value in arguments.items())
+    """Write a call of a constructor in one line, long values shortened, secrets as ``***``."""
+    listed = ", ".join(f"{name}={_named(name, value)}" for name, value in arguments.items())
     return f"{kind.__qualname__}({listed})"
+
+
+def _named(name: object, value: Any) -> str:
+    return brief(
+        HIDDEN if value and isinstance(value, str) and is_secret_name(str(name)) else value
+    )
 
 
 def brief(value: Any) -> str:
@@ -78,7 +94,7 @@ def brief(value: Any) -> str:
     if is_dataclass(value) and not isinstance(value, type):
         return described(type(value), changed_fields(value))
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {brief(part)}" for key, part in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {_named(key, part)}" for key, part in value.items()) + "}"
     if isinstance(value, list | tuple) and len(value) <= _MOST:
         marks = "[]" if isinstance(value, list) else "()"
         return marks[0] + ", ".join(map(brief, value)) + marks[1]
@@ -86,7 +102,8 @@ def brief(value: Any) -> str:
         return str(value.__qualname__)
     if isinstance(value, KeepsArguments):
         return repr(value)
-    return _SHORTENED.repr(value)
+    # hidden first: of what is cut off, nobody sees any more that it was a password
+    return _SHORTENED.repr(hide(value)) if isinstance(value, str) else hide(_SHORTENED.repr(value))
 
 
 def changed_fields(value: Any) -> dict[str, Any]:

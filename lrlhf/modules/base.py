@@ -42,7 +42,11 @@ from lrlhf.run import (
 from lrlhf.run.atomic import atomic_folder
 from lrlhf.run.checkpoints.checkpoint_reader import read_checkpoint
 from lrlhf.run.checkpoints.checkpoint_search import check
-from lrlhf.run.lightning_internals import set_hyperparameters
+from lrlhf.run.collectives import from_rank_zero
+from lrlhf.run.lightning_internals import log_hyperparameters_once, set_hyperparameters
+
+_SUBFOLDERS = ("critic", "additional_chat_templates")
+"""Of a saved model."""
 
 
 class Stateful(Protocol):
@@ -162,6 +166,7 @@ class TrainingModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         prepare_trainer(self.trainer, stage)
+        log_hyperparameters_once(self.trainer)
         if stage == "fit":
             for model in self.trainable_models().values():
                 refuse_pure_low_precision(self.trainer, model)
@@ -229,11 +234,16 @@ class TrainingModule(L.LightningModule):
         """
         if not isinstance(self, Exportable):
             raise ValueError(f"{type(self).__name__} has no export_pretrained() to write a model")
+        path = Path(folder)
+        refuse = partial(_refuse_to_replace, path, overwrite=overwrite)
+        strategy = None if self._trainer is None else self.trainer.strategy
+        if isinstance(strategy, SplitsModels):  # all ranks are here, and would wait for this one
+            from_rank_zero(strategy, refuse)
+        elif self.global_rank == 0:
+            refuse()
         if self.global_rank != 0:
             self.export_pretrained(None)
             return
-        path = Path(folder)
-        _refuse_to_replace(path, overwrite=overwrite)
         with atomic_folder(path) as fresh:
             self.export_pretrained(fresh)
 
@@ -263,10 +273,14 @@ def _refuse_to_replace(path: Path, *, overwrite: bool) -> None:
         raise FileExistsError(
             f"{path} is there and not empty: pass overwrite=True, or another name"
         )
-    if not (path / "config.json").is_file():
+    inside = [*path.iterdir()] if path.is_dir() else []
+    model = any(part.name == "config.json" for part in inside) and any(
+        part.name.endswith((".safetensors", ".safetensors.index.json", ".bin")) for part in inside
+    )
+    if not model or any(part.is_dir() and part.name not in _SUBFOLDERS for part in inside):
         raise FileExistsError(
-            f"{path} holds no saved model, and overwrite=True would remove all that is in it: "
-            "choose another name"
+            f"{path} is no saved model and nothing else, and overwrite=True would remove all that "
+            "is in it: choose another name"
         )
 
 

@@ -9,22 +9,32 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+import numpy as np
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
-from lrlhf.arguments import KeepsArguments, given_arguments
+from lrlhf.arguments import given_arguments
 from lrlhf.functional import ALGORITHMS, Algorithm
 from lrlhf.run.hidden_values import without_secrets
 from lrlhf.secrets import HIDDEN
 
 ModuleT = TypeVar("ModuleT")
+
+_PLAIN_KINDS: tuple[tuple[Callable[[Any], Any], Any], ...] = (
+    (bool, bool | np.bool_),
+    (int, int | np.integer),
+    (float, float | np.floating),
+    (str.__str__, str),
+)
+"""How values that are plain but for their class, such as ``np.float64``, are made plain."""
+_UNTYPED = (type(None), bool, int, float, str, list, tuple, Mapping)
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 CLASS, NOT_KEPT = "_class_path", "_not_kept"
 
@@ -45,7 +55,9 @@ def constructor_arguments(instance: object, frame: FrameType | None) -> dict[str
         names, _, rest, values = inspect.getargvalues(frame)
         if not names or values.get(names[0]) is not instance:
             break
-        arguments = {name: values[name] for name in names[1:]} | (values[rest] if rest else {})
+        # a constructor may have deleted some
+        arguments = {name: values[name] for name in names[1:] if name in values}
+        arguments |= values.get(rest, {}) if rest else {}
         frame = frame.f_back
     return arguments
 
@@ -66,8 +78,11 @@ def as_hyperparameters(kind: type, arguments: Mapping[str, Any]) -> dict[str, An
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
+    if value is None:
+        return None
+    for plain, kinds in _PLAIN_KINDS:
+        if isinstance(value, kinds):
+            return plain(value)
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
@@ -78,17 +93,29 @@ def _plain(value: Any) -> Any:
         return value.name
     if inspect.isroutine(value) or isinstance(value, type):
         return _path_of(value, f"the function {value.__qualname__} of {value.__module__}")
+    return _plain_object(value)
+
+
+def _plain_object(value: Any) -> dict[str, Any]:
     kind = type(value)
-    if isinstance(value, KeepsArguments):
-        options = given_arguments(value)
-    elif is_dataclass(value):
-        options = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-    else:
+    options = given_arguments(value)
+    if options is None:
         raise _NotKeptError(f"a {kind.__name__}")
-    return {
+    stored: dict[str, Any] = {
         "class_path": _path_of(kind, f"a {kind.__name__} of {kind.__module__}"),
-        "init_args": {name: _plain(part) for name, part in options.items()},
+        "init_args": {},
     }
+    parameters = inspect.signature(kind).parameters
+    for name, part in options.items():
+        parameter = parameters.get(name)
+        named = parameter is not None and parameter.kind not in _VARIABLE
+        # as jsonargparse names what only a constructor's **options take, which has no type
+        if not named and (parameter is not None or not isinstance(part, _UNTYPED)):
+            raise _NotKeptError(
+                f"a {kind.__name__} with {name}, which its constructor does not name"
+            )
+        stored.setdefault("init_args" if named else "dict_kwargs", {})[name] = _plain(part)
+    return stored
 
 
 def _import_path(value: Any) -> str:
@@ -130,13 +157,14 @@ def build_again(
     kind = _class_of(options.pop(CLASS, None), kind, where)
     reasons = dict(options.pop(NOT_KEPT, {}))
     options.pop("_instantiator", None)
-    for parameter in inspect.signature(kind).parameters.values():
-        name, known = parameter.name, parameter.name in options
-        if known and any(map(_is_hidden, _leaves(options[name]))):
+    for name, value in options.items():
+        if any(map(_is_hidden, _leaves(value))):
             reasons[name] = "it has a secret"
-        elif known and ("trust_remote_code", True) in _leaves(options[name]):
+        elif ("trust_remote_code", True) in _leaves(value, name):
             reasons[name] = "it runs code that comes with a model"
-        elif not known and parameter.default is parameter.empty:
+    for name, parameter in inspect.signature(kind).parameters.items():
+        needed = parameter.default is parameter.empty and parameter.kind not in _VARIABLE
+        if needed and name not in options:
             reasons.setdefault(name, "it is not stored")
     if missing := {name: why for name, why in reasons.items() if name not in given}:
         call = ", ".join(f"{name}=..." for name in missing)
@@ -154,12 +182,21 @@ def _instantiated(
 ) -> dict[str, Any]:
     """Make objects of a class's stored arguments."""
     parser = ArgumentParser(exit_on_error=False)
-    known = inspect.signature(kind).parameters
-    parser.add_class_arguments(
-        kind, "module", skip={*given} & {*known}, instantiate=False, fail_untyped=False
-    )
+    known = inspect.signature(kind).parameters.values()
+    parser.add_class_arguments(kind, "module", skip={*given}, instantiate=False, fail_untyped=False)
+    free = {}
+    if any(part.kind is inspect.Parameter.VAR_KEYWORD for part in known):
+        typed = parser.get_defaults().get("module", {})
+        # what nobody names goes on as it is, but not the description of an object
+        free = {
+            name: value
+            for name, value in kept.items()
+            if name not in typed and not (isinstance(value, Mapping) and "class_path" in value)
+        }
     try:
-        config = parser.parse_object({"module": dict(kept)})
+        config = parser.parse_object(
+            {"module": {name: value for name, value in kept.items() if name not in free}}
+        )
     except ArgumentError as error:
         raise ValueError(
             f"what {where} says {kind.__name__} was built from does not fit this version: {error}; "
@@ -167,7 +204,7 @@ def _instantiated(
         ) from error
     built = parser.instantiate(config).module
     # not its vars(): there, names that are methods of a namespace too are spelt otherwise
-    return {name: built[name] for name in known if name in built}
+    return {name: built[name] for name in kept if name in built} | free
 
 
 def _class_of(path: str | None, kind: type[ModuleT], where: Path) -> type[ModuleT]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -68,6 +69,11 @@ class OptimizerConfig:
     optimizer_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # optimizers store them in checkpoints, which cannot hold numbers of NumPy
+        for name in ("lr", "weight_decay", "eps", "warmup_steps", "min_lr_fraction"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, value.item() if isinstance(value, np.generic) else value)
+        object.__setattr__(self, "betas", tuple(map(float, self.betas)))
         if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
             raise ValueError(f"optimizer.lr is {self.lr}, expected a positive number")
         if self.weight_decay < 0:

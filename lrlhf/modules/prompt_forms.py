@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lrlhf.datamodules.loading.python_rows import Rows, check_rows, is_table, read_rows
 from lrlhf.media import BadRow
 
 
@@ -12,7 +13,8 @@ def rows_of(prompts: Any, images: Any) -> tuple[list[Mapping[str, Any]], bool]:
     """Write prompts as rows of a data set, with columns ``prompt`` and ``images``.
 
     Args:
-        prompts: Text, a chat (a list of messages), a row; or several of these in a list.
+        prompts: Text, a chat (a list of messages), a row; or several of these in a list; or a
+            table or a dict of columns.
         images: An image or a list of them, for several prompts a list with an entry for each;
             None: there are none.
 
@@ -20,9 +22,13 @@ def rows_of(prompts: Any, images: Any) -> tuple[list[Mapping[str, Any]], bool]:
         The rows, and whether it was a single prompt.
 
     Raises:
+        BadDataError: The columns of a dict do not fit together.
         TypeError: A prompt is of another form.
         ValueError: There are not as many images as prompts.
     """
+    if is_table(prompts) or _is_columns(prompts):
+        check_rows(prompts, "prompts")
+        prompts = list(read_rows(prompts))
     alone = isinstance(prompts, str | Mapping) or _is_chat(prompts)
     listed = [prompts] if alone else list(prompts)
     shown: list[Any] = [None] * len(listed)
@@ -46,6 +52,14 @@ def _is_chat(prompts: Any) -> bool:
         return False
     first = prompts[0]
     return isinstance(first, Mapping) and bool({"role", "from"} & first.keys())
+
+
+def _is_columns(prompts: Any) -> bool:
+    if not isinstance(prompts, Mapping):
+        return False
+    column = prompts.get("prompt", prompts.get("messages"))
+    held = isinstance(column, Rows) and not isinstance(column, str | Mapping)
+    return held and len(column) > 0 and not _is_chat(column)
 
 
 def _row(prompt: Any, images: Any) -> Mapping[str, Any]:

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from lrlhf.arguments import KeepsArguments
 from lrlhf.rewards.dispatch import Call, Dispatcher, Outcome
-from lrlhf.rewards.function import Completion, PartialValues, RewardError, RewardFunction
+from lrlhf.rewards.function import (
+    Completion,
+    MissingColumnError,
+    PartialValues,
+    RewardError,
+    RewardFunction,
+)
 from lrlhf.rewards.function_weights import (
     check_known,
     same_weights,
@@ -263,7 +269,9 @@ class Rewards(KeepsArguments):
         """Return the values of a function, NaN where there is none, and what went wrong."""
         name, error = entry.bound.name, outcome.error
         if isinstance(error, RewardError):
-            raise type(error)(f"reward function {name!r}: {error}") from error
+            # a class of the user's own may have another constructor
+            kind = MissingColumnError if isinstance(error, MissingColumnError) else RewardError
+            raise kind(f"reward function {name!r}: {error}") from error
         if error is not None:
             self._count(name, 1.0)
             return [math.nan] * len(entry.rows), _explain(error)

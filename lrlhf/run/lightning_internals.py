@@ -376,6 +376,18 @@ def set_hyperparameters(module: L.LightningModule, arguments: Mapping[str, Any])
     module._log_hyperparams = True
 
 
+def log_hyperparameters_once(trainer: L.Trainer) -> None:
+    """Leave to the data module's log what is called alike, which Lightning refuses to merge.
+
+    To be called before ``on_fit_start``; checkpoints keep the hyperparameters of both.
+    """
+    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    if data is not None and data._log_hyperparams:
+        logged: Any = module._hparams_initial
+        for name in data.hparams_initial:
+            logged.pop(name, None)
+
+
 build_optimizers = _init_optimizers_and_lr_schedulers
 """Returns what ``configure_optimizers`` of a module says: optimizers, and schedules."""
 move_optimizers = _optimizers_to_device

@@ -3,10 +3,11 @@ from typing import Any
 import lightning as L
 import pytest
 import yaml
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.cli.messages.complaints import read_complaint
 from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
 from tests.datamodules.conftest import WriteRows, numbered_prompts
 
@@ -55,6 +56,38 @@ def test_every_way_to_name_the_train_data_works_in_yaml(
     data.setup("fit")
     seen = [batch.columns[0]["number"] for batch in data.train_dataloader()]
     assert sorted(seen) == numbers
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        "{path: a.jsonl}",
+        "{source: a.jsonl, weight: 1}",
+        "[{prompt: a, answer: b}, {prompt: c}]",
+        "[{source: {path: a.jsonl}}]",
+        "5",
+    ],
+)
+def test_what_is_no_data_is_answered_by_what_is(train: str) -> None:
+    with pytest.raises(ArgumentError) as refused:
+        parse(PROMPTS.format(train=train))
+    said = str(read_complaint(str(refused.value)))
+    assert said.startswith("expected text (a file, folder, pattern or hub id), {class_path: ...")
+    assert "or a list of these or of {source, weight, columns}, got '" in said
+    assert said.endswith("; rows themselves are given in a file or from Python")
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ("[{source: a.jsonl, wieght: 1}]", "Weighted has no option 'wieght'"),
+        ("{class_path: FileSource, init_args: {pth: a}}", "FileSource has no option 'pth'"),
+    ],
+)
+def test_a_misspelt_option_of_a_source_is_named(train: str, message: str) -> None:
+    with pytest.raises(ArgumentError) as refused:
+        parse(PROMPTS.format(train=train))
+    assert str(read_complaint(str(refused.value))).startswith(message)
 
 
 def test_every_option_of_the_preferences_is_a_config_key() -> None:

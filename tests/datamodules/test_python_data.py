@@ -1,6 +1,7 @@
 """Data that Python objects hold or make give the same batches as a file with the same rows."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,8 @@ def test_a_cell_without_a_value_is_missing_whatever_the_frame_writes_for_it() ->
     assert second == {"prompt": "b", "f": None, "o": None, "i": None, "t": None, "b": None}
     first, _ = MemorySource(frame).rows()
     assert (first["f"], first["i"], first["b"]) == (1.5, 1, True)
+    rows = [{"prompt": "b", "f": np.float32("nan"), "o": math.nan, "i": pd.NA, "t": pd.NaT}]
+    assert list(MemorySource(rows).rows()) == [dict.fromkeys("foit") | {"prompt": "b"}]
     # a missing margin is no number, and a missing prompt a bad row
     with pytest.raises(BadDataError, match=r"DataFrame:2: column 'prompt' should be text"):
         prompts(pd.DataFrame({"prompt": ["a", np.nan]}), max_bad_fraction=0.1)

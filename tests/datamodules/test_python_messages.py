@@ -88,6 +88,8 @@ def test_the_representation_says_what_is_read_and_how_many_rows() -> None:
         "  train: a.jsonl, b.jsonl, c.jsonl and 1 more",
         "  val: MemorySource(DataFrame, 7 rows: prompt, chosen, rejected, margin, from)",
     ]
+    secret = PromptDataModule("https://me:pass-word@host/rows.jsonl", tokenizer=TOKENIZER)
+    assert repr(secret).splitlines()[1] == "  train: https://***@host/rows.jsonl"
     assert repr(MemorySource(one_row(), 1200)) == "MemorySource(one_row, 1,200 rows)"
     assert repr(MemorySource(Indexed(PAIRS), name="mine")) == "MemorySource(mine, 7 rows)"
 

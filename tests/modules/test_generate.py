@@ -10,8 +10,10 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.modules import PPO, RLOO
@@ -66,6 +68,15 @@ def test_what_is_returned_has_the_form_of_what_is_asked(build: Build) -> None:
     assert [type(text) for text in module.generate("say a", n=3)] == [str] * 3
     assert [[*map(type, group)] for group in module.generate(["a", "b"], n=2)] == [[str] * 2] * 2
     assert module.generate([]) == []
+
+
+@pytest.mark.parametrize("kind", [dict, pd.DataFrame, Dataset.from_dict])
+def test_tables_and_columns_are_rows(build: Build, kind: Callable[..., Any]) -> None:
+    module, columns = build(), {"prompt": ["say a", "say something long"], "n": [1, 2]}
+    options: Any = {"max_new_tokens": 5, "temperature": 0}
+    assert module.generate(kind(columns), **options) == module.generate(
+        columns["prompt"], **options
+    )
 
 
 def test_a_seed_repeats_responses_whatever_goes_together(build: Build) -> None:
@@ -183,6 +194,7 @@ def test_an_engine_with_a_copy_answers_only_with_current_weights(build: Build) -
         ("say a", {"max_new_token": 3}, "no option 'max_new_token'; did you mean 'max_new_tokens'"),
         ("say a", {"temperature": -1}, "temperature is -1; it must be 0 or more"),
         ("say a", {"n": 0}, "n is 0; it must be 1 or more"),
+        ({"prompt": ["a", "b"], "n": [1]}, {}, "columns of the dict have different lengths"),
         ([3], {}, "a prompt is a int; give text, a list of messages"),
         ([["a"]], {}, "a prompt is a list; give text"),
         ("", {}, r"prompt 0 \(from 0\): column 'prompt' is empty"),

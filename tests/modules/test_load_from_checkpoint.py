@@ -2,17 +2,22 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.datamodules import PromptDataModule
 from lrlhf.functional import ALGORITHMS
+from lrlhf.loggers import ResumingCSVLogger
 from lrlhf.models import CausalLM, LoRA
 from lrlhf.modules import PPO, RLOO, OptimizerConfig, RewardModel, TrainingModule, Update
+from lrlhf.modules.hyperparameters import as_hyperparameters, build_again
 from lrlhf.rewards import LearnedReward, RegexFormat, RewardFunction, Rewards
 from lrlhf.rollout import Sampling, TransformersEngine
 from lrlhf.run.checkpoints.sharded_checkpoint import convert_checkpoint
@@ -143,6 +148,91 @@ def test_a_checkpoint_is_read_without_running_code(
     assert torch.load(path, weights_only=True)["hyper_parameters"]["num_generations"] == 2
 
 
+def test_numbers_of_numpy_and_texts_of_other_classes_are_read_again(
+    policy: CausalLM, prompts: Path, tmp_path: Path
+) -> None:
+    class Word(str):
+        pass
+
+    module = RLOO(
+        policy,
+        Rewards([letters], weights=[np.float64(0.5)]),
+        num_generations=np.int64(2),  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(lr=np.float64(1e-4), weight_decay=np.float32(0.5)),  # type: ignore[arg-type]
+        sampling=Sampling(max_new_tokens=2, stop=(Word("x"), np.str_("y"))),
+    )
+    again = RLOO.load_from_checkpoint(saved(module, prompts, tmp_path))
+    assert (again.optimizer_config.lr, again.optimizer_config.weight_decay) == (1e-4, 0.5)
+    assert again.settings.sampling.stop == ("x", "y")
+
+
+class Bonus(RLOO):
+    """Takes most of its options without naming them, and deletes one."""
+
+    def __init__(
+        self, policy: str | CausalLM, bonus: float = 0.5, note: str = "", **options: Any
+    ) -> None:
+        del note
+        super().__init__(policy, **options)
+        self.bonus = bonus
+
+
+def test_a_module_that_passes_its_options_on_comes_back(
+    policy: CausalLM, prompts: Path, tmp_path: Path
+) -> None:
+    module = Bonus(policy, 0.25, rewards=Rewards([letters]), num_generations=2, seed=5)
+    path = saved(module, prompts, tmp_path)
+    again = Bonus.load_from_checkpoint(path)
+    assert (again.bonus, again.settings.num_generations, again.seed) == (0.25, 2, 5)
+    assert again.rewards.names == ("letters",)
+    other = Bonus.load_from_checkpoint(path, rewards=Rewards({"form": RegexFormat("a")}))
+    assert other.rewards.names == ("form",)
+
+
+@dataclass
+class Scaled(RewardFunction):
+    """A reward of the user's whose constructor is made for it."""
+
+    factor: float = 1.0
+
+    def __call__(self, *, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        return [self.factor for _ in completions]
+
+
+class Free(Scaled):
+    """One that takes any options."""
+
+    def __init__(self, *words: str, **options: Any) -> None:
+        super().__init__(factor=options["factor"])
+        self.words = words
+
+
+class Unknown(RewardFunction):
+    def __call__(self, *, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        return [0.0 for _ in completions]
+
+
+def _constructor(self: Any, size: int = 1) -> None:
+    self.size = size
+
+
+Unknown.__init__ = _constructor  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("reward", [Scaled(3.0), Free(factor=3.0)])
+def test_a_reward_comes_back_with_what_it_was_given(policy: CausalLM, reward: Scaled) -> None:
+    stored = as_hyperparameters(RLOO, {"rewards": Rewards([reward])})
+    module = build_again(RLOO, stored, {"policy": policy}, where=Path("x"))
+    scores = module.rewards.score(["p"], ["c"], [[1]], [{}]).scores
+    assert scores.tolist() == [3.0]
+
+
+@pytest.mark.parametrize("reward", [Free("a", factor=3.0), Free(factor=letters), Unknown()])
+def test_a_reward_whose_arguments_are_not_all_known_is_asked_for(reward: RewardFunction) -> None:
+    stored = as_hyperparameters(RLOO, {"rewards": Rewards([reward])})
+    assert type(reward).__name__ in stored["_not_kept"]["rewards"]
+
+
 class Own(TrainingModule):
     """A module of the user's, which has never heard of hyperparameters."""
 
@@ -188,3 +278,29 @@ def test_a_reward_model_built_from_settings_comes_back(
     torch.save(checkpoint, tmp_path / "r.ckpt")
     again = RewardModel.load_from_checkpoint(tmp_path / "r.ckpt")
     assert (again.head_names, again.objective.margin) == (("a", "b"), 0.5)
+
+
+class OwnData(PromptDataModule):
+    """Logs what it was built with, as Lightning's users do."""
+
+    def __init__(self, path: str, seed: int = 1) -> None:
+        super().__init__(path, batch_size=4, seed=seed)
+        self.save_hyperparameters()
+
+
+def test_a_data_module_may_log_arguments_of_the_same_names(
+    policy: CausalLM, prompts: Path, tmp_path: Path
+) -> None:
+    module = RLOO(policy, Rewards([letters]), num_generations=2, seed=7)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=1,
+        logger=ResumingCSVLogger(tmp_path / "logs"),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, datamodule=OwnData(str(prompts), seed=3))
+    (logged,) = (tmp_path / "logs").rglob("hparams.yaml")
+    assert {"seed: 3", "num_generations: 2"} <= {*logged.read_text().splitlines()}
+    assert module.hparams["seed"] == 7

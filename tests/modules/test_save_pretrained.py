@@ -64,9 +64,20 @@ def test_nothing_is_replaced_unasked(build: Callable[..., RLOO], tmp_path: Path)
     module.save_pretrained(folder, overwrite=True)
     assert not (folder / "old").exists()
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(FileExistsError, match="no saved model"):
+    with pytest.raises(FileExistsError, match="is no saved model"):
         module.save_pretrained(tmp_path, overwrite=True)
     assert (tmp_path / "thesis.tex").exists()
+    for name in ("thesis", "settings"):
+        other = tmp_path / name
+        other.mkdir()
+        (other / "config.json").touch()
+        if name == "thesis":
+            (other / "model.safetensors").touch()
+            (other / "chapters").mkdir()
+        before = sorted(other.iterdir())
+        with pytest.raises(FileExistsError, match="is no saved model"):
+            module.save_pretrained(other, overwrite=True)
+        assert sorted(other.iterdir()) == before
 
 
 def test_a_failure_leaves_the_old_folder(
@@ -119,6 +130,16 @@ def test_reprs_are_calls_with_what_was_given() -> None:
     assert repr(RLCheckpoint(monitor="a")) == "RLCheckpoint(monitor='a')"
     assert repr(ResumingCSVLogger("runs/a")) == "ResumingCSVLogger(save_dir='runs/a')"
     assert repr(CausalLM(source="x", lora=LoRA(r=4))) == "CausalLM(source='x', lora=LoRA(r=4))"
+
+    class Asks(TransformersEngine):
+        def __init__(self, url: str, api_key: str = "", options: Any = None) -> None:
+            super().__init__()
+
+    said = repr(Asks("http://me:pass-word@host/" + "x" * 90, "key", {"token": "hf_9", "n": 1}))
+    assert said.startswith(
+        "test_reprs_are_calls_with_what_was_given.<locals>.Asks(url='http://***@"
+    )
+    assert said.endswith("api_key='***', options={'token': '***', 'n': 1})")
     assert len(repr(Rewards([lambda completions, n=n: [0.0] for n in range(1)]))) < 120
 
 

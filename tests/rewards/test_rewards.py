@@ -37,6 +37,19 @@ def score(rewards: Rewards, count: int = 2, **columns: Sequence[Any]) -> RewardR
     )
 
 
+def complaining(completions: Sequence[str]) -> list[float]:  # noqa: ARG001
+    class OwnError(RewardError):
+        def __init__(self, code: int, why: str) -> None:
+            super().__init__(f"{code}: {why}")
+
+    raise OwnError(7, "no quota")
+
+
+def test_an_error_class_of_the_users_own_stops_the_run_by_its_text() -> None:
+    with pytest.raises(RewardError, match="reward function 'complaining': 7: no quota"):
+        score(Rewards([complaining]))
+
+
 def ones(completions: Sequence[str]) -> list[float]:
     return [1.0] * len(completions)
 

@@ -70,6 +70,18 @@ _RULES = (
         "",
         rank=1,
     ),
+    _Rule(
+        r"Expected an instantiatable class, but (?:\w+\.)*(?P<type>\w+) is (?:abstract|a protocol)",
+        "",
+        rank=1,
+    ),
+)
+_DATA_TYPE = ".python_rows.Rows"
+"""Is among the types of an option that takes data."""
+_DATA = (
+    "expected text (a file, folder, pattern or hub id), {{class_path: ..., init_args: ...}}, or a "
+    "list of these or of {{source, weight, columns}}, got {given}; rows themselves are given in a "
+    "file or from Python"
 )
 _PLAIN_TYPES = {
     "int": "an integer",
@@ -171,6 +183,8 @@ def _read_union(lines: Sequence[str]) -> Complaint:
         names = _class_names(subtypes)
         nearest = hint((best.value or "").rpartition(".")[2], names)
         return replace(best, sentence=best.sentence + nearest, rank=8)
+    if _DATA_TYPE in subtypes and (best.rank <= 2 or _is_row(best, given)):
+        return Complaint(sentence=_DATA.format(given=_quoted(given)), value=given, rank=2)
     if best.rank > 2:
         return best
     plain = [branch for branch in branches if not branch.sentence]
@@ -180,6 +194,13 @@ def _read_union(lines: Sequence[str]) -> Complaint:
         value=given,
         rank=2,
     )
+
+
+def _is_row(complaint: Complaint, given: str) -> bool:
+    """Tell whether a row of data was taken for an entry of a list of sources."""
+    within = complaint.path[0] if complaint.path else None
+    entry = isinstance(within, InClass) and within.name.endswith(".Weighted")
+    return entry and not re.search(r"'(source|class_path)'", given)
 
 
 def _read_leaf(text: str) -> Complaint:

@@ -90,7 +90,7 @@ def check_rows(data: object, what: str, *, length: int | None = None) -> None:
     kind = type(data).__name__
     if isinstance(data, type):
         raise BadDataError(f"{what}: the class {data.__name__} is no data: give an instance of it")
-    if isinstance(data, Mapping) and any(_is_table(part) for part in data.values()):
+    if isinstance(data, Mapping) and any(is_table(part) for part in data.values()):
         splits = ", ".join(map(str, data))
         raise BadDataError(
             f"{what}: {_article(kind)} {kind} holds several data sets ({splits}): give one of "
@@ -100,7 +100,7 @@ def check_rows(data: object, what: str, *, length: int | None = None) -> None:
         _check_columns(data, what)
     if hasattr(data, "collate_fn") and hasattr(data, "dataset"):
         raise BadDataError(f"{what}: a {kind} gives batches, not rows: give its data set instead")
-    if isinstance(data, _ArrowTable) and not _is_table(data):
+    if isinstance(data, _ArrowTable) and not is_table(data):
         raise BadDataError(
             f"{what}: a {kind} holds one column: give it by its name, such as {{'prompt': data}}"
         )
@@ -123,8 +123,8 @@ def read_rows(
 ) -> Iterator[Mapping[str, Any] | BadRow]:
     """Go through the rows that an object holds or makes.
 
-    Scalars and arrays of one dimension become plain numbers and lists, cells of a DataFrame
-    without a value None, as in rows from files.
+    Scalars and arrays of one dimension become plain numbers and lists, cells without a value (NaN
+    and the like) None, as in rows from files.
 
     Args:
         data: What `check_rows` let pass.
@@ -142,7 +142,7 @@ def read_rows(
         elif odd := [column for column in row if not isinstance(column, str)]:
             yield BadRow("wrong type", f"columns are named by text, not by {odd[0]!r}")
         else:
-            yield {column: _plain(value) for column, value in row.items()}
+            yield {column: _cell(value) for column, value in row.items()}
     if length is not None and count < length:
         raise BadDataError(f"{name}: there are {count} rows, and length={length} are to be taken")
 
@@ -261,6 +261,13 @@ def _check_columns(data: Mapping[Any, Any], what: str) -> None:
         raise BadDataError(f"{what}: the columns of the dict have different lengths: {listed}")
 
 
+def _cell(value: Any) -> Any:
+    plain = _plain(value)
+    # by their names, as pandas need not be there
+    missing = type(plain).__name__ in {"NAType", "NaTType"}
+    return None if missing or (isinstance(plain, float) and math.isnan(plain)) else plain
+
+
 def _plain(value: Any) -> Any:
     """Return a value as JSON would give it; what JSON has no form for stays as it is."""
     if isinstance(value, str | bytes):
@@ -275,7 +282,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _is_table(value: object) -> bool:
+def is_table(value: object) -> bool:
     """Whether it has named columns, as a DataFrame or a data set of the hub has."""
     return hasattr(value, "columns") or hasattr(value, "column_names")
 

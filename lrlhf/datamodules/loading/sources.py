@@ -23,6 +23,7 @@ from lrlhf.datamodules.loading.python_rows import (
     summary,
 )
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, nearest
+from lrlhf.secrets import hide
 
 Row = Mapping[str, Any]
 
@@ -56,7 +57,7 @@ class Source(ABC):
         return
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r})"
+        return f"{type(self).__name__}({hide(self.name)!r})"
 
 
 class MemorySource(Source):

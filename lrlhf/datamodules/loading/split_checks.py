@@ -12,6 +12,7 @@ from lrlhf.datamodules.loading.sources import Entries, Source, entries_of
 from lrlhf.datamodules.loading.splits import Split, Splits
 from lrlhf.datamodules.rows.bad_rows import BadDataError
 from lrlhf.run.collectives import Collectives
+from lrlhf.secrets import hide
 
 _MOST_NAMED = 3
 
@@ -24,7 +25,7 @@ def described(entries: Entries, split: Split[Any] | None) -> str:
         for source in sources[:_MOST_NAMED]
     ]
     more = len(sources) - _MOST_NAMED
-    listed = ", ".join(named) + (f" and {more} more" if more > 0 else "")
+    listed = hide(", ".join(named)) + (f" and {more} more" if more > 0 else "")
     if split is None:
         return listed
     return f"{len(split.rows):,} rows from {listed}; columns: {', '.join(split.columns) or 'none'}"
