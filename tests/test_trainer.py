@@ -197,6 +197,17 @@ def test_words_for_checkpoints_that_are_not_there(
         later.validate(policy, prompts, ckpt_path="best")
 
 
+def test_an_evaluation_looks_for_its_checkpoint_before_the_processes_are_connected(
+    model_folder: str, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(default_root_dir="runs/new", accelerator="cpu", devices=2, strategy="ddp")
+    connect = lambda: pytest.fail("the other processes are not there yet")  # noqa: E731
+    monkeypatch.setattr(trainer.strategy, "setup_environment", connect)
+    for evaluate in (trainer.validate, trainer.test, trainer.predict):
+        with pytest.raises(ValueError, match="ckpt_path is last, and runs/new/checkpoints has no"):
+            evaluate(module(model_folder), datamodule=data(rows), ckpt_path="last")
+
+
 class Falling(RLOO):
     """A policy whose validations get worse and worse."""
 
