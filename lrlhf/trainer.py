@@ -183,7 +183,9 @@ def _defaults_for(model: L.LightningModule) -> Iterator[Callback]:
     if isinstance(model, SamplesResponses):
         yield RolloutLog()
     if isinstance(model, Measured):
-        yield EvalJSONL()
+        records = EvalJSONL()
+        records.needs_records = False  # a step of the user's own may have none
+        yield records
     if isinstance(model, Exportable):
         yield HFExport()
     if isinstance(model, Measured):
