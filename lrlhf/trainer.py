@@ -19,6 +19,7 @@ from lrlhf.callbacks import (
     RolloutLog,
     RunReport,
 )
+from lrlhf.callbacks.checkpoints.last_checkpoint import find_newest
 from lrlhf.loggers import ResumingCSVLogger
 from lrlhf.modules.contracts import Exportable, Measured, SamplesResponses
 from lrlhf.run.quiet_output import quiet
@@ -173,10 +174,7 @@ class Trainer(ReusableTrainer):
         if checkpoint == "best" and not saver.best_k_models:
             return saver.find_best(self)
         if checkpoint == "last" and needed:
-            folder = Path(saver.folder_of(self))
-            checkpoint = saver.find_last(self, folder)
-            if checkpoint is None:
-                raise ValueError(f"ckpt_path is last, and {folder} has no checkpoint")
+            return find_newest(Path(saver.folder_of(self)), saver.CHECKPOINT_NAME_LAST, "last")
         return checkpoint
 
 
@@ -185,7 +183,9 @@ def _defaults_for(model: L.LightningModule) -> Iterator[Callback]:
     if isinstance(model, SamplesResponses):
         yield RolloutLog()
     if isinstance(model, Measured):
-        yield EvalJSONL()
+        records = EvalJSONL()
+        records.needs_records = False  # a step of the user's own may have none
+        yield records
     if isinstance(model, Exportable):
         yield HFExport()
     if isinstance(model, Measured):

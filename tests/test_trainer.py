@@ -26,6 +26,7 @@ from lrlhf.loggers import ResumingCSVLogger, ResumingWandbLogger
 from lrlhf.modules import RLOO
 from lrlhf.rewards import ExactMatch, Rewards
 from lrlhf.rollout import Sampling
+from lrlhf.run.supervision.interrupts import Interrupted
 
 FILES = {
     "metrics.csv",
@@ -136,13 +137,10 @@ def test_what_is_given_takes_the_place_of_a_default() -> None:
 
 def test_loggers_without_a_folder_use_the_run_folder() -> None:
     own = ResumingCSVLogger("own")
-    wandb = ResumingWandbLogger(offline=True)
     other = TensorBoardLogger("events")
-    loggers = [ResumingCSVLogger(), own, wandb, other]
+    loggers = [ResumingCSVLogger(), own, ResumingWandbLogger(offline=True), other]
     trainer = Trainer(default_root_dir="runs/x", logger=loggers, accelerator="cpu")
-    assert [log.save_dir for log in trainer.loggers] == ["runs/x", "own", ".", "events"]
-    wandb.start_over()
-    assert wandb.save_dir == "runs/x"
+    assert [log.save_dir for log in trainer.loggers] == ["runs/x", "own", "runs/x", "events"]
     # also where the first logger has a folder of its own
     assert trainer.run_folder == Path("runs/x")
 
@@ -173,6 +171,28 @@ def _private(callback: L.Callback) -> bool:
     return type(callback).__module__.startswith("lrlhf.run")
 
 
+class Silent(RLOO):
+    """A policy whose validation returns nothing."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        super().validation_step(batch, batch_idx)
+
+
+def test_records_are_asked_of_the_users_own_step_only_where_they_are_asked_for(
+    model_folder: str, rows: str
+) -> None:
+    def validate(**options: Any) -> None:
+        rewards, sampling = Rewards([ExactMatch()]), Sampling(max_new_tokens=3)
+        policy = Silent(model_folder, rewards, num_generations=2, sampling=sampling)
+        trainer = Trainer(default_root_dir="runs/t", accelerator="cpu", logger=False, **options)
+        trainer.validate(policy, datamodule=data(rows), verbose=False)
+
+    validate()
+    assert not list(Path("runs").glob("t/eval_scores*"))
+    with pytest.raises(ValueError, match="EvalJSONL needs validation_step of Silent"):
+        validate(callbacks=[EvalJSONL()])
+
+
 def test_lightnings_trainer_gets_none_of_it(model_folder: str, rows: str) -> None:
     trainer = L.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer.fit(module(model_folder), data(rows))
@@ -195,6 +215,17 @@ def test_words_for_checkpoints_that_are_not_there(
     later = Trainer(default_root_dir="runs/new", accelerator="cpu")
     with pytest.raises(ValueError, match="no checkpoint of runs/new/checkpoints was ranked"):
         later.validate(policy, prompts, ckpt_path="best")
+
+
+def test_an_evaluation_looks_for_its_checkpoint_before_the_processes_are_connected(
+    model_folder: str, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(default_root_dir="runs/new", accelerator="cpu", devices=2, strategy="ddp")
+    connect = lambda: pytest.fail("the other processes are not there yet")  # noqa: E731
+    monkeypatch.setattr(trainer.strategy, "setup_environment", connect)
+    for evaluate in (trainer.validate, trainer.test, trainer.predict):
+        with pytest.raises(ValueError, match="ckpt_path is last, and runs/new/checkpoints has no"):
+            evaluate(module(model_folder), datamodule=data(rows), ckpt_path="last")
 
 
 class Falling(RLOO):
@@ -220,16 +251,24 @@ def test_best_is_the_best_of_all_processes_also_when_the_folder_has_moved(
 
 
 class Interrupting(RLOO):
-    """Presses Ctrl-C in its second step."""
+    """Presses Ctrl-C in its second step, or in the first of two batches of the validation."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == 1:
+        if self.global_step == 1 and self.phase == "training":
             os.kill(os.getpid(), self.signal)
         super().training_step(batch, batch_idx)
 
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        assert batch_idx == 0 or self.global_step < 2 or self.phase == "training"
+        if self.global_step == 2 and self.phase == "validation":
+            os.kill(os.getpid(), self.signal)
+        return super().validation_step(batch, batch_idx)
+
     signal: signal.Signals = signal.SIGINT
+    phase = "training"
 
 
+@pytest.mark.parametrize("phase", ["training", "validation"])
 @pytest.mark.parametrize(
     ("number", "status", "word"), [(2, 130, "interrupted"), (15, 143, "terminated")]
 )
@@ -241,8 +280,10 @@ def test_a_signal_finishes_the_step_saves_and_names_the_file(
     number: int,
     status: int,
     word: str,
+    phase: str,
 ) -> None:
     monkeypatch.setattr(Interrupting, "signal", signal.Signals(number))
+    monkeypatch.setattr(Interrupting, "phase", phase)
     settings = config(model_folder, rows, max_steps=9)
     settings["model"]["class_path"] = f"{__name__}.Interrupting"
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
@@ -258,6 +299,21 @@ def test_a_signal_finishes_the_step_saves_and_names_the_file(
     assert last_line == f"error: {word}; --ckpt_path last continues from {where}"
 
 
+def test_ctrl_c_stays_ignored_where_it_was(model_folder: str, rows: str) -> None:
+    sampling = Sampling(max_new_tokens=3)
+    policy = Interrupting(
+        model_folder, Rewards([ExactMatch()]), num_generations=2, sampling=sampling
+    )
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    trainer = Trainer(default_root_dir="runs/t", max_steps=2, accelerator="cpu")
+    try:
+        trainer.fit(policy, data(rows))
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert trainer.global_step == 2
+
+
 def test_a_second_ctrl_c_ends_the_run_at_once(model_folder: str, rows: str) -> None:
     class Twice(Interrupting):
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -271,7 +327,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(model_folder: str, rows: str) -> N
     handler = signal.getsignal(signal.SIGINT)
     trainer = Trainer(default_root_dir="runs/t", max_steps=5, accelerator="cpu")
     try:
-        with pytest.raises((KeyboardInterrupt, SystemExit)):
+        with pytest.raises(Interrupted):
             trainer.fit(policy, data(rows))
     finally:
         signal.signal(signal.SIGINT, handler)
@@ -302,6 +358,20 @@ def test_without_validation_and_intervals_the_newest_is_saved_after_ten_minutes(
     assert saved[-1] == 12
     assert 2 <= len(saved) <= 5
     assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(saved))
+
+
+def test_without_validation_the_two_newest_are_kept_and_none_is_recommended(
+    model_folder: str, rows: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = config(model_folder, rows, max_steps=-1, max_epochs=3)
+    del settings["trainer"]["val_check_interval"], settings["trainer"]["check_val_every_n_epoch"]
+    settings["data"]["init_args"] = {"train": rows, "batch_size": 6}
+    assert fit("sums.yaml", settings) == 0
+    assert files("runs/sums/checkpoints") == {"last.ckpt", "step=000004.ckpt", "step=000006.ckpt"}
+    printed = capsys.readouterr()
+    assert "--trainer.max_epochs 6" in printed.out
+    assert "lrlhf validate" not in printed.out
+    assert "val_dataloader" not in printed.err
 
 
 def test_functions_alone_are_rewards_and_other_batches_are_refused(

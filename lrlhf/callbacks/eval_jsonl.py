@@ -38,6 +38,8 @@ class EvalJSONL(KeepsArguments, LoadedStep):
 
     def __init__(self, dirpath: str | Path | None = None) -> None:
         self.dirpath = dirpath
+        self.needs_records = True
+        """Refuse a step that returns none; false: write no file then."""
         self.paths: list[Path] = []
         """Files written by this process, oldest first; on rank zero only."""
         self._lines: list[tuple[int, str, int, str]] = []
@@ -61,6 +63,8 @@ class EvalJSONL(KeepsArguments, LoadedStep):
         dataloader_idx: int = 0,
     ) -> None:
         if not isinstance(outputs, Mapping) or "records" not in outputs:
+            if not self.needs_records:
+                return
             step = "test_step" if trainer.testing else "validation_step"
             raise ValueError(
                 f"EvalJSONL needs {step} of {type(pl_module).__name__} to return "
@@ -86,7 +90,7 @@ class EvalJSONL(KeepsArguments, LoadedStep):
     def _write(self, trainer: L.Trainer, name: str) -> None:
         lines = gather_on_zero(trainer, self._lines)
         self._lines = []
-        if not trainer.is_global_zero:
+        if not trainer.is_global_zero or not (lines or self.needs_records):
             return
         lines.sort(key=lambda line: line[:3])
         path = output_folder(trainer, self.dirpath) / f"{name}_{model_step(trainer)}.jsonl"

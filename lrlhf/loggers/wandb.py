@@ -82,6 +82,11 @@ class ResumingWandbLogger(KeepsArguments, WandbLogger):
             self._options["save_dir"] = str(folder)
 
     @property
+    def save_dir(self) -> str:
+        """Folder of the run."""
+        return str(self._options["save_dir"])
+
+    @property
     def experiment(self) -> Any:
         """The run of W&B, once training has begun."""
         # the trainer asks before it is known which run this is
@@ -135,7 +140,7 @@ class ResumingWandbLogger(KeepsArguments, WandbLogger):
     def _begin(self, run_id: str) -> None:
         super().__init__(id=run_id, **self._options)
         self._run_id = run_id
-        Path(self.save_dir or ".").mkdir(parents=True, exist_ok=True)
+        Path(self.save_dir).mkdir(parents=True, exist_ok=True)
         held, self._held_back = self._held_back, []
         for params in held:
             super().log_hyperparams(params)

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lrlhf.run.folder_lock import hold_folder
 from lrlhf.run.lightning_internals import next_log_row, number_log_rows
 from lrlhf.run.step_numbers import LoadedStep
+from lrlhf.run.supervision.signals import Terminated
 
 _KEY = "log_rows"
 
@@ -92,6 +93,18 @@ class LogRows(L.Callback):
 
     def on_train_end(self, *_: Any) -> None:
         self._row_follows = False
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        # all ranks end after the same step, and a fit without a checkpoint goes on after it
+        if not isinstance(exception, Terminated) or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        row, self._row_follows = self._next_row(trainer), False
+        if row is not None:
+            for logger in trainer.loggers:
+                logger.log_metrics(row["metrics"], step=row["step"])
+                logger.save()
 
     def _next_row(self, trainer: L.Trainer) -> dict[str, Any] | None:
         """What Lightning writes when the callbacks are done, if they run where it does."""

@@ -9,7 +9,13 @@ import sys
 import warnings
 from collections.abc import Iterator
 
+from huggingface_hub.utils.tqdm import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from transformers.utils import logging as transformers_logging
 
 from lrlhf.secrets import safe
 
@@ -19,7 +25,10 @@ _NOISE = (
 )
 _NOISY = ("lightning", "lightning.fabric", "lightning.pytorch")
 # rows are tokenised once, so no workers are needed; modules choose their models' modes
-_NEEDLESS = (".*does not have many workers", r"Found \d+ module\(s\) in eval mode")
+_NEEDLESS = (
+    *(".*does not have many workers", r"Found \d+ module\(s\) in eval mode"),
+    "You defined a `validation_step` but have no `val_dataloader`",
+)
 _OTHERS = r"(lightning|torch|torchmetrics|transformers|peft|datasets|huggingface_hub)\b"
 
 
@@ -62,6 +71,24 @@ def ignore_needless_warnings() -> None:
 
 
 @contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Hide the progress bars of transformers, and not those of downloads."""
+    if not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    downloads = not are_progress_bars_disabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if downloads:
+        enable_progress_bars()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+        if not downloads:
+            disable_progress_bars()
+
+
+@contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep other libraries' remarks out of a notebook or script, and show our log messages.
 
@@ -82,7 +109,7 @@ def quiet() -> Iterator[None]:
         if not shown_already:
             ours.addHandler(handler)
         ours.setLevel(our_level())
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_bars():
             ignore_needless_warnings()
             for category in (FutureWarning, DeprecationWarning):
                 warnings.filterwarnings("ignore", category=category, module=_OTHERS)

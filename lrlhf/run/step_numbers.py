@@ -47,6 +47,9 @@ class LoadedStep(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.loaded_step = None
 
+    # a strategy may load the checkpoint after the start of the fit
+    on_train_start = on_fit_start
+
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:

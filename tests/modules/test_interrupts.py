@@ -15,6 +15,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from transformers.utils import logging as transformers_logging
 
 from lrlhf.callbacks import RLCheckpoint
 from lrlhf.datamodules import PromptDataModule
@@ -146,8 +147,9 @@ def test_a_policy_goes_on_after_an_interrupt(
     assert another.global_step == 5
 
 
-def test_one_interrupt_lets_the_step_end_and_saves_it(
-    build: Callable[..., RLOO], prompts: Path, tmp_path: Path
+@pytest.mark.parametrize("word", ["last", None])
+def test_one_interrupt_lets_the_step_end_saves_it_and_has_its_row(
+    build: Callable[..., RLOO], prompts: Path, tmp_path: Path, word: str | None
 ) -> None:
     class PressesOnce(L.Callback, RolloutListener):
         def on_phase(self, phase: str) -> None:
@@ -159,14 +161,17 @@ def test_one_interrupt_lets_the_step_end_and_saves_it(
     module = build()
     data = PromptDataModule(train=str(prompts), batch_size=4)
     saves = RLCheckpoint(tmp_path / "saved", every_n_train_steps=100)
-    trainer = run(tmp_path, PressesOnce(), saves, enable_checkpointing=True)
+    options: dict[str, Any] = {"logger": ResumingCSVLogger(tmp_path), "log_every_n_steps": 1}
+    trainer = run(tmp_path, PressesOnce(), saves, enable_checkpointing=True, **options)
     with pytest.raises(
         Interrupted, match=r'ckpt_path="last".* from the state saved in .*last.ckpt'
     ):
         trainer.fit(module, datamodule=data)
     assert trainer.global_step == 1
-    trainer.fit(module, datamodule=data, ckpt_path="last")
+    trainer.fit(module, datamodule=data, ckpt_path=word)
     assert trainer.global_step == 4
+    with (tmp_path / "metrics.csv").open() as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == [1, 2, 3, 4]
 
 
 def test_an_interrupt_ends_what_a_reward_is_doing(
@@ -243,6 +248,40 @@ def test_a_trainer_trains_on_with_more_steps(
     assert trainer.global_step == 3
 
 
+def test_another_fit_after_all_epochs_says_what_to_raise(
+    build: Callable[..., RLOO], prompts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = run(tmp_path, steps=-1)
+    trainer.fit_loop.max_epochs = 1
+    data = PromptDataModule(train=str(prompts), batch_size=4)
+    trainer.fit(module := build(), datamodule=data)
+    done = trainer.global_step
+    with caplog.at_level(logging.INFO, "lrlhf"):
+        trainer.fit(module, datamodule=data)
+    assert trainer.global_step == done
+    assert "raise trainer.fit_loop.max_epochs" in caplog.text
+    assert "goes on" not in caplog.text
+
+
+def test_what_ended_a_run_is_raised_also_where_the_teardown_fails(
+    build: Callable[..., RLOO], prompts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = build()
+
+    def fails(stage: str) -> None:
+        assert stage == "fit"
+        raise AttributeError("there is no engine yet")
+
+    def breaks() -> None:
+        raise RuntimeError("of the user's own hook")
+
+    module.teardown, module.on_train_start = fails, breaks  # type: ignore[method-assign]
+    data = PromptDataModule(train=str(prompts), batch_size=4)
+    with pytest.raises(RuntimeError, match="own hook"):
+        run(tmp_path).fit(module, datamodule=data)
+    assert "there is no engine yet" in caplog.text
+
+
 def test_a_validation_can_be_interrupted_too(
     build: Callable[..., RLOO], prompts: Path, tmp_path: Path
 ) -> None:
@@ -290,8 +329,14 @@ def test_remarks_of_others_are_left_out_and_the_users_own_come_through(
     ours, filters = logging.getLogger("lrlhf"), list(warnings.filters)
     noisy = logging.getLogger("lightning.pytorch")
     before = (list(ours.handlers), ours.level, [list(one.filters) for one in noisy.handlers])
+    bars = transformers_logging.is_progress_bar_enabled()
+
+    class HasNone(L.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            assert not transformers_logging.is_progress_bar_enabled()
+
     module = build(reward=letters_with_a_warning)
-    trainer = run(tmp_path, steps=1)
+    trainer = run(tmp_path, HasNone(), steps=1)
     capfd.readouterr()  # of the constructor, which `Trainer` quietens
     data = PromptDataModule(train=str(prompts), batch_size=4)
     with warnings.catch_warnings(record=True) as caught:
@@ -299,7 +344,9 @@ def test_remarks_of_others_are_left_out_and_the_users_own_come_through(
         trainer.fit(module, datamodule=data)
     told = {str(one.message) for one in caught}
     assert "mine is old" in told
-    assert not any("workers" in text or "eval mode" in text or "LeafSpec" in text for text in told)
+    needless = ("workers", "eval mode", "LeafSpec", "have no `val_dataloader`")
+    assert not any(part in text for text in told for part in needless)
+    assert transformers_logging.is_progress_bar_enabled() == bars
     after = (list(ours.handlers), ours.level, [list(one.filters) for one in noisy.handlers])
     assert after == before
     assert list(warnings.filters) == filters

@@ -39,18 +39,39 @@ def find_last(trainer: L.Trainer, folder: Path, name: str) -> Found:
         hold_folder(trainer, folder)
     tidy = trainer.is_global_zero and not is_held_by_another(folder)
     found = newest_intact(folder, name, strategy, tidy=tidy)
-    if found.path is None and found.passed:
+    if found.path is None and not found.passed:
+        _logger.info("%s has no checkpoint yet: the run starts from the beginning", folder)
+    else:
+        _used(found, folder, "leave out --ckpt_path to start from the beginning")
+    return found
+
+
+def _used(found: Found, folder: Path, instead: str) -> Path:
+    """Return the checkpoint that is used, and say which ones were passed over for it."""
+    if found.path is None:
         told = "; ".join(f"{path.name}: {flaw}" for path, flaw in found.passed.items())
         raise NotACheckpointError(
             f"{folder} has checkpoints, and none of them can be used: {told}. Restore one, or "
-            "leave out --ckpt_path to start from the beginning"
+            f"{instead}"
         )
-    if found.path is None:
-        _logger.info("%s has no checkpoint yet: the run starts from the beginning", folder)
-    else:
-        for path, flaw in found.passed.items():
-            rank_zero_warn(f"{path} is passed over, and {found.path.name} is used: {flaw}")
-    return found
+    for path, flaw in found.passed.items():
+        rank_zero_warn(f"{path} is passed over, and {found.path.name} is used: {flaw}")
+    return found.path
+
+
+def find_newest(folder: Path, name: str, word: str) -> Path:
+    """Return the newest checkpoint of a folder, for an evaluation; every process looks by itself.
+
+    It needs no process group, which is not there yet, and no lock, as nothing is written.
+
+    Raises:
+        ValueError: There is none that ``ckpt_path``, which is ``word``, could stand for.
+        NotACheckpointError: There are some, and none is whole.
+    """
+    found = newest_intact(folder, name)
+    if found.path is None and not found.passed:
+        raise ValueError(f"ckpt_path is {word}, and {folder} has no checkpoint")
+    return _used(found, folder, "name another one with --ckpt_path")
 
 
 def find_best(folder: Path, name: str) -> Path:
@@ -59,9 +80,7 @@ def find_best(folder: Path, name: str) -> Path:
     Raises:
         ValueError: There is none; says why, and what to do instead.
     """
-    last = newest_intact(folder, name).path
-    if last is None:
-        raise ValueError(f"ckpt_path is best, and {folder} has no checkpoint")
+    last = find_newest(folder, name, "best")
     for state in ranking_states(last):
         if state["best_model_path"]:
             # the folder may have been moved since

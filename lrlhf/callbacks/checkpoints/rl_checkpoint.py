@@ -111,6 +111,7 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         self._continued_at: int | None = None
         self._waits_for_validation = False
         self._found = Found(None, {}, ())
+        self._ranked_by_default = False
 
     # ------------------------------------------------------------------ set-up and resume
 
@@ -127,7 +128,7 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
 
     def rank_by(self, metric: str) -> None:
         """Keep the checkpoint with the highest value of a metric; before a run is set up."""
-        self.monitor, self.save_top_k = metric, 1
+        self.monitor, self.save_top_k, self._ranked_by_default = metric, 1, True
 
     def find_best(self, trainer: L.Trainer) -> str:
         """Return the best checkpoint of the run whose folder this is, as its newest one knows it.
@@ -156,6 +157,8 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._timed, self._step = time.monotonic(), trainer.global_step
+        if self._ranked_by_default and not (self.best_k_models or any(trainer.num_val_batches)):
+            self.monitor, self.save_top_k = None, 2  # nothing will measure it
         folder = self._folder
         if folder is None:
             return
@@ -239,6 +242,8 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         if not (due or self._time_is_due(trainer)) or self._is_out_of_place(trainer):
             return
         if self._by_epoch:
+            if self.monitor is None and not any(trainer.num_val_batches):
+                self._save_if_ranked(trainer)
             self._keep_last(trainer)
             return
         # the value at hand, if any, belongs to older weights where a validation measures it

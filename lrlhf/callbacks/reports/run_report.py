@@ -142,10 +142,10 @@ def _commands(trainer: L.Trainer, places: Mapping[str, Path]) -> dict[str, str]:
     if _RESUMED in places and configs and configs[0].is_file():
         config = shlex.quote(short_path(configs[0]))
         last = shlex.quote(short_path(places[_RESUMED]))
-        commands = {
-            "train on": f"lrlhf fit --config {config} --ckpt_path last {_twice_as_long(trainer)}",
-            "evaluate": f"lrlhf validate --config {config} --ckpt_path {last}",
-        }
+        if more := _twice_as_long(trainer):
+            commands["train on"] = f"lrlhf fit --config {config} --ckpt_path last {more}"
+        if any(trainer.num_val_batches):
+            commands["evaluate"] = f"lrlhf validate --config {config} --ckpt_path {last}"
         if _EXPORTED not in places:
             commands["export"] = f"lrlhf export --config {config} --ckpt_path {last} --output DIR"
     if _EXPORTED in places and isinstance(trainer.lightning_module, SamplesResponses):
@@ -154,10 +154,13 @@ def _commands(trainer: L.Trainer, places: Mapping[str, Path]) -> dict[str, str]:
 
 
 def _twice_as_long(trainer: L.Trainer) -> str:
+    """The option that lets a run go on; empty: neither steps nor epochs have ended it."""
+    if 0 < trainer.max_steps <= trainer.global_step:
+        return f"--trainer.max_steps {2 * trainer.global_step}"
     epochs = trainer.max_epochs or -1
-    if epochs > 0 and trainer.max_steps < 0:
+    if 0 < epochs <= trainer.fit_loop.epoch_progress.current.processed:
         return f"--trainer.max_epochs {2 * epochs}"
-    return f"--trainer.max_steps {2 * trainer.global_step}"
+    return ""
 
 
 def _change(curve: Curve, trainer: L.Trainer) -> str:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lrlhf.cli.config_files import ConfigFile, folders_of_own_code
@@ -18,17 +16,14 @@ from lrlhf.cli.messages.errors import ConfigError, RefusedError, UserError, Vali
 from lrlhf.cli.messages.locations import locate, locate_refusal
 from lrlhf.cli.messages.terminal import say_error as _end
 from lrlhf.planning.checks.mistake import MistakeError
+from lrlhf.run.supervision.interrupts import checkpoint_to_continue
 from lrlhf.run.supervision.signals import Terminated
 
 
 def how_to_continue(trainer: L.Trainer) -> str:
     """Name the checkpoint from which a run that ended early goes on; empty: it has saved none."""
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    savers = (each for each in callbacks if isinstance(each, ModelCheckpoint))
-    for path in (Path(saver.last_model_path) for saver in savers if saver.last_model_path):
-        if path.exists():
-            return f"--ckpt_path last continues from {path}"
-    return ""
+    path = checkpoint_to_continue(trainer)
+    return "" if path is None else f"--ckpt_path last continues from {path}"
 
 
 def end(

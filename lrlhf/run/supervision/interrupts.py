@@ -14,6 +14,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning as L
@@ -90,14 +91,17 @@ def _put_back(trainer: L.Trainer, model: L.LightningModule | None) -> Iterator[N
         yield
     except BaseException as error:
         # first, so that a second interrupt gets through what follows
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread() and handler is not None:
             signal.signal(signal.SIGINT, handler)
         for part, training in modes.items():
             part.training = training
         stage, trainer.state.stage = trainer.state.fn, None
         if model is not None and stage is not None:
-            model.zero_grad()
-            model.teardown(stage.value)  # it may hold an engine
+            try:
+                model.zero_grad()
+                model.teardown(stage.value)  # it may hold an engine
+            except Exception:  # the one that ended the run is what the user has to know
+                _logger.warning("teardown of %s failed too", type(model).__name__, exc_info=True)
         if _is_interrupt(error):
             raise Interrupted(_how_to_go_on(trainer)) from None
         raise
@@ -113,22 +117,33 @@ def _is_interrupt(error: BaseException) -> bool:
 def _how_to_go_on(trainer: L.Trainer) -> str:
     if trainer.state.fn != "fit":
         return "interrupted"
-    saved = [
-        callback.last_model_path or callback.best_model_path
-        for callback in trainer.checkpoint_callbacks
-        if isinstance(callback, ModelCheckpoint)
-    ]
-    step, path = trainer.global_step, next(filter(None, saved), None)
+    step, path = trainer.global_step, checkpoint_to_continue(trainer)
     exact = path and f', fit(..., ckpt_path="last") from the state saved in {path}'
     return (
         f"interrupted after step {step}: fit(...) goes on with the weights as they are{exact or ''}"
     )
 
 
+def checkpoint_to_continue(trainer: L.Trainer) -> Path | None:
+    """Return the newest checkpoint that a fit has saved; None: it has saved none."""
+    for saver in trainer.checkpoint_callbacks:
+        if isinstance(saver, ModelCheckpoint):
+            newest = "" if saver.monitor else saver.best_model_path
+            path = saver.last_model_path or newest
+            if path and Path(path).exists():
+                return Path(path)
+    return None
+
+
 def _what_another_fit_does(trainer: L.Trainer) -> str:
-    step = trainer.global_step
-    if step == trainer.max_steps:
+    step, epochs = trainer.global_step, trainer.fit_loop.epoch_progress.current.processed
+    if 0 <= trainer.max_steps <= step:
         return f"all {step} steps of this trainer are done: raise trainer.max_steps for more"
+    if 0 < (trainer.max_epochs or 0) <= epochs:
+        return (
+            f"all {epochs} epochs of this trainer are done: raise trainer.fit_loop.max_epochs for "
+            "more"
+        )
     return (
         f"fit goes on after step {step} with the weights as they are and a new optimizer; "
         'fit(..., ckpt_path="last") restores the optimizer too'

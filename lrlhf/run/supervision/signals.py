@@ -97,8 +97,15 @@ class Termination(L.Callback):
         self._asked = self._interrupted = False  # of a fit that has ended
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if threading.current_thread() is threading.main_thread() and self._before is None:
-            self._before = signal.signal(signal.SIGINT, self._answer_ctrl_c) or signal.SIG_DFL
+        before = signal.getsignal(signal.SIGINT)
+        # ignored where a script has put the run in the background; None cannot be put back
+        if self._before or before in {signal.SIG_IGN, None}:
+            return
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._answer_ctrl_c)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._leave_ctrl_c()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         # a checkpoint between two optimizer steps would lose what was accumulated
@@ -107,24 +114,20 @@ class Termination(L.Callback):
         if not self._accumulates:
             self._compare_notes(trainer)
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._hurry(trainer)
+    def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        # of a validation in which no other rank goes on
+        if self._asked and self._alone and trainer.validating and not self._accumulates:
+            raise Terminated(interrupted=self._interrupted)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == "fit" and not self._accumulates:
             self._compare_notes(trainer)
-
-    def _hurry(self, trainer: L.Trainer) -> None:
-        """Have the loop of a validation end early, where no other rank goes on with it."""
-        if self._asked and self._alone and trainer.validating and not self._accumulates:
-            end_loops_early(trainer)
 
     def _take_note(self, signum: int, _: FrameType | None) -> None:
         launcher = self._trainer.strategy.launcher
         if launcher is not None and not self._asked:
             launcher.kill(signum)
         self._asked = True
-        self._hurry(self._trainer)
 
     def _answer_ctrl_c(self, signum: int, frame: FrameType | None) -> None:
         if self._asked:
@@ -134,7 +137,6 @@ class Termination(L.Callback):
             # not by a logger, whose lock may be held where this comes between
             text = "\nCtrl-C: this step is finished and saved; once more ends the run at once\n"
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
-        self._hurry(self._trainer)
 
     def _leave_ctrl_c(self) -> None:
         if self._before is not None:
