@@ -158,7 +158,8 @@ def _twice_as_long(trainer: L.Trainer) -> str:
     if 0 < trainer.max_steps <= trainer.global_step:
         return f"--trainer.max_steps {2 * trainer.global_step}"
     epochs = trainer.max_epochs or -1
-    if 0 < epochs <= trainer.fit_loop.epoch_progress.current.processed:
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    if 0 < epochs <= progress.processed:
         return f"--trainer.max_epochs {2 * epochs}"
     return ""
 

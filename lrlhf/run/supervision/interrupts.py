@@ -136,7 +136,8 @@ def checkpoint_to_continue(trainer: L.Trainer) -> Path | None:
 
 
 def _what_another_fit_does(trainer: L.Trainer) -> str:
-    step, epochs = trainer.global_step, trainer.fit_loop.epoch_progress.current.processed
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    step, epochs = trainer.global_step, progress.processed
     if 0 <= trainer.max_steps <= step:
         return f"all {step} steps of this trainer are done: raise trainer.max_steps for more"
     if 0 < (trainer.max_epochs or 0) <= epochs:
