@@ -72,7 +72,8 @@ class CheapParts:
         defaults = {name: getattr(owner, name, None) for name in needed if name[:8] == "default_"}
         parser = Parser()
         try:
-            skip: set[str | int] = {*inspect.signature(owner).parameters} - {*given}
+            names = inspect.signature(owner).parameters
+            skip: set[str | int] = {name for name in names if name not in given}
             parser.add_class_arguments(owner, "it", skip=skip, instantiate=False)
             made = parser.instantiate_classes(parser.parse_object({"it": given})).it
             if defaults["default_algorithm"] is None or {*needed} - {*given, *defaults}:

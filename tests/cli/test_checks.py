@@ -237,7 +237,7 @@ def test_rewards_and_modules_of_the_users_are_not_read_as_ours(model_folder: str
 def test_models_beside_the_policy_are_read_with_their_own_options(
     monkeypatch: pytest.MonkeyPatch, group: str, kind: str
 ) -> None:
-    read = []
+    read: list[Any] = []
     monkeypatch.setattr(models, "_look_at", lambda key, spec: read.append((key, spec)))
     entry = {"source": "a/b", "trust_remote_code": True, "revision": "v2"}
     options = {group: {"model": entry}}
