@@ -13,6 +13,10 @@ from lrlhf.functional.kl import adaptive_kl_coef
 from lrlhf.modules.contracts import KLPenalized
 
 _MEASURED = "kl/sequence"
+NOTHING_TO_ADAPT = (
+    "KLControl adapts the coefficient of a penalty that is not there: reference.kl_coef is 0; set "
+    "it above 0, or remove KLControl from trainer.callbacks"
+)
 
 
 class KLControl(KeepsArguments, L.Callback):
@@ -65,6 +69,8 @@ class KLControl(KeepsArguments, L.Callback):
                 f"KLControl steers a KL penalty and {type(pl_module).__name__} has none; "
                 "remove KLControl from trainer.callbacks"
             )
+        if self.mode == "adaptive" and pl_module.kl_coef == 0:
+            raise ValueError(NOTHING_TO_ADAPT)
         if self._coef is None:
             self._coef = pl_module.kl_coef if self.init_coef is None else self.init_coef
         pl_module.kl_coef = self._coef

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from jsonargparse import Namespace
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
@@ -21,6 +20,7 @@ import lrlhf.rewards
 import lrlhf.rollout  # noqa: F401  classes that are imported can be named by their short names
 from lrlhf.cli.batch_limits import read_whole_numbers_as_such
 from lrlhf.cli.chat_command import chat
+from lrlhf.cli.cheap_parts import CheapParts
 from lrlhf.cli.config_files import (
     ConfigFile,
     config_arguments,
@@ -32,7 +32,7 @@ from lrlhf.cli.export_command import export_checkpoint
 from lrlhf.cli.generate_command import generate
 from lrlhf.cli.messages.causes import Progress, blaming_user
 from lrlhf.cli.messages.endings import end, how_to_continue
-from lrlhf.cli.messages.errors import ConfigError, RefusedError, UserError, hint
+from lrlhf.cli.messages.errors import ConfigError, UserError, hint
 from lrlhf.cli.messages.output import configure_output
 from lrlhf.cli.messages.secrets import remember_secrets
 from lrlhf.cli.model_flags import with_sources
@@ -42,11 +42,12 @@ from lrlhf.cli.plan_command import describe_run
 from lrlhf.cli.replay_command import dump_and_options, show_replay
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.cli.serve_command import serve_reward
-from lrlhf.planning.checks.mistake import MistakeError
+from lrlhf.planning.checks.mistake import MistakeError, RefusedError
 from lrlhf.planning.checks.run_checks import check_run
 from lrlhf.planning.checks.trainer_options import check_strategy
 from lrlhf.run.lightning_internals import Commands
 from lrlhf.run.supervision.signals import answering_sigterm
+from lrlhf.secrets import safe
 from lrlhf.trainer import Trainer
 
 _CHECKPOINT_WORDS = {"last", "best", "hpc"}
@@ -102,24 +103,12 @@ class Application(Commands):
 
         Raises:
             MistakeError: Something cannot work.
-            RefusedError: The data module refuses its options.
+            RefusedError: A class refuses its options.
         """
         options = self.config[self.subcommand]
         _check_checkpoint(options.get("ckpt_path"))
-        try:
-            trains = self.subcommand == "fit"
-            yield from check_run(options.as_dict(), self._data_module, trains=trains)
-        except MistakeError:
-            raise
-        except Exception as error:
-            raise RefusedError from error
-
-    def _data_module(self) -> L.LightningDataModule:
-        parser = Parser()
-        parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True)
-        data = Namespace(data=self.config[self.subcommand].data)  # type: ignore[no-untyped-call]
-        module: L.LightningDataModule = parser.instantiate_classes(data).data
-        return module
+        trains = self.subcommand == "fit"
+        yield from check_run(options.as_dict(), CheapParts(options), trains=trains)
 
     def instantiate_classes(self) -> None:
         global built
@@ -209,9 +198,9 @@ class Checker(Application):
     def run_command(self, subcommand: str) -> None:
         del subcommand
         for finding in self.findings():
-            sys.stdout.write(f"{finding}\n")
+            sys.stdout.write(f"{safe(finding)}\n")
             sys.stdout.flush()
-        sys.stdout.write("found no mistake\n")
+        sys.stdout.write("found no mistake in what was looked at\n")
 
 
 class Exporter(Application):

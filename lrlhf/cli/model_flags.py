@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import yaml
 
 from lrlhf.cli.config_files import ConfigFile
 
+_IN_FULL = re.compile(r"^--model\.init_args\.(policy|model)(?=[.=]|$)")
 _MODELS = ("model.policy", "model.model")
 """Options that take a source, or a group of options with a ``source``."""
 
@@ -21,7 +23,7 @@ def with_sources(arguments: Sequence[str], files: Sequence[ConfigFile]) -> list[
         arguments: The command and its options.
         files: Its config files.
     """
-    changed = list(arguments)
+    changed = [_IN_FULL.sub(r"--model.\1", argument) for argument in arguments]
     for key in _MODELS:
         changed = _with_source(changed, files, f"--{key}")
     return changed
@@ -35,7 +37,7 @@ def _with_source(arguments: list[str], files: Sequence[ConfigFile], flag: str) -
         return arguments
     given, rest = _taken_out(arguments, flag)
     source = given[-1] if given else _text_at(files, flag.removeprefix("--").split("."))
-    if source is None:
+    if source is None or source.startswith("{"):
         return arguments
     first = next(index for index, name in enumerate(rest) if name.startswith(f"{flag}."))
     return [*rest[:first], f"{flag}.source={source}", *rest[first:]]

@@ -235,7 +235,7 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
         self._loader: TrainLoader[RowT, BatchT] | None = None
 
     def first_rows(self, module: object, number: int) -> list[FirstRows[RowT]]:
-        """Read the first rows as a run would, without loading the others.
+        """Read the first rows as a run would, and the others only where none of these can be used.
 
         Args:
             module: Has what the data takes from the module that it is used with, such as a
@@ -246,7 +246,7 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
             Of the train data, and of validation data of its own.
 
         Raises:
-            BadDataError: None of them can be used, or too many of all that there are.
+            BadDataError: None of all rows can be used, or too many cannot.
         """
         kind = self._make_kind(cast("L.Trainer", _Beside(module)))
         found = []
@@ -256,7 +256,11 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
             bad_rows, components = BadRows(what), components_of(entries)
             rows = kind.read_rows(components, bad_rows, limit=number).rows
             complete = bad_rows.total < number  # a source alone could have had more
-            bad_rows.refuse(self._max_bad_fraction if complete else 1.0)
+            if not (rows or complete):
+                bad_rows, complete = BadRows(what), True
+                rows = kind.read_rows(components, bad_rows).rows
+            if complete:
+                bad_rows.refuse(self._max_bad_fraction)
             found.append(
                 FirstRows(what, [row.value for row in rows], bad_rows.total, complete=complete)
             )

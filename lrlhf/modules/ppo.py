@@ -83,6 +83,8 @@ class PPO(TrainingModule):
 
     train_metric: ClassVar[str] = "rollout/score"
     eval_metric: ClassVar[str] = "eval/score"
+    default_algorithm: ClassVar[str] = "ppo"
+    """Where nothing names another."""
     default_minibatches: ClassVar[int] = 4
     """Optimizer steps per epoch over a rollout where ``update`` names no number."""
 
@@ -112,7 +114,7 @@ class PPO(TrainingModule):
     ) -> None:
         super().__init__(guard=guard, seed=seed)
         self.settings = complete_settings(
-            default_algorithm="ppo",
+            default_algorithm=self.default_algorithm,
             default_minibatches=self.default_minibatches,
             algorithm=algorithm,
             num_generations=num_generations,

@@ -77,6 +77,8 @@ class RLOO(TrainingModule):
 
     train_metric: ClassVar[str] = "rollout/score"
     eval_metric: ClassVar[str] = "eval/score"
+    default_algorithm: ClassVar[str] = "rloo"
+    """Where nothing names another."""
     default_minibatches: ClassVar[int] = 1
     """Optimizer steps per epoch over a rollout where ``update`` names no number."""
 
@@ -105,7 +107,7 @@ class RLOO(TrainingModule):
     ) -> None:
         super().__init__(guard=guard, seed=seed)
         self.settings = complete_settings(
-            default_algorithm="rloo",
+            default_algorithm=self.default_algorithm,
             default_minibatches=self.default_minibatches,
             algorithm=algorithm,
             num_generations=num_generations,

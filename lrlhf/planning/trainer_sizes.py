@@ -52,10 +52,10 @@ def training_steps(trainer: Mapping[str, Any], what: str, *, batches_per_step: i
     return Quantity(what, None, endless if epochs == -1 else f"{epochs} epoch(s) over the data")
 
 
-def _devices(accelerator: str, devices: Any) -> tuple[int, str]:
+def _devices(accelerator: Any, devices: Any) -> tuple[int, str]:
     """Count the devices of a node, and say where the number comes from."""
     given = f"trainer.devices {devices}"
-    if isinstance(devices, list):
+    if isinstance(devices, list) and devices:
         return len(devices), given
     text = str(devices).strip()
     if text in {"auto", "-1"}:
@@ -70,11 +70,11 @@ def _devices(accelerator: str, devices: Any) -> tuple[int, str]:
     return len(listed) if "," in text else int(text), given
 
 
-def _devices_here(accelerator: str, given: str) -> tuple[int, str]:
-    if accelerator in {"auto", "gpu", "cuda"} and CUDAAccelerator.is_available():
+def _devices_here(accelerator: Any, given: str) -> tuple[int, str]:
+    if accelerator in ("auto", "gpu", "cuda") and CUDAAccelerator.is_available():
         return CUDAAccelerator.auto_device_count(), f"{given}, the GPUs of this machine"
-    if accelerator in {"auto", "gpu", "mps"} and MPSAccelerator.is_available():
+    if accelerator in ("auto", "gpu", "mps") and MPSAccelerator.is_available():
         return 1, f"{given}, the GPU of this machine"
-    if accelerator in {"auto", "cpu"}:
+    if accelerator in ("auto", "cpu"):
         return 1, f"{given}, 1 on a CPU"
     return 1, f"{given}, assumed: this machine has no such device"

@@ -63,3 +63,10 @@ def test_a_kl_that_is_not_finite_changes_nothing_and_is_reported(tmp_path: Path)
 def test_a_module_without_a_penalty_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="BoringModel has none"):
         trainer(tmp_path, KLControl()).fit(BoringModel())
+
+
+def test_there_must_be_a_penalty_to_adapt(tmp_path: Path) -> None:
+    module = ToyPolicy(kl=[1.0])
+    module.kl_coef = 0.0
+    with pytest.raises(ValueError, match="kl_coef is 0"):
+        trainer(tmp_path, KLControl(init_coef=0.5)).fit(module, batches(1))

@@ -13,10 +13,19 @@ from transformers import GPT2Config, LlamaConfig, MambaConfig, PreTrainedConfig
 from lrlhf.cli import run
 from lrlhf.datamodules import Source
 from lrlhf.models import CausalLM, ScoreModel
+from lrlhf.planning.checks import models, run_checks
+from lrlhf.planning.checks.data_rows import check_reward_columns, check_sources
 from lrlhf.planning.checks.logins import check_wandb
 from lrlhf.planning.checks.mistake import MistakeError
-from lrlhf.planning.checks.models import TrainedModel
-from lrlhf.planning.checks.trainer_options import check_devices, check_length
+from lrlhf.planning.checks.models import TrainedModel, check_models
+from lrlhf.planning.checks.trainer_options import (
+    check_accelerator,
+    check_devices,
+    check_length,
+    check_replaced,
+    check_strategy,
+)
+from lrlhf.planning.trainer_sizes import processes
 from tests.cli import toys
 from tests.cli.experiment import experiment
 
@@ -86,7 +95,7 @@ def test_check_says_what_it_looked_at_and_writes_nothing(
     assert out[4] == "rewards  read gold"
     # one token per byte: "say 99"
     assert out[5] == "lengths  the longest prompt looked at 6 + max_new_tokens 3, of 256 tokens"
-    assert out[6:] == ["found no mistake"]
+    assert out[6:] == ["found no mistake in what was looked at"]
     assert sorted(Path().rglob("*")) == before
 
 
@@ -145,6 +154,119 @@ def test_what_only_the_run_can_tell_is_the_users_mistake_as_well(
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+REFUSED = [
+    (["--model.sampling.max_new_tokens=0"], "max_new_tokens is 0"),
+    (["--model.sampling.temperature=-1"], "temperature"),
+    (["--model.num_generations=1"], "num_generations is 1"),
+    (["--model.rewards.functions=[numeric_anser]"], "did you mean 'numeric_answer'?"),
+    (["--model.rewards.weights=[1, 2]"], "weights"),
+    (["--trainer.callbacks=RLCheckpoint", "--trainer.callbacks.save_top_k=-5"], "save_top_k"),
+    (["--trainer.devices=[]"], "trainer.devices"),
+    (["--trainer.callbacks=KLControl", "--model.reference.kl_coef=0"], "kl_coef is 0"),
+]
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(("flags", "message"), REFUSED)
+def test_what_constructors_refuse_is_refused_by_check(
+    model_folder: str, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    _write(model_folder, _questions(8))
+    assert run(["check", "--config", "run.yaml", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        ("error: command line: --", "error: run.yaml:12: model.init_args.rewards")
+    )
+    assert message in error
+
+
+def test_what_goes_wrong_in_a_check_does_not_end_the_run(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def check_folders(_: object) -> None:
+        raise KeyError("not thought of")
+
+    monkeypatch.setattr(run_checks, "check_folders", check_folders)
+    _write(model_folder, _questions(8))
+    with caplog.at_level("DEBUG", logger=run_checks.__name__):
+        assert run(["check", "--config", "run.yaml"]) == 0
+    assert "check_folders could not look" in caplog.text
+
+
+def test_sizes_of_training_do_not_matter_to_validation(model_folder: str) -> None:
+    # 4 responses are no multiple of 3, and 2 rows are fewer than a batch
+    data = {**_questions(2), "val": "rows.jsonl", "batch_size": 4, "val_batch_size": 1}
+    _write(model_folder, data)
+    flags = ["--config", "run.yaml", "--model.update.minibatch_size=3"]
+    assert run(["check", *flags]) == 2
+    assert run(["validate", *flags]) == 0
+
+
+def test_a_class_for_accelerator_and_strategy_is_not_looked_at() -> None:
+    own = {"class_path": "lightning.pytorch.accelerators.CPUAccelerator"}
+    trainer = {"accelerator": own, "strategy": own, "devices": "auto", "num_nodes": 1}
+    check_strategy(trainer)
+    check_accelerator(trainer)
+    check_devices(trainer)
+    assert processes(trainer).number == 1
+
+
+def test_a_users_source_with_an_option_source_is_not_unwrapped() -> None:
+    own = {"class_path": f"{__name__}.OwnRows", "init_args": {"source": "nowhere.jsonl"}}
+    data = {"class_path": "lrlhf.datamodules.PromptDataModule", "init_args": {"train": own}}
+    check_sources(data)
+    weighted = {"class_path": "lrlhf.datamodules.Weighted", "init_args": {"source": "no.jsonl"}}
+    for entry in (weighted, {"source": "no.jsonl"}):
+        data["init_args"] = {"train": [entry]}
+        with pytest.raises(MistakeError, match=r"no\.jsonl"):
+            check_sources(data)
+
+
+def test_rewards_and_modules_of_the_users_are_not_read_as_ours(model_folder: str) -> None:
+    own = {"class_path": f"{__name__}.OwnRows", "init_args": {"recipe": "r", "functions": 3}}
+    options = {"policy": model_folder, "rewards": own, "num_generations": 2, "update": {}}
+    assert check_models({"class_path": "lrlhf.modules.RLOO", "init_args": options}) is not None
+    model = {"class_path": f"{__name__}.OwnRows", "init_args": options}
+    assert check_reward_columns(model, frozenset()) is None
+    check_replaced({"accumulate_grad_batches": 4, "gradient_clip_val": 1.0}, model)
+
+
+@pytest.mark.parametrize(("group", "kind"), [("reference", "CausalLM"), ("critic", "ValueModel")])
+def test_models_beside_the_policy_are_read_with_their_own_options(
+    monkeypatch: pytest.MonkeyPatch, group: str, kind: str
+) -> None:
+    read: list[Any] = []
+    monkeypatch.setattr(models, "_look_at", lambda key, spec: read.append((key, spec)))
+    entry = {"source": "a/b", "trust_remote_code": True, "revision": "v2"}
+    options = {group: {"model": entry}}
+    check_models({"class_path": "lrlhf.modules.PPO", "init_args": options})
+    [(key, spec)] = read
+    assert key == ("model", group, "model")
+    assert type(spec).__name__ == kind
+    assert (spec.trust_remote_code, spec.revision) == (True, "v2")
+
+
+def test_rows_after_a_hundred_bad_ones_are_good_enough(
+    model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"question": "?"}] * 100 + [{"prompt": "say"}] * 100
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {"train": "rows.jsonl", "batch_size": 2, "max_bad_fraction": 0.5}
+    _write(model_folder, data)
+    assert run(["check", "--config", "run.yaml"]) == 0
+    assert "all 200 rows looked at, 100 can be used" in capsys.readouterr().out
+
+
+def test_findings_are_fit_for_a_terminal(
+    model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write(model_folder, _questions(8, **{"\x1b[31mred": "1"}))
+    assert run(["check", "--config", "run.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert "columns \\x1b[31mred" in out
+    assert "\x1b" not in out
 
 
 def test_the_first_rows_may_be_bad_where_others_are_good(

@@ -35,6 +35,12 @@ GROUP = "model: {class_path: RLOO, init_args: {policy: {source: tiny}}}\n"
         ([TEXT], "--model.policy other", ""),
         ([TEXT], "--model.policyx.lora.r 8", ""),
         ([], "--model.policy.lora.r 8", ""),
+        ([TEXT], "--model.policy={source:x} --model.policy.lora.r 8", ""),
+        (
+            [TEXT],
+            "--model.init_args.policy.lora.r 8",
+            "--model.policy.source=tiny --model.policy.lora.r 8",
+        ),
         ([], "--model RewardModel --model.model a --model.model.heads [x]",
          "--model RewardModel --model.model.source=a --model.model.heads [x]"),
     ],

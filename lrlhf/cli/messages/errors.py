@@ -20,10 +20,6 @@ class UserError(Exception):
     """The cause, which came up in a run, is about what the user wrote."""
 
 
-class RefusedError(Exception):
-    """A class of the config refused its arguments; the cause is what jsonargparse reported."""
-
-
 def hint(word: str, accepted: Iterable[str], *, listed_as: str = "accepted") -> str:
     """Say what the user may have meant.
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import lightning as L
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
-from lrlhf.datamodules import HubSource, Source, TextDataModule
+from lrlhf.datamodules import HubSource, Source, TextDataModule, Weighted
 from lrlhf.datamodules.core import FirstRows
 from lrlhf.datamodules.loading.sources import resolve_source
 from lrlhf.functional.names import import_value
@@ -118,14 +118,16 @@ def check_rows(
     return LookedAt(splits, frozenset().union(*columns), max(lengths, default=0))
 
 
-def check_reward_columns(model: Any, columns: frozenset[str]) -> list[str]:
+def check_reward_columns(model: Any, columns: frozenset[str]) -> list[str] | None:
     """Refuse a reward function that asks for a column that the data lacks.
 
     Returns:
-        The columns that the functions read.
+        The columns that the functions read; None: there are no rewards, or not of a known kind.
     """
-    rewards = options_of(options_of(model).get("rewards"))
-    needed = dict(_needed_columns(rewards))
+    entry = options_of(model).get("rewards")
+    if not is_ours(entry):
+        return None
+    needed = dict(_needed_columns(options_of(entry)))
     for column, name in needed.items():
         if column in columns | _ALWAYS:
             continue
@@ -183,7 +185,9 @@ def _sources(entries: Any) -> list[Any]:
     listed = entries if isinstance(entries, list) else [] if entries is None else [entries]
     return [
         options_of(entry)["source"]
-        if isinstance(entry, Mapping) and "source" in options_of(entry)
+        if isinstance(entry, Mapping)
+        and "source" in options_of(entry)
+        and ("class_path" not in entry or is_a(entry, Weighted))
         else entry
         for entry in listed
     ]

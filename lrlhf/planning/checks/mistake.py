@@ -18,3 +18,7 @@ class MistakeError(ValueError):
         super().__init__(sentence)
         self.key = tuple(key)
         self.value = value
+
+
+class RefusedError(Exception):
+    """A class of the config refused its arguments; the cause is what jsonargparse reported."""

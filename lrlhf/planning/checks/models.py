@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from lrlhf.media import MediaProcessor
-from lrlhf.models import CausalLM, PretrainedSpec, ScoreModel, load_config
+from lrlhf.models import CausalLM, PretrainedSpec, ScoreModel, ValueModel, load_config
 from lrlhf.models.loading.meta import model_config
 from lrlhf.models.loading.model_sources import converted_folder, locate
 from lrlhf.planning.checks.mistake import MistakeError
@@ -19,7 +19,7 @@ from lrlhf.planning.config_entries import class_of, is_ours, options_of, spec_of
 
 _TRAINED: Mapping[str, type[PretrainedSpec]] = {"policy": CausalLM, "model": ScoreModel}
 """Options of the modules with what they train, and what a plain source is there."""
-_BESIDE = ("reference", "critic")
+_BESIDE: Mapping[str, type[PretrainedSpec]] = {"reference": CausalLM, "critic": ValueModel}
 """Groups of options that have a ``model`` of their own."""
 
 
@@ -73,16 +73,19 @@ def check_models(model: Any) -> TrainedModel | None:
     trained = None
     for name, kind in _TRAINED.items():
         if options.get(name) is not None:
-            own = class_of(options[name]) if isinstance(options[name], Mapping) else None
-            spec = own if own is not None and issubclass(own, PretrainedSpec) else kind
-            trained = _look_at(("model", name), spec_of(options[name], spec))
-    for group in _BESIDE:
+            trained = _look_at(("model", name), _spec(options[name], kind))
+    for group, kind in _BESIDE.items():
         entry = options_of(options.get(group)).get("model")
         if entry is not None:
-            _look_at(("model", group, "model"), PretrainedSpec(source=_source_of(entry)))
+            _look_at(("model", group, "model"), _spec(entry, kind))
     for source in _reward_sources(options):
         _found(("model", "rewards", "functions", "source"), source)
     return trained
+
+
+def _spec(entry: Any, kind: type[PretrainedSpec]) -> PretrainedSpec:
+    own = class_of(entry) if isinstance(entry, Mapping) else None
+    return spec_of(entry, own if own is not None and issubclass(own, PretrainedSpec) else kind)
 
 
 def _look_at(key: tuple[str, ...], spec: PretrainedSpec) -> TrainedModel:
@@ -116,12 +119,10 @@ def _unconverted(source: str) -> Path | None:
     return found
 
 
-def _source_of(entry: Any) -> str:
-    return entry if isinstance(entry, str) else str(options_of(entry)["source"])
-
-
 def _reward_sources(options: Mapping[str, Any]) -> Iterator[str]:
-    functions = options_of(options.get("rewards")).get("functions") or []
+    if not is_ours(options.get("rewards")):
+        return
+    functions = options_of(options["rewards"]).get("functions") or []
     for entry in functions.values() if isinstance(functions, Mapping) else functions:
         if isinstance(entry, Mapping) and is_ours(entry):
             source = options_of(entry).get("source")

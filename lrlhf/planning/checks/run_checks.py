@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
 
 import lightning as L
 
+from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity
+from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.planning.checks.data_rows import (
     LookedAt,
     check_reward_columns,
@@ -15,12 +18,14 @@ from lrlhf.planning.checks.data_rows import (
 )
 from lrlhf.planning.checks.folders import check_folders
 from lrlhf.planning.checks.logins import check_wandb
+from lrlhf.planning.checks.mistake import MistakeError, RefusedError
 from lrlhf.planning.checks.models import check_models
 from lrlhf.planning.checks.together import (
     check_batches,
     check_context,
     check_engine,
     check_interval,
+    check_kl_control,
     check_rows_per_batch,
     check_sizes,
     check_texts_beside,
@@ -33,20 +38,37 @@ from lrlhf.planning.checks.trainer_options import (
     check_replaced,
     check_strategy,
 )
-from lrlhf.planning.config_entries import options_of
 from lrlhf.planning.trainer_sizes import processes, training_steps
 
+logger = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
 
-def check_run(
-    sections: dict[str, Any], build_data: Callable[[], L.LightningDataModule], *, trains: bool
-) -> Iterator[str]:
+
+class Parts(Protocol):
+    """Makes the parts of a run that load nothing; raises `RefusedError` where one refuses."""
+
+    def data(self) -> L.LightningDataModule:
+        """Make the data module."""
+
+    def of_trainer(self) -> None:
+        """Make callbacks and loggers."""
+
+    def rewards(self) -> None:
+        """Make the rewards."""
+
+    def settings(self) -> PolicySettings | None:
+        """Make the groups of options of the module, and complete those of a policy."""
+
+
+def check_run(sections: dict[str, Any], parts: Parts, *, trains: bool) -> Iterator[str]:
     """Check what is known of a run before weights are loaded.
 
-    Of classes that are not this library's nothing is built, and little is said.
+    Of classes that are not this library's nothing is built but the data module that holds them,
+    and little is said. A check that fails itself says nothing: the run will tell.
 
     Args:
         sections: The parsed config as plain values: ``model``, ``data`` and ``trainer``.
-        build_data: Makes the data module.
+        parts: Of the run.
         trains: The run trains, rather than validates, tests or predicts.
 
     Yields:
@@ -54,50 +76,74 @@ def check_run(
 
     Raises:
         MistakeError: Something cannot work; names the option.
-        ValueError: The data module refuses its options.
+        RefusedError: A class refuses its options.
     """
     model, data, trainer = sections["model"], sections.get("data"), sections["trainer"]
-    check_strategy(trainer)
-    check_accelerator(trainer)
-    check_devices(trainer)
-    check_loggers(trainer)
-    check_wandb(trainer)
-    check_folders(trainer)
+    for check in (check_strategy, check_accelerator, check_devices, check_loggers, check_wandb):
+        _tried(check, trainer)
+    _tried(check_folders, trainer)
     if trains:
-        check_length(trainer)
-        check_replaced(trainer, model)
-    check_batches(model, data)
-    check_texts_beside(model, data)
-    check_engine(model)
-    check_sources(data)
-    ranks = processes(trainer)
-    plan = check_sizes(model, data, ranks)
-    steps = training_steps(trainer, "steps")
-    length = "an unknown number of steps" if steps.number is None else _count(steps.number, "step")
-    yield f"run      {length} on {_count(ranks.number or 1, 'process')}: {steps.origin}"
-    if plan is not None:
-        updates = _count(plan.steps_per_iteration, "optimizer step")
-        yield (
-            f"batches  {plan.prompts} prompts × {plan.num_generations} responses; {updates} of "
-            f"{plan.minibatch_size} responses"
-        )
-    trained = check_models(model)
+        _tried(check_length, trainer)
+        _tried(check_replaced, trainer, model)
+        _tried(check_texts_beside, model, data)
+    _tried(check_batches, model, data)
+    _tried(check_engine, model)
+    _tried(check_sources, data)
+    ranks = _tried(processes, trainer)
+    plan = _tried(check_sizes, model, data, ranks) if trains and ranks else None
+    yield from _tried(_of_length, trainer, ranks) or ()
+    yield from _of_batches(plan)
+    _tried(parts.of_trainer)
+    settings = _tried(parts.settings)
+    if trains:
+        _tried(check_kl_control, trainer, settings)
+    _tried(parts.rewards)
+    trained = _tried(check_models, model)
     if trained is not None:
         yield (
             f"model    {'.'.join(trained.key)} {trained.spec.source} "
             f"({trained.config.model_type}, {trained.context or 'any number of'} tokens)"
         )
-    seen = check_rows(data, model, trained, build_data)
+    seen = _tried(check_rows, data, model, trained, parts.data)
     if seen is not None:
         yield from _of_rows(seen)
-        check_rows_per_batch(data, seen.train, ranks.number or 1)
-        if trains:
-            check_interval(trainer, data, seen.train, ranks.number or 1)
-        if "rewards" in options_of(model):
-            read = check_reward_columns(model, seen.columns)
+        if trains and ranks:
+            _tried(check_rows_per_batch, data, seen.train, ranks.number or 1)
+            _tried(check_interval, trainer, data, seen.train, ranks.number or 1)
+        read = _tried(check_reward_columns, model, seen.columns)
+        if read is not None:
             yield f"rewards  read {', '.join(read) or 'no column'}"
-    if trained is not None and (lengths := check_context(model, data, trained, seen)):
+    if lengths := trained and _tried(check_context, model, data, trained, seen):
         yield f"lengths  {lengths}"
+
+
+def _tried(check: Callable[..., ResultT], *arguments: Any) -> ResultT | None:
+    """Run a check; None where it fails itself, which must not end a run."""
+    try:
+        return check(*arguments)
+    except (MistakeError, RefusedError):
+        raise
+    except Exception:  # what it did not expect in a config may well be in order
+        name = getattr(check, "__name__", check)
+        logger.debug("%s could not look at the config", name, exc_info=True)
+        return None
+
+
+def _of_length(trainer: Mapping[str, Any], ranks: Quantity | None) -> list[str]:
+    steps = training_steps(trainer, "steps")
+    length = "an unknown number of steps" if steps.number is None else _count(steps.number, "step")
+    on = _count(ranks.number or 1, "process") if ranks else "an unknown number of processes"
+    return [f"run      {length} on {on}: {steps.origin}"]
+
+
+def _of_batches(plan: BatchPlan | None) -> Iterator[str]:
+    if plan is None:
+        return
+    updates = _count(plan.steps_per_iteration, "optimizer step")
+    yield (
+        f"batches  {plan.prompts} prompts × {plan.num_generations} responses; {updates} of "
+        f"{plan.minibatch_size} responses"
+    )
 
 
 def _count(number: int, what: str) -> str:

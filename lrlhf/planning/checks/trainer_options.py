@@ -12,9 +12,10 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lrlhf.strategies  # noqa: F401  their names are known once they are imported
+from lrlhf.modules.base import TrainingModule
 from lrlhf.planning.batch_sizes import has_batch_plan
 from lrlhf.planning.checks.mistake import MistakeError
-from lrlhf.planning.config_entries import options_of
+from lrlhf.planning.config_entries import is_a, options_of
 from lrlhf.planning.trainer_sizes import processes
 
 _SPLITS_ONE_MODEL = {
@@ -71,6 +72,8 @@ def check_accelerator(trainer: Mapping[str, Any]) -> None:
     """Refuse a GPU that is not there."""
     name = trainer["accelerator"]
     has_mps = name == "gpu" and torch.backends.mps.is_available()
+    if not isinstance(name, str):
+        return  # a class of the user's
     if name in {"gpu", "cuda"} and not torch.cuda.is_available() and not has_mps:
         raise MistakeError(
             ("trainer", "accelerator"),
@@ -86,7 +89,7 @@ def check_devices(trainer: Mapping[str, Any]) -> None:
         count = processes({**trainer, "num_nodes": 1}).number or 1
     except ValueError as error:
         raise MistakeError(key, str(error).removeprefix("trainer.")) from error
-    if trainer["accelerator"] not in {"auto", "gpu", "cuda"} or not CUDAAccelerator.is_available():
+    if trainer["accelerator"] not in ("auto", "gpu", "cuda") or not CUDAAccelerator.is_available():
         return
     here, devices = CUDAAccelerator.auto_device_count(), trainer["devices"]
     numbers = [one for one in devices if isinstance(one, int)] if isinstance(devices, list) else []
@@ -119,7 +122,7 @@ def check_length(trainer: Mapping[str, Any]) -> None:
 
 def check_replaced(trainer: Mapping[str, Any], model: Any) -> None:
     """Refuse options that a module has others for, which Lightning would not apply to it."""
-    if not has_batch_plan(options_of(model)):
+    if not (is_a(model, TrainingModule) and has_batch_plan(options_of(model))):
         return
     given = {
         "accumulate_grad_batches": trainer["accumulate_grad_batches"] != 1,

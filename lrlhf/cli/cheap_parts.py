@@ -1,0 +1,114 @@
+"""The parts of a run whose constructors load nothing, made to see whether they refuse."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from typing import Any
+
+import lightning as L
+from jsonargparse import Namespace
+from lightning.pytorch.loggers import Logger
+
+from lrlhf.cli.parser import Parser
+from lrlhf.modules.policy.policy_settings import PolicySettings, complete_settings
+from lrlhf.planning.checks.mistake import RefusedError
+from lrlhf.planning.config_entries import class_of, is_ours, options_of
+from lrlhf.rewards import Rewards
+from lrlhf.rewards.lookup import BUILTINS
+
+_LOADED = {"policy", "model", "tokenizer", "processor", "engine", "rewards"}
+"""Options of the modules that load something, and the rewards, which have a look of their own."""
+
+
+class CheapParts:
+    """Makes parts of a run as the run would; each method raises `RefusedError` where one refuses.
+
+    Args:
+        options: The parsed config: ``model``, ``data`` and ``trainer``.
+    """
+
+    def __init__(self, options: Namespace) -> None:
+        self._options = options
+        self._model = options.model.as_dict()
+
+    def data(self) -> L.LightningDataModule:
+        """Make the data module."""
+        made: L.LightningDataModule = _made(L.LightningDataModule, self._options.data)
+        return made
+
+    def of_trainer(self) -> None:
+        """Make the callbacks and loggers of this library."""
+        for section, base in (("callbacks", L.Callback), ("logger", Logger)):
+            given = self._options.trainer[section]
+            for entry in given if isinstance(given, list) else [given]:
+                if isinstance(entry, Namespace) and is_ours(entry.as_dict()):
+                    _made(base, entry)
+
+    def rewards(self) -> None:
+        """Make the rewards where no function loads anything or is an object of the user's."""
+        entry = options_of(self._model).get("rewards")
+        functions = options_of(entry).get("functions") or []
+        listed = functions.values() if isinstance(functions, Mapping) else functions
+        if is_ours(entry) and all(map(_loads_nothing, listed)):
+            _made(Rewards, self._options.model.init_args.rewards)
+
+    def settings(self) -> PolicySettings | None:
+        """Make the groups of options of a module, and complete those of a policy.
+
+        Returns:
+            The settings; None: the module has none, or some are of a user's class.
+        """
+        owner = class_of(self._model)
+        if owner is None or not is_ours(self._model):
+            return None
+        given = {
+            name: value
+            for name, value in options_of(self._model).items()
+            if name not in _LOADED and _is_plain(value)
+        }
+        needed = inspect.signature(complete_settings).parameters
+        defaults = {name: getattr(owner, name, None) for name in needed if name[:8] == "default_"}
+        parser = Parser()
+        try:
+            names = inspect.signature(owner).parameters
+            skip: set[str | int] = {name for name in names if name not in given}
+            parser.add_class_arguments(owner, "it", skip=skip, instantiate=False)
+            made = parser.instantiate_classes(parser.parse_object({"it": given})).it
+            if defaults["default_algorithm"] is None or {*needed} - {*given, *defaults}:
+                return None
+            chosen = {name: made[name] for name in needed if name in given}
+            return complete_settings(**chosen, **defaults)
+        except Exception as error:
+            raise RefusedError from error
+
+
+def _made(base: type, entry: Namespace) -> Any:
+    parser = Parser()
+    parser.add_subclass_arguments(base, "it")
+    try:
+        return parser.instantiate_classes(Namespace(it=entry)).it  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise RefusedError from error
+
+
+def _loads_nothing(function: Any) -> bool:
+    """Whether a reward function can be made at once; those of this library load in `prepare`."""
+    if isinstance(function, str):  # a function of the user's is imported in any case
+        return function in BUILTINS or class_of(function) is None
+    options = options_of(function)
+    # one that is given a function may make an object of the user's
+    return is_ours(function) and "function" not in options and all(map(_is_plain, options.values()))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an option holds no class but groups of options of this library's."""
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if not isinstance(value, Mapping):
+        return True
+    kind = class_of(value)
+    if "class_path" in value and not (is_ours(value) and is_dataclass(kind)):
+        return False
+    return all(map(_is_plain, value.values()))
