@@ -21,6 +21,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lrlhf import Trainer
 from lrlhf.callbacks import EvalJSONL, RLCheckpoint, RolloutLog
 from lrlhf.cli import run
+from lrlhf.cli.application import _run_folder
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.loggers import ResumingCSVLogger, ResumingWandbLogger
 from lrlhf.modules import RLOO
@@ -111,6 +112,19 @@ def test_a_config_without_callbacks_and_logger_keeps_everything_in_one_folder(
         assert run(["validate", "--config", "sums.yaml", "--ckpt_path", word]) == 0
     assert Path("runs/sums/config.yaml").read_bytes() == trained
     assert Path("runs/sums/validate_config.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [
+        (["--config", "configs/a.yaml", "--config=b.yaml"], "runs/a"),
+        (["--config", '{"model": {"token": "hidden"}}', "--config=b.yaml"], "runs/b"),
+        (["--config", "s3://bucket/a.yaml"], "runs/unnamed"),
+        (["--trainer.max_steps", "1"], "runs/unnamed"),
+    ],
+)
+def test_the_folder_has_the_name_of_the_first_file(given: list[str], folder: str) -> None:
+    assert _run_folder(["fit", *given]) == folder
 
 
 def test_one_option_moves_all_of_it(model_folder: str, rows: str) -> None:
