@@ -15,7 +15,7 @@ import lightning as L
 import pytest
 import torch
 import yaml
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lrlhf import Trainer
@@ -146,6 +146,25 @@ def test_what_is_given_takes_the_place_of_a_default() -> None:
     none = Trainer(enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
     assert not any(isinstance(one, ModelCheckpoint) for one in none.callbacks)
     assert none.progress_bar_callback is None
+
+
+def test_a_checkpoint_for_errors_alone_leaves_the_default_ones() -> None:
+    mine = OnExceptionCheckpoint("broken")
+    trainer = Trainer(callbacks=[mine], logger=False, accelerator="cpu")
+    assert trainer.callbacks[-2] is mine
+    assert isinstance(trainer.callbacks[-1], RLCheckpoint)
+
+
+@pytest.mark.parametrize("folder", ["file:///tmp/run", "s3://bucket/run", "memory://run"])
+def test_a_remote_run_folder_is_refused(
+    folder: str, model_folder: str, rows: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = f"{folder} is no folder of this machine; give a local trainer.default_root_dir"
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Trainer(default_root_dir=folder)
+    assert fit("sums.yaml", config(model_folder, rows, default_root_dir=folder)) == 2
+    assert f"trainer.default_root_dir: {message}" in capsys.readouterr().err
+    assert files(".") == {"rows.jsonl", "sums.yaml"}
 
 
 def test_loggers_without_a_folder_use_the_run_folder() -> None:
