@@ -8,8 +8,8 @@ import yaml
 
 from lrlhf.cli.config_files import MERGE, ConfigFile, dotted, line_of, walk
 from lrlhf.cli.messages.errors import ConfigError, hint
-from lrlhf.cli.messages.familiar_names import FAMILIAR_NAMES, RENAMED_KEYS
 from lrlhf.cli.source_signatures import method_options, options_of
+from lrlhf.familiar_names import FAMILIAR_NAMES, RENAMED_KEYS
 
 _SECTIONS = {"seed_everything", "trainer", "model", "data"}
 _NO_OPTIONS = {"model", "train_dataloaders", "val_dataloaders", "dataloaders", "datamodule"}

@@ -11,7 +11,7 @@ import lightning as L
 
 import lrlhf.datamodules
 from lrlhf.datamodules import RowDataModule
-from lrlhf.datamodules.core import FirstRows
+from lrlhf.datamodules.loading.splits import FirstRows
 from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity
 from lrlhf.planning.batch_sizes import has_batch_plan, planned_batches
 from lrlhf.planning.checks.data_rows import LookedAt
