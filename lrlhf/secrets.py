@@ -20,6 +20,8 @@ _NAME = re.compile(
 )
 """Options whose value is a secret; ``eos_token``, ``max_tokens`` and ``token_file`` are none."""
 _ADDRESS = re.compile(r"(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^\s/?#@'\"]+@")
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u2028-\u202e\u2066-\u2069]")
+"""Controls but line breaks and tabs, halves of surrogate pairs, and what turns lines around."""
 _SHORTEST = 8
 """Shorter values are words such as ``false``, which messages need."""
 _known: set[str] = set()
@@ -50,13 +52,15 @@ def hide(text: str) -> str:
 
 
 def safe(text: str) -> str:
-    """Make a text fit for a terminal: what a secret is hidden, what is no print is escaped.
+    """Make a text fit for a terminal: what is a secret is hidden, what it would act on escaped."""
+    return escaped(hide(text))
 
-    Messages quote data, and a terminal acts on escape sequences wherever they come from.
+
+def escaped(text: str) -> str:
+    """Write as escape sequences what a terminal would act on, or could not encode.
+
+    Messages quote data, and a terminal acts on control sequences wherever they come from.
     """
-    return "".join(
-        character
-        if character.isprintable() or character in "\n\t"
-        else character.encode("unicode_escape", "surrogatepass").decode()
-        for character in hide(text)
+    return _UNSAFE.sub(
+        lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, ProgressBar
 
 from lrlhf.callbacks import (
     EvalJSONL,
@@ -23,7 +23,7 @@ from lrlhf.callbacks.checkpoints.last_checkpoint import find_newest
 from lrlhf.loggers import ResumingCSVLogger
 from lrlhf.modules.contracts import Exportable, Measured, SamplesResponses
 from lrlhf.run.quiet_output import quiet
-from lrlhf.run.run_folder import WritesToRunFolder
+from lrlhf.run.run_folder import WritesToRunFolder, refuse_remote
 from lrlhf.run.supervision.interrupts import ReusableTrainer
 
 
@@ -55,6 +55,7 @@ class Trainer(ReusableTrainer):
         **options: Any,
     ) -> None:
         folder = default_root_dir or Path("runs") / _name_of_script()
+        refuse_remote(folder)
         callbacks = _as_list(options.get("callbacks"))
         shows_progress = options.get("enable_progress_bar") is not False
         if default_callbacks and shows_progress and not _has(callbacks, ProgressBar):
@@ -62,7 +63,7 @@ class Trainer(ReusableTrainer):
         saves = options.get("enable_checkpointing") is not False
         self._checkpoints: RLCheckpoint | None = None
         """Those of the defaults."""
-        if default_callbacks and saves and not _has(callbacks, Checkpoint):
+        if default_callbacks and saves and not _has(callbacks, ModelCheckpoint):
             self._checkpoints = RLCheckpoint()
             callbacks.append(self._checkpoints)
         if options.get("logger") in (None, True):

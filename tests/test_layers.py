@@ -12,12 +12,12 @@ from typing import Any
 import lrlhf
 
 ROOT = Path(lrlhf.__file__).parent
-THE_FILE = ROOT / "run" / "lightning_internals.py"
+THE_FILES = [ROOT / "run" / f"lightning_{what}.py" for what in ("internals", "loops")]
 FILES = [
     path
     for path in sorted(ROOT.rglob("*.py"))
     # loggers are to follow
-    if path != THE_FILE and "loggers" not in path.parts
+    if path not in THE_FILES and "loggers" not in path.parts
 ]
 
 

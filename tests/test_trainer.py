@@ -15,12 +15,13 @@ import lightning as L
 import pytest
 import torch
 import yaml
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lrlhf import Trainer
 from lrlhf.callbacks import EvalJSONL, RLCheckpoint, RolloutLog
 from lrlhf.cli import run
+from lrlhf.cli.application import _run_folder
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.loggers import ResumingCSVLogger, ResumingWandbLogger
 from lrlhf.modules import RLOO
@@ -114,6 +115,19 @@ def test_a_config_without_callbacks_and_logger_keeps_everything_in_one_folder(
     assert Path("runs/sums/validate_config.yaml").is_file()
 
 
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [
+        (["--config", "configs/a.yaml", "--config=b.yaml"], "runs/a"),
+        (["--config", '{"model": {"token": "hidden"}}', "--config=b.yaml"], "runs/b"),
+        (["--config", "s3://bucket/a.yaml"], "runs/unnamed"),
+        (["--trainer.max_steps", "1"], "runs/unnamed"),
+    ],
+)
+def test_the_folder_has_the_name_of_the_first_file(given: list[str], folder: str) -> None:
+    assert _run_folder(["fit", *given]) == folder
+
+
 def test_one_option_moves_all_of_it(model_folder: str, rows: str) -> None:
     settings = config(model_folder, rows, default_root_dir="runs/here")
     settings["trainer"]["logger"] = {"class_path": "ResumingCSVLogger"}
@@ -133,6 +147,25 @@ def test_what_is_given_takes_the_place_of_a_default() -> None:
     none = Trainer(enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
     assert not any(isinstance(one, ModelCheckpoint) for one in none.callbacks)
     assert none.progress_bar_callback is None
+
+
+def test_a_checkpoint_for_errors_alone_leaves_the_default_ones() -> None:
+    mine = OnExceptionCheckpoint("broken")
+    trainer = Trainer(callbacks=[mine], logger=False, accelerator="cpu")
+    assert trainer.callbacks[-2] is mine
+    assert isinstance(trainer.callbacks[-1], RLCheckpoint)
+
+
+@pytest.mark.parametrize("folder", ["file:///tmp/run", "s3://bucket/run", "memory://run"])
+def test_a_remote_run_folder_is_refused(
+    folder: str, model_folder: str, rows: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = f"{folder} is no folder of this machine; give a local trainer.default_root_dir"
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Trainer(default_root_dir=folder)
+    assert fit("sums.yaml", config(model_folder, rows, default_root_dir=folder)) == 2
+    assert f"trainer.default_root_dir: {message}" in capsys.readouterr().err
+    assert files(".") == {"rows.jsonl", "sums.yaml"}
 
 
 def test_loggers_without_a_folder_use_the_run_folder() -> None:

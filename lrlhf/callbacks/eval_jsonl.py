@@ -15,6 +15,7 @@ from lrlhf.callbacks.output_files import (
     hold_output_folder,
     json_line,
     output_folder,
+    row_number,
 )
 from lrlhf.run.step_numbers import LoadedStep, model_step
 
@@ -74,7 +75,7 @@ class EvalJSONL(KeepsArguments, LoadedStep):
         loader = {"dataloader": dataloader_idx} if several else {}
         for record in outputs["records"]:
             # without a position the order of arrival stands, because the sort is stable
-            position = int(record.get("index", record.get("row", 0)))
+            position = row_number(record, "index", "row")
             line = json_line({"step": model_step(trainer), **loader, **record})
             self._lines.append((dataloader_idx, str(record.get("source", "")), position, line))
 

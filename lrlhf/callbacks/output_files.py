@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ __all__ = [
     "hold_output_folder",
     "json_line",
     "output_folder",
+    "row_number",
 ]
 
 T = TypeVar("T")
@@ -87,6 +89,15 @@ def _plain(value: Any, where: str) -> Any:
         f"record key {where.removeprefix('.')!r} holds a {type(value).__name__}, which JSON has no "
         "form for; turn it into text or numbers, or leave it out of the record"
     )
+
+
+def row_number(record: Mapping[str, Any], *names: str) -> int:
+    """Return the first of some columns that a record has, if it is a whole number; else 0."""
+    value = next((record[name] for name in names if name in record), 0)
+    try:
+        return operator.index(value)
+    except TypeError:  # a column of the user's, which says nothing of the order
+        return 0
 
 
 def gather_on_zero(trainer: L.Trainer, rows: list[T]) -> list[T]:

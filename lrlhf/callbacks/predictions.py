@@ -9,7 +9,13 @@ from typing import Any
 
 import lightning as L
 
-from lrlhf.callbacks.output_files import atomic_write, gather_on_zero, json_line, output_folder
+from lrlhf.callbacks.output_files import (
+    atomic_write,
+    gather_on_zero,
+    json_line,
+    output_folder,
+    row_number,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -53,7 +59,7 @@ class PredictionJSONL(L.Callback):
                 line = {"dataloader": dataloader_idx, **record} if several else record
                 # else the ranks took the rows of a batch in turn
                 arrival = len(self._lines) * trainer.world_size + trainer.global_rank
-                number = int(record.get("row", record.get("index", 0)))
+                number = row_number(record, "row", "index")
                 place = (dataloader_idx, str(record.get("source", "")), number, arrival)
                 self._lines.append((place, json_line(line)))
 

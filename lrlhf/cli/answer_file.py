@@ -70,8 +70,7 @@ class AnswerFile:
         """
         assert self._handle is not None
         plain = json.loads(json.dumps(settings))
-        done = self._last_row()
-        if done:
+        if self._partial.stat().st_size:
             known = json.loads(self._settings.read_text()) if self._settings.exists() else {}
             changed = sorted(key for key in plain if known.get(key) != plain[key])
             if changed:
@@ -79,7 +78,8 @@ class AnswerFile:
                     f"output: {self._partial} was begun with another {', '.join(changed)}; remove "
                     "it to start over, or choose another name"
                 )
-            return done
+            # not before: the lines of a row may be others under other settings
+            return self._last_row()
         with atomic_write(self._settings) as handle:
             handle.write(json.dumps(plain).encode())
         return 0

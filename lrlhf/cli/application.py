@@ -25,6 +25,7 @@ from lrlhf.cli.config_files import (
     ConfigFile,
     config_arguments,
     folders_of_own_code,
+    is_inline,
     read_config_files,
 )
 from lrlhf.cli.convert_command import convert
@@ -319,9 +320,9 @@ def _application(
 
 
 def _run_folder(arguments: Sequence[str]) -> str:
-    """Name the folder of a run after its first config."""
-    files = config_arguments(arguments)
-    return str(Path("runs") / (Path(files[0]).stem if files else "unnamed"))
+    """Name the folder of a run after its first config that is a file of this machine."""
+    files = (value for value in config_arguments(arguments) if not is_inline(value))
+    return str(Path("runs") / Path(next(files, "unnamed")).stem)
 
 
 def _check_checkpoint(path: str | None) -> None:

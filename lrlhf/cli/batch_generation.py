@@ -190,10 +190,13 @@ def _raw_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     if path.suffix == ".txt":
-        with path.open(encoding="utf-8") as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield number, {DEFAULT_PROMPT_COLUMN: line.rstrip("\r\n")}
+        try:
+            with path.open(encoding="utf-8") as stream:
+                for number, line in enumerate(stream, start=1):
+                    if line.strip():
+                        yield number, {DEFAULT_PROMPT_COLUMN: line.rstrip("\r\n")}
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not a text file in UTF-8 ({error.reason})") from error
         return
     if not is_data_file(path):
         raise ConfigError(

@@ -11,6 +11,8 @@ import yaml
 from lrlhf.cli.messages.errors import ConfigError, hint
 
 _CLASS_KEYS = {"class_path", "init_args", "dict_kwargs"}
+MERGE = "tag:yaml.org,2002:merge"
+"""Tag of the key ``<<``, which stands for the entries of what it names."""
 # the parser knows no dates
 _READ_AS_TEXT = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:timestamp"}
 
@@ -30,7 +32,7 @@ def read_config_files(arguments: Sequence[str]) -> list[ConfigFile]:
         ConfigError: If a file cannot be read, is no YAML mapping, has a key twice, or has
             something beside ``class_path`` and ``init_args``. Names file and line.
     """
-    files = [_read(value) for value in config_arguments(arguments) if not _is_inline(value)]
+    files = [_read(value) for value in config_arguments(arguments) if not is_inline(value)]
     for file in files:
         try:
             for keys, node in walk(file.root):
@@ -62,7 +64,7 @@ def folders_of_own_code(files: Sequence[ConfigFile]) -> list[str]:
     return list(dict.fromkeys(map(str, [*folders, Path.cwd()])))
 
 
-def _is_inline(value: str) -> bool:
+def is_inline(value: str) -> bool:
     """Whether a config is given in place or comes from a remote file system, not from here."""
     return value.lstrip().startswith("{") or "://" in value
 
@@ -142,7 +144,7 @@ def _check_keys(file: str, node: yaml.MappingNode, path: str) -> None:
 def _check_class_entry(file: str, node: yaml.MappingNode, path: str) -> None:
     for key, value in node.value:
         where = f"{file}:{line_of(key)}: {path}.{key.value}"
-        if key.value not in _CLASS_KEYS:
+        if key.value not in _CLASS_KEYS and key.tag != MERGE:
             what = "does not belong beside class_path; a class's options go under init_args"
             raise ConfigError(f"{where}: {what}")
         empty = isinstance(value, yaml.ScalarNode) and value.value in {"", "null", "~"}

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 import yaml
 
-from lrlhf.cli.config_files import ConfigFile, dotted, line_of, walk
+from lrlhf.cli.config_files import MERGE, ConfigFile, dotted, line_of, walk
 from lrlhf.cli.messages.errors import ConfigError, hint
-from lrlhf.cli.messages.familiar_names import FAMILIAR_NAMES, RENAMED_KEYS
 from lrlhf.cli.source_signatures import method_options, options_of
+from lrlhf.familiar_names import FAMILIAR_NAMES, RENAMED_KEYS
 
 _SECTIONS = {"seed_everything", "trainer", "model", "data"}
 _NO_OPTIONS = {"model", "train_dataloaders", "val_dataloaders", "dataloaders", "datamodule"}
@@ -77,4 +77,13 @@ def _first_name(key: yaml.Node) -> str:
 
 
 def _entries(node: yaml.Node) -> list[tuple[yaml.Node, yaml.Node]]:
-    return node.value if isinstance(node, yaml.MappingNode) else []
+    """Keys and values of a mapping, those that ``<<`` merges in first; none of anything else."""
+    if not isinstance(node, yaml.MappingNode):
+        return []
+    merged = []
+    for _, source in (entry for entry in node.value if entry[0].tag == MERGE):
+        several = isinstance(source, yaml.SequenceNode)
+        merged += [
+            entry for one in (source.value if several else [source]) for entry in _entries(one)
+        ]
+    return merged + [(key, value) for key, value in node.value if key.tag != MERGE]

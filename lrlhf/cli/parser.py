@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lrlhf.cli.messages.errors import ValidationError, hint
-from lrlhf.cli.messages.familiar_names import FAMILIAR_NAMES, RENAMED_KEYS
+from lrlhf.familiar_names import FAMILIAR_NAMES, RENAMED_KEYS
 
 _UNKNOWN_OPTION = re.compile(r"Option '(?P<key>[^']+)' is not accepted$")
 _UNKNOWN_IN_GROUP = re.compile(

@@ -61,9 +61,6 @@ class SaveConfig(SaveConfigCallback):
         if stage == "fit":
             hold_log_folders(trainer)
         folder = str(run_folder(trainer))
-        if "://" in trainer.default_root_dir:
-            super().setup(trainer, pl_module, stage)
-            return
         if trainer.is_global_zero:
             # the config of the training stays what it is when its checkpoints are evaluated
             prefix = "" if stage == "fit" else f"{TrainerFn(stage).value}_"

@@ -64,9 +64,9 @@ def load_trained(
         use_ema: Of a checkpoint the averaged weights.
 
     Raises:
-        ConfigError: Nothing is there, it is damaged, or no language model.
+        ConfigError: Nothing is there, it is damaged, or no language model; there is no such device.
     """
-    checkpoint = None
+    checkpoint, place = None, _device(device)
     with _as_one_line():
         checkpoint = _checkpoint_of(Path(source).expanduser())
     if isinstance(checkpoint, str):
@@ -77,7 +77,7 @@ def load_trained(
         if use_ema:
             raise ConfigError(f"use_ema: {source} is no checkpoint, and has no averaged weights")
         trained = _from_model(source, dtype)
-    trained.policy.model.to(_device(device)).eval().requires_grad_(False)  # type: ignore[arg-type]
+    trained.policy.model.to(place).eval().requires_grad_(False)  # type: ignore[arg-type]
     return trained
 
 
@@ -204,6 +204,10 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device: {name!r} is none; give auto, cpu, cuda or cuda:1") from error
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        raise ConfigError(
+            f"device: there is no {name!r} on this machine; give auto, cpu, cuda or cuda:1"
+        ) from error
+    return device

@@ -8,7 +8,7 @@ from functools import partial
 from inspect import signature
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import lightning as L
 import torch
@@ -32,8 +32,9 @@ from lrlhf.datamodules.loading.sources import (
     entries_of,
 )
 from lrlhf.datamodules.loading.split_checks import described, refuse_other_rows
-from lrlhf.datamodules.loading.splits import Located, Split, Splits, ValidationData
+from lrlhf.datamodules.loading.splits import FirstRows, Located, Split, Splits, ValidationData
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows, nearest
+from lrlhf.familiar_names import familiar
 
 DraftT = TypeVar("DraftT")
 RowT = TypeVar("RowT")
@@ -139,19 +140,6 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
             names = ", ".join(component.name for component in components)
             raise BadDataError(f"the {bad_rows.what} data is empty: no rows in {names}")
         return Split(components, rows, tuple(columns))
-
-
-class FirstRows(NamedTuple, Generic[RowT]):
-    """The first rows of the train or the validation data."""
-
-    what: str
-    """What messages call the data, such as ``train``."""
-    rows: Sequence[RowT]
-    """Those that can be used."""
-    seen: int
-    """How many were read."""
-    complete: bool
-    """Whether these are all that there are."""
 
 
 class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
@@ -403,4 +391,4 @@ class _Beside:
 def _unknown_option(cls: type, name: str) -> str:
     own = (base for base in cls.__mro__ if issubclass(base, RowDataModule))
     known = {option for base in own for option in signature(base).parameters}
-    return f"{cls.__name__} has no option {name!r}{nearest(name, known)}"
+    return f"{cls.__name__} has no option {name!r}{familiar(name, 'data') or nearest(name, known)}"

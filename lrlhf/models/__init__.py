@@ -4,7 +4,6 @@ from lrlhf.models.backbone import allow_packing, hidden_states, packs
 from lrlhf.models.compiling import compile_layers, is_compiled
 from lrlhf.models.experts import check_has_experts
 from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead
-from lrlhf.models.in_brief import in_brief
 from lrlhf.models.loading.export import (
     CheckpointNames,
     check_mergeable,
@@ -70,7 +69,6 @@ __all__ = [
     "forget_offsets",
     "frozen_reference",
     "hidden_states",
-    "in_brief",
     "is_compiled",
     "is_tied",
     "load_config",

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from lrlhf.guard.anomalies import Anomaly
 from lrlhf.guard.guard_settings import Guard
 from lrlhf.guard.step_guard import StepGuard
-from lrlhf.models import ReferencePolicy, in_brief
+from lrlhf.models import ReferencePolicy
+from lrlhf.models.in_brief import in_brief
 from lrlhf.models.sharding import load_state
 from lrlhf.modules.checks import (
     prepare_trainer,

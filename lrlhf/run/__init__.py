@@ -4,11 +4,11 @@ from lrlhf.run.checkpoints.checkpoint_io import AtomicCheckpointIO, use_atomic_c
 from lrlhf.run.collectives import Collectives
 from lrlhf.run.gradient_updates import Updater, gradients_of
 from lrlhf.run.host_memory import keep_host_memory, return_host_memory
-from lrlhf.run.lightning_internals import (
+from lrlhf.run.lightning_internals import trainer_of
+from lrlhf.run.lightning_loops import (
     NoProgressError,
     count_iterations_as_steps,
     resume_where_it_stopped,
-    trainer_of,
 )
 from lrlhf.run.seeding import run_seed, sample_seeds, seed_everything_for
 from lrlhf.run.split_models import SplitsModels, minds_idle_parts, waits_for_every_parameter

@@ -41,6 +41,19 @@ def run_folder(trainer: L.Trainer) -> Path:
     return Path(folders[0] if folders else trainer.default_root_dir)
 
 
+def refuse_remote(folder: Path | str) -> None:
+    """Refuse a run folder that this machine would take for one of its own, such as ``./s3:``.
+
+    Raises:
+        ValueError: It is an address; says what to do instead.
+    """
+    if "://" in str(folder):
+        raise ValueError(
+            f"{folder} is no folder of this machine; give a local trainer.default_root_dir, and "
+            "RLCheckpoint a remote dirpath to keep checkpoints elsewhere"
+        )
+
+
 def is_trial(trainer: L.Trainer) -> bool:
     """Tell whether the trainer only tries out that everything runs."""
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # set outside its class

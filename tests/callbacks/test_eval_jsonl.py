@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lrlhf.callbacks import EvalJSONL
+from lrlhf.callbacks import EvalJSONL, PredictionJSONL
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 
 
@@ -49,6 +49,25 @@ def test_an_evaluation_of_a_checkpoint_is_named_after_its_step(tmp_path: Path) -
     again.test(ToyPolicy(), batches(1), ckpt_path=tmp_path / "three.ckpt", verbose=False)
     assert [path.name for path in fresh.paths] == ["eval_scores_3.jsonl", "test_scores_3.jsonl"]
     assert lines(fresh.paths[1]) == [{"step": 3, "index": 0, "weight": 3.0}]
+
+
+class Named(ToyPolicy):
+    """Whose records have columns of the user's by the names of positions."""
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> list[dict[str, Any]]:
+        return [{"row": f"q{int(number)}", "index": [1, 2]} for number in batch]
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+        return {"records": [{"index": f"q{int(number)}"} for number in batch]}
+
+
+def test_a_column_that_is_no_position_leaves_the_order_of_arrival(tmp_path: Path) -> None:
+    predictions, evaluations = PredictionJSONL(), EvalJSONL()
+    run = trainer(tmp_path, predictions, evaluations)
+    run.predict(Named(), batches(3, order=[2, 0, 1]))
+    run.test(Named(), batches(3, order=[2, 0, 1]), verbose=False)
+    assert [line["row"] for line in lines(predictions.path)] == ["q2", "q0", "q1"]
+    assert [line["index"] for line in lines(evaluations.paths[0])] == ["q2", "q0", "q1"]
 
 
 class Halves(L.LightningModule):

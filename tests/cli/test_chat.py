@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unicodedata import category
 
 import pytest
 import torch
@@ -118,7 +119,7 @@ def test_without_a_template_the_text_goes_on(talk: Talk, model_folder: str) -> N
 def printed(text: str) -> str:
     """A text as a terminal is shown it: nothing in it can move the cursor or change colours."""
     return "".join(
-        one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode()
+        one if one in "\n\t" or category(one) != "Cc" else one.encode("unicode_escape").decode()
         for one in text
     )
 
@@ -270,6 +271,9 @@ def test_a_broken_run_goes_on_and_ends_as_one_that_was_not(
     capsys.readouterr()
     assert answer(model_folder, "--n=2", "--max_new_tokens=7", "--batch_size=2", "--seed=4") == 2
     assert "was begun with another sampling; remove it" in capsys.readouterr().err
+    # with another n the lines are other rows
+    assert answer(model_folder, "--n=8", *flags[1:]) == 2
+    assert "was begun with another n; remove it" in capsys.readouterr().err
     assert answer(model_folder, *flags) == 0
     assert Path("out.jsonl").read_bytes() == whole
     assert len({line["completion"] for line in written()}) > len(prompts)
@@ -294,6 +298,30 @@ def test_a_prompt_that_leaves_no_room_has_a_line_without_a_completion(
 
 
 # ---------------------------------------------------------------- what cannot be used
+
+
+@pytest.mark.parametrize("device", ["nonsense", "meta", "cuda:99"])
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_a_device_that_is_not_there_is_refused_before_weights_are_loaded(
+    capsys: Capture, device: str, command: str
+) -> None:
+    Path("in.jsonl").write_text('{"prompt": "a"}\n')
+    given = ["in.jsonl", "--output=out.jsonl"] if command == "generate" else []
+    assert run([command, "no/model", *given, f"--device={device}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: device: there is no '{device}' on this machine; give auto")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["in.txt", "in.jsonl", "in.csv"])
+def test_prompts_in_another_encoding_are_refused(
+    model_folder: str, capsys: Capture, name: str
+) -> None:
+    Path(name).write_bytes('prompt\n{"prompt": "caf\xe9"}\n'.encode("latin-1"))
+    assert answer(model_folder, prompts=name) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {name}")
+    assert error.count("\n") == 1
 
 
 def _damage(folder: Path) -> None:

@@ -60,6 +60,10 @@ def test_of_other_classes_nothing_is_said(name: str) -> None:
             "4: model.init_args.learning_rate: RLOO has no option 'learning_rate'; did you mean "
             "model.optimizer.lr?",
         ),
+        (
+            "model:\n  class_path: RLOO\n  init_args:\n    <<: {policyy: x}\n",
+            "4: model.init_args.policyy: RLOO has no option 'policyy'; did you mean 'policy'?",
+        ),
     ],
 )  # fmt: skip
 def test_a_name_that_nothing_accepts_is_refused(
@@ -79,6 +83,10 @@ def test_a_name_that_nothing_accepts_is_refused(
         "model:\n  class_path: RLOO\n  init_args: {policy.source: x, rewards+: []}\n",
         "model:\n  class_path: mine.Module\n  init_args: {anything: 1}\n",
         "trainer: {callbacks: null}\n",
+        "model:\n  class_path: RLOO\n  init_args: {<<: {policy: x}, rewards: y}\n",
+        "model:\n  <<: {class_path: RLOO}\n  init_args: {<<: [{policy: x}, {rewards: y}]}\n",
+        "model:\n  class_path: RLOO\n  <<: {init_args: {policy: x}}\n",
+        "<<: {trainer: {max_steps: 3}}\n",
     ],
 )
 def test_other_ways_to_write_an_option_are_left_to_the_parser(tmp_path: Path, text: str) -> None:

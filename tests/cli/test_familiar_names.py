@@ -10,8 +10,8 @@ import pytest
 
 import lrlhf.callbacks
 from lrlhf.cli import run
-from lrlhf.cli.messages.familiar_names import FAMILIAR_NAMES
 from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
+from lrlhf.familiar_names import FAMILIAR_NAMES
 from lrlhf.models import CausalLM, ScoreModel
 from lrlhf.modules import PPO, RewardModel
 from lrlhf.modules.settings import Advantage, Critic, Reference, Update

@@ -148,6 +148,20 @@ def test_what_a_terminal_would_act_on_is_escaped() -> None:
     assert shown == ("row 3: '\\x1b]0;owned\\x07\\x1b[2J\\u202egnp.exe\\r\\udcff'\nnext\tline é 文")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\N{WOMAN}\N{ZERO WIDTH JOINER}\N{PERSONAL COMPUTER}",
+        "\u0645\u06cc\N{ZERO WIDTH NON-JOINER}\u062e\u0648\u0627\u0647\u0645",  # Persian
+        "10\N{NO-BREAK SPACE}000\N{THIN SPACE}\N{EURO SIGN}",
+        "\u6f22\N{IDEOGRAPHIC SPACE}\u5b57",
+        "a\N{LEFT-TO-RIGHT MARK}b\N{SOFT HYPHEN}c",
+    ],
+)
+def test_ordinary_text_is_shown_as_it_is(text: str) -> None:
+    assert safe(text) == text
+
+
 def test_variables_that_hold_no_secret_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "PAD_TOKEN": "<|endoftext|>",

@@ -114,3 +114,12 @@ def test_a_misspelt_option_names_the_class_that_was_written(
     said = f"{kind.__name__} has no option '{option}'; did you mean '{meant}'?"  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=re.escape(said)):
         kind(PROMPTS, **{option: 3})
+
+
+def test_an_option_of_another_trainer_is_answered_with_ours() -> None:
+    said = (
+        "PromptDataModule has no option 'per_device_train_batch_size'; did you mean batch_size "
+        "(prompts, each with model.num_generations responses, or pairs)?"
+    )
+    with pytest.raises(TypeError, match=re.escape(said)):
+        PromptDataModule(PROMPTS, per_device_train_batch_size=4)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lrlhf.run import count_iterations_as_steps, resume_where_it_stopped
 from lrlhf.run.checkpoints.checksums import NotACheckpointError
-from lrlhf.run.lightning_internals import NoProgressError
+from lrlhf.run.lightning_loops import NoProgressError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*(smaller than the logging interval|many workers)"),

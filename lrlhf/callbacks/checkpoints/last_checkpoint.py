@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lrlhf.run.atomic import TEMPORARY, remove, remove_unclaimed
+from lrlhf.run.atomic import TEMPORARY, atomic_link, check_room, remove, remove_unclaimed
 from lrlhf.run.checkpoints.checkpoint_search import (
     Found,
     newest_intact,
@@ -91,6 +92,43 @@ def find_best(folder: Path, name: str) -> Path:
         f"ckpt_path is best, and no checkpoint of {folder} was ranked: RLCheckpoint ranks them by "
         "its monitor (such as eval/score), when a validation has measured it. Take last"
     )
+
+
+def prepare_folder(
+    trainer: L.Trainer, folder: Path, found: Found, last: str, weights: Mapping[str, Any]
+) -> None:
+    """Tidy a folder up before checkpoints are written there, and see to it that they fit.
+
+    Every rank must call it.
+
+    Args:
+        trainer: What will write them.
+        folder: Of the checkpoints.
+        found: What the run goes on from, and what is damaged.
+        last: Is to lead to what was found in its place; empty: nothing is.
+        weights: Of the module.
+
+    Raises:
+        OSError: The disk has no room for a checkpoint; on every rank.
+    """
+    refusal: OSError | None = None
+    if trainer.is_global_zero:
+        try:
+            rename_damaged(folder, found.damaged)
+            remove_leftovers(folder)
+            if found.path and last and found.path.resolve() != Path(last).resolve():
+                atomic_link(Path(last), found.path)
+            check_room(folder, weights, "a checkpoint's weights")
+        except OSError as error:  # the others wait to be told
+            refusal = error
+        if trainer.global_step == 0 and any(folder.glob("*.ckpt")):
+            rank_zero_warn(
+                f"{folder} holds checkpoints of an earlier run, and this one starts from the "
+                "beginning beside them; resume with --ckpt_path last, or choose another dirpath"
+            )
+    refusal = trainer.strategy.broadcast(refusal)
+    if refusal is not None:
+        raise refusal
 
 
 def rename_damaged(folder: Path, damaged: Sequence[Path]) -> None:

@@ -14,7 +14,6 @@ from weakref import proxy
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
@@ -22,11 +21,10 @@ from lrlhf.arguments import KeepsArguments
 from lrlhf.callbacks.checkpoints.last_checkpoint import (
     find_best,
     find_last,
-    remove_leftovers,
-    rename_damaged,
+    prepare_folder,
     set_aside,
 )
-from lrlhf.run.atomic import atomic_link, check_room
+from lrlhf.run.atomic import atomic_link
 from lrlhf.run.checkpoints.checkpoint_search import Found
 from lrlhf.run.folder_lock import hold_folder
 from lrlhf.run.lightning_internals import FindsLast, logged_in_validation
@@ -122,8 +120,7 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
 
     def folder_of(self, trainer: L.Trainer) -> str:
         if self.dirpath is None and isinstance(trainer, HasRunFolder):
-            # not as a Path, which would take the protocol of a remote one apart
-            self.dirpath = os.path.join(trainer.default_root_dir, "checkpoints")  # noqa: PTH118
+            self.dirpath = str(trainer.run_folder / "checkpoints")
         return super().folder_of(trainer)
 
     def rank_by(self, metric: str) -> None:
@@ -163,21 +160,9 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         if folder is None:
             return
         hold_folder(trainer, folder)
-        refusal: OSError | None = None
-        if trainer.is_global_zero:
-            try:
-                self._tidy(folder)
-                check_room(folder, pl_module.state_dict(keep_vars=True), "a checkpoint's weights")
-            except OSError as error:  # the others wait to be told
-                refusal = error
-            if trainer.global_step == 0 and any(folder.glob("*.ckpt")):
-                rank_zero_warn(
-                    f"{folder} holds checkpoints of an earlier run, and this one starts from the "
-                    "beginning beside them; resume with --ckpt_path last, or choose another dirpath"
-                )
-        refusal = trainer.strategy.broadcast(refusal)
-        if refusal is not None:
-            raise refusal
+        weights = pl_module.state_dict(keep_vars=True)
+        last = self.last_model_path if self.save_last else ""
+        prepare_folder(trainer, folder, self._found, last, weights)
         same = False
         if trainer.ckpt_path is not None and self.last_model_path:
             same = os.path.realpath(trainer.ckpt_path) == os.path.realpath(self.last_model_path)
@@ -186,14 +171,6 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         self._forget_missing(trainer)
         # a kill may have come between a new checkpoint and the removal of an old one
         self._remove_surplus(trainer)
-
-    def _tidy(self, folder: Path) -> None:
-        """Put aside what is damaged, and have ``last.ckpt`` lead to what was found in its place."""
-        rename_damaged(folder, self._found.damaged)
-        remove_leftovers(folder)
-        found, last = self._found.path, self.last_model_path
-        if found and last and self.save_last and found.resolve() != Path(last).resolve():
-            atomic_link(Path(last), found)
 
     def _forget_missing(self, trainer: L.Trainer) -> None:
         """Rank no checkpoint that was removed after the one that the run continues from."""

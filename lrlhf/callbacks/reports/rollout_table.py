@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lrlhf.callbacks.reports.progress import short
+from lrlhf.secrets import escaped
 
 _COLUMNS = ("prompt", "answer", "completion", "score", "rewards", "advantage", "length", "finish")
 """Of W&B and TensorBoard; the terminal has less room."""
@@ -183,19 +184,14 @@ def _lines(text: str) -> list[str]:
 
 
 def _visible(text: str, *, breaks: bool = False) -> str:
-    """Replace what a terminal would act on, or not show, by its escape sequence.
+    """Replace what a terminal would act on by its escape sequence.
 
     Args:
         text: Whatever a model or a data set wrote.
         breaks: Leave line breaks.
     """
-    kept = "\n" if breaks else ""
-    return "".join(
-        character
-        if character.isprintable() or character in kept
-        else character.encode("unicode_escape").decode()
-        for character in text
-    )
+    text = escaped(text).replace("\t", "\\t")
+    return text if breaks else text.replace("\n", "\\n")
 
 
 def _text(value: Any) -> str:

@@ -74,6 +74,19 @@ Splits = tuple[Split[RowT], Split[RowT] | None]
 """The rows to train on, and those to validate on."""
 
 
+class FirstRows(NamedTuple, Generic[RowT]):
+    """The first rows of the train or the validation data."""
+
+    what: str
+    """What messages call the data, such as ``train``."""
+    rows: Sequence[RowT]
+    """Those that can be used."""
+    seen: int
+    """How many were read."""
+    complete: bool
+    """Whether these are all that there are."""
+
+
 @dataclass(frozen=True)
 class ValidationData(Generic[RowT]):
     """Where the validation rows come from: data of its own, or some of the train rows."""

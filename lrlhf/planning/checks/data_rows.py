@@ -14,8 +14,8 @@ import lightning as L
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from lrlhf.datamodules import HubSource, Source, TextDataModule, Weighted
-from lrlhf.datamodules.core import FirstRows
 from lrlhf.datamodules.loading.sources import resolve_source
+from lrlhf.datamodules.loading.splits import FirstRows
 from lrlhf.functional.names import import_value
 from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.checks.models import TrainedModel

@@ -10,6 +10,7 @@ from typing import Any
 from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.checks.trainer_options import entries_of
 from lrlhf.planning.config_entries import options_of
+from lrlhf.run.run_folder import refuse_remote
 
 _NAMES = ("dirpath", "save_dir", "root_dir")
 """What callbacks and loggers call the folder that they write to."""
@@ -17,6 +18,11 @@ _NAMES = ("dirpath", "save_dir", "root_dir")
 
 def check_folders(trainer: Mapping[str, Any]) -> None:
     """Refuse a folder that cannot be made or written, by the option that names it."""
+    if (root := trainer["default_root_dir"]) is not None:
+        try:
+            refuse_remote(root)
+        except ValueError as error:
+            raise MistakeError(("trainer", "default_root_dir"), str(error)) from error
     for key, folder in _folders(trainer):
         if "://" in folder:
             continue

@@ -13,7 +13,7 @@ import lrlhf.datamodules
 from lrlhf.callbacks import KLControl
 from lrlhf.callbacks.kl_control import NOTHING_TO_ADAPT
 from lrlhf.datamodules import RowDataModule
-from lrlhf.datamodules.core import FirstRows
+from lrlhf.datamodules.loading.splits import FirstRows
 from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity
 from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.planning.batch_sizes import has_batch_plan, planned_batches
