@@ -69,7 +69,9 @@ class CheapParts:
             if name not in _LOADED and _is_plain(value)
         }
         needed = inspect.signature(complete_settings).parameters
-        defaults = {name: getattr(owner, name, None) for name in needed if name[:8] == "default_"}
+        defaults: dict[str, Any] = {
+            name: getattr(owner, name, None) for name in needed if name.startswith("default_")
+        }
         parser = Parser()
         try:
             names = inspect.signature(owner).parameters
