@@ -197,12 +197,12 @@ def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
     if reason is not None:
         logger.log(
             logging.WARNING if expected else logging.INFO,
-            "%s computes padded rows, and what several rows begin with in each of them: %s.",
+            "%s pads its rows and computes a prefix that rows share once for each: %s.",
             type(plain).__name__,
             reason,
         )
     elif _sees_images_both_ways(plain):
-        logger.info("%s computes padded rows where there are images.", type(plain).__name__)
+        logger.info("%s pads its rows where there are images.", type(plain).__name__)
     return reason is None
 
 

@@ -45,6 +45,7 @@ from lrlhf.run.checkpoints.checkpoint_reader import read_checkpoint
 from lrlhf.run.checkpoints.checkpoint_search import check
 from lrlhf.run.collectives import from_rank_zero
 from lrlhf.run.lightning_internals import log_hyperparameters_once, set_hyperparameters
+from lrlhf.run.quiet_output import quiet
 
 _SUBFOLDERS = ("critic", "additional_chat_templates")
 """Of a saved model."""
@@ -245,7 +246,7 @@ class TrainingModule(L.LightningModule):
         if self.global_rank != 0:
             self.export_pretrained(None)
             return
-        with atomic_folder(path) as fresh:
+        with quiet(), atomic_folder(path) as fresh:
             self.export_pretrained(fresh)
 
     def summary(self) -> dict[str, str]:

@@ -200,7 +200,7 @@ class _Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
         notes = []
-        if "computes padded rows, and" in message:
+        if "pads its rows and" in message:
             reason = re.sub(r" \(.*\)", "", message.split(": ", 1)[1], flags=re.S)
             notes.append(f"packs: {reason.rstrip('.')}")
         if "it refuses a copied cache" in message:

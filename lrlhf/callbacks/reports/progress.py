@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor, nn
 
 from lrlhf.arguments import KeepsArguments
+from lrlhf.callbacks.eval_jsonl import is_evaluation
 from lrlhf.modules.contracts import Exportable
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.run.lightning_internals import shows_training
@@ -134,8 +135,13 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
         ]
         if self._prints:
             step = model_step(trainer)
-            before = " (before training)" if step == 0 and trainer.sanity_checking else ""
-            _say([f"eval at step {step}{before}", *metrics])
+            title = f"eval at step {step}"
+            if trainer.sanity_checking and not is_evaluation(trainer):
+                # of a few batches, so no number to compare others with
+                title = f"sanity check on {int(sum(trainer.num_sanity_val_batches))} batches"
+            elif trainer.sanity_checking and step == 0:
+                title += " (before training)"
+            _say([title, *metrics])
 
     def _shown(self, trainer: L.Trainer) -> dict[str, str]:
         logged, wanted = trainer.callback_metrics, self.metrics
