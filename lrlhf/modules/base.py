@@ -44,7 +44,11 @@ from lrlhf.run.atomic import atomic_folder
 from lrlhf.run.checkpoints.checkpoint_reader import read_checkpoint
 from lrlhf.run.checkpoints.checkpoint_search import check
 from lrlhf.run.collectives import from_rank_zero
-from lrlhf.run.lightning_internals import log_hyperparameters_once, set_hyperparameters
+from lrlhf.run.lightning_internals import (
+    log_hyperparameters_once,
+    set_hyperparameters,
+    trainer_of,
+)
 from lrlhf.run.quiet_output import quiet
 
 _SUBFOLDERS = ("critic", "additional_chat_templates")
@@ -238,7 +242,8 @@ class TrainingModule(L.LightningModule):
             raise ValueError(f"{type(self).__name__} has no export_pretrained() to write a model")
         path = Path(folder)
         refuse = partial(_refuse_to_replace, path, overwrite=overwrite)
-        strategy = None if self._trainer is None else self.trainer.strategy
+        trainer = trainer_of(self)
+        strategy = None if trainer is None else trainer.strategy
         if isinstance(strategy, SplitsModels):  # all ranks are here, and would wait for this one
             from_rank_zero(strategy, refuse)
         elif self.global_rank == 0:

@@ -188,14 +188,15 @@ FAULTS = {
         plan=lambda patch: {"step_2": fills(patch, "metrics.csv")},
         ends_the_same=True,
     ),
-    "a folder cannot be made": Fault(("run/checkpoints",), arrange=stands_in_the_way),
+    "a folder cannot be made": Fault(("run/checkpoints",), arrange=stands_in_the_way, status=2),
     "the named checkpoint is damaged": Fault(
-        ("last.ckpt",), arrange=flip_a_bit, flag="--ckpt_path=run/checkpoints/last.ckpt"
+        ("last.ckpt",), arrange=flip_a_bit, flag="--ckpt_path=run/checkpoints/last.ckpt", status=2
     ),
     "the checkpoint has another shape": Fault(
         ("embed_tokens.weight: [260, 32] there, [260, 64] in this model",),
         arrange=widen_the_model,
         flag=LAST,
+        status=2,
     ),
     "a reward raises": Fault(
         ("faulty", "the reward is broken"), arrange=with_reward("raise"), steps=2, traceback=True
@@ -221,9 +222,10 @@ FAULTS = {
         arrange=replace_the_data,
         flag=LAST,
         steps=2,
+        status=2,
     ),
     "data missing": Fault(
-        ("prompts.jsonl", "did you mean 'promts.jsonl'?"), arrange=rename_the_data
+        ("prompts.jsonl", "did you mean 'promts.jsonl'?"), arrange=rename_the_data, status=2
     ),
     "a loader's worker is killed": Fault(
         ("DataLoader worker", "data.num_workers (it is 2)"),
@@ -231,7 +233,7 @@ FAULTS = {
         flag="--data.num_workers=2",
     ),
     "Ctrl-C": Fault(
-        ("interrupted; --ckpt_path last continues from the last checkpoint",),
+        ("interrupted; --ckpt_path last continues from",),
         arrange=answer_interrupts,
         plan=lambda _: {"phase_update_3": sends(signal.SIGINT)},
         status=130,

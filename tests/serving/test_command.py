@@ -131,7 +131,7 @@ def process(tmp_path: Path, text_reward: str) -> Iterator[tuple[subprocess.Popen
             while "loading the model" not in line:
                 assert line, "it ended"
                 line = started.stderr.readline()
-            yield started, line.split()[2].removesuffix(":")
+            yield started, line.split()[1].removesuffix(":")
         finally:
             started.kill()
 

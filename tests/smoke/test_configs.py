@@ -23,6 +23,8 @@ STRATEGIES = [path for path in ALL if path.parent.name == "strategy"]
 # each with an overlay of the same name in configs/cpu
 VISION = [path for path in ALL if path.name.endswith("_vl.yaml") and path.parent.name == "configs"]
 BASE = ROOT / "configs" / "quickstart.yaml"
+# an overlay for policies on text
+SUMS, TEXT = ROOT / "configs" / "cpu" / "sums.yaml", ROOT / "configs" / "rloo_text.yaml"
 
 # how to shrink each module and its data; another module says here how it is made small
 TINY = {
@@ -67,7 +69,8 @@ def _class(config: dict[str, Any], section: str) -> str:
 def _with_base(path: Path) -> list[str]:
     """The flags that load a config; an overlay, which has no data, comes on top of quickstart."""
     alone = "data" in yaml.safe_load(path.read_text())
-    files = [path] if alone else [BASE, path]
+    base = TEXT if path == SUMS else BASE
+    files = [path] if alone and path != SUMS else [base, path]
     return [f"--config={file}" for file in files]
 
 
@@ -93,7 +96,8 @@ def _small_data(config: dict[str, Any], folder: Path) -> list[str]:
     if _class(config, "data") == "PreferenceDataModule":
         return [f"--data.{part}={file}" for part in ("train", "val") if part in options]
     held_out = [] if "val_size" in options else ["--data.val_fraction=0.2"]
-    return [f"--data.train={file}", *held_out]
+    short = ["--data.max_prompt_tokens=128", "--model.sampling.max_new_tokens=48"]
+    return [f"--data.train={file}", *held_out, *short]
 
 
 def _with_overlay(path: Path) -> list[str]:
@@ -114,7 +118,8 @@ def test_there_are_configs() -> None:
     assert BASE in CONFIGS
     assert [path.name for path in VISION] == ["ppo_vl.yaml", "reward_vl.yaml", "rloo_vl.yaml"]
     overlays = {path.name for path in ALL if path.parent.name == "cpu"}
-    assert overlays == {path.name for path in VISION}
+    assert overlays == {path.name for path in VISION} | {SUMS.name}
+    assert not any("RESULT:" in path.read_text() for path in ALL)
     # each says at its top what it is for
     assert all(path.read_text().startswith("# ") for path in ALL)
 
@@ -151,6 +156,9 @@ def test_a_config_trains_a_step(
     config = yaml.safe_load(path.read_text())
     if "data" not in config:
         config = yaml.safe_load(BASE.read_text())
+    if path == SUMS:
+        whole = yaml.safe_load(TEXT.read_text())
+        config = whole | {"data": {**config["data"], "class_path": "PromptDataModule"}}
     if path in VISION:
         tiny = TINY_VISION[_class(config, "model")]
         folders = {"model": request.getfixturevalue("tiny_vlm")}

@@ -85,7 +85,7 @@ def test_the_command_line_trains_it_and_resumes(
     command += ["--trainer.accelerator=cpu", "--trainer.logger=false"]
 
     assert run([*command, "--trainer.max_steps=1"]) == 0
-    saved = next(Path().glob("checkpoints/*.ckpt")).rename("first.ckpt")
+    saved = next(Path().rglob("checkpoints/*.ckpt")).rename("first.ckpt")
     assert run([*command, "--trainer.max_steps=2", f"--ckpt_path={saved}"]) == 0
     assert "`max_steps=2` reached" in caplog.text
 

@@ -21,7 +21,7 @@ from lrlhf.callbacks.output_files import hold_output_folder, output_folder
 from lrlhf.callbacks.reports.curves import Curve, draw_curve, draw_panels
 from lrlhf.callbacks.rollout_log import RolloutLog
 from lrlhf.modules.contracts import Measured, SamplesResponses
-from lrlhf.run.run_folder import run_folder
+from lrlhf.run.run_folder import HasRunFolder, run_folder
 
 _EXPORTED, _RESUMED = "trained model", "last checkpoint"
 
@@ -66,6 +66,9 @@ class RunReport(KeepsArguments, L.Callback):
         hold_output_folder(trainer, self.dirpath, stage)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set outside its class
+        if isinstance(trainer, HasRunFolder) and trainer.global_step % max(1, every):
+            return  # what is there may be of a step before, which a resumed run does not know
         names = (name for name in self.curves if not self._is_evaluated(name))
         self._record(trainer, {self.metric, *names})
 
