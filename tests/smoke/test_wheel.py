@@ -94,7 +94,7 @@ def test_the_wheel_alone_trains_on_a_laptop_config(
     assert _run([bin_ / "lrlhf", "--help"], cwd=tmp_path).startswith("usage: lrlhf COMMAND")
     flags = ["--model.policy", model_folder, "--data.train", "rows.jsonl", "--trainer.max_steps=1"]
     flags += [
-        "--data.max_prompt_tokens=64",
+        "--data.max_prompt_tokens=128",
         "--data.val_fraction=0.2",
         "--model.sampling.max_new_tokens=4",
     ]
