@@ -161,7 +161,7 @@ def test_a_checkpoint_for_errors_alone_leaves_the_default_ones() -> None:
     assert isinstance(trainer.callbacks[-1], RLCheckpoint)
 
 
-@pytest.mark.parametrize("folder", ["file:///tmp/run", "s3://bucket/run", "memory://run"])
+@pytest.mark.parametrize("folder", ["file:///data/run", "s3://bucket/run", "memory://run"])
 def test_a_remote_run_folder_is_refused(
     folder: str, model_folder: str, rows: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch import Tensor
 
 from lrlhf.arguments import KeepsArguments
+from lrlhf.loggers.local_folder import LocalFolder
 from lrlhf.run.atomic import atomic_write, naming
 from lrlhf.run.checkpoints.set_aside import set_aside
 
@@ -25,7 +26,7 @@ _CLOCKED = ("perf/", "rewards/remote/", "rewards/isolated/")
 Row = dict[str, str]
 
 
-class ResumingCSVLogger(KeepsArguments, CSVLogger):
+class ResumingCSVLogger(KeepsArguments, LocalFolder, CSVLogger):
     """Writes ``metrics.csv``, each row at once, and goes on with it when a run is resumed.
 
     What a clock measured is in ``timings.csv`` beside it, so that ``metrics.csv`` of a run that was
@@ -49,11 +50,8 @@ class ResumingCSVLogger(KeepsArguments, CSVLogger):
         name: str | None = None,
         timings: Sequence[str] = _CLOCKED,
     ) -> None:
-        self._in_run_folder = save_dir is None
-        folder = "." if save_dir is None else save_dir
-        refuse_remote(folder, type(self).__name__)
-        self._folder = Path(folder)
-        super().__init__(folder, name=name, version="")
+        self.choose_folder(save_dir)
+        super().__init__(self.save_dir, name=name, version="")
         self._clocked = tuple(timings)
         self._hyperparameters: dict[str, Any] = {}
         self._tables: dict[str, CSVTable] = {}
@@ -63,17 +61,6 @@ class ResumingCSVLogger(KeepsArguments, CSVLogger):
     def log_dir(self) -> str:
         """Folder of the files."""
         return str(Path(self.save_dir, self.name))
-
-    def use_run_folder(self, folder: Path | str) -> None:
-        """Write there, unless a folder was given."""
-        if self._in_run_folder:
-            refuse_remote(folder, type(self).__name__)
-            self._folder = Path(folder)
-
-    @property
-    def save_dir(self) -> str:
-        """Folder of the run."""
-        return str(self._folder)
 
     @property
     def experiment(self) -> Any:
@@ -138,15 +125,6 @@ class ResumingCSVLogger(KeepsArguments, CSVLogger):
 
 
 @rank_zero_only
-def refuse_remote(folder: str | Path, who: str) -> None:
-    """Refuse a folder with a protocol: what is there could not be cut back."""
-    if "://" in str(folder):
-        raise ValueError(
-            f"{who} save_dir is {folder}: it needs a folder of this machine, whose files it can "
-            "cut back when a run is resumed"
-        )
-
-
 class CSVTable:
     """A CSV file that grows by rows and by columns; each row is in it when `append` returns.
 

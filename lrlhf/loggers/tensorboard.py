@@ -14,14 +14,14 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from lrlhf.arguments import KeepsArguments
-from lrlhf.loggers.csv import refuse_remote
+from lrlhf.loggers.local_folder import LocalFolder
 from lrlhf.run.atomic import naming
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class ResumingTensorBoardLogger(KeepsArguments, TensorBoardLogger):
+class ResumingTensorBoardLogger(KeepsArguments, LocalFolder, TensorBoardLogger):
     """Writes events to one folder, each row at once, and cuts them back when a run is resumed.
 
     What the killed run wrote after the checkpoint is cut from its files, texts and images too; a
@@ -43,11 +43,8 @@ class ResumingTensorBoardLogger(KeepsArguments, TensorBoardLogger):
     def __init__(
         self, save_dir: str | Path | None = None, name: str = "tensorboard", **kwargs: Any
     ) -> None:
-        self._in_run_folder = save_dir is None
-        folder = "." if save_dir is None else save_dir
-        refuse_remote(folder, type(self).__name__)
-        self._folder = Path(folder)
-        super().__init__(folder, name=name, version="", **kwargs)
+        self.choose_folder(save_dir)
+        super().__init__(self.save_dir, name=name, version="", **kwargs)
         self._stage = ""
         self._begun = False
         self._held_back: list[tuple[Any, ...]] = []
@@ -59,17 +56,6 @@ class ResumingTensorBoardLogger(KeepsArguments, TensorBoardLogger):
     def log_dir(self) -> str:
         """Folder of the events."""
         return str(Path(self.save_dir, self.name, self._stage))
-
-    def use_run_folder(self, folder: Path | str) -> None:
-        """Write there, unless a folder was given."""
-        if self._in_run_folder:
-            refuse_remote(folder, type(self).__name__)
-            self._folder = Path(folder)
-
-    @property
-    def save_dir(self) -> str:
-        """Folder of the run."""
-        return str(self._folder)
 
     @property
     def root_dir(self) -> str:
