@@ -1,12 +1,14 @@
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 from matplotlib import image
 
 from lrlhf.callbacks import EvalJSONL, HFExport, RLCheckpoint, RolloutLog, RunReport
-from lrlhf.callbacks.reports.curves import Curve, draw_curve, moving_average
+from lrlhf.callbacks.reports import curves
+from lrlhf.callbacks.reports.curves import Curve, draw_curve, draw_panels, moving_average
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 
 
@@ -103,3 +105,39 @@ def test_the_picture_shows_the_metric_and_the_evaluations(tmp_path: Path) -> Non
     orange = {path: int((p[..., 0] > p[..., 2] + 0.5).sum()) for path, p in pixels.items()}
     assert orange[bare] == 0
     assert orange[full] > 100
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that would have been saved."""
+    figures: list[Any] = []
+    monkeypatch.setattr(curves, "_save", lambda _, figure: figures.append(figure))
+    return figures
+
+
+def test_a_single_step_has_whole_steps_and_plain_values_on_its_axes(
+    tmp_path: Path, drawn: list[Any]
+) -> None:
+    # the same value, but for the rounding of float32
+    draw_curve(tmp_path, Curve("train/accuracy", [1], [0.5]), Curve("eval", [1], [0.50000003]))
+    draw_panels(tmp_path, {"run": [Curve("train/loss", [1], [0.5])]})
+    for figure in drawn:
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        low, high = axes.get_xlim()
+        assert [text.get_text() for text in axes.get_xticklabels() if
+                low <= text.get_position()[0] <= high] == ["1"]  # fmt: skip
+        assert axes.yaxis.get_offset_text().get_text() == ""
+        assert all(len(text.get_text()) <= 5 for text in axes.get_yticklabels())
+
+
+def test_the_label_of_a_target_stands_on_white_above_the_curves(
+    tmp_path: Path, drawn: list[Any]
+) -> None:
+    panels = {"run": [Curve("kl/sequence", [1, 2], [1.0, 2.0])]}
+    draw_panels(tmp_path, panels, targets={"kl/sequence": 1.5})
+    (axes,) = drawn[0].axes
+    (label,) = axes.texts
+    assert label.get_text() == "target 1.5"
+    assert label.get_bbox_patch().get_facecolor()[:3] == (1.0, 1.0, 1.0)
+    assert label.get_zorder() > max(line.get_zorder() for line in axes.lines)
