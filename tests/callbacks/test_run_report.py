@@ -88,6 +88,45 @@ def test_a_resumed_run_reports_the_whole(
     assert "eval/score: 0 at step 0 → 4 at step 4" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "every"),
+    [
+        ({"val_check_interval": 40, "check_val_every_n_epoch": None}, "40 batches"),
+        ({"val_check_interval": 4}, "4 batches"),
+        ({}, "epoch"),
+        # the sanity check of one batch is none
+        ({"check_val_every_n_epoch": 2, "num_sanity_val_steps": 1}, "2 epochs"),
+    ],
+)
+def test_a_run_without_an_evaluation_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any], every: str
+) -> None:
+    fit = trainer(tmp_path, RunReport(), max_steps=2, **options)
+    fit.fit(ToyPolicy(), batches(5), batches(2))
+    line = capsys.readouterr().out.splitlines()[2]
+    assert line == f"eval/score: no evaluation in these steps (one each {every})"
+
+
+def test_a_metric_that_an_evaluation_does_not_log_is_told_with_those_it_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit = trainer(tmp_path, RunReport(eval_metric="eval/acuracy"))
+    fit.fit(ToyPolicy(), batches(2), batches(1))
+    line = capsys.readouterr().out.splitlines()[2]
+    assert line == ("eval/acuracy: never logged (logged: eval/score, rollout/score, train/loss)")
+
+
+def test_a_resumed_run_with_no_step_left_says_only_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = trainer(tmp_path)  # whose checkpoint knows no curves
+    first.fit(ToyPolicy(), batches(2))
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    again, checkpoint = trainer(tmp_path, RunReport(), max_steps=2), tmp_path / "two.ckpt"
+    again.fit(ToyPolicy(), batches(2), batches(1), ckpt_path=checkpoint, weights_only=True)
+    assert capsys.readouterr().out.splitlines() == ["", "no step was left: the run is at step 2"]
+
+
 def test_the_average_knows_only_the_past() -> None:
     # means of (2), of (2 and 4), of (2, 4 and 0), of (4, 0 and 8)
     assert moving_average([2.0, 4.0, 0.0, 8.0], 3) == [2.0, 3.0, 2.0, 4.0]
