@@ -40,7 +40,6 @@ from lrlhf.cli.model_flags import with_sources
 from lrlhf.cli.null_values import refuse_nulls
 from lrlhf.cli.parser import Parser
 from lrlhf.cli.plan_command import describe_run
-from lrlhf.cli.replaced_entries import without_replaced
 from lrlhf.cli.replay_command import dump_and_options, show_replay
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.cli.serve_command import serve_reward
@@ -88,7 +87,7 @@ class Application(Commands):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        self.config = parser.parse_args(without_replaced(self._arguments))
+        self.config = parser.parse_args(self._arguments)
         options = self.config.get(self._arguments[0])
         refuse_nulls(options)
         if options is not None and options.trainer.default_root_dir is None:

@@ -35,7 +35,7 @@ def _with_source(arguments: list[str], files: Sequence[ConfigFile], flag: str) -
     own = {names[index].removeprefix(f"{flag}.").split(".")[0] for index in below}
     if not below or own & {"source", "class_path", "init_args", "help"}:
         return arguments
-    given, rest = taken_out(arguments, flag)
+    given, rest = _taken_out(arguments, flag)
     source = given[-1] if given else _text_at(files, flag.removeprefix("--").split("."))
     if source is None or source.startswith("{"):
         return arguments
@@ -43,7 +43,7 @@ def _with_source(arguments: list[str], files: Sequence[ConfigFile], flag: str) -
     return [*rest[:first], f"{flag}.source={source}", *rest[first:]]
 
 
-def taken_out(arguments: Sequence[str], flag: str) -> tuple[list[str], list[str]]:
+def _taken_out(arguments: Sequence[str], flag: str) -> tuple[list[str], list[str]]:
     """Return the values of a flag, and the other arguments."""
     values: list[str] = []
     rest: list[str] = []

@@ -1,6 +1,5 @@
 """Whatever is wrong with a config, one line says where and what, and the status is 2."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,60 +88,16 @@ def test_a_mistake_on_the_command_line_is_named_with_its_flag(
     assert status == 2
 
 
-MISSING = CONFIG.replace("train: prompts.jsonl", "train:\n      class_path: no_such_module.Rows")
-
-
-@pytest.mark.parametrize("flag", ["--data.train", "--data.init_args.train"])
-def test_a_class_that_a_flag_replaces_need_not_be_there(
-    config: Path, monkeypatch: pytest.MonkeyPatch, flag: str
-) -> None:
-    config.write_text(MISSING)
-    given = []
-    monkeypatch.setattr(toys.ToyData, "__init__", _taking(given))
-    assert run(["fit", "--config", config.name, flag, "pairs.jsonl"]) == 0
-    assert given == ["pairs.jsonl"]
-    assert Path("runs/toy").is_dir()  # named after the config, as it would be without the flag
-
-
-def test_what_a_flag_does_not_replace_is_named_where_it_stands(
+def test_a_class_that_a_flag_replaces_is_named_where_it_stands(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config.write_text(MISSING.replace("max_steps: 1", "max_steps: soon"))
-    assert run(["fit", "--config", config.name, "--data.train", "pairs.jsonl"]) == 2
-    assert capsys.readouterr().err == (
-        "error: toy.yaml:13: trainer.max_steps: expected an integer, got 'soon'\n"
+    config.write_text(
+        CONFIG.replace("train: prompts.jsonl", "train:\n      class_path: no_such_module.Rows")
     )
-
-
-def _taking(given: list[str]) -> Callable[..., None]:
-    original = toys.ToyData.__init__
-
-    def initialize(self: toys.ToyData, train: str, batch_size: int = 2) -> None:
-        given.append(train)
-        original(self, train, batch_size)
-
-    return initialize
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--config", "toy.yaml"],
-        # which replaces what the flag has replaced
-        ["--config", "toy.yaml", "--data.train", "pairs.jsonl", "--config", "toy.yaml"],
-        ["--config=toy.yaml", "--data.train={class_path: no_such_module.Rows}"],
-    ],
-)
-def test_a_class_that_counts_is_named_where_it_stands(
-    config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    config.write_text(MISSING)
-    assert run(["fit", *arguments]) == 2
-    place = "command line: --data.train" if "={" in arguments[-1] else (
-        "toy.yaml:11: data.init_args.train.class_path"
-    )  # fmt: skip
+    assert run(["fit", "--config", config.name, "--data.train", "pairs.jsonl"]) == 2
     assert capsys.readouterr().err.startswith(
-        f"error: {place}: no class 'no_such_module.Rows' (No module named 'no_such_module')"
+        "error: toy.yaml:11: data.init_args.train.class_path: no class 'no_such_module.Rows' (No "
+        "module named 'no_such_module')"
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -65,8 +64,6 @@ def _described(
         return str(error)
     # a missing group is reported as `fit.model`, one that is there as `model`
     complaint = read_complaint(str(error).replace(f" {arguments[0]}.", " "))
-    if complaint.path[:1] == ("config",):  # of one that is given in place
-        complaint = replace(complaint, path=complaint.path[1:])
     text = located(str(complaint), *locate(complaint, files, arguments))
     text += _searched(text, files)
     return text if files else f"{text} (a YAML file is given with --config)"
