@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lrlhf.rollout.engines.background import in_background
+from lrlhf.background import in_background
 from lrlhf.rollout.engines.engine import RolloutEngine
 from lrlhf.rollout.engines.synced_engine import EngineFailure, without_recovery
 from lrlhf.rollout.responses import prompt_token_ids, repeated_media

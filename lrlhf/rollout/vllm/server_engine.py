@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, distributed
 
-from lrlhf.rollout.engines.background import in_background
+from lrlhf.background import in_background
 from lrlhf.rollout.engines.engine import Capabilities
 from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
