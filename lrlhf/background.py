@@ -52,6 +52,14 @@ class EventLoop:
         """Have the loop run an awaitable."""
         return asyncio.run_coroutine_threadsafe(_awaited(awaitable), self._running())
 
+    def answers(self, seconds: float) -> bool:
+        """Tell whether the loop runs, or something that it runs keeps it from going on."""
+        try:
+            self.submit(asyncio.sleep(0)).result(seconds)
+        except TimeoutError:
+            return False
+        return True
+
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:

@@ -183,6 +183,9 @@ class PromptBatch(TensorBatch):
     """See `SequenceBatch.media`."""
     places: tuple[str, ...] | None = None
     """Where each row stands in the data, such as ``prompts.jsonl:17``; None: nowhere."""
+    room: Int[Tensor, " B"] | None = None
+    """Tokens that a response may have, where that is fewer than the sampling allows; an engine may
+    ignore it."""
     pretraining: SequenceBatch | None = None
     """Texts of the second stream that is mixed into the policy's loss (PTX); rows of its own,
     which `select` leaves alone."""
@@ -213,6 +216,8 @@ class Episode:
     """What went wrong in the environment; the episode has no score then."""
     environment: Any = None
     """As the episode left it, until the rewards have read it."""
+    release: Callable[[], None] | None = None
+    """Closes the environment; None: there is nothing to close."""
 
     @property
     def turns(self) -> int:
@@ -252,6 +257,12 @@ class Rollout(SequenceBatch):
         if self.kept_mass is None:
             return self.sampling_logprobs
         return self.sampling_logprobs + self.kept_mass.log()
+
+
+ROLLOUT_TENSORS = tuple(
+    field.name for field in fields(Rollout) if field.name not in ("media", "episodes")
+)
+"""The fields of a `Rollout` that are tensors with a row for each response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

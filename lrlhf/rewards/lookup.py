@@ -17,6 +17,7 @@ from lrlhf.rewards.function import (
     RewardFunction,
     did_you_mean,
 )
+from lrlhf.rewards.functions.environment_reward import EnvironmentReward
 from lrlhf.rewards.functions.length_rewards import LengthPenalty, OverlongPenalty, RepetitionPenalty
 from lrlhf.rewards.functions.numeric_answer import NumericAnswer
 from lrlhf.rewards.functions.task_score import ReasoningGymScore
@@ -27,6 +28,7 @@ NamedFunction = str | RewardFunction | Callable[..., Any]
 """A reward function, or its import path or the short name of a built-in one."""
 
 BUILTINS: Mapping[str, type[RewardFunction]] = {
+    "environment_reward": EnvironmentReward,
     "exact_match": ExactMatch,
     "learned_reward": LearnedReward,
     "length_penalty": LengthPenalty,

@@ -66,6 +66,8 @@ class RewardResult:
     """Columns that the functions logged, one value per response."""
     failures: list[str]
     """What went wrong in this batch, tracebacks included; begins with the function's name."""
+    turn_weights: Float[Tensor, " B"] | None = None
+    """What the score multiplies the rewards of single turns with; None: unknown."""
 
 
 class _Asked(NamedTuple):
@@ -135,6 +137,9 @@ class Rewards(KeepsArguments):
             else weights_by_label(self.names, recipe, label_column)
         )
         check_known(optional or [], self.names, "optional")
+        self._of_turns = torch.tensor(
+            [getattr(function, "sums_turns", False) for _, function in self._functions]
+        )
         self._optional = torch.tensor([name in (optional or []) for name in self.names])
         self._max_unscorable_fraction = max_unscorable_fraction
         self._max_failures = math.inf if max_failures is None else max_failures
@@ -173,6 +178,7 @@ class Rewards(KeepsArguments):
         columns: Sequence[Mapping[str, Any]],
         *,
         limited: bool = True,
+        on_request: Mapping[str, Sequence[Any]] | None = None,
     ) -> RewardResult:
         """Score responses.
 
@@ -183,6 +189,8 @@ class Rewards(KeepsArguments):
             columns: The other data columns of each response's row; where a column has the name of
                 an argument of :class:`RewardFunction`, the argument wins.
             limited: Whether ``max_unscorable_fraction`` holds for these responses by themselves.
+            on_request: Further arguments by name, one value per response, for the functions whose
+                signature names them.
 
         Raises:
             RewardError: Too many responses without a score, a function that fails again and
@@ -203,7 +211,9 @@ class Rewards(KeepsArguments):
             for bound, weight in zip(self._functions, weights.T, strict=True)
             if (rows := weight.isfinite().nonzero()[:, 0].tolist())
         ]
-        outcomes = self._dispatcher.run([self._call(entry, given, columns) for entry in asked])
+        outcomes = self._dispatcher.run(
+            [self._call(entry, given, columns, on_request or {}) for entry in asked]
+        )
         return self._combine(asked, outcomes, weights, limited=limited)
 
     def _call(
@@ -211,20 +221,24 @@ class Rewards(KeepsArguments):
         entry: _Asked,
         given: Mapping[str, Sequence[Any]],
         columns: Sequence[Mapping[str, Any]],
+        on_request: Mapping[str, Sequence[Any]],
     ) -> Call:
         """Return what is called, with the rows that are asked about in lists of its own."""
         name, function = entry.bound
+        signature = inspect.signature(function)
+        wanted = {name: on_request[name] for name in on_request if name in signature.parameters}
         names = {column: None for row in entry.rows for column in columns[row]}
         available = {
             **{column: [columns[row].get(column) for row in entry.rows] for column in names},
-            **{argument: [values[row] for row in entry.rows] for argument, values in given.items()},
+            **{
+                argument: [values[row] for row in entry.rows]
+                for argument, values in {**given, **wanted}.items()
+            },
             "log_metric": entry.journal.log_metric,
             "log_extra": entry.journal.log_extra,
         }
         ends = isinstance(function, RewardFunction) and function.ends_by_itself
-        arguments = chosen_arguments(
-            name, inspect.signature(function), available, filled_by_python(function)
-        )
+        arguments = chosen_arguments(name, signature, available, filled_by_python(function))
         return Call(name, function, arguments, unlimited=self._spares_some and ends)
 
     def _combine(
@@ -263,6 +277,7 @@ class Rewards(KeepsArguments):
             metrics=metrics | unscored,
             extras=extras,
             failures=[*failures.values()],
+            turn_weights=(weights.nan_to_num(nan=0.0) * self._of_turns).sum(dim=1),
         )
 
     def _read(self, entry: _Asked, outcome: Outcome) -> tuple[list[float], str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lrlhf.rewards import RewardResult
 from lrlhf.rollout.collector import Collected
-from lrlhf.types import PromptBatch, Rollout, joined_media
+from lrlhf.types import ROLLOUT_TENSORS, PromptBatch, Rollout, joined_media
 
 
 class Filtered(NamedTuple):
@@ -90,7 +90,9 @@ def merge_collected(parts: Sequence[Collected]) -> Collected:
     offsets = [0, *accumulate(int(rollout.group_ids.max()) + 1 for rollout in rollouts)][:-1]
     width = max(rollout.input_ids.shape[1] for rollout in rollouts)
     merged: dict[str, Any] = {"media": joined_media(rollouts)}
-    for name in (field.name for field in fields(Rollout) if field.name != "media"):
+    if rollouts[0].episodes is not None:
+        merged["episodes"] = tuple(one for rollout in rollouts for one in rollout.episodes or ())
+    for name in ROLLOUT_TENSORS:
         columns = [getattr(rollout, name) for rollout in rollouts]
         if name == "group_ids":
             columns = [ids + offset for ids, offset in zip(columns, offsets, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from lrlhf.rollout.engines.engine import RolloutEngine
 from lrlhf.rollout.engines.synced_engine import EngineFailure, without_recovery
 from lrlhf.rollout.responses import prompt_token_ids, repeated_media
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.types import PromptBatch, Rollout
+from lrlhf.types import ROLLOUT_TENSORS, PromptBatch, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +122,7 @@ class RolloutAhead:
             return None
         rollout = pending.rollout.result()
         # what it shows comes with the prompts again
-        names = [field.name for field in fields(rollout) if field.name != "media"]
-        tensors = {name: getattr(rollout, name) for name in names}
+        tensors = {name: getattr(rollout, name) for name in ROLLOUT_TENSORS}
         return {"step": pending.step, "prompts": pending.prompts, "rollout": tensors}
 
     def load_state_dict(self, state: dict[str, Any] | None, device: torch.device) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from lrlhf.environments import Episodes
 from lrlhf.functional.algorithm import Algorithm, Estimator, PolicyLoss
 from lrlhf.functional.algorithms import (
     ALGORITHMS,
@@ -45,6 +46,7 @@ class PolicySettings:
     dynamic_sampling: DynamicSampling | None
     rollout_ahead: Literal[0, 1]
     allow_truncated_sampling: bool
+    episodes: Episodes | None
 
     @property
     def kl_coef(self) -> float:
@@ -85,6 +87,7 @@ def complete_settings(  # noqa: PLR0913  what the constructors take
     dynamic_sampling: DynamicSampling | None,
     rollout_ahead: Literal[0, 1],
     allow_truncated_sampling: bool,
+    episodes: Episodes | None,
 ) -> PolicySettings:
     """Fill in what a constructor was not given, and refuse what does not fit together.
 
@@ -102,6 +105,7 @@ def complete_settings(  # noqa: PLR0913  what the constructors take
         dynamic_sampling: See `RLOO`.
         rollout_ahead: See `RLOO`.
         allow_truncated_sampling: See `RLOO`.
+        episodes: See `RLOO`.
 
     Raises:
         ValueError: Two options do not fit together; says what would.
@@ -126,6 +130,7 @@ def complete_settings(  # noqa: PLR0913  what the constructors take
         dynamic_sampling=dynamic_sampling,
         rollout_ahead=rollout_ahead,
         allow_truncated_sampling=allow_truncated_sampling,
+        episodes=episodes,
     )
     _check_groups(settings)
     _check_sampling(settings)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lrlhf.arguments import KeepsArguments
 from lrlhf.media import MediaProcessor
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.types import PromptBatch, Rollout
+from lrlhf.types import Message, PromptBatch, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,14 @@ class Capabilities:
     exact: bool = False
     tells_kept_mass: bool = True
     media: bool = True
+
+
+class RendersChat(Protocol):
+    """Renders messages as the data's chat template has them."""
+
+    def render(self, messages: Sequence[Message], row: Mapping[str, Any], *, prompt: bool) -> str:
+        """Return the text of messages; a ``prompt`` leaves the assistant's turn open."""
+        ...
 
 
 class ProbeGap(NamedTuple):
@@ -73,6 +81,9 @@ class RolloutEngine(KeepsArguments, ABC):
             tokenizer: Its tokenizer.
             processor: What it sees images and videos with; None: it reads text only.
         """
+
+    def use_chat(self, chat: RendersChat) -> None:
+        """Hear how the data renders chats, for engines that go on with them."""
 
     @abstractmethod
     def generate(
@@ -168,6 +179,9 @@ class EngineWrapper(RolloutEngine):
         """Make the wrapped engine known to the policy; ``tokenizer`` is kept for subclasses."""
         self.tokenizer = tokenizer
         self.engine.attach(policy, tokenizer, processor)
+
+    def use_chat(self, chat: RendersChat) -> None:
+        self.engine.use_chat(chat)
 
     def generate(
         self,

@@ -269,7 +269,13 @@ class VLLMServerEngine(VLLMBase):
         shared = sampling_arguments(sampling, self._weights.model, self._tokenizer)
         shared |= {"return_token_ids": True, "model": self._described["model"]}
         bodies = [
-            {**shared, "prompt": request.prompt_ids, "seed": request.seed} for request in requests
+            {
+                **shared,
+                "prompt": request.prompt_ids,
+                "seed": request.seed,
+                "max_tokens": request.max_tokens,
+            }
+            for request in requests
         ]
         self._check_last_push()
         responses = self._connected.complete(bodies, stall=self.stall_timeout)

@@ -1,0 +1,310 @@
+"""An engine whose responses are episodes: turns of the policy, answered by an environment."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.background import EventLoop, in_background
+from lrlhf.environments.session import EnvironmentFailure, Reaction, Session
+from lrlhf.environments.settings import Episodes
+from lrlhf.environments.tool_calls import ToolCallFormat, detect_format, tool_call_format
+from lrlhf.environments.tools import tools_of_functions
+from lrlhf.functional.names import import_function
+from lrlhf.media import MediaProcessor
+from lrlhf.rollout.engines.engine import (
+    EngineWrapper,
+    RendersChat,
+    RolloutEngine,
+    check_seeds,
+)
+from lrlhf.rollout.episodes.dialogue import Dialogue
+from lrlhf.rollout.episodes.play import Play
+from lrlhf.rollout.episodes.speaker import Speaker
+from lrlhf.rollout.responses import left_padded, prompt_token_ids
+from lrlhf.rollout.sampling import Sampling
+from lrlhf.types import PromptBatch, Rollout
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+_STALLED = 30.0
+"""Seconds after which an event loop that does not answer counts as blocked."""
+
+
+class EpisodeEngine(EngineWrapper):
+    """Plays episodes with another engine's turns.
+
+    The token ids of the policy's turns are the engine's own. What is said between them is tokenised
+    once, and is given to the policy without a gradient. An environment that raises, hangs or
+    answers nonsense leaves its episode without a score; the others go on.
+
+    Args:
+        engine: Generates the turns.
+        episodes: What is played, and its limits.
+
+    Raises:
+        ValueError: The environment, a tool or the format of calls cannot be found.
+    """
+
+    def __init__(self, engine: RolloutEngine, episodes: Episodes) -> None:
+        super().__init__(engine)
+        self.episodes = episodes
+        self._make = _maker(episodes)
+        self._tools = tools_of_functions(episodes.tools)
+        self._loop = EventLoop("environments")
+        self._chat: RendersChat | None = None
+        self._open: set[Session] = set()
+        self._closing: list[Future[None]] = []
+
+    def attach(
+        self,
+        policy: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: MediaProcessor | None = None,
+    ) -> None:
+        super().attach(policy, tokenizer, processor)
+        self._read_calls = _call_format(self.episodes, tokenizer)
+
+    def use_chat(self, chat: RendersChat) -> None:
+        self._chat = chat
+        super().use_chat(chat)
+
+    def close(self) -> None:
+        """Close the environments that are still open, and the engine."""
+        for session in [*self._open]:
+            self._release(session)
+        self._finish_closing()
+        super().close()
+
+    # ------------------------------------------------------------------ episodes
+
+    def generate(
+        self,
+        prompts: PromptBatch,
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        seeds: Sequence[int],
+    ) -> Rollout:
+        """Play ``num_generations`` episodes behind each prompt; see `RolloutEngine.generate`.
+
+        Returns:
+            A rollout with ``episodes``, whose environments are open until they are released.
+        """
+        check_seeds(seeds, prompts, num_generations)
+        self._finish_closing()
+        dialogue = Dialogue(self.tokenizer, self._chat)
+        sessions = [self._session() for _ in seeds]
+        self._open.update(sessions)
+        try:
+            plays = self._begin(dialogue, prompts, sessions, seeds, sampling.max_new_tokens)
+            speaker = Speaker(
+                self.engine, self.tokenizer, _contexts(prompts, plays), sampling, self.episodes
+            )
+            speaker.begin(plays, num_generations)
+            self._go_on(dialogue, plays, speaker)
+            self._judge(plays)
+        except BaseException:
+            for session in sessions:
+                self._release(session)
+            raise
+        rollout = speaker.rollout(plays, num_generations)
+        episodes = [play.episode(partial(self._release, play.session)) for play in plays]
+        return replace(rollout, episodes=tuple(episodes))
+
+    def _begin(
+        self,
+        dialogue: Dialogue,
+        prompts: PromptBatch,
+        sessions: Sequence[Session],
+        seeds: Sequence[int],
+        limit: int,
+    ) -> list[Play]:
+        """Open an environment for each response; those of one prompt get one seed."""
+        ids = [own.tolist() for own in prompt_token_ids(prompts)]
+        plays, opening, num_generations = [], {}, len(seeds) // len(prompts)
+        for number, (session, seed) in enumerate(zip(sessions, seeds, strict=True)):
+            group = number // num_generations
+            row = {"seed": seeds[group * num_generations], **prompts.columns[group]}
+            play = Play(number, prompts.prompts[group], ids[group], row, session, seed, limit)
+            plays.append(play)
+            opening[self._loop.submit(session.open({**row, "prompt": play.prompt}))] = play
+        for future in self._wait(opening, self.episodes.reset_timeout, ALL_COMPLETED):
+            play = opening[future]
+            shown = self._result(play, future)
+            if play.failure:
+                continue
+            if tools := [tool.schema for tool in play.session.tools]:
+                play.row = {**play.row, "tools": tools}
+            play.prompt, play.prompt_ids = dialogue.opened(
+                play.prompt, shown, play.row, play.prompt_ids
+            )
+        return plays
+
+    def _go_on(self, dialogue: Dialogue, plays: Sequence[Play], speaker: Speaker) -> None:
+        """Let environments and policy take turns until every episode is over."""
+        together = self._waits_for_all
+        answering = self._ask(plays)
+        speaking: dict[Future[None], list[Play]] = {}
+        while _on_any_rank(bool(answering or speaking), together=together):
+            when = ALL_COMPLETED if together else FIRST_COMPLETED
+            done = self._wait([*answering, *speaking], self.episodes.timeout, when)
+            answered = [(answering.pop(one), one) for one in [*answering] if one in done]
+            answered.sort(key=lambda each: each[0].number)
+            ready = [play for play, one in answered if self._takes(dialogue, play, one)]
+            spoke = [play for one in [*speaking] if one in done for play in speaking.pop(one)]
+            if together:
+                if _on_any_rank(bool(ready), together=True):
+                    speaker.go_on(ready)
+                    spoke = ready
+            elif ready:
+                speaking[in_background(partial(speaker.go_on, ready), name="turns")] = ready
+            answering |= self._ask(spoke)
+
+    def _takes(self, dialogue: Dialogue, play: Play, answer: Future[Reaction]) -> bool:
+        """Add what an environment answered; tells whether the policy goes on."""
+        reaction = self._result(play, answer)
+        if reaction is None:
+            return False
+        play.heard(reaction)
+        if play.finish_reason is not None:
+            return False
+        if play.turns == self.episodes.max_turns:
+            play.cut_off("max_turns")
+            return False
+        tokens = dialogue.between(
+            play.prompt, play.said, reaction.messages, play.row, play.context[-1]
+        )
+        if play.used + len(tokens) >= play.limit:
+            play.cut_off("length")
+            return False
+        play.is_given(reaction.messages, tokens)
+        return True
+
+    def _judge(self, plays: Sequence[Play]) -> None:
+        """Ask for the reward of the whole."""
+        judging = {
+            self._loop.submit(play.session.outcome()): play for play in plays if not play.failure
+        }
+        for future in self._wait(judging, self.episodes.timeout, ALL_COMPLETED):
+            reward = self._result(judging[future], future)
+            if reward is not None:
+                judging[future].rewards[-1] += reward
+
+    # ------------------------------------------------------------------ environments
+
+    def _session(self) -> Session:
+        return Session(
+            self._make,
+            self._tools,
+            self._read_calls,
+            timeout=self.episodes.timeout,
+            reset_timeout=self.episodes.reset_timeout,
+        )
+
+    def _ask(self, plays: Iterable[Play]) -> dict[Future[Reaction], Play]:
+        """Give the environments the last turns of those who go on."""
+        return {
+            self._loop.submit(play.session.react(play.last_turn.text, play.last_turn.raw)): play
+            for play in plays
+            if play.finish_reason is None
+        }
+
+    def _result(self, play: Play, future: Future[ResultT]) -> ResultT | None:
+        """Return what an environment answered; None: it failed, and so does its episode."""
+        if not future.done():
+            play.fail("an async method of an environment keeps the event loop from going on")
+            return None
+        try:
+            return future.result()
+        except EnvironmentFailure as failure:
+            play.fail(str(failure))
+            return None
+
+    def _wait(
+        self, futures: Iterable[Future[Any]], seconds: float, return_when: str
+    ) -> Collection[Future[Any]]:
+        """Wait for answers, and for none that never come."""
+        futures = [*futures]
+        while True:
+            done, rest = wait(futures, timeout=seconds, return_when=return_when)
+            if not rest or (done and return_when == FIRST_COMPLETED):
+                return done if rest else futures
+            if not self._loop.answers(_STALLED):
+                self._loop = EventLoop("environments")
+                return futures
+
+    @property
+    def _waits_for_all(self) -> bool:
+        if self.episodes.wait_for is not None:
+            return self.episodes.wait_for == "all"
+        # ranks that share an engine, or parts of the weights, have to generate in step
+        return not self.capabilities.concurrent or torch.distributed.is_initialized()
+
+    def _release(self, session: Session) -> None:
+        """Begin to close an environment."""
+        if session in self._open:
+            self._open.remove(session)
+            self._closing.append(self._loop.submit(session.close()))
+
+    def _finish_closing(self) -> None:
+        closing, self._closing = self._closing, []
+        wait(closing, timeout=self.episodes.timeout + _STALLED)
+        failures = [one.exception() for one in closing if one.done() and one.exception()]
+        if failures:
+            logger.warning("%d environments could not be closed: %s", len(failures), failures[0])
+
+
+def _call_format(episodes: Episodes, tokenizer: PreTrainedTokenizerBase) -> ToolCallFormat:
+    """Return what finds calls: what was chosen, else what the chat template writes, else JSON."""
+    detected = detect_format(str(tokenizer.chat_template or ""))
+    return tool_call_format(episodes.tool_calls or detected or "hermes")
+
+
+def _maker(episodes: Episodes) -> Callable[[], Any] | None:
+    environment = episodes.environment
+    if isinstance(environment, str):
+        environment = import_function("environment", environment, ())
+    if environment is None:
+        return None
+    make = partial(environment, **episodes.options)
+    # what messages call it
+    make.__name__ = getattr(environment, "__name__", "environment")  # type: ignore[attr-defined]
+    return make
+
+
+def _contexts(prompts: PromptBatch, plays: Sequence[Play]) -> PromptBatch:
+    """Return a prompt for each response, with what its environment shows at the start."""
+    device, copies = prompts.input_ids.device, len(plays) // len(prompts)
+    rows = prompts.select(torch.arange(len(plays)) // copies)
+    own = [torch.tensor(play.prompt_ids, device=device) for play in plays]
+    before = prompt_token_ids(rows)
+    if all(torch.equal(one, other) for one, other in zip(own, before, strict=True)):
+        return rows
+    if any(media is not None for media in rows.media or ()):
+        raise ValueError(
+            "the environment or its tools add to the prompts, and some prompts show images or "
+            "videos: put what it shows at the start into the data, and the tools' descriptions "
+            "into data.tools"
+        )
+    input_ids, mask = left_padded(own)
+    changed = tuple(play.prompt for play in plays)
+    return replace(rows, input_ids=input_ids, attention_mask=mask, prompts=changed)
+
+
+def _on_any_rank(condition: bool, *, together: bool) -> bool:
+    if not together or not torch.distributed.is_initialized():
+        return condition
+    conditions: list[bool] = [False] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(conditions, condition)
+    return any(conditions)
