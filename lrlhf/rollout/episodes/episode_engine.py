@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from lrlhf.background import EventLoop, in_background
 from lrlhf.environments.session import EnvironmentFailure, Reaction, Session
 from lrlhf.environments.settings import Episodes
-from lrlhf.environments.tool_calls import ToolCallFormat, detect_format, tool_call_format
+from lrlhf.environments.tool_call_formats import detect_format, tool_call_format
+from lrlhf.environments.tool_calls import ToolCallFormat
 from lrlhf.environments.tools import tools_of_functions
 from lrlhf.functional.names import import_function
 from lrlhf.media import MediaProcessor
