@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from lrlhf.background import in_background
 from lrlhf.environments.text_environment import TextEnvironment
 from lrlhf.environments.tool_calls import MalformedCall, ToolCall, ToolCallFormat
-from lrlhf.environments.tools import Tool, result_text, tools_of
+from lrlhf.environments.tools import Tool, result_text, tools_by_name, tools_of
 from lrlhf.types import Message
 
 Say = str | None
@@ -54,7 +54,6 @@ class Session:
         reset_timeout: float,
     ) -> None:
         self._make = make
-        self._shared_tools = tools
         self._tools = {tool.name: tool for tool in tools}
         self._read_calls = read_calls
         self._timeout = timeout
@@ -90,7 +89,7 @@ class Session:
         name = getattr(self._make, "__name__", "environment")
         self.environment = await self._ask(name, self._make, limit=self._reset_timeout)
         if not isinstance(self.environment, TextEnvironment):
-            self._tools |= {tool.name: tool for tool in tools_of(self.environment)}
+            self._tools = tools_by_name([*self._tools.values(), *tools_of(self.environment)])
         reset = getattr(self.environment, "reset", None)
         if reset is None:
             return None

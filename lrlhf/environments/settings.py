@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from lrlhf.environments.text_environment import TextEnvironment
+from lrlhf.environments.tool_call_formats import tool_call_format
+from lrlhf.environments.tools import Tool, schemas_of, tools_of_functions
+from lrlhf.functional.names import import_function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,3 +61,34 @@ class Episodes:
             value = getattr(self, name)
             if not value > 0:
                 raise ValueError(f"episodes.{name} is {value}; give seconds above 0")
+
+
+class Cast(NamedTuple):
+    """What the names in `Episodes` stand for."""
+
+    make: Callable[[], Any] | None
+    """Makes an environment; None: there are tools only."""
+    tools: list[Tool]
+    """Beside the environment's own."""
+
+
+def resolve(episodes: Episodes) -> Cast:
+    """Find the environment and the tools, and look at what can be seen before an episode.
+
+    Raises:
+        ValueError: One cannot be imported, or a tool cannot be described to the policy.
+    """
+    tools = tools_of_functions(episodes.tools)
+    if episodes.tool_calls is not None:
+        tool_call_format(episodes.tool_calls)
+    environment = episodes.environment
+    if isinstance(environment, str):
+        environment = import_function("environment", environment, ())
+    if environment is None:
+        return Cast(None, tools)
+    if isinstance(environment, type) and not issubclass(environment, TextEnvironment):
+        schemas_of(environment)  # type: ignore[arg-type]  # classes are hashable
+    make = partial(environment, **episodes.options)
+    # what messages call it
+    make.__name__ = getattr(environment, "__name__", "environment")  # type: ignore[attr-defined]
+    return Cast(make, tools)

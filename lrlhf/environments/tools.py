@@ -128,7 +128,7 @@ def tools_of(environment: Any) -> list[Tool]:
     """
     return [
         Tool(name, getattr(environment, name), schema)
-        for name, schema in _schemas_of(environment.__class__).items()
+        for name, schema in schemas_of(environment.__class__).items()
     ]
 
 
@@ -205,7 +205,12 @@ def _tool(given: NamedTool) -> Tool:
 
 
 @functools.cache
-def _schemas_of(environment: type) -> Mapping[str, Mapping[str, Any]]:
+def schemas_of(environment: type) -> Mapping[str, Mapping[str, Any]]:
+    """Return what the policy is told of the tools of a class of environments, by name.
+
+    Raises:
+        ValueError: See `tools_of`.
+    """
     names = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
     return {
         name: _schema(getattr(environment, name), name, f"{environment.__name__}.{name}")

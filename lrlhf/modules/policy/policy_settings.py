@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lrlhf.environments import Episodes
+from lrlhf.environments.settings import Episodes, resolve
 from lrlhf.functional.algorithm import Algorithm, Estimator, PolicyLoss
 from lrlhf.functional.algorithms import (
     ALGORITHMS,
@@ -136,6 +136,8 @@ def complete_settings(  # noqa: PLR0913  what the constructors take
     _check_sampling(settings)
     _check_levels(settings)
     _check_penalty(settings)
+    if episodes is not None:
+        resolve(episodes)
     return settings
 
 

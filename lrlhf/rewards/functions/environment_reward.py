@@ -18,7 +18,9 @@ class EnvironmentReward(RewardFunction):
 
     sums_turns: ClassVar[bool] = True
 
-    def __call__(self, *, episodes: Sequence[Episode], **columns: Any) -> list[float | None]:
+    def __call__(  # type: ignore[override]  # asks for what only rollouts of episodes have
+        self, *, episodes: Sequence[Episode], **columns: Any
+    ) -> list[float | None]:
         """Return the sum of each episode's rewards; None: it failed.
 
         Raises:

@@ -348,8 +348,8 @@ class SyncedEngine(RolloutEngine):
         needed = len(longest.prompt_ids) + longest.max_tokens
         if needed > self.max_model_len:
             raise ValueError(
-                f"a prompt has {len(longest.prompt_ids)} tokens and its response may have "
-                f"{longest.max_tokens} (sampling.max_new_tokens), together more than the engine's "
+                f"a prompt has {len(longest.prompt_ids)} tokens and sampling.max_new_tokens is "
+                f"{longest.max_tokens}, together more than the engine's "
                 f"{self.max_model_len} (engine.max_model_len): raise it to {needed}, or set "
                 "data.max_prompt_tokens"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
@@ -15,11 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.background import EventLoop, in_background
 from lrlhf.environments.session import EnvironmentFailure, Reaction, Session
-from lrlhf.environments.settings import Episodes
+from lrlhf.environments.settings import Episodes, resolve
 from lrlhf.environments.tool_call_formats import detect_format, tool_call_format
 from lrlhf.environments.tool_calls import ToolCallFormat
-from lrlhf.environments.tools import tools_of_functions
-from lrlhf.functional.names import import_function
 from lrlhf.media import MediaProcessor
 from lrlhf.rollout.engines.engine import (
     EngineWrapper,
@@ -60,8 +58,7 @@ class EpisodeEngine(EngineWrapper):
     def __init__(self, engine: RolloutEngine, episodes: Episodes) -> None:
         super().__init__(engine)
         self.episodes = episodes
-        self._make = _maker(episodes)
-        self._tools = tools_of_functions(episodes.tools)
+        self._make, self._tools = resolve(episodes)
         self._loop = EventLoop("environments")
         self._chat: RendersChat | None = None
         self._open: set[Session] = set()
@@ -118,6 +115,7 @@ class EpisodeEngine(EngineWrapper):
         except BaseException:
             for session in sessions:
                 self._release(session)
+            self._finish_closing()
             raise
         rollout = speaker.rollout(plays, num_generations)
         episodes = [play.episode(partial(self._release, play.session)) for play in plays]
@@ -270,18 +268,6 @@ def _call_format(episodes: Episodes, tokenizer: PreTrainedTokenizerBase) -> Tool
     """Return what finds calls: what was chosen, else what the chat template writes, else JSON."""
     detected = detect_format(str(tokenizer.chat_template or ""))
     return tool_call_format(episodes.tool_calls or detected or "hermes")
-
-
-def _maker(episodes: Episodes) -> Callable[[], Any] | None:
-    environment = episodes.environment
-    if isinstance(environment, str):
-        environment = import_function("environment", environment, ())
-    if environment is None:
-        return None
-    make = partial(environment, **episodes.options)
-    # what messages call it
-    make.__name__ = getattr(environment, "__name__", "environment")  # type: ignore[attr-defined]
-    return make
 
 
 def _contexts(prompts: PromptBatch, plays: Sequence[Play]) -> PromptBatch:
