@@ -75,8 +75,8 @@ class Advantage:
             special. "exclude": they are not trained on, do not count in any mean, and do not enter
             their siblings' baseline. "trl": as TRL's mask_truncated_completions: not trained on,
             but still counted in the mean and in the baselines. "bootstrap": their return goes on
-            with the critic's value, by approximation that before the last token (Pardo et al.
-            2018, https://arxiv.org/abs/1712.00378); `PPO` only.
+            with the critic's value (Pardo et al. 2018, §4, https://arxiv.org/abs/1712.00378),
+            by approximation that of the state before the last token; `PPO` only.
         unscorable: What becomes of responses that no reward could score. "exclude": as for
             truncated ones. "trl": no advantage, but counted in the mean, as in TRL.
     """

@@ -12,7 +12,12 @@ from lrlhf.modules.policy.experience import as_experience, compute_advantages
 from lrlhf.modules.policy.running_moments import UNSCALED, ScoreMoments
 from lrlhf.types import Experience
 from tests.modules.policy_runs import one_process
-from tests.modules.test_policy_objective import assembled, rollout_of
+from tests.modules.test_policy_objective import (
+    assembled,
+    loss_of,
+    random_experience,
+    rollout_of,
+)
 
 NAN = float("nan")
 # two responses: turns of two and two tokens, with a token of the environment between, and of two
@@ -80,26 +85,28 @@ def test_turns_are_paid_in_the_unit_of_the_scores(
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(
-    ("truncated", "first"),
+    ("truncated", "first", "target"),
     [
         # rewards 0, 2 | 0, 3, and half of what follows a turn
-        ("train", [3.5, 3.5, 3, 3]),
-        # the last value is 8, and half of it follows
-        ("bootstrap", [5.5, 5.5, 7, 7]),
+        ("train", [3.5, 3.5, 3, 3], 3),
+        # the last value is 8, and half of it follows; the value itself has no other target
+        ("bootstrap", [5.5, 5.5, 7, 7], 8),
     ],
 )
 def test_returns_are_those_of_the_turns_before_advantages_are_whitened(
-    truncated: str, first: list[float], normalize: bool
+    truncated: str, first: list[float], target: float, normalize: bool
 ) -> None:
     options = {"gamma": 0.5, "lam": 1.0, "discount": "turn"}
     found = credited(estimator="gae", options=options, truncated=truncated, normalize=normalize)
-    expected = [[0, *first[:2], 0, *first[2:]], [0, 3, 3, 0, 0, 0]]
-    torch.testing.assert_close(found.returns, torch.tensor(expected))
+    expected = torch.tensor([[0, *first[:2], 0, *first[2:]], [0, 3, 3, 0, 0, 0]])
+    targets = expected.clone()
+    targets[0, -1] = target
+    torch.testing.assert_close(found.returns, targets)
     mask = found.response_mask
     if normalize:
         assert float(found.advantages[mask].mean()) == pytest.approx(0, abs=1e-6)
     else:
-        torch.testing.assert_close(found.advantages, (found.returns - VALUES) * mask)
+        torch.testing.assert_close(found.advantages, (expected - VALUES) * mask)
     # a response that goes on is trained on like any other
     assert torch.equal(found.loss_mask, mask)
 
@@ -110,6 +117,19 @@ def test_one_ratio_per_response_is_refused_where_turns_are_rewarded() -> None:
         credited(update=update)
     for allowed in ({"credit": "response"}, {"rewarded": False}, {"estimator": "rloo"}):
         assert credited(update=update, **allowed).advantages.isfinite().all()
+
+
+def test_an_on_policy_step_over_single_turns_is_that_of_rloo() -> None:
+    experience = random_experience()
+    per_row = torch.randn(8, 1) * experience.response_mask
+    experience = replace(experience, advantages=per_row)
+    gradients = []
+    for name in ("rloo", "rloo_turn"):
+        new = experience.old_logprobs.clone().requires_grad_()
+        terms = loss_of(new, experience, resolve_algorithm(name).loss, entropy_coef=0.0)
+        gradients.append(torch.autograd.grad(terms.loss, new)[0])
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().max() > 0
 
 
 @pytest.mark.parametrize(

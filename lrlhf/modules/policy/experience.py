@@ -15,7 +15,7 @@ from torch import Tensor
 from lrlhf.functional.advantages import has_baseline
 from lrlhf.functional.algorithm import Algorithm, EstimatorInputs
 from lrlhf.functional.kl import kl_estimate
-from lrlhf.functional.masking import masked_mean
+from lrlhf.functional.masking import last_tokens, masked_mean
 from lrlhf.functional.policy import high_entropy_mask
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.policy.importance_sampling import with_importance_weights
@@ -182,7 +182,9 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
 
     Returns:
         The experience with ``advantages`` (0 outside the response), ``loss_mask``, ``counted``,
-        and with a critic ``returns``: advantages plus values, before any whitening.
+        and with a critic ``returns``: advantages plus values, before any whitening. Where the
+        return of a row goes on with the value of its last token, that value is no target of itself:
+        it would move by the last reward with every update, and never arrive.
 
     Raises:
         ValueError: The estimator returned no advantage per token, or the loss has no place for the
@@ -236,6 +238,9 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
     returns = None
     if experience.values is not None:
         returns = torch.where(mask, advantages + experience.values, 0.0)
+        if settings.truncated == "bootstrap":
+            borrowed = last_tokens(mask) & truncated[:, None]
+            returns = torch.where(borrowed, experience.values, returns)
     scorable = ~scores.isnan() & ~excluded
     if estimator.groups:
         # a row without a sibling has nothing to be compared with: it is no observation either
