@@ -6,9 +6,9 @@ from. The time that it takes is proportional to the length of the text: after 32
 be read, the rest of the text belongs to the last of them.
 
 The text may hold special tokens or not, with two exceptions: Mistral's call ids and the tokens of
-DeepSeek cannot be told from names once they are stripped. A block of reasoning
-(``<think>…</think>``) at the beginning is not looked at. Code fences have no meaning: a call
-inside one is a call.
+DeepSeek cannot be told from names once they are stripped. What precedes a ``</think>``, wherever it
+stands, is reasoning, in which there are no calls. Code fences have no meaning: a call inside one is
+a call.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 import json
-import keyword
 import pickle
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lrlhf.environments import (
@@ -16,6 +16,7 @@ from lrlhf.environments import (
     ToolCall,
     tool_call_format,
 )
+from tests.faults.fuzz_settings import fuzzing
 
 PARIS = ToolCall("get_weather", {"city": "Paris"})
 NAMES = sorted(TOOL_CALL_FORMATS)
@@ -341,7 +342,7 @@ ODD = [
 ANY_TEXT = st.lists(st.sampled_from(ODD) | st.text(max_size=8), max_size=30).map("".join)
 
 
-@settings(deadline=None, max_examples=300)
+@fuzzing(300)
 @given(ANY_TEXT)
 def test_any_text_can_be_read(text: str) -> None:
     for form in TOOL_CALL_FORMATS.values():
@@ -354,17 +355,18 @@ def test_any_text_can_be_read(text: str) -> None:
                 assert call.problem
 
 
-NAME = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True).filter(
-    lambda name: not keyword.iskeyword(name)
-)
+NAME = st.text("abcxyz_019", max_size=8).map("n".__add__)
 PROSE = st.text(st.characters(exclude_characters="<>[]{}`|", exclude_categories=["Cs"]), max_size=9)
+TAG = re.compile(r"</think>|</parameter>|<function=|<\|[a-z_]+\|>|</s>")
+"""What ends a call or the reasoning wherever it stands."""
+TEXT = st.text(max_size=12).filter(lambda text: not TAG.search(text))
 VALUES = st.recursive(
     st.none()
     | st.booleans()
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=12),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=6,
 )
 CALLS = st.lists(
@@ -393,37 +395,35 @@ def deepseek_new(call: ToolCall) -> str:
     return f"<｜tool▁call▁begin｜>{call.name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
 
 
-@settings(deadline=None, max_examples=60)
+RENDERS: list[tuple[str, Render]] = [
+    ("hermes", lambda call: f"<tool_call>\n{as_json(call)}\n</tool_call>"),
+    ("hermes", lambda call: f"<tool_call>{as_json(call, ascii_only=True)}</tool_call>"),
+    ("mistral", lambda call: f"[TOOL_CALLS] [{as_json(call)}]"),
+    ("mistral", lambda call: f"[TOOL_CALLS]{call.name}{json.dumps(call.arguments)}"),
+    ("deepseek", deepseek_old),
+    ("deepseek", deepseek_new),
+    ("llama3_json", lambda call: as_json(call, "parameters") + ";"),
+    ("python", lambda call: f"<|tool_call_start|>[{as_python(call)}]<|tool_call_end|>"),
+]
+
+
+@fuzzing(60)
 @given(CALLS, PROSE)
-@pytest.mark.parametrize(
-    ("form", "render"),
-    [
-        ("hermes", lambda call: f"<tool_call>\n{as_json(call)}\n</tool_call>"),
-        ("hermes", lambda call: f"<tool_call>{as_json(call, ascii_only=True)}</tool_call>"),
-        ("mistral", lambda call: f"[TOOL_CALLS] [{as_json(call)}]"),
-        ("mistral", lambda call: f"[TOOL_CALLS]{call.name}{json.dumps(call.arguments)}"),
-        ("deepseek", deepseek_old),
-        ("deepseek", deepseek_new),
-        ("llama3_json", lambda call: as_json(call, "parameters") + ";"),
-        ("python", lambda call: f"<|tool_call_start|>[{as_python(call)}]<|tool_call_end|>"),
-    ],
-)
-def test_rendered_calls_are_read_back(
-    form: str, render: Render, calls: list[ToolCall], prose: str
-) -> None:
-    text = prose + prose.join(map(render, calls)) + prose
-    assert read(form, text) == calls
+def test_rendered_calls_are_read_back(calls: list[ToolCall], prose: str) -> None:
+    for form, render in RENDERS:
+        text = prose + prose.join(map(render, calls)) + prose
+        assert read(form, text) == calls, form
 
 
-@settings(deadline=None, max_examples=60)
+@fuzzing(60)
 @given(CALLS)
 def test_lists_of_calls_are_read_back(calls: list[ToolCall]) -> None:
     assert read("mistral", f"[TOOL_CALLS] [{', '.join(map(as_json, calls))}]</s>") == calls
     assert read("python", f"[{', '.join(map(as_python, calls))}]<|eom|>") == calls
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.dictionaries(NAME, st.text(max_size=12)))
+@fuzzing(60)
+@given(st.dictionaries(NAME, TEXT))
 def test_values_in_tags_are_read_back_with_their_line_breaks(values: dict[str, str]) -> None:
     inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
     text = f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
@@ -504,7 +504,9 @@ def test_a_match_that_names_no_tool_is_malformed() -> None:
 
 def test_a_pattern_that_backtracks_for_ever_is_given_up() -> None:
     calls = RegexCalls(r"(?P<tool>(a+)+)$", timeout=0.05)
+    begun = time.process_time()
     (call,) = calls("a" * 4000 + "b" * 4000 + "aaa!" * 4000)
+    assert time.process_time() - begun < 2.0
     assert isinstance(call, MalformedCall)
     assert "in time" in call.problem
 

@@ -347,6 +347,16 @@ def test_tools_are_found_by_import_path_and_finished_ones_are_taken_as_they_are(
     assert found[0].call({"city": "Rome"}) == "Rome in 1 days"
 
 
+def test_a_schema_from_elsewhere_is_checked_as_far_as_it_is_known() -> None:
+    table = {"type": "object", "additionalProperties": False, "minProperties": 9}
+    parameters = {"type": "object", "properties": {"table": table}}
+    made = Tool("remote", dict, {"type": "function", "function": {"parameters": parameters}})
+    assert made.call({"table": {"a": 1}}) == {"table": {"a": 1}}
+    assert made.call({}) == {}
+    with pytest.raises(ToolArgumentsError, match="'table' must be object, not 3"):
+        made.call({"table": 3})
+
+
 @pytest.mark.parametrize(
     ("functions", "reason"),
     [
