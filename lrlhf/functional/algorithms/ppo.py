@@ -51,7 +51,7 @@ def gae(
             are 1.
 
     Raises:
-        ValueError: There are no values.
+        ValueError: There are no values, or ``gamma``, ``lam`` or ``discount`` is out of range.
 
     Reference:
         Schulman et al. 2016, eq. 16, https://arxiv.org/abs/1506.02438; rows that were cut off:
