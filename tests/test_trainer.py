@@ -410,6 +410,11 @@ def test_without_validation_the_two_newest_are_kept_and_none_is_recommended(
     assert "--trainer.max_epochs 6" in printed.out
     assert "lrlhf validate" not in printed.out
     assert "val_dataloader" not in printed.err
+    # the next process knows which files are its own, and says nothing else
+    again = ["--trainer.max_epochs", "5", "--ckpt_path", "last"]
+    assert fit("sums.yaml", settings, *again) == 0
+    assert files("runs/sums/checkpoints") == {"last.ckpt", "step=000008.ckpt", "step=000010.ckpt"}
+    assert "callbacks used to create the checkpoint" not in capsys.readouterr().err
 
 
 def test_functions_alone_are_rewards_and_other_batches_are_refused(

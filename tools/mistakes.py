@@ -143,6 +143,10 @@ sys.addaudithook(note)
 """Python runs it at the start of every process."""
 
 
+_THREE_LINES = r"(.*?<br>.*?<br>.*?)<br>.*"
+"""All of a message that a table has room for."""
+
+
 def _write_model(folder: Path) -> None:
     import torch  # noqa: PLC0415  only the model needs these
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
@@ -197,7 +201,7 @@ def _run(mistake: Mistake, folder: Path, environment: dict[str, str]) -> list[st
     message = "<br>".join(lines[at:]).replace("|", "\\|").replace(str(folder), ".")
     return [
         mistake.name,
-        re.sub(r"(<br>.*?<br>).*", r"\1…", message) if message.count("<br>") > 2 else message,
+        message,
         str(status),
         "none" if seconds is None else f"{seconds:.1f}",
         "yes" if any(line.startswith("Traceback") for line in lines) else "no",
@@ -235,6 +239,7 @@ def main() -> int:
             early = not mistake.early or cells[-1] == "no"
             said = all(part in cells[1] for part in mistake.says)
             wrong += not (cells[2] == "2" and cells[-2] == "no" and early and said)
+            cells[1] = re.sub(_THREE_LINES, r"\1<br>…", cells[1])
             out.write("| " + " | ".join(cells) + " |\n")
             out.flush()
     out.write(f"\n{wrong} of them not as they should be\n")

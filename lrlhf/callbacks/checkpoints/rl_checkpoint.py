@@ -114,6 +114,11 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
     # ------------------------------------------------------------------ set-up and resume
 
     @property
+    def state_key(self) -> str:
+        # that of the default must not change with what a run measures, or a resume would not find it
+        return type(self).__qualname__ if self._ranked_by_default else super().state_key
+
+    @property
     def _folder(self) -> Path | None:
         """Folder of the checkpoints; None: it is not one of this machine's."""
         return None if "://" in str(self.dirpath) else Path(str(self.dirpath))
