@@ -39,9 +39,7 @@ class Letters(TextEnvironment):
 ROWS = [{"prompt": f"write {n} ", "letter": letter} for n, letter in enumerate("aZm5gT;k")]
 
 
-def build(
-    cls: type[RLOO | PPO], language_model: Any, tokenizer: Any, **options: Any
-) -> RLOO | PPO:
+def build(cls: type[RLOO | PPO], language_model: Any, tokenizer: Any, **options: Any) -> RLOO | PPO:
     chosen: dict[str, Any] = {
         "tokenizer": tokenizer,
         "num_generations": 2,
@@ -160,9 +158,7 @@ def test_credit_of_turns_changes_ppo_and_not_the_scores(
     assert not torch.allclose(turn.returns, response.returns)
 
 
-def test_a_resumed_run_is_the_same_run(
-    language_model: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_the_same_run(language_model: Any, tokenizer: Any, tmp_path: Path) -> None:
     state = {name: value.clone() for name, value in language_model.state_dict().items()}
     run(build(PPO, language_model, tokenizer), tmp_path / "whole", max_steps=4)
     whole = [weight.detach().clone() for weight in language_model.parameters()]
@@ -179,9 +175,7 @@ def test_a_resumed_run_is_the_same_run(
 def test_evaluation_and_dynamic_sampling_play_episodes(
     language_model: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
-    module = build(
-        RLOO, language_model, tokenizer, dynamic_sampling=DynamicSampling(prompts=2)
-    )
+    module = build(RLOO, language_model, tokenizer, dynamic_sampling=DynamicSampling(prompts=2))
     data = PromptDataModule(ROWS, ROWS[:3], batch_size=4)
     run(module, tmp_path, data=data, val_check_interval=1, check_val_every_n_epoch=None)
     lines = (tmp_path / "eval_scores_2.jsonl").read_text().splitlines()
@@ -208,8 +202,11 @@ def test_stored_episodes_are_trained_on_again(
         build(PPO, language_model, tokenizer), datamodule=PromptDataModule(ROWS, batch_size=4)
     )
     language_model.load_state_dict(state)
-    folder = next(path.parent for path in (tmp_path / "first").rglob("*.safetensors")
-                  if path.name.startswith("step_"))
+    folder = next(
+        path.parent
+        for path in (tmp_path / "first").rglob("*.safetensors")
+        if path.name.startswith("step_")
+    )
     again = run(
         build(PPO, language_model, tokenizer),
         tmp_path / "second",
