@@ -115,7 +115,7 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
 
     @property
     def state_key(self) -> str:
-        # that of the default must not change with what a run measures, or a resume would not find it
+        # what a run measures must not change that of the default, or no resume would find it
         return type(self).__qualname__ if self._ranked_by_default else super().state_key
 
     @property
