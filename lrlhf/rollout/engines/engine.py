@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -108,6 +109,13 @@ class RolloutEngine(KeepsArguments, ABC):
             `lrlhf.rollout.assemble_rollout`.
         """
 
+    def conversation(self) -> AbstractContextManager[None]:
+        """Return a context in which prompts go on from earlier responses.
+
+        An engine may keep in it what it has computed of them; the weights do not change meanwhile.
+        """
+        return nullcontext()
+
     def sleep(self) -> None:
         """Give back what the device lacks for an update; the next push undoes it."""
 
@@ -192,6 +200,9 @@ class EngineWrapper(RolloutEngine):
         seeds: Sequence[int],
     ) -> Rollout:
         return self.engine.generate(prompts, sampling, num_generations=num_generations, seeds=seeds)
+
+    def conversation(self) -> AbstractContextManager[None]:
+        return self.engine.conversation()
 
     def sleep(self) -> None:
         self.engine.sleep()

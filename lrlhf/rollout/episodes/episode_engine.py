@@ -109,8 +109,9 @@ class EpisodeEngine(EngineWrapper):
             speaker = Speaker(
                 self.engine, self.tokenizer, _contexts(prompts, plays), sampling, self.episodes
             )
-            speaker.begin(plays, num_generations)
-            self._go_on(dialogue, plays, speaker)
+            with self.engine.conversation():
+                speaker.begin(plays, num_generations)
+                self._go_on(dialogue, plays, speaker)
             self._judge(plays)
         except BaseException:
             for session in sessions:
