@@ -72,6 +72,8 @@ LogExtra = Callable[[str, Sequence[Any]], None]
 
 RESERVED = ("prompts", "completions", "completion_ids", "log_metric", "log_extra")
 """Arguments that are no data columns."""
+OF_EPISODES = ("episodes", "environments")
+"""Further ones of functions that score episodes and name them."""
 
 
 class RewardError(ValueError):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from lrlhf.functional.names import import_function
 from lrlhf.rewards.function import (
+    OF_EPISODES,
     RESERVED,
     MissingColumnError,
     RewardError,
@@ -146,7 +147,8 @@ def compared_column(function: Callable[..., Any]) -> str | None:
     if isinstance(function, ComparesAnswers):
         return function.answer_column
     parameters = inspect.signature(function).parameters.values()
-    named = [p.name for p in parameters if p.kind in _BY_KEYWORD and p.name not in RESERVED]
+    known = (*RESERVED, *OF_EPISODES)
+    named = [p.name for p in parameters if p.kind in _BY_KEYWORD and p.name not in known]
     return named[0] if len(named) == 1 else None
 
 
