@@ -155,6 +155,14 @@ class Rewards(KeepsArguments):
         found = (compared_column(function) for _, function in self._functions)
         return tuple(dict.fromkeys(name for name in found if name is not None))
 
+    def asking_for(self, argument: str) -> list[str]:
+        """Return the functions whose signature names an argument."""
+        return [
+            name
+            for name, function in self._functions
+            if argument in inspect.signature(function).parameters
+        ]
+
     def prepare(self) -> None:
         """Load what the functions need, so that it does not count as their time.
 

@@ -13,6 +13,7 @@ import torch
 from lrlhf.background import in_background
 from lrlhf.rollout.engines.engine import RolloutEngine
 from lrlhf.rollout.engines.synced_engine import EngineFailure, without_recovery
+from lrlhf.rollout.episodes.scores import restored_episode, stored_episode
 from lrlhf.rollout.responses import prompt_token_ids, repeated_media
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import ROLLOUT_TENSORS, PromptBatch, Rollout
@@ -123,14 +124,22 @@ class RolloutAhead:
         rollout = pending.rollout.result()
         # what it shows comes with the prompts again
         tensors = {name: getattr(rollout, name) for name in ROLLOUT_TENSORS}
-        return {"step": pending.step, "prompts": pending.prompts, "rollout": tensors}
+        # without the environments, which end with the process
+        episodes = rollout.episodes and [stored_episode(one) for one in rollout.episodes]
+        return {
+            "step": pending.step,
+            "prompts": pending.prompts,
+            "rollout": tensors,
+            "episodes": episodes,
+        }
 
     def load_state_dict(self, state: dict[str, Any] | None, device: torch.device) -> None:
         """Go on with what `state_dict` returned."""
         if state is None:
             return
         done: Future[Rollout] = Future()
-        done.set_result(Rollout(**state["rollout"]).to(device))
+        episodes = state["episodes"] and tuple(map(restored_episode, state["episodes"]))
+        done.set_result(Rollout(**state["rollout"], episodes=episodes).to(device))
         self._pending = _Pending(state["step"], state["prompts"], done)
 
 

@@ -5,7 +5,9 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.environments import Episodes, TextEnvironment
 from lrlhf.models import sequence_logprobs
-from lrlhf.rollout import RolloutEngine, Sampling, TransformersEngine
+from lrlhf.rewards import Rewards
+from lrlhf.rollout import Collector, RolloutAhead, RolloutEngine, Sampling, TransformersEngine
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
 from lrlhf.rollout.responses import untold_prompts
 from lrlhf.types import Prompt, PromptBatch, Rollout
@@ -534,3 +537,38 @@ def test_a_callable_can_make_environments() -> None:
     rollout, _ = play(engine, made, prompt_batch("p", word=["a"]), options={"word": "o"})
     assert rollout.episodes is not None
     assert rollout.episodes[0].finish_reason == "done"
+
+
+def test_episodes_played_ahead_are_in_a_checkpoint(tmp_path: Path) -> None:
+    episodes = EpisodeEngine(
+        ScriptedEngine(lambda text: f"{len(text)}.", concurrent=True), Episodes(environment=Echo)
+    )
+    episodes.attach(None, TOKENIZER)  # type: ignore[arg-type]
+    prompts = prompt_batch("say ", word=["a"])
+    ahead = RolloutAhead(episodes)
+    ahead.start(1, prompts, HUNDRED, num_generations=2, seeds=range(2))
+    torch.save(ahead.state_dict(), tmp_path / "state.pt")
+    resumed = RolloutAhead(episodes)
+    resumed.load_state_dict(
+        torch.load(tmp_path / "state.pt", weights_only=True), torch.device("cpu")
+    )
+    first, second = (
+        one.take(1, prompts, num_generations=2, any_rank=bool) for one in (ahead, resumed)
+    )
+    assert first is not None
+    assert second is not None
+    assert second.episodes is not None
+    assert first.episodes is not None
+    for before, after in zip(first.episodes, second.episodes, strict=True):
+        assert before.environment is not None
+        for name in ("prompt", "messages", "rewards", "finish_reason", "failure"):
+            assert getattr(before, name) == getattr(after, name), name
+    assert torch.equal(first.input_ids, second.input_ids)
+    assert torch.equal(first.turn_rewards, second.turn_rewards)  # type: ignore[arg-type]
+    rewards = Rewards(["environment_reward"])
+    collector = Collector(episodes, rewards, TOKENIZER)
+    scores = [
+        collector.score(prompts, one, HUNDRED, step=1, phase=nullcontext).rewards.scores
+        for one in (first, second)
+    ]
+    assert scores[0].tolist() == scores[1].tolist() == [16.0, 16.0]

@@ -77,6 +77,12 @@ class Sampler:
         self._seed = seed
         self._ready = False
         _check_engine(engine, settings)
+        if settings.rollout_ahead and (names := rewards.asking_for("environments")):
+            raise ValueError(
+                f"the reward function {names[0]} reads the environments, which a resumed run has "
+                "not for responses that were generated ahead: set rollout_ahead: 0, or give the "
+                "environment get_reward() and take environment_reward"
+            )
         self._collector = Collector(
             engine, rewards, policy.tokenizer, shows_media=policy.processor is not None
         )

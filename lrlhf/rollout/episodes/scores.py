@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from lrlhf.rewards import RewardResult
-from lrlhf.types import Rollout
+from lrlhf.rollout.records import plain_json
+from lrlhf.types import Episode, Rollout
 
 
 @contextmanager
@@ -38,3 +39,26 @@ def with_turn_rewards(rollout: Rollout, rewards: RewardResult) -> tuple[Rollout,
         return rollout, rewards
     weights = rewards.turn_weights.to(rollout.turn_rewards)
     return replace(rollout, turn_rewards=rollout.turn_rewards * weights[:, None]), rewards
+
+
+def stored_episode(episode: Episode) -> dict[str, Any]:
+    """Return an episode without its environment, in types that a checkpoint holds."""
+    return {
+        "prompt": plain_json(episode.prompt),
+        "messages": plain_json(episode.messages),
+        "rewards": None if episode.rewards is None else list(episode.rewards),
+        "finish_reason": episode.finish_reason,
+        "failure": episode.failure,
+    }
+
+
+def restored_episode(stored: Mapping[str, Any]) -> Episode:
+    """Return what `stored_episode` was given; its environment is gone."""
+    prompt, rewards = stored["prompt"], stored["rewards"]
+    return Episode(
+        prompt=prompt if isinstance(prompt, str) else tuple(prompt),
+        messages=tuple(stored["messages"]),
+        rewards=None if rewards is None else tuple(rewards),
+        finish_reason=stored["finish_reason"],
+        failure=stored["failure"],
+    )
