@@ -39,17 +39,21 @@ def main() -> None:
     """Train, compare, draw."""
     options = _arguments()
     start = time.monotonic()
-    if not (REWARD.exists() or options.draw):
-        _fit("reward_hh.yaml", options.pairs, [])
+    if not options.draw:
+        if REWARD.exists():
+            _say(f"uses the reward model that is there, {REWARD}; remove it to train a new one")
+        else:
+            _fit("reward_hh.yaml", options.pairs, [])
     for seed in [] if options.draw else options.seeds:
         reward = f"--model.rewards.functions.preference.source={REWARD.resolve()}"
         flags = [f"--seed_everything={seed}", reward, *options.flags]
         _fit("ppo_text.yaml", options.pairs, flags, folder=_folder(seed))
     runs = {f"seed {seed}": _curves(_folder(seed) / "runs/ppo_text") for seed in options.seeds}
     draw_panels(Path("runs/hh_curves.png"), runs, targets={"kl/sequence": options.target})
-    print(_table(runs))  # noqa: T201
-    minutes = (time.monotonic() - start) / 60
-    print(f"{minutes:.0f} minutes; curves of all seeds: runs/hh_curves.png")  # noqa: T201
+    _say(_table(runs))
+    minutes = round((time.monotonic() - start) / 60)
+    plural = "" if minutes == 1 else "s"
+    _say(f"{minutes} minute{plural}; curves of all seeds: runs/hh_curves.png")
 
 
 def _arguments() -> argparse.Namespace:
@@ -69,8 +73,17 @@ def _folder(seed: int) -> Path:
 
 def _fit(config: str, pairs: Path, flags: list[str], *, folder: Path = Path()) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    if folder != Path():
+        _say(f"in {folder}:")  # the paths that the run prints start there
     command = [sys.executable, "-m", "lrlhf", "fit", f"--config={CONFIGS / config}"]
-    subprocess.run([*command, f"--data.train={pairs.resolve()}", *flags], check=True, cwd=folder)
+    command += [f"--data.train={pairs.resolve()}", *flags]
+    ended = subprocess.run(command, check=False, cwd=folder)
+    if ended.returncode:
+        sys.exit(ended.returncode)  # it has said why
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201  before what the next run prints
 
 
 def _curves(folder: Path) -> list[Curve]:

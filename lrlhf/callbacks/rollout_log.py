@@ -136,7 +136,7 @@ class RolloutLog(KeepsArguments, L.Callback, RolloutListener):
         with naming(self.path), self.path.open("ab") as handle:
             handle.write(lines.encode())
         step = running_step(trainer)
-        answers = module.rewards.answer_columns if isinstance(module, ScoresResponses) else ()
+        answers = module.rewards.answer_columns if isinstance(module, ScoresResponses) else {}
         if _is_due(step, self.print_every):
             shown = spread(everything, self.samples)
             title = f"step {step}: {len(shown)} of {len(everything)} responses"

@@ -160,7 +160,8 @@ class _PolicyMemory:
             try:
                 model = skeleton(PretrainedSpec(**given), body=True, trainable=False)
             except SourceError as error:
-                self._phases.note(f"not counted: the reward model reward {name}: {error}")
+                reason = f"which cannot be read: {error}"
+                self._phases.note(f"not counted: the model of reward {name!r}, {reason}")
                 continue
             self._hold_outside(weights_of(model).whole.size)
             yield str(name), (model, options)

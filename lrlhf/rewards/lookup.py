@@ -139,17 +139,18 @@ class ComparesAnswers(Protocol):
     answer_column: str
 
 
-def compared_column(function: Callable[..., Any]) -> str | None:
-    """Return the data column that a function compares responses with.
+def judging_column(function: Callable[..., Any]) -> dict[str, str]:
+    """Return the data column by which a function judges responses, and what the column is called.
 
-    It is the one of its option, or the only one that its signature names; None: neither is there.
+    It is the one of its option, which holds right answers, or the only one that its signature
+    names, of which nothing else is known; empty: neither is there.
     """
     if isinstance(function, ComparesAnswers):
-        return function.answer_column
+        return {function.answer_column: "right answer"}
     parameters = inspect.signature(function).parameters.values()
     known = (*RESERVED, *OF_EPISODES)
     named = [p.name for p in parameters if p.kind in _BY_KEYWORD and p.name not in known]
-    return named[0] if len(named) == 1 else None
+    return {named[0]: named[0]} if len(named) == 1 else {}
 
 
 def filled_by_python(function: Callable[..., Any]) -> frozenset[str]:

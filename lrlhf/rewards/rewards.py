@@ -35,8 +35,8 @@ from lrlhf.rewards.lookup import (
     NamedFunction,
     bind_functions,
     chosen_arguments,
-    compared_column,
     filled_by_python,
+    judging_column,
 )
 from lrlhf.rewards.reward_values import Journal, check_values
 from lrlhf.types import Prompt
@@ -150,10 +150,17 @@ class Rewards(KeepsArguments):
         self._logged: set[str] = set()
 
     @property
-    def answer_columns(self) -> tuple[str, ...]:
-        """Data columns with right answers, as far as the functions say so."""
-        found = (compared_column(function) for _, function in self._functions)
-        return tuple(dict.fromkeys(name for name in found if name is not None))
+    def answer_columns(self) -> dict[str, str]:
+        """Data columns by which the functions judge, and the heading of each in a table.
+
+        One that a function compares responses with is headed "right answer".
+        """
+        found: dict[str, str] = {}
+        for _, function in self._functions:
+            for column, heading in judging_column(function).items():
+                if found.get(column, column) == column:
+                    found[column] = heading
+        return found
 
     def asking_for(self, argument: str) -> list[str]:
         """Return the functions whose signature names an argument."""

@@ -47,6 +47,28 @@ def test_an_evaluation_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     ]
 
 
+class Judge(ToyPolicy):
+    """Measures much besides what matters most."""
+
+    train_metric, eval_metric = "rollout/score", "eval/accuracy"
+
+    def validation_step(self, *_: object) -> None:  # type: ignore[override]
+        self.log_dict({f"eval/mean_of_something_{number}": 0.5 for number in range(9)})
+        self.log_dict({"eval/accuracy_low": 0.25, "eval/accuracy": 0.5})
+
+
+def test_the_line_of_an_evaluation_begins_with_what_matters_and_is_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit = trainer(tmp_path, PhaseProgress(), enable_progress_bar=True)
+    fit.fit(Judge(), batches(1), batches(1))
+    (line,) = re.findall(r"eval at step.*", capsys.readouterr().out)
+    start = "eval at step 1  accuracy 0.5  accuracy_low 0.25  mean_of_something_0 0.5  mean"
+    assert line.startswith(start)
+    assert line.endswith(" 0.5  …")
+    assert 90 < len(line) <= 120
+
+
 def test_a_disabled_bar_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, PhaseProgress(refresh_rate=0), 2)
     bar = PhaseProgress()

@@ -46,24 +46,38 @@ def test_earlier_turns_are_shortened_and_the_last_is_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "answers", "shown"),
+    ("columns", "answers", "heading", "shown"),
     [
-        ({"answer": "4"}, (), "4"),
-        ({"solution": 4, "question": "2 + 2?"}, (), "4"),
-        ({"answer": "four", "number": "4"}, ("number",), "4"),  # what the rewards compare with
-        ({"answer": ["4", "four"]}, (), '["4", "four"]'),
+        ({"answer": "4"}, {"answer": "right answer"}, "right answer", "4"),
+        # what nothing is compared with, as the preferred response of a pair, is no right answer
+        ({"reference": "Four!"}, None, "reference", "Four!"),
+        ({"target": "4"}, {}, "target", "4"),
+        ({"solution": 4, "question": "2 + 2?"}, None, "solution", "4"),
+        # what the rewards judge by goes first
+        ({"answer": "four", "number": "4"}, {"number": "right answer"}, "right answer", "4"),
+        ({"answer": "four", "letter": "q"}, {"letter": "letter"}, "letter", "q"),
+        ({"answer": ["4", "four"]}, None, "answer", '["4", "four"]'),
     ],
 )
-def test_the_right_answer_stands_beside_the_response(
-    columns: dict[str, Any], answers: tuple[str, ...], shown: str
+def test_what_a_response_is_judged_by_stands_beside_it(
+    columns: dict[str, Any], answers: dict[str, str] | None, heading: str, shown: str
 ) -> None:
     drawn = table(record(1, 0, columns=columns), answers=answers)
-    assert "right answer" in drawn
+    head = [cell.strip() for cell in drawn.splitlines()[2].split("  ") if cell.strip()]
+    assert head[1] == heading
     assert [cell.strip() for cell in cells(drawn)][1] == shown
 
 
-def test_without_right_answers_there_is_no_column_for_them() -> None:
-    assert "right answer" not in table(record(1, 0, columns={"topic": "sums"}))
+def test_rows_that_are_judged_by_different_columns_name_both() -> None:
+    rows = [record(1, index, columns=columns) for index, columns in
+            enumerate([{"answer": "4"}, {"reference": "Yes."}, {"answer": "5"}])]  # fmt: skip
+    assert "right answer / reference" in table(*rows, answers={"answer": "right answer"})
+
+
+def test_without_such_a_column_in_the_data_there_is_none_in_the_table() -> None:
+    shown = table(record(1, 0, columns={"topic": "sums"}))
+    assert "topic" not in shown
+    assert "sums" not in shown
 
 
 def test_of_a_long_answer_the_end_is_shown() -> None:

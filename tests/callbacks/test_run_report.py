@@ -1,12 +1,14 @@
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 from matplotlib import image
 
 from lrlhf.callbacks import EvalJSONL, HFExport, RLCheckpoint, RolloutLog, RunReport
-from lrlhf.callbacks.reports.curves import Curve, draw_curve, moving_average
+from lrlhf.callbacks.reports import curves
+from lrlhf.callbacks.reports.curves import Curve, draw_curve, draw_panels, moving_average
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 
 
@@ -86,6 +88,45 @@ def test_a_resumed_run_reports_the_whole(
     assert "eval/score: 0 at step 0 → 4 at step 4" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "every"),
+    [
+        ({"val_check_interval": 40, "check_val_every_n_epoch": None}, "40 batches"),
+        ({"val_check_interval": 4}, "4 batches"),
+        ({}, "epoch"),
+        # the sanity check of one batch is none
+        ({"check_val_every_n_epoch": 2, "num_sanity_val_steps": 1}, "2 epochs"),
+    ],
+)
+def test_a_run_without_an_evaluation_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any], every: str
+) -> None:
+    fit = trainer(tmp_path, RunReport(), max_steps=2, **options)
+    fit.fit(ToyPolicy(), batches(5), batches(2))
+    line = capsys.readouterr().out.splitlines()[2]
+    assert line == f"eval/score: no evaluation in these steps (one each {every})"
+
+
+def test_a_metric_that_an_evaluation_does_not_log_is_told_with_those_it_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit = trainer(tmp_path, RunReport(eval_metric="eval/acuracy"))
+    fit.fit(ToyPolicy(), batches(2), batches(1))
+    line = capsys.readouterr().out.splitlines()[2]
+    assert line == ("eval/acuracy: never logged (logged: eval/score, rollout/score, train/loss)")
+
+
+def test_a_resumed_run_with_no_step_left_says_only_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = trainer(tmp_path)  # whose checkpoint knows no curves
+    first.fit(ToyPolicy(), batches(2))
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    again, checkpoint = trainer(tmp_path, RunReport(), max_steps=2), tmp_path / "two.ckpt"
+    again.fit(ToyPolicy(), batches(2), batches(1), ckpt_path=checkpoint, weights_only=True)
+    assert capsys.readouterr().out.splitlines() == ["", "no step was left: the run is at step 2"]
+
+
 def test_the_average_knows_only_the_past() -> None:
     # means of (2), of (2 and 4), of (2, 4 and 0), of (4, 0 and 8)
     assert moving_average([2.0, 4.0, 0.0, 8.0], 3) == [2.0, 3.0, 2.0, 4.0]
@@ -103,3 +144,39 @@ def test_the_picture_shows_the_metric_and_the_evaluations(tmp_path: Path) -> Non
     orange = {path: int((p[..., 0] > p[..., 2] + 0.5).sum()) for path, p in pixels.items()}
     assert orange[bare] == 0
     assert orange[full] > 100
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that would have been saved."""
+    figures: list[Any] = []
+    monkeypatch.setattr(curves, "_save", lambda _, figure: figures.append(figure))
+    return figures
+
+
+def test_a_single_step_has_whole_steps_and_plain_values_on_its_axes(
+    tmp_path: Path, drawn: list[Any]
+) -> None:
+    # the same value, but for the rounding of float32
+    draw_curve(tmp_path, Curve("train/accuracy", [1], [0.5]), Curve("eval", [1], [0.50000003]))
+    draw_panels(tmp_path, {"run": [Curve("train/loss", [1], [0.5])]})
+    for figure in drawn:
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        low, high = axes.get_xlim()
+        assert [text.get_text() for text in axes.get_xticklabels() if
+                low <= text.get_position()[0] <= high] == ["1"]  # fmt: skip
+        assert axes.yaxis.get_offset_text().get_text() == ""
+        assert all(len(text.get_text()) <= 5 for text in axes.get_yticklabels())
+
+
+def test_the_label_of_a_target_stands_on_white_above_the_curves(
+    tmp_path: Path, drawn: list[Any]
+) -> None:
+    panels = {"run": [Curve("kl/sequence", [1, 2], [1.0, 2.0])]}
+    draw_panels(tmp_path, panels, targets={"kl/sequence": 1.5})
+    (axes,) = drawn[0].axes
+    (label,) = axes.texts
+    assert label.get_text() == "target 1.5"
+    assert label.get_bbox_patch().get_facecolor()[:3] == (1.0, 1.0, 1.0)
+    assert label.get_zorder() > max(line.get_zorder() for line in axes.lines)

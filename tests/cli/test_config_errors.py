@@ -88,6 +88,19 @@ def test_a_mistake_on_the_command_line_is_named_with_its_flag(
     assert status == 2
 
 
+def test_a_class_that_a_flag_replaces_is_named_where_it_stands(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(
+        CONFIG.replace("train: prompts.jsonl", "train:\n      class_path: no_such_module.Rows")
+    )
+    assert run(["fit", "--config", config.name, "--data.train", "pairs.jsonl"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: toy.yaml:11: data.init_args.train.class_path: no class 'no_such_module.Rows' (No "
+        "module named 'no_such_module')"
+    )
+
+
 def test_without_a_config_the_message_says_how_to_give_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -146,6 +146,19 @@ def test_what_cannot_be_told_leaves_the_batch_plan(
     assert shown.splitlines()[-1].startswith(last)
 
 
+def test_a_reward_model_that_is_not_there_yet_is_not_counted(
+    config_only: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learned = {"class_path": "LearnedReward", "init_args": {"source": "runs/first/export/final"}}
+    functions = {"functions": {"preference": learned}}
+    rewards = {"rewards": {"class_path": "Rewards", "init_args": functions}}
+    _, shown = _planned(capsys, _config(config_only, **rewards))
+    assert (
+        "not counted: the model of reward 'preference', which cannot be read: source "
+        "'runs/first/export/final': no such file or folder." in shown.splitlines()
+    )
+
+
 def test_gradients_count_from_when_each_is_complete(config_only: str) -> None:
     model = skeleton(CausalLM(source=config_only))
     # a short text needs most when the embedding's gradient comes up, behind all others

@@ -102,6 +102,19 @@ def test_a_validation_of_one_process_ends_early_and_the_run_goes_on_from_there(
     assert again.weight == 6.0
 
 
+@pytest.mark.parametrize("limit", [{"max_steps": 4}, {"max_epochs": 1}])
+@pytest.mark.parametrize("told", [{"step": 3}, {"validation": 0}])
+def test_a_run_that_is_asked_in_its_last_step_ends_as_if_it_were_not(
+    tmp_path: Path, limit: dict[str, int], told: dict[str, int]
+) -> None:
+    module = Told(**told)
+    options = {"val_check_interval": 4, "validation": batches(3), **limit}
+    made = run(tmp_path, module, steps=4 if "max_epochs" in limit else 9, **options)
+    assert made.state.finished
+    assert module.validated == 3
+    assert (module.weight, last(tmp_path)) == (4.0, 4.0)
+
+
 class Accumulating(L.LightningModule):
     """Steps once in three batches, and is told in the first batch of the second step."""
 

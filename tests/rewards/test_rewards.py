@@ -16,6 +16,7 @@ from torch.testing import assert_close
 
 from lrlhf.rewards import (
     LearnedReward,
+    NumericAnswer,
     RewardError,
     RewardFunction,
     RewardResult,
@@ -411,3 +412,20 @@ def positional(completions: Sequence[str], /) -> list[float]:
 def test_wrong_options_are_explained(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Rewards(**options)
+
+
+def test_only_a_column_that_responses_are_compared_with_is_a_right_answer() -> None:
+    def begins_with(completions: Sequence[str], letter: Sequence[str]) -> list[float]:
+        return [float(text.startswith(own)) for text, own in zip(completions, letter, strict=True)]
+
+    def lies_between(completions: Sequence[str], low: Any, high: Any) -> list[float]:
+        return [
+            float(own < text < top) for text, own, top in zip(completions, low, high, strict=True)
+        ]
+
+    def is_as_long(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
+        return [float(len(own) == len(text)) for own, text in zip(completions, answer, strict=True)]
+
+    functions = [begins_with, lies_between, is_as_long, NumericAnswer(answer_column="answer")]
+    headings = {"letter": "letter", "answer": "right answer"}
+    assert Rewards(functions).answer_columns == headings

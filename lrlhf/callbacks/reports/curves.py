@@ -14,6 +14,10 @@ from lrlhf.callbacks.output_files import atomic_write
 _LINE, _POINT = "#2a6fbb", "#c8500a"
 _COLOURS = (_LINE, _POINT, "#3a8a4d", "#8a4fa3", "#7a6a1f")
 _DASHED = (0, (4, 3))
+_BEHIND_TEXT = {"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none", "alpha": 0.8}
+"""Keeps text readable where a curve runs behind it."""
+_ROUNDING = 1e-6
+"""Of a float32, relative to its value."""
 
 
 class Curve(NamedTuple):
@@ -144,8 +148,7 @@ def _draw_evaluation(axes: Any, evaluation: Curve) -> None:
             fontsize=9,
             color=_POINT,
             fontweight="bold",
-            # the number stays readable where the curve runs behind it
-            bbox={"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none", "alpha": 0.8},
+            bbox=_BEHIND_TEXT,
         )
 
 
@@ -160,6 +163,8 @@ def _draw_target(axes: Any, target: float) -> None:
         ha="right",
         fontsize=8,
         color="#555555",
+        bbox=_BEHIND_TEXT,
+        zorder=4,  # above the curves, as the text would not be by itself
     )
 
 
@@ -177,11 +182,17 @@ def _new_figure(width: float, height: float, *, dpi: int) -> Any:
 
 def _finish(axes: Any, title: str, *, fontsize: int, x_margin: float) -> None:
     axes.set_title(title, loc="left", fontsize=fontsize)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    # one tick is enough where one step has a value
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axes.ticklabel_format(useOffset=False)
     axes.grid(axis="y", color="#e3e6ea", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=x_margin, y=0.12)
+    low, high = axes.dataLim.intervaly
+    if high - low < _ROUNDING * abs(high):
+        # values that only rounding tells apart are one value
+        axes.set_ylim(low - abs(low) / 20, high + abs(high) / 20)
 
 
 def _save(path: Path, figure: Any) -> None:

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 import lightning as L
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from lrlhf.arguments import KeepsArguments
 from lrlhf.callbacks.eval_jsonl import is_evaluation
-from lrlhf.modules.contracts import Exportable
+from lrlhf.modules.contracts import Exportable, Measured
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.run.lightning_internals import shows_training
 from lrlhf.run.step_numbers import model_step
@@ -29,6 +30,9 @@ _OF_OTHERS = {"reward_model/accuracy": "accuracy", "train/loss": "loss"}
 """Logged keys that are shown, and the short names they get."""
 _EVALUATED = {"response_length": "length", "truncated_fraction": "cut off"}
 """Short names of what an evaluation measures."""
+_GAP = "  "
+_MAX_WIDTH = 119
+"""Of a line about an evaluation, in characters, without the mark for what is left out."""
 _NOTHING = 1e-6
 """What is smaller is the rounding error of a zero."""
 
@@ -129,10 +133,6 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
-        metrics = [
-            f"{_EVALUATED.get(name, name)} {short(value)}"
-            for name, value in _evaluated(trainer.callback_metrics)
-        ]
         if self._prints:
             step = model_step(trainer)
             title = f"eval at step {step}"
@@ -141,7 +141,8 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
                 title = f"sanity check on {int(sum(trainer.num_sanity_val_batches))} batches"
             elif trainer.sanity_checking and step == 0:
                 title += " (before training)"
-            _say([title, *metrics])
+            first = pl_module.eval_metric if isinstance(pl_module, Measured) else ""
+            _say(_fitting([title, *_evaluated(trainer.callback_metrics, first)]))
 
     def _shown(self, trainer: L.Trainer) -> dict[str, str]:
         logged, wanted = trainer.callback_metrics, self.metrics
@@ -171,11 +172,21 @@ def short(value: Tensor | float) -> str:
     return f"{0.0 if abs(number) < _NOTHING else number:.3g}"
 
 
-def _evaluated(logged: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+def _evaluated(logged: Mapping[str, Tensor], first: str) -> list[str]:
+    """What an evaluation measured: ``first``, what belongs to it (``first_low``), and the rest."""
     names = [name for name in logged if name.startswith("eval/")]
-    return [(name.removeprefix("eval/"), logged[name]) for name in names]
+    names.sort(key=lambda name: (name != first, not name.startswith(f"{first}_")))
+    plain = [(name.removeprefix("eval/"), logged[name]) for name in names]
+    return [f"{_EVALUATED.get(name, name)} {short(value)}" for name, value in plain]
+
+
+def _fitting(words: list[str]) -> list[str]:
+    """Leave out the last words of a line that is too long; the loggers have them all."""
+    widths = accumulate(len(word) + len(_GAP) for word in words)
+    kept = [word for word, width in zip(words, widths, strict=True) if width <= _MAX_WIDTH]
+    return words if len(kept) == len(words) else [*kept, "…"]
 
 
 def _say(words: list[str]) -> None:
-    sys.stdout.write(f"{'  '.join(words)}\n")
+    sys.stdout.write(f"{_GAP.join(words)}\n")
     sys.stdout.flush()  # a log that is read while it grows

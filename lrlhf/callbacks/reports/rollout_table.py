@@ -22,11 +22,11 @@ from lrlhf.secrets import escaped
 
 _COLUMNS = ("prompt", "answer", "completion", "score", "rewards", "advantage", "length", "finish")
 """Of W&B and TensorBoard; the terminal has less room."""
-_ANSWERS = (
+_TELLING = (
     *("answer", "answers", "solution", "solutions", "final_answer", "ground_truth"),
     *("gold", "target", "expected", "reference"),
 )
-"""Data columns that hold a right answer, where the rewards do not say which they read."""
+"""Data columns that help to judge a response, where the rewards do not say which they read."""
 _UNASKED = ("system", "developer")
 _EARLIER_CHARS = 60
 _MAX_LINES = 12
@@ -44,7 +44,7 @@ def render(
     *,
     title: str,
     max_chars: int,
-    answers: Sequence[str] = (),
+    answers: Mapping[str, str] | None = None,
 ) -> str:
     """Draw records as a table for a terminal.
 
@@ -57,7 +57,8 @@ def render(
         records: As `RolloutListener.on_rollout` gets them.
         title: Above the table.
         max_chars: Of each text.
-        answers: Data columns with right answers; the first one that there is is shown.
+        answers: Data columns by which responses are judged, with their headings; the first one
+            that a row has is shown. None: columns with a name that is usual for answers, under it.
     """
     table = Table(
         title=Text(_visible(title)),
@@ -67,10 +68,10 @@ def render(
         show_lines=True,
     )
     known = [_answer(record, answers) for record in records]
-    answered = any(answer is not None for answer in known)
+    headings = dict.fromkeys(answer[0] for answer in known if answer is not None)
     table.add_column("prompt", overflow="fold")
-    if answered:
-        table.add_column("right answer", overflow="fold", max_width=24)
+    if headings:
+        table.add_column(Text(_visible(" / ".join(headings))), overflow="fold", max_width=24)
     table.add_column("response", overflow="fold")
     table.add_column("score", no_wrap=True)
     table.add_column("advantage", justify="right", no_wrap=True)
@@ -78,7 +79,7 @@ def render(
     for record, answer in zip(records, known, strict=True):
         cells = [
             _end_of(_asked(record, short=True), max_chars),
-            *([_end_of(answer or "-", max_chars // 4)] if answered else []),
+            *([_end_of(answer[1] if answer else "-", max_chars // 4)] if headings else []),
             _middle_cut(_text(record["completion"]), max_chars),
             _score(record),
             _number(record["advantage"]),
@@ -98,7 +99,7 @@ def send(
     *,
     key: str,
     step: int,
-    answers: Sequence[str] = (),
+    answers: Mapping[str, str] | None = None,
 ) -> None:
     """Log records as a table to every attached logger that shows text; rank zero only."""
     for logger in trainer.loggers:
@@ -138,12 +139,14 @@ def _said(turn: Mapping[str, Any]) -> tuple[str, str]:
     return turn["role"], _content(turn["content"])
 
 
-def _answer(record: Mapping[str, Any], answers: Sequence[str]) -> str | None:
-    """The right answer, if the row has one."""
-    for name in (*answers, *_ANSWERS):
+def _answer(record: Mapping[str, Any], answers: Mapping[str, str] | None) -> tuple[str, str] | None:
+    """What the response is judged by, under its heading, if the row has it."""
+    headings = answers or {}
+    for name in (*headings, *_TELLING):
         value = record["columns"].get(name)
         if value is not None:
-            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            return headings.get(name, name), text
     return None
 
 
@@ -210,11 +213,12 @@ def _content(content: Any) -> str:
     )
 
 
-def _typed(record: Mapping[str, Any], answers: Sequence[str]) -> tuple[Any, ...]:
+def _typed(record: Mapping[str, Any], answers: Mapping[str, str] | None) -> tuple[Any, ...]:
     """Cells of W&B, which sorts numbers as numbers; in the order of the columns."""
+    answer = _answer(record, answers)
     return (
         _asked(record, short=False),
-        _answer(record, answers),
+        answer and answer[1],
         _text(record["completion"]),
         record["score"],
         json.dumps(record["rewards"]),
@@ -224,7 +228,9 @@ def _typed(record: Mapping[str, Any], answers: Sequence[str]) -> tuple[Any, ...]
     )
 
 
-def _markdown(records: Sequence[Mapping[str, Any]], answers: Sequence[str] = ()) -> str:
+def _markdown(
+    records: Sequence[Mapping[str, Any]], answers: Mapping[str, str] | None = None
+) -> str:
     rows = [_COLUMNS, ["---"] * len(_COLUMNS)]
     for record in records:
         prompt, answer, completion, score, _, advantage, *rest = _typed(record, answers)

@@ -54,6 +54,8 @@ class RunReport(KeepsArguments, L.Callback):
         self.panels = panels or []
         self.curves: dict[str, Curve] = {}
         """What has been logged so far, by metric."""
+        self._trained = self._evaluated = False
+        """Whether this process has taken a step, or evaluated the model."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         training, evaluation = "rollout/score", "eval/score"
@@ -66,6 +68,7 @@ class RunReport(KeepsArguments, L.Callback):
         hold_output_folder(trainer, self.dirpath, stage)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._trained = True
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set outside its class
         if isinstance(trainer, HasRunFolder) and trainer.global_step % max(1, every):
             return  # what is there may be of a step before, which a resumed run does not know
@@ -74,6 +77,7 @@ class RunReport(KeepsArguments, L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if is_evaluation(trainer):
+            self._evaluated = True
             self._record(trainer, filter(self._is_evaluated, self.curves))
 
     def _record(self, trainer: L.Trainer, names: Iterable[str]) -> None:
@@ -92,12 +96,29 @@ class RunReport(KeepsArguments, L.Callback):
             places |= self._draw(trainer)
         except ImportError as error:
             rank_zero_warn(f"there are no pictures of curves: {error}")
-        shown = [self.metric, self.eval_metric] if any(trainer.num_val_batches) else [self.metric]
-        lines = [_change(self.curves[name], trainer) for name in shown]
+        lines = self._reached(trainer)
         lines += _listed({name: short_path(path) for name, path in places.items()})
         if commands := _commands(trainer, places):
             lines += ["next:", *_listed(commands)]
         pl_module.print("\n".join(["", *lines]))
+
+    def _reached(self, trainer: L.Trainer) -> list[str]:
+        """A line for each metric, and one that says so where nothing was done."""
+        shown = [self.metric, self.eval_metric] if any(trainer.num_val_batches) else [self.metric]
+        curves = [self.curves[name] for name in shown]
+        if not self._trained:
+            known = [_change(curve) for curve in curves if curve.finite().steps]
+            return [f"no step was left: the run is at step {trainer.global_step}", *known]
+        lines = []
+        for curve in curves:
+            if curve.finite().steps:
+                lines.append(_change(curve))
+            elif curve.name == self.eval_metric and not self._evaluated:
+                every = _evaluation_interval(trainer)
+                lines.append(f"{curve.name}: no evaluation in these steps (one each {every})")
+            else:
+                lines.append(f"{curve.name}: {_why_missing(curve.name, trainer)}")
+        return lines
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -167,21 +188,31 @@ def _twice_as_long(trainer: L.Trainer) -> str:
     return ""
 
 
-def _change(curve: Curve, trainer: L.Trainer) -> str:
-    finite = curve.finite()
-    if not finite.steps:
-        if curve.name in trainer.callback_metrics:
-            every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set outside its class
-            return f"{curve.name}: no row yet (a row each {every} steps)"
-        logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
-        return f"{curve.name}: never logged (logged: {logged})"
-    first, last = finite.values[0], finite.values[-1]
-    if len(finite.steps) == 1:
-        return f"{curve.name}: {last:.4g} at step {finite.steps[-1]}"
+def _change(curve: Curve) -> str:
+    """Say where the curve, which has finite values, began and ended."""
+    steps, values = curve.finite().steps, curve.finite().values
+    if len(steps) == 1:
+        return f"{curve.name}: {values[0]:.4g} at step {steps[0]}"
     return (
-        f"{curve.name}: {first:.4g} at step {finite.steps[0]} → {last:.4g} at step "
-        f"{finite.steps[-1]} ({last - first:+.4g})"
+        f"{curve.name}: {values[0]:.4g} at step {steps[0]} → {values[-1]:.4g} at step "
+        f"{steps[-1]} ({values[-1] - values[0]:+.4g})"
     )
+
+
+def _why_missing(name: str, trainer: L.Trainer) -> str:
+    if name in trainer.callback_metrics:
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set outside its class
+        return f"no row yet (a row each {every} steps)"
+    logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+    return f"never logged (logged: {logged})"
+
+
+def _evaluation_interval(trainer: L.Trainer) -> str:
+    """Say after how many batches or epochs Lightning validates."""
+    epochs, batches = trainer.check_val_every_n_epoch, trainer.val_check_batch
+    if epochs is None or (epochs == 1 and batches < trainer.num_training_batches):
+        return f"{batches} batches"
+    return "epoch" if epochs == 1 else f"{epochs} epochs"
 
 
 def _targets(trainer: L.Trainer) -> dict[str, float]:

@@ -34,20 +34,32 @@ def locate(
         The place (``file:line`` or ``command line``, empty when unknown) and the dotted key.
     """
     keys = [step for step in complaint.path if isinstance(step, str)]
-    if keys and (flag := _matching_flag(keys, arguments)):
-        return "command line", flag
     trails = [(file, _follow(file.root, complaint.path, file.root)) for file in files]
     trails = [(file, trail) for file, trail in trails if trail.keys]
-    if not trails:
-        return "", ".".join(keys)
     # the last of equally good files wins, as it does in the merged config
-    file, trail = min(reversed(trails), key=lambda pair: len(pair[1].left))
-    if complaint.value is not None and not trail.left:
-        for below, node in walk(trail.node):
-            if isinstance(node, yaml.ScalarNode) and node.value == complaint.value:
-                return f"{file.path}:{line_of(node)}", dotted((*trail.keys, *below))
+    best = min(reversed(trails), key=lambda pair: len(pair[1].left), default=None)
+    in_file = best and _locate_value(complaint.value, *best)
+    if keys and (flag := _matching_flag(keys, arguments)):
+        # what a flag replaces is read nevertheless, and may be what is wrong
+        is_replaced = in_file and not any(str(complaint.value) in given for given in arguments)
+        return in_file if in_file and is_replaced else ("command line", flag)
+    if best is None:
+        return "", ".".join(keys)
+    if in_file:
+        return in_file
+    file, trail = best
     rest = [step for step in trail.left if isinstance(step, str)]
     return f"{file.path}:{trail.line}", dotted((*trail.keys, *rest))
+
+
+def _locate_value(value: str | None, file: ConfigFile, trail: _Trail) -> tuple[str, str] | None:
+    """Find a value at the end of a trail, or below it."""
+    if value is None or trail.left:
+        return None
+    for below, node in walk(trail.node):
+        if isinstance(node, yaml.ScalarNode) and node.value == value:
+            return f"{file.path}:{line_of(node)}", dotted((*trail.keys, *below))
+    return None
 
 
 def locate_refusal(

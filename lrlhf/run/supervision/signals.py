@@ -69,7 +69,8 @@ class Termination(L.Callback):
 
     The running step is finished and the callbacks hear of it, `RLCheckpoint` saves, and
     `Terminated` is raised on all ranks. With accumulated gradients the step is the optimizer's. A
-    validation of one process ends early, one of several is finished first.
+    validation of one process ends early, one of several is finished first. A run that has its last
+    step behind it ends as if nobody had asked.
 
     Ctrl-C does the same while training goes on, and a second one ends the run where it is.
 
@@ -116,7 +117,8 @@ class Termination(L.Callback):
 
     def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         # of a validation in which no other rank goes on
-        if self._asked and self._alone and trainer.validating and not self._accumulates:
+        early = self._alone and not self._accumulates and not _is_last_step(trainer)
+        if self._asked and early and trainer.validating:
             raise Terminated(interrupted=self._interrupted)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -155,14 +157,25 @@ class Termination(L.Callback):
             self._requeue(signal.Signals(int(requeue)), None)
         if asked:
             self._asked = True
-            end_loops_early(trainer)
+            over = _is_last_step(trainer)
             if trainer.is_global_zero:
-                _logger.info("asked to end: step %d was the last", trainer.global_step)
+                and_now = "; what comes after the steps goes on" if over else ""
+                _logger.info("asked to end: step %d was the last%s", trainer.global_step, and_now)
             callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
             for callback in callbacks:
                 if isinstance(callback, SavesOnTermination):
                     callback.save_on_termination(trainer)
-            raise Terminated(interrupted=bool(interrupted))
+            if not over:
+                end_loops_early(trainer)
+                raise Terminated(interrupted=bool(interrupted))
+
+
+def _is_last_step(trainer: L.Trainer) -> bool:
+    """Tell whether a run has all its steps behind it: only a validation and the end are left."""
+    if 0 <= trainer.max_steps <= trainer.global_step:
+        return True
+    epochs = trainer.max_epochs
+    return bool(epochs and trainer.is_last_batch and 0 < epochs <= trainer.current_epoch + 1)
 
 
 @contextlib.contextmanager
