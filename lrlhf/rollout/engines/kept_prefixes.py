@@ -75,7 +75,8 @@ class KeptPrefixes:
         if cache is None:
             return None
         kept = [ids[mask] for ids, mask in zip(self._ids, self._mask, strict=True)]
-        rows, lengths, new = [], [], []
+        rows: list[int] = []
+        lengths, new = [], []
         for ids in prompt_token_ids(prompts):
             found = self._find(ids, kept, (rows[-1] + 1) if rows else 0)
             if found is None:

@@ -228,12 +228,9 @@ class TransformersEngine(RolloutEngine):
         eos = sorted(eos_token_ids(model, self._tokenizer))
         keeps = self._kept is not None and prompts.media is None and not model._is_stateful
         continued = self._kept.continued(prompts) if self._kept is not None and keeps else None
-        if continued is not None:
-            input_ids, mask, cache = continued
-        else:
-            input_ids, mask, cache = self._begin(way, prompts, num_generations)
-            if cache is None and keeps:
-                cache = DynamicCache(config=model.config)
+        input_ids, mask, cache = continued or self._begin(way, prompts, num_generations)
+        if cache is None and keeps:
+            cache = DynamicCache(config=model.config)
         width = input_ids.shape[1]
         sampler = TokenSampler(
             sampling, seeds, prompt_width=width, ruled_out=ruled_out_ids(model.config)
