@@ -210,7 +210,8 @@ def _why_missing(name: str, trainer: L.Trainer) -> str:
 def _evaluation_interval(trainer: L.Trainer) -> str:
     """Say after how many batches or epochs Lightning validates."""
     epochs, batches = trainer.check_val_every_n_epoch, trainer.val_check_batch
-    if epochs is None or (epochs == 1 and batches < trainer.num_training_batches):
+    of_epoch = trainer.num_training_batches
+    if epochs is None or (epochs == 1 and isinstance(batches, int) and batches < of_epoch):
         return f"{batches} batches"
     return "epoch" if epochs == 1 else f"{epochs} epochs"
 
