@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 from lrlhf.background import in_background
@@ -87,7 +89,9 @@ class Session:
         if self._make is None:
             return None
         name = getattr(self._make, "__name__", "environment")
-        self.environment = await self._ask(name, self._make, limit=self._reset_timeout)
+        self.environment = await self._ask(
+            name, self._make, limit=self._reset_timeout, late=_close_late
+        )
         if not isinstance(self.environment, TextEnvironment):
             self._tools = tools_by_name([*self._tools.values(), *tools_of(self.environment)])
         reset = getattr(self.environment, "reset", None)
@@ -120,7 +124,7 @@ class Session:
             calls = tuple(_described(call) for call in found if isinstance(call, ToolCall))
             reason = None if found else "stop"
         reward = await self._judged("reward")
-        if await self._is_done():
+        if await self._ask("done", self._is_done):
             reason = "done"
         return Reaction(calls, () if reason else tuple(messages), reward, reason)
 
@@ -181,11 +185,10 @@ class Session:
         return reward
 
     async def _is_done(self) -> bool:
-        try:
-            done = getattr(self.environment, "done", False)
-        except Exception as error:
-            raise EnvironmentFailure(f"done raised {_summary(error)}") from error
-        return bool(await self._ask("done()", done) if callable(done) else done)
+        done = getattr(self.environment, "done", False)
+        if callable(done):
+            done = await self._within(self._timeout, done)
+        return bool(done)
 
     async def _ask(
         self,
@@ -193,11 +196,12 @@ class Session:
         function: Callable[..., Any],
         *arguments: Any,
         limit: float | None = None,
+        late: Callable[[Any], None] | None = None,
         **options: Any,
     ) -> Any:
         limit = limit or self._timeout
         try:
-            return await self._within(limit, function, *arguments, **options)
+            return await self._within(limit, function, *arguments, late=late, **options)
         except _OutOfTimeError as error:
             raise self._too_slow(name, limit) from error
         except Exception as error:
@@ -209,27 +213,68 @@ class Session:
 
     @staticmethod
     async def _within(
-        limit: float, function: Callable[..., Any], *arguments: Any, **options: Any
+        limit: float,
+        function: Callable[..., Any],
+        *arguments: Any,
+        late: Callable[[Any], None] | None = None,
+        **options: Any,
     ) -> Any:
         """Call a function, in a thread unless it is async, and wait for what it returns.
 
-        A thread that is too slow is left behind: it cannot be stopped.
+        A thread that is too slow is left behind: it cannot be stopped. ``late`` gets what it
+        returns then.
         """
+        threads: list[Future[Any]] = []
 
         async def called() -> Any:
             if inspect.iscoroutinefunction(function):
-                return await function(*arguments, **options)
-            thread = in_background(lambda: function(*arguments, **options), name="environment")
-            result = await asyncio.wrap_future(thread)
-            return await result if inspect.isawaitable(result) else result
+                return await _contained(function(*arguments, **options))
+            call = partial(_guarded, function, *arguments, **options)
+            threads.append(in_background(call, name="environment"))
+            result = await asyncio.wrap_future(threads[0])
+            return await _contained(result) if inspect.isawaitable(result) else result
 
         task = asyncio.ensure_future(called())
         # wait_for would wait for a task that does not let itself be cancelled
         ended, _ = await asyncio.wait({task}, timeout=limit)
         if not ended:
             task.cancel()
+            if late is not None and threads:
+                threads[0].add_done_callback(partial(_late, late))
             raise _OutOfTimeError
+        if task.cancelled():
+            raise RuntimeError("it cancelled itself")
         return task.result()
+
+
+def _guarded(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a function; what would end a thread or an event loop becomes an error like others."""
+    try:
+        return function(*arguments, **options)
+    except _ENDINGS as error:
+        raise RuntimeError(_summary(error)) from error
+
+
+async def _contained(result: Awaitable[Any]) -> Any:
+    try:
+        return await result
+    except _ENDINGS as error:
+        raise RuntimeError(_summary(error)) from error
+
+
+def _late(use: Callable[[Any], None], thread: Future[Any]) -> None:
+    if thread.exception() is None:
+        use(thread.result())
+
+
+def _close_late(environment: Any) -> None:
+    """Close an environment that was made after nobody waited for it any more."""
+    result = environment.close() if callable(getattr(environment, "close", None)) else None
+    if inspect.isawaitable(result):
+        asyncio.run(_contained(result))
+
+
+_ENDINGS = (SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration)
 
 
 class _OutOfTimeError(TimeoutError):
@@ -249,7 +294,7 @@ def _taken_by(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str,
 
 def _text_or_none(value: Any, name: str) -> Say:
     if value is None or isinstance(value, str):
-        return value
+        return value and result_text(value)  # which no tokenizer refuses
     raise EnvironmentFailure(f"{name} returned a {type(value).__name__}, not text or None")
 
 

@@ -86,8 +86,14 @@ def resolve(episodes: Episodes) -> Cast:
         environment = import_function("environment", environment, ())
     if environment is None:
         return Cast(None, tools)
-    if isinstance(environment, type) and not issubclass(environment, TextEnvironment):
-        schemas_of(environment)  # type: ignore[arg-type]  # classes are hashable
+    if isinstance(environment, type) and issubclass(environment, TextEnvironment):
+        if tools:
+            raise ValueError(
+                f"episodes.tools are for environments whose tools are called, and "
+                f"{environment.__name__} reads text: call them in its step(), and drop tools"
+            )
+    elif isinstance(environment, type):
+        schemas_of(environment)
     make = partial(environment, **episodes.options)
     # what messages call it
     make.__name__ = getattr(environment, "__name__", "environment")  # type: ignore[attr-defined]

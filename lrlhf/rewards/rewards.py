@@ -23,6 +23,7 @@ from lrlhf.rewards.function import (
     PartialValues,
     RewardError,
     RewardFunction,
+    first_of,
 )
 from lrlhf.rewards.function_weights import (
     check_known,
@@ -194,6 +195,7 @@ class Rewards(KeepsArguments):
         *,
         limited: bool = True,
         on_request: Mapping[str, Sequence[Any]] | None = None,
+        failed: Mapping[int, str] | None = None,
     ) -> RewardResult:
         """Score responses.
 
@@ -206,6 +208,8 @@ class Rewards(KeepsArguments):
             limited: Whether ``max_unscorable_fraction`` holds for these responses by themselves.
             on_request: Further arguments by name, one value per response, for the functions whose
                 signature names them.
+            failed: Responses that no function is asked about, as something went wrong with them
+                before; and what.
 
         Raises:
             RewardError: Too many responses without a score, a function that fails again and
@@ -220,6 +224,7 @@ class Rewards(KeepsArguments):
             )
         self.prepare()
         weights = self._weights.rows(columns)
+        weights[[*(failed or {})]] = math.nan
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         asked = [
             _Asked(bound, rows, Journal(len(rows)))
@@ -229,7 +234,7 @@ class Rewards(KeepsArguments):
         outcomes = self._dispatcher.run(
             [self._call(entry, given, columns, on_request or {}) for entry in asked]
         )
-        return self._combine(asked, outcomes, weights, limited=limited)
+        return self._combine(asked, outcomes, weights, failed or {}, limited=limited)
 
     def _call(
         self,
@@ -261,12 +266,17 @@ class Rewards(KeepsArguments):
         asked: Sequence[_Asked],
         outcomes: Sequence[Outcome],
         weights: Float[Tensor, "B K"],
+        failed: Mapping[int, str],
         *,
         limited: bool,
     ) -> RewardResult:
         per_function = torch.full(weights.shape, math.nan, dtype=torch.float32)
         metrics, extras = _logged(asked, len(weights))
         failures: dict[str, str] = {}
+        if failed:
+            reason = first_of(failed, f"{len(failed)} episodes failed")
+            failures["environment"] = f"environment: {reason}"
+            self._log(failures["environment"])
         for entry, outcome in zip(asked, outcomes, strict=True):
             name = entry.bound.name
             values, failure = self._read(entry, outcome)

@@ -132,16 +132,16 @@ class Collector:
         with phase("reward"):
             texts = response_texts(prompts, rollout, self._tokenizer, sampling)
             columns = self._columns(prompts)
-            with scored_episodes(rollout) as on_request:
+            with scored_episodes(rollout) as further:
                 rewards = self._rewards.score(
                     prompts=[prompts.prompts[group] for group in groups],
                     completions=_completions(prompts, rollout, texts),
                     completion_ids=response_ids(rollout, prompts),
                     columns=[columns[group] for group in groups],
                     limited=limited,
-                    on_request=on_request,
+                    **further,
                 )
-            rollout, rewards = with_turn_rewards(rollout, rewards)
+            rollout = with_turn_rewards(rollout, rewards)
         records = rollout_records(
             prompts,
             rollout,

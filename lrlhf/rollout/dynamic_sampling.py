@@ -86,7 +86,7 @@ def merge_collected(parts: Sequence[Collected]) -> Collected:
     """Put several rounds of one iteration into one, groups numbered through."""
     if len(parts) == 1:
         return parts[0]
-    rollouts = [part.rollout for part in parts]
+    rollouts = _all_with_turn_rewards([part.rollout for part in parts])
     offsets = [0, *accumulate(int(rollout.group_ids.max()) + 1 for rollout in rollouts)][:-1]
     width = max(rollout.input_ids.shape[1] for rollout in rollouts)
     merged: dict[str, Any] = {"media": joined_media(rollouts)}
@@ -110,6 +110,18 @@ def merge_collected(parts: Sequence[Collected]) -> Collected:
         ],
         {name: torch.cat([part.beside[name] for part in parts]) for name in parts[0].beside},
     )
+
+
+def _all_with_turn_rewards(rollouts: list[Rollout]) -> list[Rollout]:
+    """Give zeros to a round whose environments all failed before they could judge."""
+    if all(rollout.turn_rewards is None for rollout in rollouts):
+        return rollouts
+    return [
+        rollout
+        if rollout.turn_rewards is not None
+        else replace(rollout, turn_rewards=torch.zeros_like(rollout.sampling_logprobs))
+        for rollout in rollouts
+    ]
 
 
 def select_collected(collected: Collected, rows: Tensor) -> Collected:

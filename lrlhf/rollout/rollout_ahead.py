@@ -138,7 +138,8 @@ class RolloutAhead:
         if state is None:
             return
         done: Future[Rollout] = Future()
-        episodes = state["episodes"] and tuple(map(restored_episode, state["episodes"]))
+        stored = state.get("episodes")
+        episodes = stored and tuple(map(restored_episode, stored))
         done.set_result(Rollout(**state["rollout"], episodes=episodes).to(device))
         self._pending = _Pending(state["step"], state["prompts"], done)
 

@@ -130,3 +130,13 @@ def test_a_sliding_window_is_computed_again() -> None:
     assert max(columns) > 10
     for one, other in zip(expected, found, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
+
+
+def test_a_prompt_that_begins_with_another_is_a_conversation_of_its_own() -> None:
+    engine = TransformersEngine(max_batch_size=2)
+    engine.attach(build_language_model(TOKENIZER), TOKENIZER)
+    prompts = untold_prompts([[15, 16, 17], [15, 16, 17, 18]])
+    alone = engine.generate(prompts, SAMPLING, num_generations=2, seeds=range(4))
+    with engine.conversation():
+        found = engine.generate(prompts, SAMPLING, num_generations=2, seeds=range(4))
+    assert torch.equal(alone.input_ids, found.input_ids)

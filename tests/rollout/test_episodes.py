@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -17,8 +18,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.environments import Episodes, TextEnvironment
 from lrlhf.models import sequence_logprobs
-from lrlhf.rewards import Rewards
-from lrlhf.rollout import Collector, RolloutAhead, RolloutEngine, Sampling, TransformersEngine
+from lrlhf.rewards import RewardError, Rewards
+from lrlhf.rollout import (
+    Collector,
+    EngineFailure,
+    RolloutAhead,
+    RolloutEngine,
+    Sampling,
+    TransformersEngine,
+)
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
 from lrlhf.rollout.responses import untold_prompts
 from lrlhf.types import Prompt, PromptBatch, Rollout
@@ -572,3 +580,145 @@ def test_episodes_played_ahead_are_in_a_checkpoint(tmp_path: Path) -> None:
         for one in (first, second)
     ]
     assert scores[0].tolist() == scores[1].tolist() == [16.0, 16.0]
+
+
+def test_an_engine_that_fails_in_the_middle_is_asked_again() -> None:
+    failed: list[str] = []
+
+    def script(text: str) -> str:
+        if "[" in text and not failed:
+            failed.append(text)
+            raise EngineFailure("gone")
+        return "x"
+
+    prompts = prompt_batch("p", "p", word=["", "1234"])
+    rollout, _ = play(ScriptedEngine(script, concurrent=True), Slow, prompts)
+    expected, _ = play(ScriptedEngine(lambda text: "x", concurrent=True), Slow, prompts)
+    assert failed
+    assert torch.equal(rollout.input_ids, expected.input_ids)
+    assert rollout.episodes is not None
+    assert [one.rewards for one in rollout.episodes] == [(1.0, 2.0, 13.0)] * 2
+
+    def broken(text: str) -> str:
+        if "[" in text:
+            raise EngineFailure("gone for good")
+        return "x"
+
+    with pytest.raises(EngineFailure, match="gone for good"):
+        play(ScriptedEngine(broken, concurrent=True), Slow, prompts)
+
+
+class Rude(Desk):
+    """What no environment should do, one in each tool."""
+
+    def leave(self) -> str:
+        """Leave."""
+        sys.exit(3)
+
+    async def cancel(self) -> str:
+        """Cancel."""
+        raise asyncio.CancelledError
+
+    def stop(self) -> str:
+        """Stop."""
+        raise StopIteration("none left")
+
+    def shout(self) -> str:
+        """Shout."""
+        return "\ud800!"
+
+
+@pytest.mark.parametrize(
+    ("tool", "told"),
+    [
+        ("leave", "error: SystemExit: 3"),
+        ("cancel", "error: it cancelled itself"),
+        ("stop", "error: StopIteration: none left"),
+        ("shout", "?!"),
+    ],
+)
+def test_a_rude_tool_is_answered(tool: str, told: str) -> None:
+    turns = [CALL.format(tool, "{}"), "so"]
+    engine = ScriptedEngine(lambda text: turns[text.count("assistant\n") - 1])
+    rollout, episodes = play(
+        engine, Rude, prompt_batch(chat("x")), sampling=Sampling(max_new_tokens=400)
+    )
+    assert rollout.episodes is not None
+    assert rollout.episodes[0].messages[1]["content"] == told
+    assert rollout.episodes[0].finish_reason == "stop"
+    episodes.close()  # the event loop still runs
+
+
+def test_an_array_that_is_neither_true_nor_false_fails_the_episode() -> None:
+    class Vague(Echo):
+        done = torch.tensor([True, False])
+
+    rollout, _ = play(ScriptedEngine(lambda text: "x"), Vague, prompt_batch("p", word=["a"]))
+    assert rollout.episodes is not None
+    assert rollout.episodes[0].failure.startswith("done raised RuntimeError: Boolean value")
+
+
+def test_half_a_letter_is_no_reason_to_stop() -> None:
+    class Half(Echo):
+        def reset(self, word: str) -> str:
+            super().reset(word)
+            return "\udc00"
+
+    rollout, _ = play(ScriptedEngine(lambda text: "x"), Half, prompt_batch("p", word=["a"]))
+    assert text_of(rollout, 0).startswith("p?x")
+
+
+def test_what_is_made_too_late_is_closed() -> None:
+    made: list[Echo] = []
+
+    class Late(Echo):
+        def __init__(self) -> None:
+            time.sleep(1.0)
+            self.closed = False
+            made.append(self)
+
+    engine = ScriptedEngine(lambda text: "x" * 200)
+    rollout, episodes = play(engine, Late, prompt_batch("p", word=["a"]), reset_timeout=0.2)
+    assert rollout.episodes is not None
+    # although its first turn ran into the limit
+    assert rollout.episodes[0].finish_reason == "failed"
+    deadline = time.monotonic() + 10
+    while not (made and made[0].closed) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert made[0].closed
+    episodes.close()
+
+
+def test_functions_are_not_asked_about_failed_episodes() -> None:
+    class Fails(Echo):
+        def step(self, action: str) -> str | None:
+            if self.word == "bad":
+                raise RuntimeError("no")
+            return None
+
+        def reset(self, word: str) -> str:
+            self.word = word
+            return super().reset(word)
+
+    asked: list[int] = []
+
+    def judge(environments: Sequence[Echo], completions: Sequence[str]) -> list[float]:
+        asked.append(len(completions))
+        return [float(len(one.word)) for one in environments]
+
+    prompts = prompt_batch("p", "p", "p", word=["ok", "bad", "fine"])
+    rollout, episodes = play(ScriptedEngine(lambda text: "x"), Fails, prompts)
+    result = Collector(episodes, Rewards([judge], max_unscorable_fraction=0.4), TOKENIZER).score(
+        prompts, rollout, HUNDRED, step=1, phase=nullcontext
+    )
+    assert asked == [2]
+    assert result.rewards.scores.nan_to_num(nan=-1).tolist() == [2.0, -1.0, 4.0]
+    rollout, episodes = play(ScriptedEngine(lambda text: "x"), Fails, prompts)
+    collector = Collector(episodes, Rewards([judge]), TOKENIZER)
+    with pytest.raises(RewardError, match=r"1 of 3[\s\S]*step\(\) raised RuntimeError: no"):
+        collector.score(prompts, rollout, HUNDRED, step=1, phase=nullcontext)
+
+
+def test_an_engine_of_one_batch_after_the_other_cannot_hurry() -> None:
+    with pytest.raises(ValueError, match="wait_for is any, and ScriptedEngine generates in the"):
+        play(ScriptedEngine(str), Echo, prompt_batch("p", word=["a"]), wait_for="any")

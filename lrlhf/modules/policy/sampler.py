@@ -77,7 +77,8 @@ class Sampler:
         self._seed = seed
         self._ready = False
         _check_engine(engine, settings)
-        if settings.rollout_ahead and (names := rewards.asking_for("environments")):
+        ahead = settings.rollout_ahead and settings.episodes is not None
+        if ahead and (names := rewards.asking_for("environments")):
             raise ValueError(
                 f"the reward function {names[0]} reads the environments, which a resumed run has "
                 "not for responses that were generated ahead: set rollout_ahead: 0, or give the "

@@ -77,6 +77,11 @@ def without_recovery() -> Iterator[None]:
         _recovers.reset(token)
 
 
+def may_recover() -> bool:
+    """Whether a failed engine may be started anew in this thread; see `without_recovery`."""
+    return _recovers.get()
+
+
 class SyncedEngine(RolloutEngine):
     """Generates with a copy of the policy, which `push` brings up to date.
 

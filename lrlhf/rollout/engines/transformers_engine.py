@@ -227,7 +227,9 @@ class TransformersEngine(RolloutEngine):
         model, num_generations = _generator(self._policy), len(seeds) // len(prompts)
         eos = sorted(eos_token_ids(model, self._tokenizer))
         keeps = self._kept is not None and prompts.media is None and not model._is_stateful
-        continued = self._kept.continued(prompts) if self._kept is not None and keeps else None
+        continued = None
+        if self._kept is not None and keeps and num_generations == 1:
+            continued = self._kept.continued(prompts)
         input_ids, mask, cache = continued or self._begin(way, prompts, num_generations)
         if cache is None and keeps:
             cache = DynamicCache(config=model.config)

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.media.decode import BadRow
 from lrlhf.rollout.engines.engine import RendersChat
 from lrlhf.types import Message, Prompt
 
@@ -17,6 +18,10 @@ _MARK = "LRLHF-TURN-5E1D"
 """Stands for what the policy wrote where a template is rendered."""
 _ANCHOR = "\n"
 """Behind which texts are tokenised: some tokenizers put a space before the first word."""
+
+
+class RefusedTurnsError(Exception):
+    """The chat template refuses a conversation."""
 
 
 class Dialogue:
@@ -51,7 +56,7 @@ class Dialogue:
         if shown is None and not row.get("tools"):
             return prompt, list(ids)
         messages = prompt if shown is None else _with_observation(prompt, shown)
-        return messages, self._encoded(self._renderer.render(messages, row, prompt=True))
+        return messages, self._encoded(self._rendered(messages, row))
 
     def between(
         self,
@@ -71,12 +76,13 @@ class Dialogue:
             last_token: Of the policy's turn: one that ends it is not given a second time.
 
         Raises:
-            ValueError: The chat template cannot say this.
+            ValueError: The chat template cannot say what environments say.
+            RefusedTurnsError: It refuses this conversation.
         """
         if isinstance(prompt, str):
             return self._behind("".join(str(message["content"]) for message in new))
         before = [*prompt, *said[:-1], {"role": "assistant", "content": _MARK}]
-        text = self._renderer.render([*before, *new], row, prompt=True)
+        text = self._rendered([*before, *new], row)
         if text.count(_MARK) != 1:
             raise ValueError(
                 "the chat template does not repeat what the assistant wrote, so nothing can be "
@@ -84,8 +90,10 @@ class Dialogue:
             )
         self._check(before, new, row)
         given = text.rpartition(_MARK)[2]
-        ending = str(self._tokenizer.decode([last_token]))
-        return self._encoded(given.removeprefix(ending))
+        ending = str(self._tokenizer.decode([last_token])).strip()
+        if ending and given.lstrip().startswith(ending):
+            given = given.lstrip().removeprefix(ending)
+        return self._behind(given)
 
     def _check(
         self, before: Sequence[Message], new: Sequence[Message], row: Mapping[str, Any]
@@ -98,9 +106,7 @@ class Dialogue:
         roles = {str(message["role"]) for message in new} - self._checked
         for role in roles:
             silent, loud = (
-                self._renderer.render(
-                    [*before, {**_first(new, role), "content": content}], row, prompt=True
-                )
+                self._rendered([*before, {**_first(new, role), "content": content}], row)
                 for content in ("0", "1")
             )
             if silent == loud:
@@ -116,21 +122,23 @@ class Dialogue:
         self, before: Sequence[Message], new: Sequence[Message], row: Mapping[str, Any]
     ) -> None:
         thought = {"role": "assistant", "content": f"<think>\n{_MARK}\n</think>\n\nyes"}
-        kept = self._renderer.render([*before[:-1], thought, *new], row, prompt=True)
+        kept = self._rendered([*before[:-1], thought, *new], row)
         if _MARK not in kept:
             logger.warning(
                 "the chat template drops the reasoning of earlier turns; here the policy keeps "
                 "seeing what it wrote, token by token, and is trained on what it saw"
             )
 
-    @property
-    def _renderer(self) -> RendersChat:
+    def _rendered(self, messages: Sequence[Message], row: Mapping[str, Any]) -> str:
         if self._chat is None:
             raise ValueError(
                 "the prompts are chats, but there is no chat template for the turns behind them: "
                 "train with a data module such as PromptDataModule"
             )
-        return self._chat
+        try:
+            return self._chat.render(messages, row, prompt=True)
+        except BadRow as error:
+            raise RefusedTurnsError(f"the chat template refuses the turns: {error}") from error
 
     def _encoded(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import weakref
 from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -25,7 +27,8 @@ from lrlhf.rollout.engines.engine import (
     RolloutEngine,
     check_seeds,
 )
-from lrlhf.rollout.episodes.dialogue import Dialogue
+from lrlhf.rollout.engines.synced_engine import EngineFailure, may_recover, without_recovery
+from lrlhf.rollout.episodes.dialogue import Dialogue, RefusedTurnsError
 from lrlhf.rollout.episodes.play import Play
 from lrlhf.rollout.episodes.speaker import Speaker
 from lrlhf.rollout.responses import left_padded, prompt_token_ids
@@ -57,12 +60,19 @@ class EpisodeEngine(EngineWrapper):
 
     def __init__(self, engine: RolloutEngine, episodes: Episodes) -> None:
         super().__init__(engine)
+        if episodes.wait_for == "any" and not engine.capabilities.concurrent:
+            raise ValueError(
+                f"episodes.wait_for is any, and {type(engine).__name__} generates in the training "
+                "process, one batch after the other: drop wait_for, or take "
+                "lrlhf.rollout.VLLMServerEngine"
+            )
         self.episodes = episodes
         self._make, self._tools = resolve(episodes)
         self._loop = EventLoop("environments")
         self._chat: RendersChat | None = None
         self._open: set[Session] = set()
         self._closing: list[Future[None]] = []
+        _close_at_exit(self)
 
     def attach(
         self,
@@ -72,17 +82,23 @@ class EpisodeEngine(EngineWrapper):
     ) -> None:
         super().attach(policy, tokenizer, processor)
         self._read_calls = _call_format(self.episodes, tokenizer)
+        self._dialogue = Dialogue(tokenizer, self._chat)
 
     def use_chat(self, chat: RendersChat) -> None:
         self._chat = chat
+        self._dialogue = Dialogue(self.tokenizer, chat)
         super().use_chat(chat)
 
     def close(self) -> None:
         """Close the environments that are still open, and the engine."""
+        self.close_environments()
+        super().close()
+
+    def close_environments(self) -> None:
+        """Close the environments that are still open."""
         for session in [*self._open]:
             self._release(session)
         self._finish_closing()
-        super().close()
 
     # ------------------------------------------------------------------ episodes
 
@@ -101,17 +117,16 @@ class EpisodeEngine(EngineWrapper):
         """
         check_seeds(seeds, prompts, num_generations)
         self._finish_closing()
-        dialogue = Dialogue(self.tokenizer, self._chat)
         sessions = [self._session() for _ in seeds]
         self._open.update(sessions)
         try:
-            plays = self._begin(dialogue, prompts, sessions, seeds, sampling.max_new_tokens)
+            plays = self._begin(prompts, sessions, seeds, sampling.max_new_tokens)
             speaker = Speaker(
                 self.engine, self.tokenizer, _contexts(prompts, plays), sampling, self.episodes
             )
             with self.engine.conversation():
                 speaker.begin(plays, num_generations)
-                self._go_on(dialogue, plays, speaker)
+                self._go_on(plays, speaker)
             self._judge(plays)
         except BaseException:
             for session in sessions:
@@ -124,7 +139,6 @@ class EpisodeEngine(EngineWrapper):
 
     def _begin(
         self,
-        dialogue: Dialogue,
         prompts: PromptBatch,
         sessions: Sequence[Session],
         seeds: Sequence[int],
@@ -139,39 +153,69 @@ class EpisodeEngine(EngineWrapper):
             play = Play(number, prompts.prompts[group], ids[group], row, session, seed, limit)
             plays.append(play)
             opening[self._loop.submit(session.open({**row, "prompt": play.prompt}))] = play
-        for future in self._wait(opening, self.episodes.reset_timeout, ALL_COMPLETED):
+        for future in self._wait(opening, ALL_COMPLETED):
             play = opening[future]
             shown = self._result(play, future)
             if play.failure:
                 continue
             if tools := [tool.schema for tool in play.session.tools]:
                 play.row = {**play.row, "tools": tools}
-            play.prompt, play.prompt_ids = dialogue.opened(
-                play.prompt, shown, play.row, play.prompt_ids
-            )
+            if shown is None and prompts.media is not None:
+                continue  # the processor has counted out what it shows
+            try:
+                play.prompt, play.prompt_ids = self._dialogue.opened(
+                    play.prompt, shown, play.row, play.prompt_ids
+                )
+            except RefusedTurnsError as error:
+                play.fail(str(error))
         return plays
 
-    def _go_on(self, dialogue: Dialogue, plays: Sequence[Play], speaker: Speaker) -> None:
+    def _go_on(self, plays: Sequence[Play], speaker: Speaker) -> None:
         """Let environments and policy take turns until every episode is over."""
-        together = self._waits_for_all
+        in_step = torch.distributed.is_initialized() and may_recover()
         answering = self._ask(plays)
-        speaking: dict[Future[None], list[Play]] = {}
-        while _on_any_rank(bool(answering or speaking), together=together):
-            when = ALL_COMPLETED if together else FIRST_COMPLETED
-            done = self._wait([*answering, *speaking], self.episodes.timeout, when)
-            answered = [(answering.pop(one), one) for one in [*answering] if one in done]
-            answered.sort(key=lambda each: each[0].number)
-            ready = [play for play, one in answered if self._takes(dialogue, play, one)]
-            spoke = [play for one in [*speaking] if one in done for play in speaking.pop(one)]
-            if together:
-                if _on_any_rank(bool(ready), together=True):
+        if in_step or self._waits_for_all:
+            while _on_any_rank(bool(answering), in_step=in_step):
+                ready = self._ready(answering, self._wait(answering, ALL_COMPLETED))
+                if _on_any_rank(bool(ready), in_step=in_step):
                     speaker.go_on(ready)
-                    spoke = ready
-            elif ready:
-                speaking[in_background(partial(speaker.go_on, ready), name="turns")] = ready
-            answering |= self._ask(spoke)
+                answering = self._ask(ready)
+            return
+        speaking: dict[Future[None], list[Play]] = {}
+        while answering or speaking:
+            done = self._wait([*answering, *speaking], FIRST_COMPLETED)
+            if ready := self._ready(answering, done):
+                speaking[in_background(partial(_speak, speaker, ready), name="turns")] = ready
+            for future in [one for one in speaking if one.done()]:
+                answering |= self._ask(self._spoken(future, speaking, speaker))
 
-    def _takes(self, dialogue: Dialogue, play: Play, answer: Future[Reaction]) -> bool:
+    def _ready(
+        self, answering: dict[Future[Reaction], Play], done: Collection[Future[Any]]
+    ) -> list[Play]:
+        """Take what environments have answered, and return who goes on."""
+        answered = [(answering.pop(one), one) for one in [*answering] if one in done]
+        answered.sort(key=lambda each: each[0].number)  # not as they came: batches are to be alike
+        return [play for play, one in answered if self._takes(play, one)]
+
+    def _spoken(
+        self, future: Future[None], speaking: dict[Future[None], list[Play]], speaker: Speaker
+    ) -> list[Play]:
+        """Return who has spoken; a failed engine may recover once nobody else is using it.
+
+        Raises:
+            EngineFailure: It failed again, or may not recover now.
+        """
+        plays = speaking.pop(future)
+        try:
+            future.result()
+        except EngineFailure:
+            wait(speaking)
+            if not may_recover():
+                raise
+            speaker.go_on(plays)
+        return plays
+
+    def _takes(self, play: Play, answer: Future[Reaction]) -> bool:
         """Add what an environment answered; tells whether the policy goes on."""
         reaction = self._result(play, answer)
         if reaction is None:
@@ -182,9 +226,13 @@ class EpisodeEngine(EngineWrapper):
         if play.turns == self.episodes.max_turns:
             play.cut_off("max_turns")
             return False
-        tokens = dialogue.between(
-            play.prompt, play.said, reaction.messages, play.row, play.context[-1]
-        )
+        try:
+            tokens = self._dialogue.between(
+                play.prompt, play.said, reaction.messages, play.row, play.context[-1]
+            )
+        except RefusedTurnsError as error:
+            play.fail(str(error))
+            return False
         if play.used + len(tokens) >= play.limit:
             play.cut_off("length")
             return False
@@ -196,7 +244,7 @@ class EpisodeEngine(EngineWrapper):
         judging = {
             self._loop.submit(play.session.outcome()): play for play in plays if not play.failure
         }
-        for future in self._wait(judging, self.episodes.timeout, ALL_COMPLETED):
+        for future in self._wait(judging, ALL_COMPLETED):
             reward = self._result(judging[future], future)
             if reward is not None:
                 judging[future].rewards[-1] += reward
@@ -229,17 +277,21 @@ class EpisodeEngine(EngineWrapper):
             return future.result()
         except EnvironmentFailure as failure:
             play.fail(str(failure))
-            return None
+        except (Exception, CancelledError) as error:  # noqa: BLE001  it is the environment's
+            play.fail(f"{type(error).__name__}: {error}")
+        return None
 
-    def _wait(
-        self, futures: Iterable[Future[Any]], seconds: float, return_when: str
-    ) -> Collection[Future[Any]]:
-        """Wait for answers, and for none that never come."""
+    def _wait(self, futures: Iterable[Future[Any]], return_when: str) -> Collection[Future[Any]]:
+        """Wait for answers, and for none that never come.
+
+        Returns:
+            Those that are done; all, if the event loop is blocked.
+        """
         futures = [*futures]
         while True:
-            done, rest = wait(futures, timeout=seconds, return_when=return_when)
+            done, rest = wait(futures, timeout=self.episodes.timeout, return_when=return_when)
             if not rest or (done and return_when == FIRST_COMPLETED):
-                return done if rest else futures
+                return done
             if not self._loop.answers(_STALLED):
                 self._loop = EventLoop("environments")
                 return futures
@@ -248,8 +300,7 @@ class EpisodeEngine(EngineWrapper):
     def _waits_for_all(self) -> bool:
         if self.episodes.wait_for is not None:
             return self.episodes.wait_for == "all"
-        # ranks that share an engine, or parts of the weights, have to generate in step
-        return not self.capabilities.concurrent or torch.distributed.is_initialized()
+        return not self.capabilities.concurrent
 
     def _release(self, session: Session) -> None:
         """Begin to close an environment."""
@@ -260,7 +311,8 @@ class EpisodeEngine(EngineWrapper):
     def _finish_closing(self) -> None:
         closing, self._closing = self._closing, []
         wait(closing, timeout=self.episodes.timeout + _STALLED)
-        failures = [one.exception() for one in closing if one.done() and one.exception()]
+        ended = [one for one in closing if one.done() and not one.cancelled()]
+        failures = [one.exception() for one in ended if one.exception() is not None]
         if failures:
             logger.warning("%d environments could not be closed: %s", len(failures), failures[0])
 
@@ -290,8 +342,25 @@ def _contexts(prompts: PromptBatch, plays: Sequence[Play]) -> PromptBatch:
     return replace(rows, input_ids=input_ids, attention_mask=mask, prompts=changed)
 
 
-def _on_any_rank(condition: bool, *, together: bool) -> bool:
-    if not together or not torch.distributed.is_initialized():
+def _close_at_exit(engine: EpisodeEngine) -> None:
+    """After an error nobody else closes what is open."""
+    alive = weakref.ref(engine)
+
+    def close() -> None:
+        if (found := alive()) is not None:
+            found.close_environments()
+
+    atexit.register(close)
+
+
+def _speak(speaker: Speaker, plays: Sequence[Play]) -> None:
+    """Generate turns beside others: an engine that fails is recovered when nobody uses it."""
+    with without_recovery():
+        speaker.go_on(plays)
+
+
+def _on_any_rank(condition: bool, *, in_step: bool) -> bool:
+    if not in_step:
         return condition
     conditions: list[bool] = [False] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(conditions, condition)

@@ -88,8 +88,8 @@ class Play:
         self.response = self.response.given(ids)
 
     def cut_off(self, reason: str) -> None:
-        """End the episode at a limit."""
-        self.finish_reason = reason
+        """End the episode at a limit, unless it is over."""
+        self.finish_reason = self.finish_reason or reason
 
     @property
     def whole(self) -> Response:

@@ -129,7 +129,14 @@ class VLLMEngine(VLLMBase):
         shared = sampling_arguments(sampling, self._weights.model, self._tokenizer)
         shared["detokenize"] = bool(sampling.stop)
         parameters = [
-            vllm.SamplingParams(**{**shared, "max_tokens": one.max_tokens}, seed=one.seed)
+            vllm.SamplingParams(
+                **{
+                    **shared,
+                    "max_tokens": one.max_tokens,
+                    "min_tokens": min(sampling.min_new_tokens, one.max_tokens),
+                    "seed": one.seed,
+                }
+            )
             for one in requests
         ]
         prompts = [

@@ -274,6 +274,7 @@ class VLLMServerEngine(VLLMBase):
                 "prompt": request.prompt_ids,
                 "seed": request.seed,
                 "max_tokens": request.max_tokens,
+                "min_tokens": min(sampling.min_new_tokens, request.max_tokens),
             }
             for request in requests
         ]
