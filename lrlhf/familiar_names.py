@@ -74,6 +74,14 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     ),
     "vllm_gpu_memory_utilization": "model.engine.init_args.gpu_memory_utilization",
     "gpu_memory_utilization": "model.engine.init_args.gpu_memory_utilization",
+    # episodes
+    **dict.fromkeys(
+        ("environment_factory", "agent_func_path", "environment"), "model.episodes.environment"
+    ),
+    "tools": "model.episodes.tools",
+    **dict.fromkeys(
+        ("max_tool_calling_iterations", "max_assistant_turns"), "model.episodes.max_turns"
+    ),
     # update
     **dict.fromkeys(("num_iterations", "num_ppo_epochs", "ppo_epochs"), _UPDATE + "num_iterations"),
     **dict.fromkeys(("num_mini_batches", "steps_per_generation"), _UPDATE + "num_minibatches"),

@@ -183,6 +183,9 @@ class PromptBatch(TensorBatch):
     """See `SequenceBatch.media`."""
     places: tuple[str, ...] | None = None
     """Where each row stands in the data, such as ``prompts.jsonl:17``; None: nowhere."""
+    room: Int[Tensor, " B"] | None = None
+    """Tokens that a response may have, where that is fewer than the sampling allows; an engine may
+    ignore it."""
     pretraining: SequenceBatch | None = None
     """Texts of the second stream that is mixed into the policy's loss (PTX); rows of its own,
     which `select` leaves alone."""
@@ -194,6 +197,32 @@ class PromptBatch(TensorBatch):
         """Return the given prompts, with the whole of ``pretraining``."""
         chosen = TensorBatch.select(replace(self, pretraining=None), rows)
         return replace(chosen, pretraining=self.pretraining)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Episode:
+    """What happened between a policy and its environment behind one prompt."""
+
+    prompt: Prompt
+    """As the policy read it, what the environment showed at the start included."""
+    messages: tuple[Message, ...]
+    """What followed, turn by turn: ``assistant`` is the policy, the others the environment."""
+    rewards: tuple[float, ...] | None
+    """What the environment gave for each turn of the policy's; None: it gives no rewards."""
+    finish_reason: str
+    """``stop``: the policy made no further call. ``done``: the environment ended it. ``length``,
+    ``max_turns``: it was cut off there. ``failed``: the environment broke."""
+    failure: str = ""
+    """What went wrong in the environment; the episode has no score then."""
+    environment: Any = None
+    """As the episode left it, until the rewards have read it."""
+    release: Callable[[], None] | None = None
+    """Closes the environment; None: there is nothing to close."""
+
+    @property
+    def turns(self) -> int:
+        """How often the policy wrote."""
+        return sum(message["role"] == "assistant" for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +239,13 @@ class Rollout(SequenceBatch):
     """Probability that top_p, top_k and min_p left at each token; None: nothing was cut off."""
     weight_version: Int[Tensor, " B"] | None = None
     """Training iterations behind the weights that sampled each response; None: the policy's own."""
+    prompt_lengths: Int[Tensor, " B"] | None = None
+    """Tokens before each response, where episodes changed the prompts; None: nothing did."""
+    turn_rewards: Float[Tensor, "B T"] | None = None
+    """The part of each score that the environment gave for single turns, at the last token of each,
+    weighted as in the score; None: there are only scores of whole responses."""
+    episodes: tuple[Episode, ...] | None = None
+    """What happened in each row, until it is scored; None: single responses, or all is scored."""
 
     @property
     def engine_logprobs(self) -> Float[Tensor, "B T"]:
@@ -221,6 +257,12 @@ class Rollout(SequenceBatch):
         if self.kept_mass is None:
             return self.sampling_logprobs
         return self.sampling_logprobs + self.kept_mass.log()
+
+
+ROLLOUT_TENSORS = tuple(
+    field.name for field in fields(Rollout) if field.name not in ("media", "episodes")
+)
+"""The fields of a `Rollout` that are tensors with a row for each response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

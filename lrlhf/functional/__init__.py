@@ -18,6 +18,7 @@ from lrlhf.functional.algorithm import (
     penalized_scores,
     returns_to_go,
     spread_over_tokens,
+    token_rewards,
 )
 from lrlhf.functional.algorithms import (
     ALGORITHMS,
@@ -53,6 +54,7 @@ from lrlhf.functional.reward import (
     log_exp_loss,
     tie_loss,
 )
+from lrlhf.functional.turns import spread_over_turns, turn_ends, turn_numbers, turn_sums
 from lrlhf.functional.value_loss import clipped_value_loss
 
 __all__ = [
@@ -104,8 +106,13 @@ __all__ = [
     "sequence_ratio",
     "shape_rewards",
     "spread_over_tokens",
+    "spread_over_turns",
     "standardize",
     "tie_loss",
     "token_logprobs",
+    "token_rewards",
+    "turn_ends",
+    "turn_numbers",
+    "turn_sums",
     "whiten",
 ]

@@ -24,6 +24,8 @@ def generalized_advantages(
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
+    step_ends: Bool[Tensor, "B T"] | None = None,
+    final_values: Float[Tensor, " B"] | None = None,
 ) -> AdvantagesAndReturns:
     """Generalized advantage estimation, not whitened.
 
@@ -36,8 +38,11 @@ def generalized_advantages(
         response_mask: Positions outside it are skipped over, not treated as terminal, so tool
             output between two turns does not cut the credit of the first. What stands there is
             not read.
-        gamma: Discount per response token.
+        gamma: Discount per step.
         lam: Bias-variance trade-off: 0 is the TD error, 1 the Monte Carlo return minus the value.
+        step_ends: Tokens that end a step: ``gamma`` and ``lam`` act between them and what follows,
+            and are 1 elsewhere. None: every response token is a step.
+        final_values: V after the last response token, for rows that were cut off there; None: 0.
 
     Returns:
         The advantages, and ``advantages + values`` as the regression target of the value function.
@@ -46,17 +51,22 @@ def generalized_advantages(
         ValueError: ``gamma`` or ``lam`` outside [0, 1].
 
     Reference:
-        Schulman et al. 2016, eq. 11-16, https://arxiv.org/abs/1506.02438
+        Schulman et al. 2016, eq. 11-16, https://arxiv.org/abs/1506.02438; values after the last
+        token: Pardo et al. 2018, §4, https://arxiv.org/abs/1712.00378
     """
     for name, factor in (("gamma", gamma), ("lam", lam)):
         if not 0 <= factor <= 1:
             raise ValueError(f"{name} is {factor}; it must lie in [0, 1]")
+    ends = response_mask if step_ends is None else step_ends
+    gammas = torch.ones_like(rewards).masked_fill(ends, gamma)
+    decays = torch.ones_like(rewards).masked_fill(ends, gamma * lam)
     columns = []
-    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    next_advantage = torch.zeros_like(values[:, 0])
+    next_value = next_advantage if final_values is None else final_values
     for t in reversed(range(rewards.shape[1])):
         counts = response_mask[:, t]
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(counts, delta + gamma * lam * next_advantage, next_advantage)
+        delta = rewards[:, t] + gammas[:, t] * next_value - values[:, t]
+        next_advantage = torch.where(counts, delta + decays[:, t] * next_advantage, next_advantage)
         next_value = torch.where(counts, values[:, t], next_value)
         columns.append(next_advantage)
     advantages = torch.stack(columns[::-1], dim=1)
@@ -67,21 +77,28 @@ def generalized_advantages(
 
 
 def discounted_returns(
-    rewards: Float[Tensor, "B T"], response_mask: Bool[Tensor, "B T"], *, gamma: float = 1.0
+    rewards: Float[Tensor, "B T"],
+    response_mask: Bool[Tensor, "B T"],
+    *,
+    gamma: float = 1.0,
+    step_ends: Bool[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T"]:
     """Reward-to-go of every response token, ``G_t = r_t + γ G_{t+1}``; 0 outside the response.
 
     Args:
         rewards: Per-token rewards, any KL penalty already subtracted.
         response_mask: Positions outside it are skipped over and cost no discount.
-        gamma: Discount per response token.
+        gamma: Discount per step.
+        step_ends: Tokens that end a step; None: every response token is one.
 
     Raises:
         ValueError: ``gamma`` outside [0, 1].
     """
     # without a value function, GAE at lam = 1 is the Monte Carlo return
     no_values = torch.zeros_like(rewards)
-    result = generalized_advantages(rewards, no_values, response_mask, gamma=gamma, lam=1.0)
+    result = generalized_advantages(
+        rewards, no_values, response_mask, gamma=gamma, lam=1.0, step_ends=step_ends
+    )
     return result.advantages
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lrlhf.functional.advantages import discounted_returns
 from lrlhf.functional.kl import shape_rewards
 from lrlhf.functional.masking import masked_sum
+from lrlhf.functional.turns import step_ends
 
 Aggregate: TypeAlias = Literal["sequence_mean", "sequence_sum", "token_mean", "constant"]
 """How a loss per token is averaged, see `lrlhf.functional.aggregate`."""
@@ -39,6 +40,12 @@ class EstimatorInputs(NamedTuple):
     tokens: Mapping[str, Float[Tensor, "B T"]] = {}
     """Further columns per token by name, as far as an iteration has them: ``sampling_logprobs`` of
     the engine, ``old_logprobs`` of the policy and ``ref_logprobs`` of the reference."""
+    turn_rewards: Float[Tensor, "B T"] | None = None
+    """The part of ``scores`` that was earned at single tokens, in their unit; None: nothing was, or
+    all of a score is to be credited to the response as a whole."""
+    bootstrap_mask: Bool[Tensor, " B"] | None = None
+    """Rows that were cut off, whose return goes on with the critic's value; None: each return ends
+    with its row."""
 
 
 class Estimator(NamedTuple):
@@ -55,6 +62,10 @@ class Estimator(NamedTuple):
     """Whether it compares the responses to one prompt, and so needs two or more of them."""
     uses_values: bool = False
     """Whether it needs a critic."""
+    uses_turn_rewards: bool = False
+    """Whether it reads ``inputs.turn_rewards``; else they only count as parts of the scores."""
+    per_turn: bool = False
+    """Whether it compares turns, so that those of one response have advantages of their own."""
     uses_kl: bool = True
     """Whether it subtracts ``inputs.kl``; else a KL penalty can only go into the loss."""
     options: Mapping[str, Any] = {}
@@ -142,19 +153,41 @@ def spread_over_tokens(
     return torch.where(inputs.response_mask, advantages[:, None], 0.0)
 
 
-def returns_to_go(
-    scores: Float[Tensor, " B"], inputs: EstimatorInputs, gamma: float
-) -> Float[Tensor, "B T"]:
-    """Discounted sum, from each token on, of a score on the last token and a KL penalty on each.
+def token_rewards(scores: Float[Tensor, " B"], inputs: EstimatorInputs) -> Float[Tensor, "B T"]:
+    """Reward of each token: its KL penalty, what its turn earned, the rest of the score at the end.
+
+        r_t = -kl_coef · kl_t + turn_t + (score - Σ_s turn_s) · 1[t is the last response token]
 
     Args:
-        scores: Reward of the last token; NaN leaves the row out, its KL penalty included.
-        inputs: KL and mask.
-        gamma: Discount per response token.
+        scores: Of each row, what its turns earned included; NaN adds nothing.
+        inputs: KL, mask, and rewards of turns.
     """
-    rewards = shape_rewards(
-        scores, inputs.kl.detach(), inputs.response_mask, kl_coef=inputs.kl_coef
+    return shape_rewards(
+        scores,
+        inputs.kl.detach(),
+        inputs.response_mask,
+        kl_coef=inputs.kl_coef,
+        turn_rewards=inputs.turn_rewards,
     )
-    returns = discounted_returns(rewards, inputs.response_mask, gamma=gamma)
+
+
+def returns_to_go(
+    scores: Float[Tensor, " B"],
+    inputs: EstimatorInputs,
+    gamma: float,
+    discount: str = "token",
+) -> Float[Tensor, "B T"]:
+    """Discounted sum of `token_rewards` from each token on.
+
+    Args:
+        scores: Of each row; NaN leaves the row out, its KL penalty included.
+        inputs: KL, mask, and rewards of turns.
+        gamma: Discount per step.
+        discount: What a step is, see `step_ends`.
+    """
+    mask = inputs.response_mask
+    returns = discounted_returns(
+        token_rewards(scores, inputs), mask, gamma=gamma, step_ends=step_ends(mask, discount)
+    )
     counted = ~counted_scores(inputs).isnan()
     return torch.where(counted[:, None], returns, 0.0)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lrlhf.functional.masking import last_tokens
 from lrlhf.functional.names import unknown_name
 
 MAX_LOG_RATIO = 20.0
@@ -54,23 +55,29 @@ def shape_rewards(
     response_mask: Bool[Tensor, "B T"],
     *,
     kl_coef: float,
+    turn_rewards: Float[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T"]:
     """Spread the score of a sequence and its KL penalty over the response tokens.
 
-        r_t = -kl_coef · kl_t + score · 1[t is the last response token]
+        r_t = -kl_coef · kl_t + turn_t + (score - Σ_s turn_s) · 1[t is the last response token]
 
     Args:
         scores: Outcome of each sequence; NaN (unscorable) adds nothing.
         kl: Estimate per token, in nats.
         response_mask: Outside it the reward is 0.
         kl_coef: Score units per nat.
+        turn_rewards: The part of each score that was earned at single tokens; what stands outside
+            ``response_mask`` is not read, and no gradient flows into it. None: nothing was.
 
     Reference:
         Ziegler et al. 2019, eq. 2, https://arxiv.org/abs/1909.08593
     """
     rewards = torch.where(response_mask, -kl_coef * kl, 0.0)
-    left = response_mask.flip(1).cumsum(1).flip(1)  # response tokens from here to the end
-    last = response_mask & (left == 1)
+    if turn_rewards is not None:
+        scored = response_mask & ~scores.isnan()[:, None]
+        earned = torch.where(scored, turn_rewards.detach(), 0.0)
+        rewards, scores = rewards + earned, scores - earned.sum(dim=1)
+    last = last_tokens(response_mask)
     return rewards + torch.where(last, scores.nan_to_num(nan=0.0)[:, None], 0.0)
 
 

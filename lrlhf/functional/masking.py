@@ -7,6 +7,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 
+def last_tokens(mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    """Return the last entry of each row that counts; none in a row where nothing does."""
+    left = mask.flip(1).cumsum(1).flip(1)  # entries from here to the end
+    return mask & (left == 1)
+
+
 def masked_sum(
     x: Float[Tensor, "*dims"], mask: Bool[Tensor, "*dims"], dim: int | None = None
 ) -> Float[Tensor, ...]:

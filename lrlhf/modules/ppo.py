@@ -10,6 +10,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from lrlhf.environments import Episodes
 from lrlhf.functional.algorithm import Algorithm
 from lrlhf.guard.bundle import StepBundle
 from lrlhf.guard.dump_replay import Retaken
@@ -72,6 +73,8 @@ class PPO(TrainingModule):
             (`VLLMServerEngine`).
         allow_truncated_sampling: Train on responses sampled with top_p, top_k or min_p, although
             their distribution is not the policy's.
+        episodes: Turns with an environment or with tools in the place of single responses; None:
+            single responses.
         seed: Seeds every random number of the run, together with rank, step and sample; None:
             the seed of ``seed_everything``.
         critic: The value function; None for an algorithm that needs none.
@@ -110,6 +113,7 @@ class PPO(TrainingModule):
         dynamic_sampling: DynamicSampling | None = None,
         rollout_ahead: Literal[0, 1] = 0,
         allow_truncated_sampling: bool = False,
+        episodes: Episodes | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__(guard=guard, seed=seed)
@@ -127,6 +131,7 @@ class PPO(TrainingModule):
             dynamic_sampling=dynamic_sampling,
             rollout_ahead=rollout_ahead,
             allow_truncated_sampling=allow_truncated_sampling,
+            episodes=episodes,
         )
         _check_critic(self.settings.algorithm, critic)
         loaded = load_policy(policy, tokenizer, processor)

@@ -10,6 +10,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from lrlhf.environments import Episodes
 from lrlhf.functional.algorithm import Algorithm
 from lrlhf.guard.bundle import StepBundle
 from lrlhf.guard.dump_replay import Retaken
@@ -68,6 +69,8 @@ class RLOO(TrainingModule):
             (`VLLMServerEngine`).
         allow_truncated_sampling: Train on responses sampled with top_p, top_k or min_p, although
             their distribution is not the policy's.
+        episodes: Turns with an environment or with tools in the place of single responses; None:
+            single responses.
         seed: Seeds every random number of the run, together with rank, step and sample; None:
             the seed of ``seed_everything``.
 
@@ -103,6 +106,7 @@ class RLOO(TrainingModule):
         dynamic_sampling: DynamicSampling | None = None,
         rollout_ahead: Literal[0, 1] = 0,
         allow_truncated_sampling: bool = False,
+        episodes: Episodes | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__(guard=guard, seed=seed)
@@ -120,6 +124,7 @@ class RLOO(TrainingModule):
             dynamic_sampling=dynamic_sampling,
             rollout_ahead=rollout_ahead,
             allow_truncated_sampling=allow_truncated_sampling,
+            episodes=episodes,
         )
         if self.settings.algorithm.estimator.uses_values:
             raise ValueError(

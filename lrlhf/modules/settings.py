@@ -67,10 +67,16 @@ class Advantage:
         normalize: Shift and scale the advantages of all ranks to mean 0 and deviation 1. None does
             what the estimator's paper does.
         clip: Bound on the absolute value of every advantage, after all else; None: no bound.
+        credit: Where the rewards of turns count. "turn": at the end of their turn, with algorithms
+            that read them (ppo, reinforce, reinforce_plus_plus, rloo_turn, mt_grpo); for the
+            others they are a part of the score. "response": all of a score counts at the end of
+            the response.
         truncated: What becomes of responses that ran into the length limit. "train": nothing
             special. "exclude": they are not trained on, do not count in any mean, and do not enter
             their siblings' baseline. "trl": as TRL's mask_truncated_completions: not trained on,
-            but still counted in the mean and in the baselines.
+            but still counted in the mean and in the baselines. "bootstrap": their return goes on
+            with the critic's value (Pardo et al. 2018, §4, https://arxiv.org/abs/1712.00378),
+            by approximation that of the state before the last token; `PPO` only.
         unscorable: What becomes of responses that no reward could score. "exclude": as for
             truncated ones. "trl": no advantage, but counted in the mean, as in TRL.
     """
@@ -81,7 +87,8 @@ class Advantage:
     reward_clip_range: tuple[float, float] | None = None
     normalize: bool | None = None
     clip: float | None = None
-    truncated: Literal["train", "exclude", "trl"] = "train"
+    credit: Literal["turn", "response"] = "turn"
+    truncated: Literal["train", "exclude", "trl", "bootstrap"] = "train"
     unscorable: Literal["exclude", "trl"] = "exclude"
 
     def __post_init__(self) -> None:

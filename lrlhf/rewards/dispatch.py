@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import inspect
 import threading
 import time
-import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
+
+from lrlhf.background import EventLoop
 
 _Step = TypeVar("_Step")
 _GIVEN_UP: contextvars.ContextVar[threading.Event] = contextvars.ContextVar("given_up")
@@ -71,8 +71,7 @@ class Dispatcher:
 
     def __init__(self, timeout: float | None) -> None:
         self._timeout = timeout
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_lock = threading.Lock()
+        self._loop = EventLoop("reward-loop")
         self._busy: dict[str, threading.Lock] = {}
 
     def __reduce__(self) -> tuple[type[Dispatcher], tuple[float | None]]:
@@ -136,7 +135,7 @@ class Dispatcher:
         """Wait for what a function returned, if it is an awaitable."""
         if not inspect.isawaitable(result):
             return result
-        awaited = asyncio.run_coroutine_threadsafe(_awaited(result), self._running_loop())
+        awaited = self._loop.submit(result)
         try:
             return awaited.result(_left(deadline))
         except TimeoutError:
@@ -151,16 +150,6 @@ class Dispatcher:
             f"no result after {self._timeout:g} s; what it may still return is dropped"
         )
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        with self._loop_lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(
-                    target=_serve, args=(self._loop,), name="reward-loop", daemon=True
-                ).start()
-                weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
-            return self._loop
-
 
 def _give_up(future: Future[Any], given_up: threading.Event) -> None:
     given_up.set()
@@ -170,28 +159,6 @@ def _give_up(future: Future[Any], given_up: threading.Event) -> None:
 def _left(deadline: float | None) -> float | None:
     """Return the seconds until a point in time, 0 after it; None: there is none."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-    finally:
-        loop.run_until_complete(_cancel_the_rest())
-        loop.close()
-
-
-async def _cancel_the_rest() -> None:
-    unfinished = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in unfinished:
-        task.cancel()
-    await asyncio.gather(*unfinished, return_exceptions=True)
-
-
-async def _awaited(result: Awaitable[Any]) -> Any:
-    try:
-        return await result
-    except SystemExit as error:  # would end the event loop, and with it every other function
-        raise RuntimeError(f"the reward function called sys.exit({error.code!r})") from error
 
 
 def is_async(function: Callable[..., Any]) -> bool:

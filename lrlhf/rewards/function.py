@@ -42,14 +42,15 @@ class CompletionText(str):
 
 
 class CompletionTurns(list[Message]):
-    """A completion of a chat: one turn of the assistant's, with its segments.
+    """A completion of a chat, with its segments.
 
     Args:
-        text: Content of the turn.
+        text: All of it.
+        turns: Of an episode; None: one turn of the assistant's.
     """
 
-    def __init__(self, text: CompletionText) -> None:
-        super().__init__([{"role": "assistant", "content": str(text)}])
+    def __init__(self, text: CompletionText, turns: Sequence[Message] | None = None) -> None:
+        super().__init__(turns or [{"role": "assistant", "content": str(text)}])
         self.segments = text.segments
 
     def __reduce__(self) -> tuple[type[list[Message]], tuple[list[Message]]]:
@@ -71,6 +72,8 @@ LogExtra = Callable[[str, Sequence[Any]], None]
 
 RESERVED = ("prompts", "completions", "completion_ids", "log_metric", "log_extra")
 """Arguments that are no data columns."""
+OF_EPISODES = ("episodes", "environments")
+"""Further ones of functions that score episodes and name them."""
 
 
 class RewardError(ValueError):
@@ -115,6 +118,9 @@ class RewardFunction(KeepsArguments, ABC):
 
     ends_by_itself: ClassVar[bool] = False
     """Its work ends, or has limits of its own: `Rewards` sets it none unless it is told to."""
+
+    sums_turns: ClassVar[bool] = False
+    """Its value is the sum of what an environment gave for single turns."""
 
     @classmethod
     def columns_read(cls, options: Mapping[str, Any]) -> Iterable[str]:

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from lrlhf.functional.names import import_function
 from lrlhf.rewards.function import (
+    OF_EPISODES,
     RESERVED,
     MissingColumnError,
     RewardError,
     RewardFunction,
     did_you_mean,
 )
+from lrlhf.rewards.functions.environment_reward import EnvironmentReward
 from lrlhf.rewards.functions.length_rewards import LengthPenalty, OverlongPenalty, RepetitionPenalty
 from lrlhf.rewards.functions.numeric_answer import NumericAnswer
 from lrlhf.rewards.functions.task_score import ReasoningGymScore
@@ -27,6 +29,7 @@ NamedFunction = str | RewardFunction | Callable[..., Any]
 """A reward function, or its import path or the short name of a built-in one."""
 
 BUILTINS: Mapping[str, type[RewardFunction]] = {
+    "environment_reward": EnvironmentReward,
     "exact_match": ExactMatch,
     "learned_reward": LearnedReward,
     "length_penalty": LengthPenalty,
@@ -145,7 +148,8 @@ def judging_column(function: Callable[..., Any]) -> dict[str, str]:
     if isinstance(function, ComparesAnswers):
         return {function.answer_column: "right answer"}
     parameters = inspect.signature(function).parameters.values()
-    named = [p.name for p in parameters if p.kind in _BY_KEYWORD and p.name not in RESERVED]
+    known = (*RESERVED, *OF_EPISODES)
+    named = [p.name for p in parameters if p.kind in _BY_KEYWORD and p.name not in known]
     return {named[0]: named[0]} if len(named) == 1 else {}
 
 

@@ -23,6 +23,7 @@ from lrlhf.rewards.function import (
     PartialValues,
     RewardError,
     RewardFunction,
+    first_of,
 )
 from lrlhf.rewards.function_weights import (
     check_known,
@@ -66,6 +67,8 @@ class RewardResult:
     """Columns that the functions logged, one value per response."""
     failures: list[str]
     """What went wrong in this batch, tracebacks included; begins with the function's name."""
+    turn_weights: Float[Tensor, " B"] | None = None
+    """What the score multiplies the rewards of single turns with; None: unknown."""
 
 
 class _Asked(NamedTuple):
@@ -135,6 +138,9 @@ class Rewards(KeepsArguments):
             else weights_by_label(self.names, recipe, label_column)
         )
         check_known(optional or [], self.names, "optional")
+        self._of_turns = torch.tensor(
+            [getattr(function, "sums_turns", False) for _, function in self._functions]
+        )
         self._optional = torch.tensor([name in (optional or []) for name in self.names])
         self._max_unscorable_fraction = max_unscorable_fraction
         self._max_failures = math.inf if max_failures is None else max_failures
@@ -156,6 +162,14 @@ class Rewards(KeepsArguments):
                 if found.get(column, column) == column:
                     found[column] = heading
         return found
+
+    def asking_for(self, argument: str) -> list[str]:
+        """Return the functions whose signature names an argument."""
+        return [
+            name
+            for name, function in self._functions
+            if argument in inspect.signature(function).parameters
+        ]
 
     def prepare(self) -> None:
         """Load what the functions need, so that it does not count as their time.
@@ -180,6 +194,8 @@ class Rewards(KeepsArguments):
         columns: Sequence[Mapping[str, Any]],
         *,
         limited: bool = True,
+        on_request: Mapping[str, Sequence[Any]] | None = None,
+        failed: Mapping[int, str] | None = None,
     ) -> RewardResult:
         """Score responses.
 
@@ -190,6 +206,10 @@ class Rewards(KeepsArguments):
             columns: The other data columns of each response's row; where a column has the name of
                 an argument of :class:`RewardFunction`, the argument wins.
             limited: Whether ``max_unscorable_fraction`` holds for these responses by themselves.
+            on_request: Further arguments by name, one value per response, for the functions whose
+                signature names them.
+            failed: Responses that no function is asked about, as something went wrong with them
+                before; and what.
 
         Raises:
             RewardError: Too many responses without a score, a function that fails again and
@@ -204,34 +224,41 @@ class Rewards(KeepsArguments):
             )
         self.prepare()
         weights = self._weights.rows(columns)
+        weights[[*(failed or {})]] = math.nan
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         asked = [
             _Asked(bound, rows, Journal(len(rows)))
             for bound, weight in zip(self._functions, weights.T, strict=True)
             if (rows := weight.isfinite().nonzero()[:, 0].tolist())
         ]
-        outcomes = self._dispatcher.run([self._call(entry, given, columns) for entry in asked])
-        return self._combine(asked, outcomes, weights, limited=limited)
+        outcomes = self._dispatcher.run(
+            [self._call(entry, given, columns, on_request or {}) for entry in asked]
+        )
+        return self._combine(asked, outcomes, weights, failed or {}, limited=limited)
 
     def _call(
         self,
         entry: _Asked,
         given: Mapping[str, Sequence[Any]],
         columns: Sequence[Mapping[str, Any]],
+        on_request: Mapping[str, Sequence[Any]],
     ) -> Call:
         """Return what is called, with the rows that are asked about in lists of its own."""
         name, function = entry.bound
+        signature = inspect.signature(function)
+        wanted = {name: on_request[name] for name in on_request if name in signature.parameters}
         names = {column: None for row in entry.rows for column in columns[row]}
         available = {
             **{column: [columns[row].get(column) for row in entry.rows] for column in names},
-            **{argument: [values[row] for row in entry.rows] for argument, values in given.items()},
+            **{
+                argument: [values[row] for row in entry.rows]
+                for argument, values in {**given, **wanted}.items()
+            },
             "log_metric": entry.journal.log_metric,
             "log_extra": entry.journal.log_extra,
         }
         ends = isinstance(function, RewardFunction) and function.ends_by_itself
-        arguments = chosen_arguments(
-            name, inspect.signature(function), available, filled_by_python(function)
-        )
+        arguments = chosen_arguments(name, signature, available, filled_by_python(function))
         return Call(name, function, arguments, unlimited=self._spares_some and ends)
 
     def _combine(
@@ -239,12 +266,17 @@ class Rewards(KeepsArguments):
         asked: Sequence[_Asked],
         outcomes: Sequence[Outcome],
         weights: Float[Tensor, "B K"],
+        failed: Mapping[int, str],
         *,
         limited: bool,
     ) -> RewardResult:
         per_function = torch.full(weights.shape, math.nan, dtype=torch.float32)
         metrics, extras = _logged(asked, len(weights))
         failures: dict[str, str] = {}
+        if failed:
+            reason = first_of(failed, f"{len(failed)} episodes failed")
+            failures["environment"] = f"environment: {reason}"
+            self._log(failures["environment"])
         for entry, outcome in zip(asked, outcomes, strict=True):
             name = entry.bound.name
             values, failure = self._read(entry, outcome)
@@ -270,6 +302,7 @@ class Rewards(KeepsArguments):
             metrics=metrics | unscored,
             extras=extras,
             failures=[*failures.values()],
+            turn_weights=(weights.nan_to_num(nan=0.0) * self._of_turns).sum(dim=1),
         )
 
     def _read(self, entry: _Asked, outcome: Outcome) -> tuple[list[float], str]:

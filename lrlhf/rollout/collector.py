@@ -13,8 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.rewards import CompletionTurns, RewardResult, Rewards
+from lrlhf.rewards import Completion, CompletionText, CompletionTurns, RewardResult, Rewards
 from lrlhf.rollout.engines.engine import RolloutEngine
+from lrlhf.rollout.episodes.scores import scored_episodes, with_turn_rewards
 from lrlhf.rollout.records import plain_json, rollout_records
 from lrlhf.rollout.responses import response_ids
 from lrlhf.rollout.sampling import Sampling
@@ -131,17 +132,16 @@ class Collector:
         with phase("reward"):
             texts = response_texts(prompts, rollout, self._tokenizer, sampling)
             columns = self._columns(prompts)
-            rewards = self._rewards.score(
-                prompts=[prompts.prompts[group] for group in groups],
-                completions=[
-                    # a turn of the chat, where the prompt is one
-                    text if isinstance(prompts.prompts[group], str) else CompletionTurns(text)
-                    for group, text in zip(groups, texts, strict=True)
-                ],
-                completion_ids=response_ids(rollout, prompts),
-                columns=[columns[group] for group in groups],
-                limited=limited,
-            )
+            with scored_episodes(rollout) as further:
+                rewards = self._rewards.score(
+                    prompts=[prompts.prompts[group] for group in groups],
+                    completions=_completions(prompts, rollout, texts),
+                    completion_ids=response_ids(rollout, prompts),
+                    columns=[columns[group] for group in groups],
+                    limited=limited,
+                    **further,
+                )
+            rollout = with_turn_rewards(rollout, rewards)
         records = rollout_records(
             prompts,
             rollout,
@@ -167,3 +167,17 @@ class Collector:
             }
             for own, shown in zip(prompts.columns, media, strict=True)
         ]
+
+
+def _completions(
+    prompts: PromptBatch, rollout: Rollout, texts: Sequence[CompletionText]
+) -> list[Completion]:
+    """Return what rewards read: turns of the chat, where the prompt is one."""
+    num_generations = len(rollout) // len(prompts)
+    episodes = rollout.episodes or (None,) * len(rollout)
+    return [
+        text
+        if isinstance(prompts.prompts[row // num_generations], str)
+        else CompletionTurns(text, None if episode is None else episode.messages)
+        for row, (text, episode) in enumerate(zip(texts, episodes, strict=True))
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lrlhf.rewards import RewardResult
 from lrlhf.rollout.collector import Collected
-from lrlhf.types import PromptBatch, Rollout, joined_media
+from lrlhf.types import ROLLOUT_TENSORS, PromptBatch, Rollout, joined_media
 
 
 class Filtered(NamedTuple):
@@ -86,11 +86,13 @@ def merge_collected(parts: Sequence[Collected]) -> Collected:
     """Put several rounds of one iteration into one, groups numbered through."""
     if len(parts) == 1:
         return parts[0]
-    rollouts = [part.rollout for part in parts]
+    rollouts = _all_with_turn_rewards([part.rollout for part in parts])
     offsets = [0, *accumulate(int(rollout.group_ids.max()) + 1 for rollout in rollouts)][:-1]
     width = max(rollout.input_ids.shape[1] for rollout in rollouts)
     merged: dict[str, Any] = {"media": joined_media(rollouts)}
-    for name in (field.name for field in fields(Rollout) if field.name != "media"):
+    if rollouts[0].episodes is not None:
+        merged["episodes"] = tuple(one for rollout in rollouts for one in rollout.episodes or ())
+    for name in ROLLOUT_TENSORS:
         columns = [getattr(rollout, name) for rollout in rollouts]
         if name == "group_ids":
             columns = [ids + offset for ids, offset in zip(columns, offsets, strict=True)]
@@ -108,6 +110,18 @@ def merge_collected(parts: Sequence[Collected]) -> Collected:
         ],
         {name: torch.cat([part.beside[name] for part in parts]) for name in parts[0].beside},
     )
+
+
+def _all_with_turn_rewards(rollouts: list[Rollout]) -> list[Rollout]:
+    """Give zeros to a round whose environments all failed before they could judge."""
+    if all(rollout.turn_rewards is None for rollout in rollouts):
+        return rollouts
+    return [
+        rollout
+        if rollout.turn_rewards is not None
+        else replace(rollout, turn_rewards=torch.zeros_like(rollout.sampling_logprobs))
+        for rollout in rollouts
+    ]
 
 
 def select_collected(collected: Collected, rows: Tensor) -> Collected:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rewards import CompletionText, RewardResult
 from lrlhf.rollout.responses import prompt_token_ids, response_ids
-from lrlhf.types import Prompt, PromptBatch, Rollout
+from lrlhf.types import Episode, Prompt, PromptBatch, Rollout
 
 
 def rollout_records(
@@ -39,11 +39,8 @@ def rollout_records(
     num_generations = len(rollout) // len(prompts)
     places = prompts.places or ("",) * len(prompts)
     media = prompts.media or (None,) * len(prompts)
-    prompt_texts = [
-        # with one placeholder per image or video
-        tokenizer.decode(ids.tolist() if shown is None else list(shown.prompt_ids))
-        for ids, shown in zip(prompt_token_ids(prompts), media, strict=True)
-    ]
+    prompt_texts = _prompt_texts(prompts, rollout, tokenizer)
+    episodes = rollout.episodes or (None,) * len(rollout)
     records = []
     for row, (token_ids, text) in enumerate(
         zip(response_ids(rollout, prompts), texts, strict=True)
@@ -52,13 +49,14 @@ def rollout_records(
         segments = [{"sampled": part.sampled, "text": part.text} for part in text.segments]
         shown = media[group]
         version = rollout.weight_version
+        episode = episodes[row]
         records.append(
             {
                 "step": step,
                 **origin(places[group]),
                 "group": group,
-                "prompt": prompt_texts[group],
-                **_messages(prompts.prompts[group]),
+                "prompt": prompt_texts[row],
+                **_messages(prompts.prompts[group] if episode is None else episode.prompt),
                 "completion": str(text),
                 **({} if all(part.sampled for part in text.segments) else {"segments": segments}),
                 "token_ids": token_ids,
@@ -69,6 +67,7 @@ def rollout_records(
                 },
                 "length": int(rollout.response_mask[row].sum()),
                 "finish_reason": "length" if bool(rollout.truncated[row]) else "stop",
+                **({} if episode is None else _played(episode)),
                 "weight_version": weight_version if version is None else int(version[row]),
                 "columns": plain_json(prompts.columns[group]),
                 **({} if shown is None else {"media": list(shown.names)}),
@@ -79,6 +78,40 @@ def rollout_records(
             }
         )
     return records
+
+
+def _prompt_texts(
+    prompts: PromptBatch, rollout: Rollout, tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """Decode the prompt of each response, with one placeholder per image or video."""
+    num_generations = len(rollout) // len(prompts)
+    if rollout.prompt_lengths is not None:
+        starts = rollout.prompt_lengths.tolist()
+        rows = zip(rollout.input_ids, starts, rollout.media or (None,) * len(rollout), strict=True)
+        shown = [(ids[:start], media) for ids, start, media in rows]
+        num_generations = 1
+    else:
+        media_of = prompts.media or (None,) * len(prompts)
+        shown = list(zip(prompt_token_ids(prompts), media_of, strict=True))
+    texts = [
+        str(tokenizer.decode(ids.tolist() if media is None else list(media.prompt_ids)))
+        for ids, media in shown
+    ]
+    return [text for text in texts for _ in range(num_generations)]
+
+
+def _played(episode: Episode) -> dict[str, Any]:
+    """Describe the turns of an episode."""
+    told: dict[str, Any] = {
+        "finish_reason": episode.finish_reason,
+        "turns": episode.turns,
+        "episode": plain_json(episode.messages),
+    }
+    if episode.rewards is not None:
+        told["turn_rewards"] = plain_json(episode.rewards)
+    if episode.failure:
+        told["failure"] = episode.failure
+    return told
 
 
 def _messages(prompt: Prompt) -> dict[str, Any]:

@@ -86,6 +86,18 @@ class Response:
             weight_version=min(versions, default=None),
         )
 
+    def cut(self, length: int) -> Response:
+        """Return a response of one turn with at most so many tokens."""
+        if len(self.token_ids) <= length:
+            return self
+        (whole,) = self.segments
+        kept = Segment(
+            token_ids=whole.token_ids[:length],
+            logprobs=None if whole.logprobs is None else whole.logprobs[:length],
+            kept_mass=None if whole.kept_mass is None else whole.kept_mass[:length],
+        )
+        return replace(self, segments=(kept,), truncated=True)
+
     @property
     def token_ids(self) -> Int[Tensor, " L"]:
         """All tokens behind the prompt."""
@@ -205,14 +217,20 @@ def response_runs(rollout: Rollout, prompts: PromptBatch) -> list[list[Run]]:
 
     Turns that follow each other without anything given between them count as one.
     """
-    num_generations = len(rollout) // len(prompts)
-    starts = prompts.attention_mask.sum(dim=1).tolist()
+    rows = (response_starts(rollout, prompts), rollout.lengths.tolist())
     return [
-        list(_runs(mask, starts[row // num_generations], length))
-        for row, (mask, length) in enumerate(
-            zip(rollout.response_mask.tolist(), rollout.lengths.tolist(), strict=True)
-        )
+        list(_runs(mask, start, end))
+        for mask, start, end in zip(rollout.response_mask.tolist(), *rows, strict=True)
     ]
+
+
+def response_starts(rollout: Rollout, prompts: PromptBatch) -> list[int]:
+    """Return the column at which each response begins."""
+    if rollout.prompt_lengths is not None:
+        return [int(length) for length in rollout.prompt_lengths.tolist()]
+    num_generations = len(rollout) // len(prompts)
+    lengths = prompts.attention_mask.sum(dim=1).tolist()
+    return [int(lengths[row // num_generations]) for row in range(len(rollout))]
 
 
 def _runs(sampled: Sequence[bool], start: int, end: int) -> Iterator[Run]:
@@ -247,7 +265,7 @@ def continued_prompts(prompts: PromptBatch, responses: Sequence[Response]) -> Pr
         torch.cat([contexts[index // copies], response.token_ids.to(device)])
         for index, response in enumerate(responses)
     ]
-    input_ids, mask = _left_padded(rows)
+    input_ids, mask = left_padded(rows)
     repeated = prompts.select(torch.arange(len(responses)) // copies)
     return replace(
         repeated,
@@ -261,7 +279,7 @@ def untold_prompts(
     rows: Sequence[Sequence[int]], media: tuple[Media | None, ...] | None = None
 ) -> PromptBatch:
     """Return prompts of which only the tokens are known, and what they show."""
-    input_ids, mask = _left_padded([torch.tensor(row) for row in rows])
+    input_ids, mask = left_padded([torch.tensor(row) for row in rows])
     return PromptBatch(
         input_ids=input_ids,
         attention_mask=mask,
@@ -271,7 +289,7 @@ def untold_prompts(
     )
 
 
-def _left_padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def left_padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return ids and mask of rows, `[B, T]`; the padding is a token, which every model knows."""
     pad_id, device = int(rows[0][0]), rows[0].device
     ids = pad_sequence(list(rows), batch_first=True, padding_value=pad_id, padding_side="left")

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from lrlhf.rollout.engines.background import in_background
+from lrlhf.background import in_background
 from lrlhf.rollout.engines.engine import RolloutEngine
 from lrlhf.rollout.engines.synced_engine import EngineFailure, without_recovery
+from lrlhf.rollout.episodes.scores import restored_episode, stored_episode
 from lrlhf.rollout.responses import prompt_token_ids, repeated_media
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.types import PromptBatch, Rollout
+from lrlhf.types import ROLLOUT_TENSORS, PromptBatch, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -122,16 +123,24 @@ class RolloutAhead:
             return None
         rollout = pending.rollout.result()
         # what it shows comes with the prompts again
-        names = [field.name for field in fields(rollout) if field.name != "media"]
-        tensors = {name: getattr(rollout, name) for name in names}
-        return {"step": pending.step, "prompts": pending.prompts, "rollout": tensors}
+        tensors = {name: getattr(rollout, name) for name in ROLLOUT_TENSORS}
+        # without the environments, which end with the process
+        episodes = rollout.episodes and [stored_episode(one) for one in rollout.episodes]
+        return {
+            "step": pending.step,
+            "prompts": pending.prompts,
+            "rollout": tensors,
+            "episodes": episodes,
+        }
 
     def load_state_dict(self, state: dict[str, Any] | None, device: torch.device) -> None:
         """Go on with what `state_dict` returned."""
         if state is None:
             return
         done: Future[Rollout] = Future()
-        done.set_result(Rollout(**state["rollout"]).to(device))
+        stored = state.get("episodes")
+        episodes = stored and tuple(map(restored_episode, stored))
+        done.set_result(Rollout(**state["rollout"], episodes=episodes).to(device))
         self._pending = _Pending(state["step"], state["prompts"], done)
 
 

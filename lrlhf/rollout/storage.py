@@ -7,7 +7,6 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -16,15 +15,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from lrlhf.types import Media, Rollout, StoredRollout
+from lrlhf.types import ROLLOUT_TENSORS, Media, Rollout, StoredRollout
 
 FORMAT = "lrlhf-rollout-1"
 
 _NAME = re.compile(r"step_(\d+)\.rank_(\d+)\.safetensors")
-_TENSORS = tuple(field.name for field in fields(Rollout) if field.name != "media")
 _MEDIA = "media."
-_OPTIONAL = {"kept_mass", "weight_version"}
-_REQUIRED = {*_TENSORS, "scores", "records"} - _OPTIONAL
+_OPTIONAL = {"kept_mass", "weight_version", "prompt_lengths", "turn_rewards"}
+_REQUIRED = {*ROLLOUT_TENSORS, "scores", "records"} - _OPTIONAL
 
 
 class RolloutFile(NamedTuple):
@@ -72,7 +70,7 @@ def save_rollout(
             f"a rollout of {len(rollout)} rows came with {len(scores)} scores and "
             f"{len(records)} records: give one of each per row"
         )
-    given = {name: getattr(rollout, name) for name in _TENSORS} | {"scores": scores}
+    given = {name: getattr(rollout, name) for name in ROLLOUT_TENSORS} | {"scores": scores}
     tensors = {
         # a copy: tensors that share memory are refused
         name: tensor.detach().to("cpu", copy=True).contiguous()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rewards import CompletionText, TextSegment
-from lrlhf.rollout.responses import Run, prompt_token_ids, response_runs
+from lrlhf.rollout.responses import Run, response_runs, response_starts
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import PromptBatch, Rollout
 
@@ -36,19 +36,50 @@ def response_texts(
         tokenizer: The policy's.
         sampling: How they were sampled.
     """
-    contexts = [
-        ids[-_CONTEXT:].tolist() if isinstance(prompt, str) else []
-        for prompt, ids in zip(prompts.prompts, prompt_token_ids(prompts), strict=True)
-    ]
     num_generations = len(rollout) // len(prompts)
+    starts = response_starts(rollout, prompts)
     stops = () if sampling.stop_in_text else sampling.stop
     texts = []
     for row, runs in enumerate(response_runs(rollout, prompts)):
-        decoder = _Decoder(tokenizer, contexts[row // num_generations])
-        ended = bool(stops) and bool(runs) and runs[-1].sampled and not rollout.truncated[row]
         ids = rollout.input_ids[row].tolist()
+        goes_on = isinstance(prompts.prompts[row // num_generations], str)
+        decoder = _Decoder(tokenizer, _end_of(ids[: starts[row]]) if goes_on else [])
+        ended = bool(stops) and bool(runs) and runs[-1].sampled and not rollout.truncated[row]
         texts.append(_decoded(decoder, ids, runs, stops if ended else ()))
     return texts
+
+
+class TurnText(NamedTuple):
+    """What the policy wrote in one turn."""
+
+    text: str
+    """Without special tokens, and without the stop string that ended it."""
+    raw: str
+    """With special tokens, which mark the calls of some models."""
+
+
+def turn_text(
+    tokenizer: PreTrainedTokenizerBase,
+    before: Sequence[int],
+    ids: Sequence[int],
+    stops: Sequence[str],
+) -> TurnText:
+    """Decode a turn of the policy's.
+
+    Args:
+        tokenizer: The policy's.
+        before: Tokens of the text that it goes on; none where it begins a text of its own.
+        ids: Of the turn.
+        stops: Strings one of which may have ended it, and is left out; none: it is kept.
+    """
+    decoder = _Decoder(tokenizer, _end_of(before))
+    text = _before_stop(decoder, ids, stops) if stops else decoder.text(ids)
+    return TurnText(text, decoder.text(ids, special=True))
+
+
+def _end_of(ids: Sequence[int]) -> list[int]:
+    """Return the last tokens, as many as a decoder may look back at."""
+    return list(ids[-_CONTEXT:])
 
 
 def _decoded(

@@ -1,6 +1,7 @@
 """What is checked before weights are loaded, and what is left alone."""
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -389,3 +390,74 @@ def test_wandb_login_and_offline_leave_files(
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
     with pytest.raises(MistakeError, match="wandb login"):
         check_wandb(_logger())
+
+
+GAME = """
+from lrlhf.environments import TextEnvironment
+
+class Game(TextEnvironment):
+    def reset(self, target):
+        pass
+    def step(self, action):
+        return None
+    def get_reward(self):
+        return 1.0
+
+class Desk:
+    def add(self, a, b):
+        return a + b
+
+def quick(episodes):
+    return [1.0 / one.turns for one in episodes]
+"""
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("columns", "episodes", "reward", "says"),
+    [
+        ({"target": "1"}, {"environment": "game.Game"}, "environment_reward", None),
+        ({"target": "1"}, {"environment": "game.Game"}, "game.quick", None),
+        (
+            {"goal": "1"},
+            {"environment": "game.Game"},
+            "environment_reward",
+            "game.Game.reset() reads the column 'target', and the data has none",
+        ),
+        (
+            {},
+            None,
+            "game.quick",
+            "the reward function game.quick reads 'episodes', which only episodes have: set "
+            "model.episodes",
+        ),
+        ({}, {"environment": "game.Gone"}, "environment_reward", "'game.Gone' cannot be imported"),
+        ({}, {"environment": "game.Desk"}, "environment_reward", "Desk.add"),
+        ({}, {"max_turns": 3}, "environment_reward", "neither an environment nor tools"),
+        (
+            {},
+            {"environment": "game.Game", "max_turns": 0},
+            "environment_reward",
+            "episodes.max_turns is 0; it must be 1 or more",
+        ),
+    ],
+)
+def test_episodes_are_looked_at(
+    model_folder: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    columns: dict[str, str],
+    episodes: dict[str, Any] | None,
+    reward: str,
+    says: str | None,
+) -> None:
+    monkeypatch.delitem(sys.modules, "game", raising=False)
+    Path("game.py").write_text(GAME)
+    options = {"policy": model_folder, **({} if episodes is None else {"episodes": episodes})}
+    config = experiment("RLOO", options, _questions(8, **columns), reward=reward)
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    assert run(["check", "--config", "run.yaml"]) == (0 if says is None else 2)
+    printed = capsys.readouterr()
+    if says is not None:
+        assert says in printed.err
+        assert "Traceback" not in printed.err

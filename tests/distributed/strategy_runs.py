@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lrlhf.callbacks import EMA, HFExport, KLControl, RLCheckpoint, VLLMWeightSync
 from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
+from lrlhf.environments import Episodes, TextEnvironment
 from lrlhf.models import CausalLM, LoRA, ScoreModel, ValueModel
 from lrlhf.models.sharding import state_of
 from lrlhf.modules import (
@@ -115,6 +116,23 @@ def through_an_engine(_folder: Path, engine: CopyEngine | None = None) -> Any:
     return policy(RLOO, engine=engine or CopyEngine(), reference=reference)
 
 
+class Asks(TextEnvironment):
+    """Asks on, up to four times: the more turns, the later the prompt is in the alphabet."""
+
+    def reset(self, prompt: str) -> None:
+        self.left = "abcdefgh".index(prompt[-2]) % 4
+
+    def step(self, action: str) -> str | None:
+        self.left -= 1
+        return f"{len(action)}?" if self.left >= 0 else None
+
+
+def with_an_environment(_folder: Path) -> Any:
+    # the processes need different numbers of rounds, and weights that are split need all of them
+    episodes = Episodes(environment=Asks, max_turn_tokens=4)
+    return policy(RLOO, episodes=episodes, sampling=Sampling(max_new_tokens=24))
+
+
 MODULES: dict[str, Callable[[Path], L.LightningModule]] = {
     "reward": reward,
     "rloo": rloo,
@@ -122,6 +140,7 @@ MODULES: dict[str, Callable[[Path], L.LightningModule]] = {
     "ppo with its own critic": lambda folder: ppo(folder, own_critic=True),
     "rloo with lora": lora,
     "rloo through an engine": through_an_engine,
+    "rloo with an environment": with_an_environment,
     "rloo compiled": lambda folder: from_folder(folder, 5e-3, compile=True),
 }
 

@@ -67,6 +67,7 @@ SHORT = {
     ("ddp", "rloo"),
     ("fsdp2", "ppo with its own critic"),
     ("fsdp2", "rloo through an engine"),
+    ("fsdp2", "rloo with an environment"),
     ("deepspeed_zero1", "reward"),
     ("deepspeed_zero2", "ppo"),
     ("deepspeed_zero3", "rloo with lora"),
@@ -84,7 +85,8 @@ CASES = [
     for name in MODULES
     for strategy in STRATEGIES
     # these are about weights that no rank has whole
-    if strategy in SPLIT or name not in ("rloo with lora", "rloo through an engine")
+    if strategy in SPLIT
+    or name not in ("rloo with lora", "rloo through an engine", "rloo with an environment")
     # and this is about how a strategy wraps or hooks what is compiled
     if name != "rloo compiled" or strategy not in ("deepspeed_zero1", "deepspeed_zero3")
 ]

@@ -36,6 +36,7 @@ BY_HAND = {
     "gae": [[0, 1.5175, 0.65, 3], [0, 0.5, 0, 0], [0, 3.0395, 3.41, 3.8], [0, 0.81, -0.2, 0]],
     # penalised scores 2.7, 0.9, 4.4, 4.8
     "rloo": [[0, 1.8, 1.8, 1.8], [0, -1.8, 0, 0], [0, -0.4, -0.4, -0.4], [0, 0.4, 0.4, 0]],
+    "rloo_turn": [[0, 1.8, 1.8, 1.8], [0, -1.8, 0, 0], [0, -0.4, -0.4, -0.4], [0, 0.4, 0.4, 0]],
     # leave-one-out 2, -2, 0, 0; penalties to go 0.3 0.2 0 | 0.1 | 0.6 0.4 0.2 | 0.2 0.2
     "rloo_openrlhf": [[0, 1.7, 1.8, 2], [0, -2.1, 0, 0], [0, -0.6, -0.4, -0.2], [0, -0.2, -0.2, 0]],
     "reinforce": [[0, 2.7, 2.8, 3], [0, 0.9, 0, 0], [0, 4.4, 4.6, 4.8], [0, 4.8, 4.8, 0]],
@@ -60,6 +61,9 @@ WITHOUT_KL = {
     # ±1 over the deviation √2 + 1e-4
     "grpo": [[0, HALF, HALF, HALF], [0, -HALF, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
     "group_norm": [[0, HALF, HALF, HALF], [0, -HALF, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+    # responses of one turn
+    "rloo_turn": [[0, 2, 2, 2], [0, -2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+    "mt_grpo": [[0, HALF, HALF, HALF], [0, -HALF, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
     "dr_grpo": [[0, 1, 1, 1], [0, -1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
     "reinforce": [[0, 3, 3, 3], [0, 1, 0, 0], [0, 5, 5, 5], [0, 5, 5, 0]],
     "reinforce_plus_plus": [[0, 3, 3, 3], [0, 1, 0, 0], [0, 5, 5, 5], [0, 5, 5, 0]],
@@ -153,7 +157,7 @@ def test_what_is_said_of_an_estimator_is_true(name: str) -> None:
 
 def test_every_algorithm_is_that_of_its_paper() -> None:
     in_loss = {name for name, one in ALGORITHMS.items() if one.kl_in == "loss"}
-    assert in_loss == {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "cpgd"}
+    assert in_loss == {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "cpgd", "mt_grpo"}
     assert {name for name, one in ALGORITHMS.items() if one.kl_coef == 0} == {"dapo", "cispo"}
     whitened = {name for name, one in ALGORITHMS.items() if one.estimator.normalize == "token"}
     assert whitened == {"ppo", "reinforce_baseline", "reinforce_plus_plus"}
@@ -161,7 +165,9 @@ def test_every_algorithm_is_that_of_its_paper() -> None:
         "ppo": ("token_clip", "token_mean"),  # Schulman et al. 2017, eq. 7
         "rloo": ("sequence_clip", "sequence_mean"),  # TRL
         "rloo_openrlhf": ("token_clip", "token_mean"),  # OpenRLHF
+        "rloo_turn": ("token_clip", "sequence_sum"),  # on-policy the gradient of rloo
         "grpo": ("token_clip", "sequence_mean"),  # Shao et al. 2024, eq. 3
+        "mt_grpo": ("token_clip", "sequence_mean"),  # GRPO's
         "dr_grpo": ("dr_grpo", "constant"),  # Liu et al. 2025, §3.1
         "dapo": ("dapo", "token_mean"),  # Yu et al. 2025, eq. 8
         "gspo": ("gspo", "sequence_mean"),  # Zheng et al. 2025, eq. 5

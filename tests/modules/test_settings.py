@@ -178,6 +178,8 @@ def test_what_is_sampled_beside_follows_the_advantages(
         (PPO, {"critic": None}, "needs a critic, and critic is null"),
         (PPO, {"advantage": Advantage(estimator="rloo")}, "set critic: null"),
         (PPO, {"update": Update(loss="sequence_clip")}, "gives one per token"),
+        (RLOO, {"algorithm": "rloo_turn", "update": Update(loss="gspo")}, "gives one per turn"),
+        (RLOO, {"advantage": Advantage(truncated="bootstrap")}, "'rloo' uses no values: take ppo"),
         (PPO, {"update": Update(router_loss_coef=0.1)}, "router_loss_coef"),
         (
             PPO,

@@ -10,6 +10,7 @@ from lrlhf.functional.algorithms import (
     dr_grpo,
     grpo,
     gspo,
+    mt_grpo,
     ppo,
     reinforce,
     reinforce_baseline,
@@ -17,6 +18,7 @@ from lrlhf.functional.algorithms import (
     remax,
     rloo,
     rloo_openrlhf,
+    rloo_turn,
 )
 from lrlhf.functional.names import import_value
 
@@ -25,8 +27,10 @@ ALGORITHMS: dict[str, Algorithm] = {
     for module in (
         rloo,
         rloo_openrlhf,
+        rloo_turn,
         ppo,
         grpo,
+        mt_grpo,
         dr_grpo,
         dapo,
         gspo,

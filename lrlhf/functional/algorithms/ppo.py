@@ -1,6 +1,6 @@
 """PPO: a critic's generalized advantages under a clipped ratio per token.
 
-    r_t = 1[t last] score - kl_coef · kl_t
+    r_t = 1[t last] score - kl_coef · kl_t          what turns earned: at the last token of each
     δ_t = r_t + γ V_{t+1} - V_t,      A_t = Σ_{s ≥ t} (γ λ)^{s-t} δ_s,      whitened over the batch
     L   = -mean over tokens of min(ρ_t A_t, clip(ρ_t, 1 - ε, 1 + ε) A_t)
 
@@ -22,35 +22,55 @@ from lrlhf.functional.algorithm import (
     EstimatorInputs,
     PolicyLoss,
     counted_scores,
+    token_rewards,
 )
-from lrlhf.functional.kl import shape_rewards
+from lrlhf.functional.masking import last_tokens, masked_sum
 from lrlhf.functional.policy import clipped_policy_loss
+from lrlhf.functional.turns import step_ends
 
 
-def gae(inputs: EstimatorInputs, *, gamma: float = 1.0, lam: float = 0.95) -> Float[Tensor, "B T"]:
+def gae(
+    inputs: EstimatorInputs,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    discount: str = "token",
+) -> Float[Tensor, "B T"]:
     """Generalized advantages of every token under the critic's values.
 
-    The reward is the score on the last token and a KL penalty on each.
+    The reward is a KL penalty on each token, what a turn earned on its last token, and the rest of
+    the score on the last token of all. The return of a row in ``inputs.bootstrap_mask`` goes on
+    with the critic's value, by approximation that of the state before the last token: the state
+    behind it is in no rollout.
 
     Args:
-        inputs: Scores, KL and values of the rollout.
-        gamma: Discount per response token.
+        inputs: Scores, KL, values and turn rewards of the rollout.
+        gamma: Discount per step.
         lam: 0 trusts the critic (one-step errors), 1 the outcome (Monte Carlo).
+        discount: "token": every token is a step; "turn": a turn is one, and inside it gamma and lam
+            are 1.
 
     Raises:
-        ValueError: There are no values.
+        ValueError: There are no values, or ``gamma``, ``lam`` or ``discount`` is out of range.
 
     Reference:
-        Schulman et al. 2016, eq. 16, https://arxiv.org/abs/1506.02438
+        Schulman et al. 2016, eq. 16, https://arxiv.org/abs/1506.02438; rows that were cut off:
+        Pardo et al. 2018, §4, https://arxiv.org/abs/1712.00378
     """
     if inputs.values is None:
         raise ValueError("the estimator gae needs the values of a critic, and there is none")
-    scores = counted_scores(inputs)
-    rewards = shape_rewards(
-        scores, inputs.kl.detach(), inputs.response_mask, kl_coef=inputs.kl_coef
-    )
+    scores, values, mask = counted_scores(inputs), inputs.values.detach(), inputs.response_mask
+    final_values = None
+    if inputs.bootstrap_mask is not None:
+        final_values = masked_sum(values, last_tokens(mask), dim=1) * inputs.bootstrap_mask
     result = generalized_advantages(
-        rewards, inputs.values.detach(), inputs.response_mask, gamma=gamma, lam=lam
+        token_rewards(scores, inputs),
+        values,
+        mask,
+        gamma=gamma,
+        lam=lam,
+        step_ends=step_ends(mask, discount),
+        final_values=final_values,
     )
     return torch.where(scores.isnan()[:, None], 0.0, result.advantages)
 
@@ -67,7 +87,9 @@ PPO_CLIP = TOKEN_CLIP._replace(aggregate="token_mean")
 
 ALGORITHM = Algorithm(
     name="ppo",
-    estimator=Estimator(gae, normalize="token", per_token=True, uses_values=True),
+    estimator=Estimator(
+        gae, normalize="token", per_token=True, uses_values=True, uses_turn_rewards=True
+    ),
     loss=PPO_CLIP,
     kl_in="reward",
 )

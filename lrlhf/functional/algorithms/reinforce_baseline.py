@@ -24,12 +24,15 @@ from lrlhf.functional.algorithm import (
 from lrlhf.functional.algorithms.ppo import PPO_CLIP
 
 
-def reinforce_baseline(inputs: EstimatorInputs, *, gamma: float = 1.0) -> Float[Tensor, "B T"]:
-    """Group mean as the baseline of the score, then as `reinforce`.
+def reinforce_baseline(
+    inputs: EstimatorInputs, *, gamma: float = 1.0, discount: str = "token"
+) -> Float[Tensor, "B T"]:
+    """Group mean as the baseline of the score, then as `reinforce` with all of it at the end.
 
     Args:
         inputs: Scores and KL of the rollout.
-        gamma: Discount per response token.
+        gamma: Discount per step.
+        discount: "token": every token is a step; "turn": a turn is one.
 
     Reference:
         Hu et al. 2025 (REINFORCE++-baseline), §3, https://arxiv.org/abs/2501.03262
@@ -37,7 +40,9 @@ def reinforce_baseline(inputs: EstimatorInputs, *, gamma: float = 1.0) -> Float[
     advantages = group_mean_advantages(
         counted_scores(inputs), num_generations=inputs.num_generations
     )
-    return returns_to_go(advantages, inputs, gamma)
+    # a baseline for whole responses is none for the rewards that later turns have yet to earn
+    whole = inputs._replace(turn_rewards=None)
+    return returns_to_go(advantages, whole, gamma, discount)
 
 
 ALGORITHM = Algorithm(

@@ -15,7 +15,7 @@ from lrlhf.functional.algorithms.reinforce import reinforce
 
 ALGORITHM = Algorithm(
     name="reinforce_plus_plus",
-    estimator=Estimator(reinforce, normalize="token", per_token=True),
+    estimator=Estimator(reinforce, normalize="token", per_token=True, uses_turn_rewards=True),
     loss=PPO_CLIP,
     kl_in="reward",
 )

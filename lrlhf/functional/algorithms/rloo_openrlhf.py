@@ -22,7 +22,11 @@ from lrlhf.functional.algorithms.ppo import PPO_CLIP
 
 
 def rloo_openrlhf(
-    inputs: EstimatorInputs, *, advantage_clip: float = 10.0, gamma: float = 1.0
+    inputs: EstimatorInputs,
+    *,
+    advantage_clip: float = 10.0,
+    gamma: float = 1.0,
+    discount: str = "token",
 ) -> Float[Tensor, "B T"]:
     """Leave-one-out over the raw scores, then a KL penalty per token, as in OpenRLHF.
 
@@ -32,7 +36,8 @@ def rloo_openrlhf(
     Args:
         inputs: Scores and KL of the rollout.
         advantage_clip: Bound on the leave-one-out advantage, in score units.
-        gamma: Discount per response token.
+        gamma: Discount per step.
+        discount: "token": every token is a step; "turn": a turn is one.
 
     Raises:
         ValueError: ``advantage_clip`` is not positive.
@@ -42,7 +47,10 @@ def rloo_openrlhf(
     advantages = leave_one_out_advantages(
         counted_scores(inputs), num_generations=inputs.num_generations
     )
-    return returns_to_go(advantages.clamp(-advantage_clip, advantage_clip), inputs, gamma)
+    # a baseline for whole responses is none for the rewards that later turns have yet to earn
+    whole = inputs._replace(turn_rewards=None)
+    clipped = advantages.clamp(-advantage_clip, advantage_clip)
+    return returns_to_go(clipped, whole, gamma, discount)
 
 
 ALGORITHM = Algorithm(

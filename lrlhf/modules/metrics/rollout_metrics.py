@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import lightning as L
 import torch
@@ -18,7 +19,7 @@ from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.settings import Critic
 from lrlhf.rewards import RewardResult
 from lrlhf.rollout import Collected, groups_differ
-from lrlhf.types import Experience, Rollout
+from lrlhf.types import Episode, Experience, Rollout
 
 
 def measure_rollout(
@@ -38,6 +39,8 @@ def measure_rollout(
     metrics.add_values("rollout/unscorable_fraction", scores.isnan().double())
     metrics.add_values("rollout/response_length", rollout.response_mask.sum(dim=1).double())
     metrics.add_values("rollout/truncated_fraction", rollout.truncated.double())
+    if rollout.episodes is not None:
+        measure_episodes(rollout.episodes, metrics)
     for column, name in enumerate(result.names):
         values = result.per_function[:, column].double()
         finite = values[values.isfinite()]
@@ -48,6 +51,14 @@ def measure_rollout(
     if rollout.kept_mass is not None:
         mask = rollout.response_mask
         metrics.add("rollout/kept_mass", masked_sum(rollout.kept_mass, mask), mask.sum())
+
+
+def measure_episodes(episodes: Sequence[Episode], metrics: MetricSums) -> None:
+    """Turns, and how episodes ended."""
+    metrics.add_values("episode/turns", torch.tensor([float(one.turns) for one in episodes]))
+    for reason in ("stop", "done", "length", "max_turns", "failed"):
+        ended = torch.tensor([float(one.finish_reason == reason) for one in episodes])
+        metrics.add_values(f"episode/{reason}_fraction", ended)
 
 
 def measure_kl(experience: Experience, metrics: MetricSums) -> None:

@@ -15,13 +15,13 @@ from torch import Tensor
 from lrlhf.functional.advantages import has_baseline
 from lrlhf.functional.algorithm import Algorithm, EstimatorInputs
 from lrlhf.functional.kl import kl_estimate
-from lrlhf.functional.masking import masked_mean
+from lrlhf.functional.masking import last_tokens, masked_mean
 from lrlhf.functional.policy import high_entropy_mask
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.policy.importance_sampling import with_importance_weights
 from lrlhf.modules.policy.iteration import Iteration
-from lrlhf.modules.policy.policy_settings import PolicySettings
-from lrlhf.modules.policy.running_moments import ScoreMoments
+from lrlhf.modules.policy.policy_settings import PolicySettings, check_turn_rewards
+from lrlhf.modules.policy.running_moments import UNSCALED, ScoreMoments
 from lrlhf.modules.settings import Advantage
 from lrlhf.rollout import Collected
 from lrlhf.types import Experience, Rollout
@@ -99,11 +99,7 @@ def make_experience(
             exact=exact,
             step=it.step,
         )
-    mode = settings.advantage.scale_rewards
-    beside = {
-        name: moments.scaled(sample.columns[name], mode) for name in settings.algorithm.beside
-    }
-    if mode != "none":
+    if settings.advantage.scale_rewards != "none":
         it.metrics.add("rollout/running_std", moments.deviation, 1.0)
     experience = compute_advantages(
         experience,
@@ -113,8 +109,8 @@ def make_experience(
         kl_coef=kl_coef,
         num_generations=settings.num_generations,
         whiten=it.ranks.whiten,
-        scaled_scores=moments.scaled(experience.scores, mode),
-        columns=sample.columns | beside,
+        moments=moments,
+        columns=sample.columns,
         metrics=it.metrics,
     )
     fraction = settings.update.high_entropy_fraction
@@ -159,33 +155,40 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
     kl_coef: float,
     num_generations: int,
     whiten: Whiten,
-    scaled_scores: Tensor | None = None,
+    moments: ScoreMoments = UNSCALED,
     columns: Mapping[str, Tensor] | None = None,
     metrics: MetricSums | None = None,
 ) -> Experience:
     """Turn the scores of a rollout into advantages per token.
 
-    The order is TRL's: clip the raw scores, subtract the KL penalty, take the baseline, whiten;
-    then bound what came of it.
+    The order is TRL's: clip the scores, subtract the KL penalty, take the baseline, whiten; then
+    bound what came of it. Scores are scaled before all that, and rewards of turns with them;
+    clipping a score leaves those, and the end of the response takes the difference.
 
     Args:
         experience: Rows of complete groups, ``old_logprobs`` set where the KL is in the reward,
             ``values`` where there is a critic; rows that are not ``counted`` stay out.
             ``advantages`` and ``loss_mask`` are not read.
         algorithm: Its estimator, and what that wants whitened.
-        settings: Clipping, and what becomes of truncated responses.
+        settings: Scaling, clipping, and what becomes of rewards of turns and of truncated
+            responses.
         reward_kl: Estimator (k1, k2, k3) of the KL penalty in the reward; None: there is none.
         kl_coef: Strength of the penalty.
         num_generations: Responses per prompt.
         whiten: Whitens over all ranks.
-        scaled_scores: ``[B]``, used in place of the experience's scores.
-        columns: ``[B]`` each, further ones for the estimator; those of ``algorithm.beside`` scaled
-            as ``scaled_scores`` are.
+        moments: What scores, and those of ``algorithm.beside``, are scaled by.
+        columns: ``[B]`` each, further ones for the estimator.
         metrics: Told the share of scores and advantages that were clipped.
 
     Returns:
         The experience with ``advantages`` (0 outside the response), ``loss_mask``, ``counted``,
-        and with a critic ``returns``: advantages plus values, before any whitening.
+        and with a critic ``returns``: advantages plus values, before any whitening. Where the
+        return of a row goes on with the value of its last token, that value is no target of itself:
+        it would move by the last reward with every update, and never arrive.
+
+    Raises:
+        ValueError: The estimator returned no advantage per token, or the loss has no place for the
+            rewards of turns.
     """
     mask, truncated = experience.response_mask, experience.truncated
     excluded = ~experience.counted
@@ -194,13 +197,14 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
     # what is sampled beside the responses is measured like their scores, and missed like them
     columns, missing = dict(columns or {}), experience.scores.isnan()
     for name in algorithm.beside:
-        columns[name] = _clipped_scores(columns[name], settings.reward_clip_range, None)
+        scaled = moments.scaled(columns[name], settings.scale_rewards)
+        columns[name] = _clipped_scores(scaled, settings.reward_clip_range, None)
         missing = missing | columns[name].isnan()
     if settings.unscorable == "exclude":
         excluded = excluded | missing
     left_out = excluded | truncated if settings.truncated == "trl" else excluded
     loss_mask = mask & ~left_out[:, None]
-    scores = experience.scores if scaled_scores is None else scaled_scores
+    scores = moments.scaled(experience.scores, settings.scale_rewards)
     scores = _clipped_scores(scores, settings.reward_clip_range, metrics)
     scores = scores.masked_fill(missing, torch.nan)
     kl = torch.zeros_like(experience.sampling_logprobs)
@@ -221,6 +225,8 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
             values=experience.values,
             rows=columns,
             tokens=_token_columns(experience),
+            turn_rewards=_credited_turns(experience, algorithm, settings, moments),
+            bootstrap_mask=truncated if settings.truncated == "bootstrap" else None,
         )
     )
     if advantages.shape != mask.shape:
@@ -232,6 +238,9 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
     returns = None
     if experience.values is not None:
         returns = torch.where(mask, advantages + experience.values, 0.0)
+        if settings.truncated == "bootstrap":
+            borrowed = last_tokens(mask) & truncated[:, None]
+            returns = torch.where(borrowed, experience.values, returns)
     scorable = ~scores.isnan() & ~excluded
     if estimator.groups:
         # a row without a sibling has nothing to be compared with: it is no observation either
@@ -276,6 +285,16 @@ def _clipped_advantages(
         outside = (advantages.abs() > bound) & observed
         metrics.add("rollout/advantage_clip_fraction", outside.sum(), observed.sum())
     return advantages.clamp(-bound, bound)
+
+
+def _credited_turns(
+    experience: Experience, algorithm: Algorithm, settings: Advantage, moments: ScoreMoments
+) -> Tensor | None:
+    """`[B, T]` in the unit of the scaled scores; None: all of a score is the response's."""
+    if experience.turn_rewards is None or settings.credit == "response":
+        return None
+    check_turn_rewards(algorithm)
+    return moments.scaled_parts(experience.turn_rewards, settings.scale_rewards)
 
 
 def _token_columns(experience: Experience) -> dict[str, Tensor]:

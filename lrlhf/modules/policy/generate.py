@@ -63,7 +63,7 @@ def generate(
     from lrlhf.modules.policy import text_generation as texts  # noqa: PLC0415
 
     parts = module.parts
-    engine = parts.engine
+    engine = parts.turn_engine
     copied = engine.capabilities.holds_copy
     if copied and engine.version != module.global_step:
         engine, copied = parts.own_engine, False

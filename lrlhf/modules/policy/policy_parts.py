@@ -38,6 +38,7 @@ from lrlhf.modules.policy.scorer import Scorer
 from lrlhf.modules.settings import Reference
 from lrlhf.rewards.rewards import Rewards, as_rewards
 from lrlhf.rollout import Collected, RolloutEngine, TransformersEngine
+from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
 from lrlhf.types import Experience, PromptBatch, SequenceBatch, StoredRollout
 
 _SHOWN = ("rollout/score", "kl/reference")
@@ -69,9 +70,13 @@ class PolicyParts:
         self.policy = policy
         self.critic = critic
         self.rewards = rewards
-        self.engine: RolloutEngine = engine or TransformersEngine()
+        self.turn_engine: RolloutEngine = engine or TransformersEngine()
+        """Generates single responses."""
+        self.engine = self.turn_engine
+        if settings.episodes is not None:
+            self.engine = EpisodeEngine(self.turn_engine, settings.episodes)
         self.own_engine = TransformersEngine()
-        """Generates with the policy where ``engine`` has other weights."""
+        """Generates with the policy where ``turn_engine`` has other weights."""
         if settings.update.router_loss_coef > 0:
             check_has_experts(policy.model)
         self.reference = load_reference(policy.model, settings)

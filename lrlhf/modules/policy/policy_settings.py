@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from lrlhf.environments.settings import Episodes, resolve
 from lrlhf.functional.algorithm import Algorithm, Estimator, PolicyLoss
 from lrlhf.functional.algorithms import (
     ALGORITHMS,
@@ -45,6 +46,7 @@ class PolicySettings:
     dynamic_sampling: DynamicSampling | None
     rollout_ahead: Literal[0, 1]
     allow_truncated_sampling: bool
+    episodes: Episodes | None
 
     @property
     def kl_coef(self) -> float:
@@ -85,6 +87,7 @@ def complete_settings(  # noqa: PLR0913  what the constructors take
     dynamic_sampling: DynamicSampling | None,
     rollout_ahead: Literal[0, 1],
     allow_truncated_sampling: bool,
+    episodes: Episodes | None,
 ) -> PolicySettings:
     """Fill in what a constructor was not given, and refuse what does not fit together.
 
@@ -102,6 +105,7 @@ def complete_settings(  # noqa: PLR0913  what the constructors take
         dynamic_sampling: See `RLOO`.
         rollout_ahead: See `RLOO`.
         allow_truncated_sampling: See `RLOO`.
+        episodes: See `RLOO`.
 
     Raises:
         ValueError: Two options do not fit together; says what would.
@@ -126,11 +130,15 @@ def complete_settings(  # noqa: PLR0913  what the constructors take
         dynamic_sampling=dynamic_sampling,
         rollout_ahead=rollout_ahead,
         allow_truncated_sampling=allow_truncated_sampling,
+        episodes=episodes,
     )
     _check_groups(settings)
     _check_sampling(settings)
     _check_levels(settings)
     _check_penalty(settings)
+    _check_truncation(settings)
+    if episodes is not None:
+        resolve(episodes)
     return settings
 
 
@@ -182,7 +190,8 @@ def _with_estimator_options(estimator: Estimator, name: str, advantage: Advantag
     _check_options(f"advantage.options (estimator {name})", estimator.function, advantage.options)
     level = estimator.normalize
     if advantage.normalize is not None:
-        level = ("sequence" if level == "none" else level) if advantage.normalize else "none"
+        default: Literal["token", "sequence"] = "token" if estimator.per_turn else "sequence"
+        level = (default if level == "none" else level) if advantage.normalize else "none"
     return estimator._replace(options={**estimator.options, **advantage.options}, normalize=level)
 
 
@@ -264,10 +273,11 @@ def _check_levels(settings: PolicySettings) -> None:
     if loss.level != "sequence":
         return
     name = _estimator_name(settings)
-    if estimator.uses_values:
+    if estimator.uses_values or estimator.per_turn:
         raise ValueError(
             f"update.loss {loss.name!r} takes one advantage per response, but the estimator "
-            f"{name!r} gives one per token; choose a token loss ({_TOKEN_LOSSES})"
+            f"{name!r} gives one per {'turn' if estimator.per_turn else 'token'}; choose a token "
+            f"loss ({_TOKEN_LOSSES})"
         )
     penalty = settings.kl_in_reward and settings.kl_coef > 0
     if estimator.per_token and (penalty or estimator.options.get("gamma", 1.0) != 1):
@@ -277,6 +287,31 @@ def _check_levels(settings: PolicySettings) -> None:
             f"token; choose a token loss ({_TOKEN_LOSSES}), or reference.placement: loss and no "
             "gamma"
         )
+
+
+def check_turn_rewards(algorithm: Algorithm) -> None:
+    """Refuse one ratio per response for rewards of turns, which make the advantages differ.
+
+    Raises:
+        ValueError: The loss would average over a response what each of its turns has earned.
+    """
+    if algorithm.loss.level == "sequence" and algorithm.estimator.uses_turn_rewards:
+        raise ValueError(
+            f"update.loss {algorithm.loss.name!r} takes one advantage per response, but the "
+            f"environment rewards turns, and the estimator of algorithm {algorithm.name!r} credits "
+            f"each of them; choose a token loss ({_TOKEN_LOSSES}), or advantage.credit: response"
+        )
+
+
+def _check_truncation(settings: PolicySettings) -> None:
+    """Refuse to continue a return without a value to continue it with."""
+    if settings.advantage.truncated != "bootstrap" or settings.algorithm.estimator.uses_values:
+        return
+    raise ValueError(
+        "advantage.truncated is bootstrap, which continues the return of a truncated response with "
+        f"the value of a critic, but the estimator {_estimator_name(settings)!r} uses no values: "
+        "take ppo, or advantage.truncated: train, exclude or trl"
+    )
 
 
 def _check_penalty(settings: PolicySettings) -> None:

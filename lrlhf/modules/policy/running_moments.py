@@ -26,12 +26,19 @@ class ScoreMoments(NamedTuple):
         centre = self.mean if mode == "mean_std" else 0.0
         return (scores - centre) / self.deviation
 
+    def scaled_parts(self, parts: Float[Tensor, "B T"], mode: ScaleRewards) -> Float[Tensor, "B T"]:
+        """Divide what is only a part of a score; the mean goes off the rest of it."""
+        return parts if mode == "none" else parts / self.deviation
+
     def as_they_enter(self, mode: ScaleRewards) -> ScoreMoments:
         """Return the moments of the scores after `scaled`."""
         if mode == "none":
             return self
         centre = 0.0 if mode == "mean_std" else self.mean
         return ScoreMoments(centre / self.deviation, 1.0)
+
+
+UNSCALED = ScoreMoments(mean=0.0, deviation=1.0)
 
 
 class RunningMoments:

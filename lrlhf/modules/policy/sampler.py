@@ -7,9 +7,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import lightning as L
 import torch
 from torch import Tensor
 
+from lrlhf.datamodules.rows.chat import ChatFormat
+from lrlhf.datamodules.text import TextDataModule
 from lrlhf.modules.metrics.rollout_metrics import measure_rollout
 from lrlhf.modules.policy.experience import Sample, trained_scores
 from lrlhf.modules.policy.iteration import Iteration
@@ -74,6 +77,13 @@ class Sampler:
         self._seed = seed
         self._ready = False
         _check_engine(engine, settings)
+        ahead = settings.rollout_ahead and settings.episodes is not None
+        if ahead and (names := rewards.asking_for("environments")):
+            raise ValueError(
+                f"the reward function {names[0]} reads the environments, which a resumed run has "
+                "not for responses that were generated ahead: set rollout_ahead: 0, or give the "
+                "environment get_reward() and take environment_reward"
+            )
         self._collector = Collector(
             engine, rewards, policy.tokenizer, shows_media=policy.processor is not None
         )
@@ -259,6 +269,7 @@ class Sampler:
         if not self._ready:
             # not before it is needed: stored rollouts are trained on without engine and rewards
             self._engine.attach(*self._policy)
+            self._engine.use_chat(chat_of(it.trainer, self._policy))
             self._rewards.prepare()
             self._ready = True
         if self._ahead is not None:
@@ -297,7 +308,8 @@ class Sampler:
 
 
 def _as_sample(collected: Collected, filler: Tensor, *, stored: bool) -> Sample:
-    rollout, rewards = collected.rollout, collected.rewards
+    # environments are closed by now, and no tensor depends on what they said
+    rollout, rewards = replace(collected.rollout, episodes=None), collected.rewards
     device = rollout.input_ids.device
     columns = {
         f"reward/{name}": column
@@ -312,6 +324,14 @@ def _as_sample(collected: Collected, filler: Tensor, *, stored: bool) -> Sample:
         collected.records,
         stored,
     )
+
+
+def chat_of(trainer: L.Trainer, policy: LoadedPolicy) -> ChatFormat:
+    """Return how the data renders chats; of foreign data: as the policy's tokenizer has it."""
+    datamodule = getattr(trainer, "datamodule", None)
+    if isinstance(datamodule, TextDataModule):
+        return datamodule.reader(trainer).chat
+    return ChatFormat(policy.tokenizer)
 
 
 def _upcoming_batch(it: Iteration) -> PromptBatch:

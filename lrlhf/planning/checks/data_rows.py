@@ -21,7 +21,7 @@ from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.checks.models import TrainedModel
 from lrlhf.planning.config_entries import class_of, is_a, is_ours, options_of
 from lrlhf.rewards import RewardFunction
-from lrlhf.rewards.function import RESERVED
+from lrlhf.rewards.function import OF_EPISODES, RESERVED
 from lrlhf.rewards.lookup import BUILTINS
 
 ROWS = 100
@@ -128,8 +128,16 @@ def check_reward_columns(model: Any, columns: frozenset[str]) -> list[str] | Non
     if not is_ours(entry):
         return None
     needed = dict(_needed_columns(options_of(entry)))
+    plays = options_of(model).get("episodes") is not None
     for column, name in needed.items():
-        if column in columns | _ALWAYS:
+        if column in OF_EPISODES and not plays:
+            raise MistakeError(
+                ("model", "rewards", "functions"),
+                f"the reward function {name} reads {column!r}, which only episodes have: set "
+                "model.episodes",
+                value=name,
+            )
+        if column in columns | _ALWAYS | {*OF_EPISODES}:
             continue
         near = difflib.get_close_matches(column, columns, n=1)
         raise MistakeError(
@@ -139,7 +147,27 @@ def check_reward_columns(model: Any, columns: frozenset[str]) -> list[str] | Non
             f"{', '.join(sorted(columns)) or 'none'})",
             value=name,
         )
-    return sorted(set(needed) - _ALWAYS)
+    return sorted(set(needed) - _ALWAYS - {*OF_EPISODES})
+
+
+def check_environment_columns(model: Any, columns: frozenset[str]) -> None:
+    """Refuse an environment whose ``reset`` asks for a column that the data lacks."""
+    episodes = options_of(options_of(model).get("episodes"))
+    path = episodes.get("environment")
+    if not isinstance(path, str):
+        return
+    try:
+        reset = getattr(import_value("environment", path, ()), "reset", None)
+    except ValueError as error:
+        raise MistakeError(("model", "episodes", "environment"), str(error), value=path) from error
+    for column in _of_signature(reset)[1:] if reset is not None else ():
+        if column not in columns | {"prompt", "seed"}:
+            raise MistakeError(
+                ("model", "episodes", "environment"),
+                f"{path}.reset() reads the column {column!r}, and the data has none of that name "
+                f"(columns: {', '.join(sorted(columns)) or 'none'})",
+                value=path,
+            )
 
 
 def _needed_columns(rewards: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity
 from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.planning.checks.data_rows import (
     LookedAt,
+    check_environment_columns,
     check_reward_columns,
     check_rows,
     check_sources,
@@ -110,6 +111,7 @@ def check_run(sections: dict[str, Any], parts: Parts, *, trains: bool) -> Iterat
         if trains and ranks:
             _tried(check_rows_per_batch, data, seen.train, ranks.number or 1)
             _tried(check_interval, trainer, data, seen.train, ranks.number or 1)
+        _tried(check_environment_columns, model, seen.columns)
         read = _tried(check_reward_columns, model, seen.columns)
         if read is not None:
             yield f"rewards  read {', '.join(read) or 'no column'}"

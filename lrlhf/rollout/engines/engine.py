@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from lrlhf.arguments import KeepsArguments
 from lrlhf.media import MediaProcessor
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.types import PromptBatch, Rollout
+from lrlhf.types import Message, PromptBatch, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,14 @@ class Capabilities:
     exact: bool = False
     tells_kept_mass: bool = True
     media: bool = True
+
+
+class RendersChat(Protocol):
+    """Renders messages as the data's chat template has them."""
+
+    def render(self, messages: Sequence[Message], row: Mapping[str, Any], *, prompt: bool) -> str:
+        """Return the text of messages; a ``prompt`` leaves the assistant's turn open."""
+        ...
 
 
 class ProbeGap(NamedTuple):
@@ -74,6 +83,9 @@ class RolloutEngine(KeepsArguments, ABC):
             processor: What it sees images and videos with; None: it reads text only.
         """
 
+    def use_chat(self, chat: RendersChat) -> None:
+        """Hear how the data renders chats, for engines that go on with them."""
+
     @abstractmethod
     def generate(
         self,
@@ -96,6 +108,13 @@ class RolloutEngine(KeepsArguments, ABC):
             Right-padded rows, one per response, on the device of the prompts; see
             `lrlhf.rollout.assemble_rollout`.
         """
+
+    def conversation(self) -> AbstractContextManager[None]:
+        """Return a context in which prompts go on from earlier responses.
+
+        An engine may keep in it what it has computed of them; the weights do not change meanwhile.
+        """
+        return nullcontext()
 
     def sleep(self) -> None:
         """Give back what the device lacks for an update; the next push undoes it."""
@@ -169,6 +188,9 @@ class EngineWrapper(RolloutEngine):
         self.tokenizer = tokenizer
         self.engine.attach(policy, tokenizer, processor)
 
+    def use_chat(self, chat: RendersChat) -> None:
+        self.engine.use_chat(chat)
+
     def generate(
         self,
         prompts: PromptBatch,
@@ -178,6 +200,9 @@ class EngineWrapper(RolloutEngine):
         seeds: Sequence[int],
     ) -> Rollout:
         return self.engine.generate(prompts, sampling, num_generations=num_generations, seeds=seeds)
+
+    def conversation(self) -> AbstractContextManager[None]:
+        return self.engine.conversation()
 
     def sleep(self) -> None:
         self.engine.sleep()

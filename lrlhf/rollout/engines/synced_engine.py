@@ -58,6 +58,7 @@ class Request:
     prompt_ids: list[int]
     """As the policy reads them, every placeholder of an image counted out."""
     seed: int
+    max_tokens: int
     media: Media | None = None
 
     @property
@@ -74,6 +75,11 @@ def without_recovery() -> Iterator[None]:
         yield
     finally:
         _recovers.reset(token)
+
+
+def may_recover() -> bool:
+    """Whether a failed engine may be started anew in this thread; see `without_recovery`."""
+    return _recovers.get()
 
 
 class SyncedEngine(RolloutEngine):
@@ -208,13 +214,21 @@ class SyncedEngine(RolloutEngine):
                 f"{type(self).__name__} takes no images or videos: take lrlhf.rollout.VLLMEngine, "
                 "or TransformersEngine"
             )
+        rooms = [sampling.max_new_tokens] * len(prompts)
+        if prompts.room is not None:
+            rooms = prompts.room.clamp(max=sampling.max_new_tokens).tolist()
         requests = [
-            Request(contexts[row // num_generations], seed, shown[row // num_generations])
+            Request(
+                contexts[row // num_generations],
+                seed,
+                rooms[row // num_generations],
+                shown[row // num_generations],
+            )
             for row, seed in enumerate(seeds)
         ]
 
         def respond() -> list[Response]:
-            self._check_room(max(map(len, contexts)), sampling)
+            self._check_room(requests)
             with torch.autocast(self._device.type, enabled=False):
                 return self._respond(requests, sampling)
 
@@ -334,13 +348,15 @@ class SyncedEngine(RolloutEngine):
     def _device(self) -> torch.device:
         return next(self._policy.parameters()).device
 
-    def _check_room(self, longest_prompt: int, sampling: Sampling) -> None:
-        if longest_prompt + sampling.max_new_tokens > self.max_model_len:
+    def _check_room(self, requests: Sequence[Request]) -> None:
+        longest = max(requests, key=lambda one: len(one.prompt_ids) + one.max_tokens)
+        needed = len(longest.prompt_ids) + longest.max_tokens
+        if needed > self.max_model_len:
             raise ValueError(
-                f"a prompt has {longest_prompt} tokens and sampling.max_new_tokens is "
-                f"{sampling.max_new_tokens}, together more than the engine's "
-                f"{self.max_model_len} (engine.max_model_len): raise it to "
-                f"{longest_prompt + sampling.max_new_tokens}, or set data.max_prompt_tokens"
+                f"a prompt has {len(longest.prompt_ids)} tokens and sampling.max_new_tokens is "
+                f"{longest.max_tokens}, together more than the engine's "
+                f"{self.max_model_len} (engine.max_model_len): raise it to {needed}, or set "
+                "data.max_prompt_tokens"
             )
 
 

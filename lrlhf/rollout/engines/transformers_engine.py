@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -19,13 +21,14 @@ from transformers import (
 
 from lrlhf.media import MediaProcessor
 from lrlhf.models import eos_token_ids, evaluating, ruled_out_ids, sequence_logprobs
-from lrlhf.models.modes import trial
+from lrlhf.models.modes import ModelRefusalError, refusals, trial
 from lrlhf.models.sharding import gathered, has_split_weights
 from lrlhf.rollout.engines.engine import Capabilities, RolloutEngine, check_seeds, pad_token_id
 from lrlhf.rollout.engines.generation_batches import Way, best_way, parts, trial_prompts
+from lrlhf.rollout.engines.kept_prefixes import KeptPrefixes
 from lrlhf.rollout.engines.prompt_sharing import plain_generation_config, prefill
 from lrlhf.rollout.engines.token_sampler import Ending, TokenSampler
-from lrlhf.rollout.responses import Response, assemble_rollout
+from lrlhf.rollout.responses import Response, assemble_rollout, continued_prompts
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import PromptBatch, Rollout
 
@@ -64,6 +67,10 @@ class TransformersEngine(RolloutEngine):
         self.max_batch_size = max_batch_size
         self._way = Way()
         self._tried: nn.Module | None = None
+        self._kept: KeptPrefixes | None = None
+        """Inside a conversation."""
+        self._continues: nn.Module | None = None
+        """The policy that was found to go on from what is kept as if it computed all of it."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -78,6 +85,15 @@ class TransformersEngine(RolloutEngine):
     ) -> None:
         self._policy = policy
         self._tokenizer = tokenizer
+
+    @contextlib.contextmanager
+    def conversation(self) -> Iterator[None]:
+        """Compute of each turn only what is new, where that gives the same probabilities."""
+        self._kept = KeptPrefixes()
+        try:
+            yield
+        finally:
+            self._kept = None
 
     @torch.no_grad()
     def generate(
@@ -106,8 +122,11 @@ class TransformersEngine(RolloutEngine):
             _cached_autocast(prompts.input_ids.device),
         ):
             if self._tried is not self._policy:
-                self._way = self._try_ways()
+                with self._without_conversation():
+                    self._way = self._try_ways()
                 self._tried = self._policy
+            if self._kept is not None and self._continues is not self._policy:
+                self._try_to_continue()
             responses = self._generate(self._way, prompts, sampling, seeds, prompts_at_once)
         pad_id = pad_token_id(self._tokenizer)
         return assemble_rollout(prompts, responses, num_generations=num_generations, pad_id=pad_id)
@@ -149,6 +168,42 @@ class TransformersEngine(RolloutEngine):
             )
         return way
 
+    @contextlib.contextmanager
+    def _without_conversation(self) -> Iterator[None]:
+        kept, self._kept = self._kept, None
+        try:
+            yield
+        finally:
+            self._kept = kept
+
+    def _try_to_continue(self) -> None:
+        """End the conversation for a model whose cache cannot be gone on from."""
+        kept, self._kept = self._kept, KeptPrefixes()
+        try:
+            with refusals():
+                gap = self._continued_gap()
+        except ModelRefusalError:
+            gap = math.inf
+        self._kept = kept if gap <= self._allowed_gap() else None
+        if self._kept is not None:
+            self._continues = self._policy
+
+    @trial()
+    def _continued_gap(self) -> float:
+        """Return how far log-probabilities of a second turn are from those of a forward pass."""
+        prompts, sampling = trial_prompts(_generator(self._policy)), Sampling(max_new_tokens=4)
+        with torch.autocast(prompts.input_ids.device.type, enabled=False):
+            seeds = range(len(prompts))
+            first = self._generate(self._way, prompts, sampling, seeds, len(prompts))
+            given = prompts.input_ids[0, -2:]
+            # of unequal lengths, as responses are
+            turns = [one.cut(4 - row).given(given) for row, one in enumerate(first)]
+            asked = continued_prompts(prompts, turns)
+            second = self._generate(self._way, asked, sampling, seeds, len(prompts))
+            rollout = assemble_rollout(asked, second, num_generations=1, pad_id=0)
+            own = sequence_logprobs(self._policy, rollout)
+        return float((own - rollout.sampling_logprobs).abs()[rollout.response_mask].mean())
+
     def _allowed_gap(self) -> float:
         whole = all(weight.dtype == torch.float32 for weight in self._policy.parameters())
         # weights that are split are gathered in 16 bits, also where autocast is off
@@ -171,13 +226,47 @@ class TransformersEngine(RolloutEngine):
     ) -> list[Response]:
         model, num_generations = _generator(self._policy), len(seeds) // len(prompts)
         eos = sorted(eos_token_ids(model, self._tokenizer))
-        width = int(prompts.attention_mask.sum(dim=1).max())
-        input_ids = prompts.input_ids[:, -width:]
-        mask = prompts.attention_mask[:, -width:].long()
+        keeps = self._kept is not None and prompts.media is None and not model._is_stateful
+        continued = None
+        if self._kept is not None and keeps and num_generations == 1:
+            continued = self._kept.continued(prompts)
+        input_ids, mask, cache = continued or self._begin(way, prompts, num_generations)
+        if cache is None and keeps:
+            cache = DynamicCache(config=model.config)
+        width = input_ids.shape[1]
         sampler = TokenSampler(
             sampling, seeds, prompt_width=width, ruled_out=ruled_out_ids(model.config)
         )
         ending = Ending(eos, sampling.stop, self._tokenizer, prompt_width=width)
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
+            do_sample=False,  # the processor samples
+            max_new_tokens=sampling.max_new_tokens,
+            min_new_tokens=sampling.min_new_tokens or None,
+            eos_token_id=eos,
+            pad_token_id=pad_token_id(self._tokenizer),
+        )
+        with plain_generation_config(model):
+            sequences: Tensor = model.generate(  # type: ignore[operator]
+                input_ids=input_ids,
+                attention_mask=mask,
+                generation_config=config,
+                logits_processor=LogitsProcessorList([sampler]),
+                stopping_criteria=StoppingCriteriaList([ending]),
+                past_key_values=cache,
+            )
+        responses = sampler.responses(sequences[:, width:], ending.ends)
+        if self._kept is not None and keeps and cache is not None:
+            self._kept.keep(cache, sequences, mask, responses)
+        return responses
+
+    def _begin(
+        self, way: Way, prompts: PromptBatch, num_generations: int
+    ) -> tuple[Tensor, Tensor, DynamicCache | None]:
+        """Return prompts for each response, their mask, and what is computed of them already."""
+        model = _generator(self._policy)
+        width = int(prompts.attention_mask.sum(dim=1).max())
+        input_ids = prompts.input_ids[:, -width:]
+        mask = prompts.attention_mask[:, -width:].long()
         if model._is_stateful:
             # RecurrentGemma's layers keep states, which a pass that keeps none clears: a prompt of
             # one token would go on from those of the responses before
@@ -190,23 +279,12 @@ class TransformersEngine(RolloutEngine):
             num_generations=num_generations,
             share=way.shares_prompts,
         )
-        config = GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=False,  # the processor samples
-            max_new_tokens=sampling.max_new_tokens,
-            min_new_tokens=sampling.min_new_tokens or None,
-            eos_token_id=eos,
-            pad_token_id=pad_token_id(self._tokenizer),
+        copies = num_generations
+        return (
+            input_ids.repeat_interleave(copies, dim=0),
+            mask.repeat_interleave(copies, dim=0),
+            cache,
         )
-        with plain_generation_config(model):
-            sequences: Tensor = model.generate(  # type: ignore[operator]
-                input_ids=input_ids.repeat_interleave(num_generations, dim=0),
-                attention_mask=mask.repeat_interleave(num_generations, dim=0),
-                generation_config=config,
-                logits_processor=LogitsProcessorList([sampler]),
-                stopping_criteria=StoppingCriteriaList([ending]),
-                past_key_values=cache,
-            )
-        return sampler.responses(sequences[:, width:], ending.ends)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from lrlhf.rollout.engines.background import in_background
+from lrlhf.background import in_background
 from lrlhf.rollout.engines.synced_engine import EngineFailure
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.vllm.vllm_base import read_response

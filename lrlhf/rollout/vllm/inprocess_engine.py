@@ -128,7 +128,17 @@ class VLLMEngine(VLLMBase):
         vllm = import_vllm()
         shared = sampling_arguments(sampling, self._weights.model, self._tokenizer)
         shared["detokenize"] = bool(sampling.stop)
-        parameters = [vllm.SamplingParams(**shared, seed=request.seed) for request in requests]
+        parameters = [
+            vllm.SamplingParams(
+                **{
+                    **shared,
+                    "max_tokens": one.max_tokens,
+                    "min_tokens": min(sampling.min_new_tokens, one.max_tokens),
+                    "seed": one.seed,
+                }
+            )
+            for one in requests
+        ]
         prompts = [
             {"prompt_token_ids": request.short_ids, **media_argument(request.media)}
             for request in requests

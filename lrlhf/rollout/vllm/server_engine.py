@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, distributed
 
-from lrlhf.rollout.engines.background import in_background
+from lrlhf.background import in_background
 from lrlhf.rollout.engines.engine import Capabilities
 from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
@@ -269,7 +269,14 @@ class VLLMServerEngine(VLLMBase):
         shared = sampling_arguments(sampling, self._weights.model, self._tokenizer)
         shared |= {"return_token_ids": True, "model": self._described["model"]}
         bodies = [
-            {**shared, "prompt": request.prompt_ids, "seed": request.seed} for request in requests
+            {
+                **shared,
+                "prompt": request.prompt_ids,
+                "seed": request.seed,
+                "max_tokens": request.max_tokens,
+                "min_tokens": min(sampling.min_new_tokens, request.max_tokens),
+            }
+            for request in requests
         ]
         self._check_last_push()
         responses = self._connected.complete(bodies, stall=self.stall_timeout)

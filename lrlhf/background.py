@@ -1,0 +1,93 @@
+"""Work beside the main thread that never keeps the process alive."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+ResultT = TypeVar("ResultT")
+
+
+def in_background(call: Callable[[], ResultT], *, name: str) -> Future[ResultT]:
+    """Start ``call`` in a daemon thread; the future gets its result or its error.
+
+    Threads of a ``ThreadPoolExecutor`` are waited for when the interpreter ends, which would keep
+    an interrupted run waiting for responses that nobody wants any more.
+    """
+    future: Future[ResultT] = Future()
+    future.set_running_or_notify_cancel()  # what runs in a thread cannot be cancelled
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  the future raises it where it is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+class EventLoop:
+    """An asyncio event loop in a daemon thread of its own, started when it is first needed.
+
+    It ends with the object that holds it, and what is unfinished by then is cancelled.
+
+    Args:
+        name: Of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[EventLoop], tuple[str]]:
+        return EventLoop, (self._name,)  # a copy starts without a thread
+
+    def submit(self, awaitable: Awaitable[ResultT]) -> Future[ResultT]:
+        """Have the loop run an awaitable."""
+        return asyncio.run_coroutine_threadsafe(_awaited(awaitable), self._running())
+
+    def answers(self, seconds: float) -> bool:
+        """Tell whether the loop runs, or something that it runs keeps it from going on."""
+        try:
+            self.submit(asyncio.sleep(0)).result(seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(
+                    target=_serve, args=(self._loop,), name=self._name, daemon=True
+                ).start()
+                weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+            return self._loop
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.run_until_complete(_cancel_the_rest())
+        loop.close()
+
+
+async def _cancel_the_rest() -> None:
+    unfinished = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in unfinished:
+        task.cancel()
+    await asyncio.gather(*unfinished, return_exceptions=True)
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    try:
+        return await result
+    except SystemExit as error:  # would end the event loop, and with it every other function
+        raise RuntimeError(f"the function called sys.exit({error.code!r})") from error

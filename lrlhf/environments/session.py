@@ -1,0 +1,313 @@
+"""One episode's environment: made, asked, limited in time, and closed in every case."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple
+
+from lrlhf.background import in_background
+from lrlhf.environments.text_environment import TextEnvironment
+from lrlhf.environments.tool_calls import MalformedCall, ToolCall, ToolCallFormat
+from lrlhf.environments.tools import Tool, result_text, tools_by_name, tools_of
+from lrlhf.types import Message
+
+Say = str | None
+
+
+class EnvironmentFailure(RuntimeError):  # noqa: N818  a state of an episode, as EngineFailure
+    """An environment raised, took too long, or answered with what cannot be used."""
+
+
+class Reaction(NamedTuple):
+    """What an environment makes of a turn."""
+
+    calls: tuple[Mapping[str, Any], ...]
+    """The calls that were found, as chat templates and rewards take them."""
+    messages: tuple[Message, ...]
+    """What the policy reads next."""
+    reward: float
+    finish_reason: str | None
+    """``stop`` or ``done``; None: the episode goes on."""
+
+
+class Session:
+    """The environment of one episode. Its methods are awaited one after the other.
+
+    Args:
+        make: Makes the environment; None: there are tools only.
+        tools: What the policy can call beside the environment's own.
+        read_calls: Finds calls in what the policy writes.
+        timeout: Seconds for each call.
+        reset_timeout: Seconds for making and resetting the environment.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any] | None,
+        tools: Sequence[Tool],
+        read_calls: ToolCallFormat,
+        *,
+        timeout: float,
+        reset_timeout: float,
+    ) -> None:
+        self._make = make
+        self._tools = {tool.name: tool for tool in tools}
+        self._read_calls = read_calls
+        self._timeout = timeout
+        self._reset_timeout = reset_timeout
+        self._number = 0
+        self.environment: Any = None
+
+    @property
+    def tools(self) -> list[Tool]:
+        """What the policy can call; of the environment once it is open."""
+        return list(self._tools.values())
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether the environment judges turns or the whole."""
+        return any(callable(getattr(self.environment, name, None)) for name in _JUDGES)
+
+    async def open(self, row: Mapping[str, Any]) -> Say:
+        """Make the environment and begin an episode.
+
+        Args:
+            row: The columns of the prompt's row, from which ``reset`` takes what its signature
+                names.
+
+        Returns:
+            What it shows at the start.
+
+        Raises:
+            EnvironmentFailure: It could not be made or reset.
+        """
+        if self._make is None:
+            return None
+        name = getattr(self._make, "__name__", "environment")
+        self.environment = await self._ask(
+            name, self._make, limit=self._reset_timeout, late=_close_late
+        )
+        if not isinstance(self.environment, TextEnvironment):
+            self._tools = tools_by_name([*self._tools.values(), *tools_of(self.environment)])
+        reset = getattr(self.environment, "reset", None)
+        if reset is None:
+            return None
+        shown = await self._ask(
+            "reset()", reset, **_taken_by(reset, row), limit=self._reset_timeout
+        )
+        return _text_or_none(shown, "reset()")
+
+    async def react(self, text: str, raw: str) -> Reaction:
+        """Give a turn of the policy's to the environment.
+
+        Args:
+            text: Without special tokens, and without the stop string that ended it.
+            raw: With special tokens, which mark the calls of some models.
+
+        Raises:
+            EnvironmentFailure: It raised, took too long, or answered with what cannot be used.
+        """
+        calls: tuple[Mapping[str, Any], ...] = ()
+        if isinstance(self.environment, TextEnvironment):
+            answer = await self._ask("step()", self.environment.step, text)
+            said = _text_or_none(answer, "step()")
+            messages: list[Message] = [] if said is None else [{"role": "user", "content": said}]
+            reason = "done" if said is None else None
+        else:
+            found = self._read_calls(raw)
+            messages = [await self._used(call) for call in found]
+            calls = tuple(_described(call) for call in found if isinstance(call, ToolCall))
+            reason = None if found else "stop"
+        reward = await self._judged("reward")
+        if await self._ask("done", self._is_done):
+            reason = "done"
+        return Reaction(calls, () if reason else tuple(messages), reward, reason)
+
+    async def outcome(self) -> float:
+        """Return the reward of the whole, which comes on top of those of the turns; 0: none.
+
+        Raises:
+            EnvironmentFailure: It cannot be told.
+        """
+        return await self._judged("get_reward")
+
+    async def close(self) -> None:
+        """Close the environment.
+
+        Raises:
+            EnvironmentFailure: It raised or took too long.
+        """
+        environment, self.environment = self.environment, None
+        if callable(close := getattr(environment, "close", None)):
+            await self._ask("close()", close)
+
+    async def _used(self, call: ToolCall | MalformedCall) -> Message:
+        """Make a call, and return what the policy is told."""
+        self._number += 1
+        identity = {"tool_call_id": f"call{self._number:05d}"}
+        if isinstance(call, MalformedCall):
+            answer = getattr(self.environment, "malformed_call", None)
+            told = _error(f"{call.problem}")
+            if callable(answer):
+                told = result_text(
+                    await self._ask("malformed_call()", answer, call.text, call.problem)
+                )
+            return {"role": "tool", "content": told, **identity}
+        tool = self._tools.get(call.name)
+        message = {"role": "tool", "name": call.name, **identity}
+        if tool is None:
+            known = ", ".join(self._tools) or "none"
+            return {**message, "content": _error(f"no tool {call.name!r}; there are: {known}")}
+        try:
+            result = await self._within(self._timeout, tool.call, call.arguments)
+        except _OutOfTimeError as error:
+            raise self._too_slow(f"{call.name}()", self._timeout) from error
+        except Exception as error:  # noqa: BLE001  the policy is to learn of it
+            return {**message, "content": _error(str(error) or type(error).__name__)}
+        return {**message, "content": result_text(result)}
+
+    async def _judged(self, name: str) -> float:
+        judge = getattr(self.environment, name, None)
+        if not callable(judge):
+            return 0.0
+        value = await self._ask(f"{name}()", judge)
+        try:
+            reward = 0.0 if value is None else float(value)
+        except (TypeError, ValueError):
+            reward = math.nan
+        if not math.isfinite(reward):
+            raise EnvironmentFailure(f"{name}() returned {value!r:.80}, not a finite number")
+        return reward
+
+    async def _is_done(self) -> bool:
+        done = getattr(self.environment, "done", False)
+        if callable(done):
+            done = await self._within(self._timeout, done)
+        return bool(done)
+
+    async def _ask(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *arguments: Any,
+        limit: float | None = None,
+        late: Callable[[Any], None] | None = None,
+        **options: Any,
+    ) -> Any:
+        limit = limit or self._timeout
+        try:
+            return await self._within(limit, function, *arguments, late=late, **options)
+        except _OutOfTimeError as error:
+            raise self._too_slow(name, limit) from error
+        except Exception as error:
+            raise EnvironmentFailure(f"{name} raised {_summary(error)}") from error
+
+    @staticmethod
+    def _too_slow(name: str, limit: float) -> EnvironmentFailure:
+        return EnvironmentFailure(f"{name} took longer than {limit:g} s")
+
+    @staticmethod
+    async def _within(
+        limit: float,
+        function: Callable[..., Any],
+        *arguments: Any,
+        late: Callable[[Any], None] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Call a function, in a thread unless it is async, and wait for what it returns.
+
+        A thread that is too slow is left behind: it cannot be stopped. ``late`` gets what it
+        returns then.
+        """
+        threads: list[Future[Any]] = []
+
+        async def called() -> Any:
+            if inspect.iscoroutinefunction(function):
+                return await _contained(function(*arguments, **options))
+            call = partial(_guarded, function, *arguments, **options)
+            threads.append(in_background(call, name="environment"))
+            result = await asyncio.wrap_future(threads[0])
+            return await _contained(result) if inspect.isawaitable(result) else result
+
+        task = asyncio.ensure_future(called())
+        # wait_for would wait for a task that does not let itself be cancelled
+        ended, _ = await asyncio.wait({task}, timeout=limit)
+        if not ended:
+            task.cancel()
+            if late is not None and threads:
+                threads[0].add_done_callback(partial(_late, late))
+            raise _OutOfTimeError
+        if task.cancelled():
+            raise RuntimeError("it cancelled itself")
+        return task.result()
+
+
+def _guarded(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a function; what would end a thread or an event loop becomes an error like others."""
+    try:
+        return function(*arguments, **options)
+    except _ENDINGS as error:
+        raise RuntimeError(_summary(error)) from error
+
+
+async def _contained(result: Awaitable[Any]) -> Any:
+    try:
+        return await result
+    except _ENDINGS as error:
+        raise RuntimeError(_summary(error)) from error
+
+
+def _late(use: Callable[[Any], None], thread: Future[Any]) -> None:
+    if thread.exception() is None:
+        use(thread.result())
+
+
+def _close_late(environment: Any) -> None:
+    """Close an environment that was made after nobody waited for it any more."""
+    result = environment.close() if callable(getattr(environment, "close", None)) else None
+    if inspect.isawaitable(result):
+        asyncio.run(_contained(result))
+
+
+_ENDINGS = (SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration)
+
+
+class _OutOfTimeError(TimeoutError):
+    """As opposed to a ``TimeoutError`` of the function's own."""
+
+
+_JUDGES = ("reward", "get_reward")
+
+
+def _taken_by(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a function takes of a row: what its signature names, or everything."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(row)
+    return {one.name: row[one.name] for one in parameters if one.name in row}
+
+
+def _text_or_none(value: Any, name: str) -> Say:
+    if value is None or isinstance(value, str):
+        return value and result_text(value)  # which no tokenizer refuses
+    raise EnvironmentFailure(f"{name} returned a {type(value).__name__}, not text or None")
+
+
+def _described(call: ToolCall) -> Mapping[str, Any]:
+    return {
+        "type": "function",
+        "function": {"name": call.name, "arguments": dict(call.arguments)},
+    }
+
+
+def _error(text: str) -> str:
+    return f"error: {text}"
+
+
+def _summary(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

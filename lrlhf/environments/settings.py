@@ -1,0 +1,100 @@
+"""The options of episodes: what the policy plays with, and where a turn ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from lrlhf.environments.text_environment import TextEnvironment
+from lrlhf.environments.tool_call_formats import tool_call_format
+from lrlhf.environments.tools import Tool, schemas_of, tools_of_functions
+from lrlhf.functional.names import import_function
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episodes:
+    """Turns of a policy with an environment or with tools, in the place of single responses.
+
+    ``sampling.max_new_tokens`` limits all that follows the prompt, what the environment says
+    included. With ``sampling.stop`` a turn ends at these strings too.
+
+    Args:
+        environment: Import path of the class of the environments (from Python the class itself);
+            one is made for each episode. See `lrlhf.environments.Environment`. None: there are
+            tools only.
+        options: Keyword arguments of that class.
+        tools: Functions that the policy can call, by import path, beside the environment's own.
+        tool_calls: How the policy writes calls: a name from
+            `lrlhf.environments.TOOL_CALL_FORMATS`, or the import path of a function that reads a
+            turn's text. None: as the chat template has it.
+        max_turns: Turns of the policy in an episode.
+        max_turn_tokens: Tokens of one turn; None: what is left of the episode's.
+        timeout: Seconds for each call of the environment or a tool.
+        reset_timeout: Seconds for making and resetting an environment.
+        wait_for: When the next turns are generated. "all": once every environment has answered,
+            which gives the same batches in every run. "any": as soon as one has, so that nobody
+            waits for the slowest. None: "any" for an engine that computes elsewhere, else "all".
+    """
+
+    environment: str | Callable[..., Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    tools: list[str | Callable[..., Any]] = field(default_factory=list)
+    tool_calls: str | Callable[..., Any] | None = None
+    max_turns: int = 8
+    max_turn_tokens: int | None = None
+    timeout: float = 60.0
+    reset_timeout: float = 300.0
+    wait_for: Literal["all", "any"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.environment is None and not self.tools:
+            raise ValueError(
+                "episodes has neither an environment nor tools: give one of them, or drop episodes"
+            )
+        for name in ("max_turns", "max_turn_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"episodes.{name} is {value}; it must be 1 or more")
+        for name in ("timeout", "reset_timeout"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(f"episodes.{name} is {value}; give seconds above 0")
+
+
+class Cast(NamedTuple):
+    """What the names in `Episodes` stand for."""
+
+    make: Callable[[], Any] | None
+    """Makes an environment; None: there are tools only."""
+    tools: list[Tool]
+    """Beside the environment's own."""
+
+
+def resolve(episodes: Episodes) -> Cast:
+    """Find the environment and the tools, and look at what can be seen before an episode.
+
+    Raises:
+        ValueError: One cannot be imported, or a tool cannot be described to the policy.
+    """
+    tools = tools_of_functions(episodes.tools)
+    if episodes.tool_calls is not None:
+        tool_call_format(episodes.tool_calls)
+    environment = episodes.environment
+    if isinstance(environment, str):
+        environment = import_function("environment", environment, ())
+    if environment is None:
+        return Cast(None, tools)
+    if isinstance(environment, type) and issubclass(environment, TextEnvironment):
+        if tools:
+            raise ValueError(
+                f"episodes.tools are for environments whose tools are called, and "
+                f"{environment.__name__} reads text: call them in its step(), and drop tools"
+            )
+    elif isinstance(environment, type):
+        schemas_of(environment)
+    make = partial(environment, **episodes.options)
+    # what messages call it
+    make.__name__ = getattr(environment, "__name__", "environment")  # type: ignore[attr-defined]
+    return Cast(make, tools)

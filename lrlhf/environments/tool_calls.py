@@ -1,0 +1,400 @@
+"""The calls of tools in what a policy writes, in the formats that models are trained on.
+
+A format is a function from the text of one turn to the calls in it, in their order. It never
+raises: what is meant as a call and cannot be read is a `MalformedCall`, for the policy to learn
+from. The time that it takes is proportional to the length of the text: after 32 calls that cannot
+be read, the rest of the text belongs to the last of them.
+
+The text may hold special tokens or not, with two exceptions: Mistral's call ids and the tokens of
+DeepSeek cannot be told from names once they are stripped. What precedes a ``</think>``, wherever it
+stands, is reasoning, in which there are no calls. Code fences have no meaning: a call inside one is
+a call.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lrlhf.environments.strict_json import STRICT_JSON
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the policy asks for."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    """Values as JSON has them; only texts, if the format knows nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedCall:
+    """What was meant as a call and cannot be read as one."""
+
+    text: str
+    problem: str
+    """What is wrong with it, in words for the policy."""
+
+
+ToolCallFormat = Callable[[str], Sequence[ToolCall | MalformedCall]]
+"""Finds the calls in the text of one turn."""
+
+
+class _MalformedError(Exception):
+    """A call cannot be read, for the reason that the message gives."""
+
+
+class _Read(NamedTuple):
+    calls: list[ToolCall | MalformedCall]
+    end: int
+    """Where the text goes on."""
+
+
+def hermes(text: str) -> list[ToolCall | MalformedCall]:
+    """Read ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, any number of them.
+
+    Written by Qwen 2.5 and Qwen 3, Hermes 2 Pro and later, SmolLM3 and Granite 4.
+
+    Reference:
+        https://qwen.readthedocs.io/en/latest/framework/function_call.html and
+        https://huggingface.co/NousResearch/Hermes-2-Pro-Llama-3-8B
+    """
+    return _tagged(_said(text), _HERMES, _hermes_call)
+
+
+def qwen3_coder(text: str) -> list[ToolCall | MalformedCall]:
+    r"""Read calls in tags, whose values are texts, without the line breaks around them.
+
+    ``<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>``;
+    the outer tag may be missing. Written by Qwen3-Coder, Qwen 3.5 and Nemotron 3.
+
+    Reference:
+        Chat template of https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct
+    """
+    return _tagged(_said(text), _QWEN_CODER, _qwen_coder_call)
+
+
+def mistral(text: str) -> list[ToolCall | MalformedCall]:
+    """Read ``[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`` or ``[TOOL_CALLS]NAME{…}``.
+
+    The first is what Mistral models up to tokenizer v7 write, the second those from v11 on, also
+    with ``[ARGS]`` before the arguments and a ``[CALL_ID]``. Without the token, a call must begin
+    the text.
+
+    Reference:
+        https://docs.mistral.ai/capabilities/function_calling and, for the tokens,
+        https://github.com/mistralai/mistral-common
+    """
+    return _tagged(_said(text), _MISTRAL, _mistral_calls)
+
+
+def deepseek(text: str) -> list[ToolCall | MalformedCall]:
+    r"""Read calls between DeepSeek's own tokens, of V3 and R1 or of V3.1.
+
+    ``<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n{…}\n```<｜tool▁call▁end｜>``, or
+    ``<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>``.
+
+    Reference:
+        Chat template of https://huggingface.co/deepseek-ai/DeepSeek-V3-0324, and "ToolCall" of
+        https://huggingface.co/deepseek-ai/DeepSeek-V3.1
+    """
+    return _tagged(_said(text), _DEEPSEEK, _deepseek_call)
+
+
+def python(text: str) -> list[ToolCall | MalformedCall]:
+    """Read a list of calls in Python, ``[NAME(key="value", other=1), …]``; nothing is evaluated.
+
+    The list is the whole turn, or stands between ``<|tool_call_start|>`` and
+    ``<|tool_call_end|>`` or between ``<|python_start|>`` and ``<|python_end|>``. Values are
+    literals, of Python or of JSON. Written by Llama 3.2 and 3.3 without tools in their chat
+    template, Llama 4 and LFM2.
+
+    Reference:
+        https://github.com/meta-llama/llama-models/blob/main/models/llama3_2/text_prompt_format.md
+        and https://huggingface.co/LiquidAI/LFM2-1.2B
+    """
+    return _tagged(_said(text), _PYTHON, _python_calls)
+
+
+def llama3_json(text: str) -> list[ToolCall | MalformedCall]:
+    """Read objects ``{"name": …, "parameters": {…}}`` wherever they stand in the text.
+
+    Several are separated by ``;`` or by text; ``<|python_tag|>`` may precede them, and nothing but
+    them follows it. Other objects in the text are no calls. Written by Llama 3.1, 3.2 and 3.3;
+    ``arguments`` in the place of ``parameters`` is read too.
+
+    Reference:
+        "JSON based tool calling" of
+        https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/
+    """
+    return _tagged(_said(text), _LLAMA_JSON, _llama_json_call)
+
+
+_MAX_DEPTH = 64
+"""Of nested arguments: what writes them down again later must not run out of stack."""
+_MOST_MALFORMED = 32
+"""Of one turn: an error of Python's JSON takes a time that grows with the text before it."""
+_THINK_END = "</think>"
+_SPACE = re.compile(r"\s*")
+
+
+def _said(text: str) -> str:
+    """Return a turn without the reasoning at its beginning, whose opening tag may be missing."""
+    reasoning, ended, answer = text.partition(_THINK_END)
+    if ended:
+        return answer
+    return "" if reasoning.lstrip().startswith("<think>") else text
+
+
+class _Format(NamedTuple):
+    """Where calls begin, and where the text goes on after one that cannot be read."""
+
+    opening: re.Pattern[str]
+    resume: re.Pattern[str]
+    """The end of a call, or the place where the next one begins."""
+
+
+def _tagged(
+    text: str, form: _Format, read: Callable[[str, re.Match[str]], _Read]
+) -> list[ToolCall | MalformedCall]:
+    """Read all calls of a text.
+
+    Args:
+        text: Of a turn.
+        form: Of the calls.
+        read: Reads what begins at a match of ``form.opening``; raises `_MalformedError`.
+    """
+    calls: list[ToolCall | MalformedCall] = []
+    position = malformed = 0
+    while opening := form.opening.search(text, position):
+        try:
+            found, position = read(text, opening)
+            calls += found
+        except _MalformedError as error:
+            malformed += 1
+            resume = form.resume.search(text, opening.end())
+            position = resume.end() if resume and malformed < _MOST_MALFORMED else len(text)
+            calls.append(MalformedCall(text[opening.start() : position].strip(), str(error)))
+    return calls
+
+
+def _json_at(text: str, position: int) -> tuple[Any, int]:
+    """Read the JSON value at a position; white space may precede it."""
+    start = _skip_space(text, position)
+    try:
+        return STRICT_JSON.raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        where = error.pos - start + 1
+        raise _MalformedError(f"not JSON: {error.msg} (character {where})") from None
+    except RecursionError:
+        raise _MalformedError("the JSON is nested too deeply") from None
+    except ValueError as error:
+        raise _MalformedError(f"not JSON: {error}") from None
+
+
+def _skip_space(text: str, position: int) -> int:
+    space = _SPACE.match(text, position)
+    assert space  # it matches nothing too
+    return space.end()
+
+
+def _expect(text: str, position: int, literal: str) -> int:
+    start = _skip_space(text, position)
+    if not text.startswith(literal, start):
+        raise _MalformedError(f"no {literal} where the call should end")
+    return start + len(literal)
+
+
+def _call_of(value: Any) -> ToolCall:
+    """Return the call that a JSON object describes."""
+    if not isinstance(value, dict):
+        raise _MalformedError('not an object {"name": …, "arguments": {…}}')
+    return _checked(value.get("name"), value.get("arguments", value.get("parameters", {})))
+
+
+def _checked(name: Any, arguments: Any) -> ToolCall:
+    """Return a call whose arguments any JSON can hold, as UTF-8."""
+    if not isinstance(name, str) or not name:
+        raise _MalformedError("the call has no name")
+    if not isinstance(arguments, dict):
+        raise _MalformedError(f"the arguments of {name} are no object")
+    if _is_deep(arguments):
+        raise _MalformedError(f"the arguments of {name} are nested too deeply")
+    try:
+        written = json.dumps([name, arguments], ensure_ascii=False, allow_nan=False)
+        written.encode()
+    except (TypeError, ValueError) as error:
+        raise _MalformedError(f"the call of {name!a} is no JSON: {error}") from None
+    # tuples and keys of other types become what JSON makes of them
+    return ToolCall(name, json.loads(written)[1])
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [inner for outer in level for inner in _inner(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _inner(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list | tuple):
+        yield from value
+
+
+_HERMES = _Format(re.compile("<tool_call>"), re.compile("</tool_call>|(?=<tool_call>)"))
+
+
+def _hermes_call(text: str, opening: re.Match[str]) -> _Read:
+    value, end = _json_at(text, opening.end())
+    end = _expect(text, end, "</tool_call>")
+    return _Read([_call_of(value)], end)
+
+
+_QWEN_CODER = _Format(
+    re.compile(r"(?:<tool_call>\s*)?<function=|<tool_call>"),
+    re.compile(r"</function>(?:\s*</tool_call>)?|</tool_call>|(?=<tool_call>|<function=)"),
+)
+_QWEN_CODER_END = re.compile(r"\s*</function>(?:\s*</tool_call>)?")
+_QWEN_CODER_NAME = re.compile(r"([^<>\n]+)>")
+_QWEN_CODER_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
+_QWEN_CODER_VALUE_END = re.compile(r"\n?</parameter>|<function=")
+
+
+def _qwen_coder_call(text: str, opening: re.Match[str]) -> _Read:
+    name = _QWEN_CODER_NAME.match(text, opening.end())
+    if not name or not opening.group().endswith("="):
+        raise _MalformedError("no <function=NAME> where the call begins")
+    arguments, end = {}, name.end()
+    while key := _QWEN_CODER_PARAMETER.match(text, end):
+        value_end = _QWEN_CODER_VALUE_END.search(text, key.end())
+        if not value_end or not value_end.group().endswith("</parameter>"):
+            raise _MalformedError(f"no </parameter> after the value of {key[1].strip()}")
+        arguments[key[1].strip()] = text[key.end() : value_end.start()]
+        end = value_end.end()
+    close = _QWEN_CODER_END.match(text, end)
+    if not close:
+        raise _MalformedError("no </function> where the call should end")
+    return _Read([_checked(name[1].strip(), arguments)], close.end())
+
+
+_MISTRAL_NAMED = r"[^\W\d][\w.-]*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\{)"
+_MISTRAL = _Format(
+    re.compile(
+        r"\[TOOL_CALLS\]|\A\s*(?=\[\s*\{\s*\"(?:name|arguments|id)\"\s*:"
+        rf"|{_MISTRAL_NAMED}\{{\s*[\"}}])"
+    ),
+    re.compile(r"(?=\[TOOL_CALLS\])"),
+)
+_MISTRAL_CALL = re.compile(rf"\s*({_MISTRAL_NAMED})")
+
+
+def _mistral_calls(text: str, opening: re.Match[str]) -> _Read:
+    start = _skip_space(text, opening.end())
+    if text.startswith("[", start):
+        values, end = _json_at(text, start)
+        return _Read([_call_of(value) for value in values], end)
+    calls: list[ToolCall | MalformedCall] = []
+    end = start
+    while head := _MISTRAL_CALL.match(text, end):
+        arguments, end = _json_at(text, head.end())
+        calls.append(_checked(head[1].partition("[")[0], arguments))
+    if not calls:
+        raise _MalformedError("neither a list of calls nor NAME{…} after [TOOL_CALLS]")
+    return _Read(calls, end)
+
+
+_DEEPSEEK = _Format(
+    re.compile("<｜tool▁call▁begin｜>"),
+    re.compile("<｜tool▁call▁end｜>|(?=<｜tool▁call▁begin｜>)"),
+)
+_DEEPSEEK_HEAD = re.compile(r"([^<\n]*)<｜tool▁sep｜>(?:([^\n{<]+)\n```json\n)?")
+
+
+def _deepseek_call(text: str, opening: re.Match[str]) -> _Read:
+    head = _DEEPSEEK_HEAD.match(text, opening.end())
+    if not head:
+        raise _MalformedError("no <｜tool▁sep｜> in the call")
+    arguments, end = _json_at(text, head.end())
+    if head[2]:
+        end = _expect(text, end, "```")
+    end = _expect(text, end, "<｜tool▁call▁end｜>")
+    return _Read([_checked((head[2] or head[1]).strip(), arguments)], end)
+
+
+_PYTHON = _Format(
+    re.compile(
+        r"\A\s*(?:<\|[a-z_]+\|>\s*)*(?=\[\s*[^\W\d]\w*\()"
+        r"|<\|tool_call_start\|>|<\|python_start\|>"
+    ),
+    re.compile(r"<\|[a-z_]+\|>|</s>"),
+)
+
+
+def _python_calls(text: str, opening: re.Match[str]) -> _Read:
+    close = _PYTHON.resume.search(text, opening.end())
+    body = text[opening.end() : close.start() if close else len(text)].strip()
+    try:
+        with warnings.catch_warnings():
+            # of escapes that Python does not know
+            warnings.simplefilter("ignore")
+            values = ast.parse(body, mode="eval").body
+        if not isinstance(values, ast.List):
+            raise _MalformedError("not a list of calls, [NAME(key=value), …]")
+        calls = [_python_call(value) for value in values.elts]
+    except SyntaxError as error:
+        raise _MalformedError(f"not a list of calls in Python: {error.msg}") from None
+    except ValueError as error:
+        raise _MalformedError(f"not a list of calls in Python: {error}") from None
+    except (RecursionError, MemoryError):
+        raise _MalformedError("the calls are nested too deeply") from None
+    return _Read([*calls], close.end() if close else len(text))
+
+
+def _python_call(node: ast.expr) -> ToolCall:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise _MalformedError("not a list of calls, [NAME(key=value), …]")
+    name = node.func.id
+    arguments: dict[str, Any] = {}
+    for keyword in node.keywords:
+        if keyword.arg is None or keyword.arg in arguments:
+            raise _MalformedError(f"{name} must be given each argument once and by its name")
+        try:
+            arguments[keyword.arg] = ast.literal_eval(_JSONWords().visit(keyword.value))
+        except (ValueError, TypeError):
+            raise _MalformedError(f"the value of {keyword.arg} is no literal") from None
+    if node.args:
+        raise _MalformedError(f"{name} must be given its arguments by name, {name}(key=value)")
+    return _checked(name, arguments)
+
+
+class _JSONWords(ast.NodeTransformer):
+    """Turns the words of JSON that Python takes for variables into their values."""
+
+    _VALUES: Mapping[str, bool | None] = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self._VALUES[node.id]) if node.id in self._VALUES else node
+
+
+_LLAMA_OBJECT = (
+    r"(?=\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?"
+    r"(?:\"name\"\s*:\s*\"[^\"\\]*\"\s*,\s*)?\"(?:parameters|arguments)\"\s*:)"
+)
+_LLAMA_JSON = _Format(
+    re.compile(rf"<\|python_tag\|>\s*|{_LLAMA_OBJECT}"), re.compile(r"(?=<\|[a-z_]+\|>)|\Z")
+)
+
+
+def _llama_json_call(text: str, opening: re.Match[str]) -> _Read:
+    value, end = _json_at(text, opening.end())
+    return _Read([_call_of(value)], end)

@@ -1,0 +1,332 @@
+"""Functions that a policy can call: what a chat template says of them, and how they are called."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import reprlib
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+    get_json_schema,
+)
+
+from lrlhf.environments.strict_json import STRICT_JSON
+from lrlhf.functional.names import import_value
+
+NOT_TOOLS = frozenset({"reset", "reward", "get_reward", "done", "close", "malformed_call"})
+"""Methods of an environment that are for the run and not for the policy."""
+
+_HOW = (
+    "a tool needs a docstring, a type hint for each argument (str, int, float, bool, list, dict) "
+    "and, under `Args:`, a line `name: what it is` for each; the name of a method that is no tool "
+    "begins with an underscore"
+)
+_UNNAMED = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.VAR_POSITIONAL,
+    inspect.Parameter.VAR_KEYWORD,
+)
+_JSON_TYPES: Mapping[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    NoneType: "null",
+}
+_HINTS = (*_JSON_TYPES, tuple, Any)
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+
+
+class ToolArgumentsError(ValueError):
+    """A call's arguments are not those of its tool, which was not called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the policy can call, or a method of its environment."""
+
+    name: str
+    function: Callable[..., Any]
+    """Takes the arguments by name."""
+    schema: Mapping[str, Any]
+    """As chat templates take it: ``{"type": "function", "function": {"name", "description",
+    "parameters"}}``, the parameters in JSON schema."""
+
+    def call(self, arguments: Mapping[str, Any]) -> Any:
+        """Check the arguments, and call the function with them.
+
+        Returns:
+            What the function returns; an awaitable, if it is async.
+
+        Raises:
+            ToolArgumentsError: See `accepted`. Whatever else is raised is the function's own.
+        """
+        return self.function(**self.accepted(arguments))
+
+    def accepted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments as the function takes them.
+
+        A text that stands for a value of the wanted type is taken as that value, ``"3"`` as 3:
+        some formats of calls know nothing but text.
+
+        Args:
+            arguments: As the policy gave them, values as JSON has them.
+
+        Raises:
+            ToolArgumentsError: One is unknown, missing or of another type; in words for the
+                policy.
+        """
+        parameters = self.schema["function"]["parameters"]
+        properties = parameters.get("properties", {})
+        required = parameters.get("required", ())
+        accepted: dict[str, Any] = {}
+        problems = [f"{name!r} is missing" for name in required if name not in arguments]
+        for name, value in arguments.items():
+            if name not in properties:
+                problems.append(f"there is no argument {name!r}")
+                continue
+            fitting = [one for one in _readings(value) if _matches(one, properties[name])]
+            if fitting:
+                accepted[name] = fitting[0]
+            else:
+                wanted, given = _wanted(properties[name]), reprlib.repr(value)
+                problems.append(f"{name!r} must be {wanted}, not {given}")
+        if problems:
+            taken = ", ".join(
+                f"{name} ({_wanted(schema)}{'' if name in required else ', optional'})"
+                for name, schema in properties.items()
+            )
+            raise ToolArgumentsError(
+                f"wrong arguments: {'; '.join(problems)}. {self.name} takes {taken or 'none'}"
+            )
+        return accepted
+
+
+NamedTool = str | Tool | Callable[..., Any]
+"""A tool, a function that is one, or the import path of either."""
+
+
+def tools_of(environment: Any) -> list[Tool]:
+    """Return the public methods of an environment, inherited ones first, as they are defined.
+
+    The schemas are made once per class. `NOT_TOOLS` are left out, and so is whatever is no method:
+    properties are not looked at.
+
+    Raises:
+        ValueError: A method has no docstring, or one that does not explain an argument, or a type
+            hint is missing or not for values of JSON.
+    """
+    return [
+        Tool(name, getattr(environment, name), schema)
+        for name, schema in schemas_of(environment.__class__).items()
+    ]
+
+
+def tools_of_functions(functions: Iterable[NamedTool]) -> list[Tool]:
+    """Return plain functions as tools.
+
+    Args:
+        functions: In the order in which the policy is told of them.
+
+    Raises:
+        ValueError: See `tools_of`. Or one cannot be imported or is no function, or two have the
+            same name.
+    """
+    if isinstance(functions, str) or not isinstance(functions, Iterable):
+        raise ValueError("tools must be a list of functions, even if it is only one")
+    tools = [_tool(given) for given in functions]
+    return list(tools_by_name(tools).values())
+
+
+def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
+    """Return tools by their names.
+
+    Raises:
+        ValueError: Two have the same.
+    """
+    found: dict[str, Tool] = {}
+    for tool in tools:
+        if tool.name in found:
+            raise ValueError(
+                f"two tools are called {tool.name!r}: rename one, be it a function among tools or "
+                "a method of the environment"
+            )
+        found[tool.name] = tool
+    return found
+
+
+def result_text(value: Any) -> str:
+    """Return what the policy reads of a tool's result.
+
+    Args:
+        value: Text stands as it is, and None for nothing said. Of anything else the policy reads
+            its JSON, or ``str(value)`` if JSON has no form for it.
+
+    Returns:
+        Text that UTF-8 can hold: half of a surrogate pair becomes a question mark.
+    """
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        text = value
+    else:
+        try:
+            text = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):
+            text = str(value)
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _tool(given: NamedTool) -> Tool:
+    found: Any = given
+    if isinstance(given, str):
+        if "." not in given:
+            raise ValueError(f"tool {given!r} is no import path, such as my_package.tools.search")
+        found = import_value("tool", given, ())
+    if isinstance(found, Tool):
+        return found
+    if not inspect.isroutine(found):
+        raise ValueError(
+            f"tool {given!r} is a {type(found).__name__}: give a function; a class with state is "
+            "an environment"
+        )
+    name = found.__name__
+    return Tool(name, found, _schema(found, name, name))
+
+
+@functools.cache
+def schemas_of(environment: type) -> Mapping[str, Mapping[str, Any]]:
+    """Return what the policy is told of the tools of a class of environments, by name.
+
+    Raises:
+        ValueError: See `tools_of`.
+    """
+    names = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
+    return {
+        name: _schema(getattr(environment, name), name, f"{environment.__name__}.{name}")
+        for name in names
+        if not name.startswith("_") and name not in NOT_TOOLS and _is_method(environment, name)
+    }
+
+
+def _is_method(environment: type, name: str) -> bool:
+    value = inspect.getattr_static(environment, name)
+    if isinstance(value, classmethod):
+        return True
+    # a cached_property is a routine too, but cannot be called
+    return inspect.isroutine(value) and callable(value)
+
+
+def _schema(function: Callable[..., Any], name: str, shown: str) -> Mapping[str, Any]:
+    """Make the schema of a function.
+
+    Args:
+        function: To be described; without its ``self``.
+        name: That the policy calls it by.
+        shown: What the errors call it.
+    """
+    try:
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.kind in _UNNAMED:
+                raise ValueError(f"the argument {parameter} has no name for the policy to give")
+        schema = get_json_schema(function)
+        hints = typing.get_type_hints(function)
+    except (
+        *(DocstringParsingException, TypeHintParsingException),
+        *(NameError, AttributeError, TypeError, ValueError),
+    ) as error:
+        reason = " ".join(str(part) for part in error.args)
+        raise ValueError(
+            f"tool {shown!r} cannot be described to the policy: {reason}; {_HOW}"
+        ) from error
+    for argument in schema["function"]["parameters"]["properties"]:
+        for hint in _leaves(hints[argument]):
+            if hint not in _HINTS and not typing.is_typeddict(hint):
+                raise ValueError(
+                    f"tool {shown!r}: the argument {argument!r} is a "
+                    f"{getattr(hint, '__name__', hint)}, which no call can give; take what JSON "
+                    "has (str, int, float, bool, list, dict) and make it in the function"
+                )
+    return {**schema, "function": {**schema["function"], "name": name}}
+
+
+def _leaves(hint: Any) -> Iterator[Any]:
+    """Yield the types that a type hint is made of."""
+    if typing.get_origin(hint) is typing.Literal:
+        return
+    inner = typing.get_args(hint)
+    if not inner:
+        yield hint
+    for part in inner:
+        yield from _leaves(part)
+
+
+def _readings(value: Any) -> Iterator[Any]:
+    """Yield a value and, if it is a text, the value that is written there."""
+    yield value
+    if not isinstance(value, str):
+        return
+    if value.strip() in _PYTHON_WORDS:
+        yield _PYTHON_WORDS[value.strip()]
+        return
+    try:
+        yield STRICT_JSON.decode(value)
+    except (ValueError, RecursionError):
+        return
+
+
+def _kinds(schema: Mapping[str, Any]) -> tuple[str, ...]:
+    kinds = schema.get("type", ())
+    return (kinds,) if isinstance(kinds, str) else tuple(kinds)
+
+
+def _matches(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a value is what a schema asks for, in the part of JSON schema that hints need."""
+    if value is None and schema.get("nullable"):
+        return True
+    if "anyOf" in schema:
+        return any(_matches(value, option) for option in schema["anyOf"])
+    kinds, kind = _kinds(schema), _JSON_TYPES.get(type(value), "")
+    if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds):
+        return False
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    if isinstance(value, list):
+        return _matches_items(value, schema)
+    inner = schema.get("additionalProperties")
+    if isinstance(value, dict) and isinstance(inner, Mapping):
+        return all(_matches(entry, inner) for entry in value.values())
+    return True
+
+
+def _matches_items(values: list[Any], schema: Mapping[str, Any]) -> bool:
+    if "prefixItems" in schema:
+        wanted = schema["prefixItems"]
+        return len(values) == len(wanted) and all(map(_matches, values, wanted))
+    return all(_matches(value, schema.get("items", {})) for value in values)
+
+
+def _wanted(schema: Mapping[str, Any]) -> str:
+    """Say what a schema asks for."""
+    if "enum" in schema:
+        text = "one of " + ", ".join(json.dumps(one, ensure_ascii=False) for one in schema["enum"])
+    elif "anyOf" in schema:
+        text = " or ".join(map(_wanted, schema["anyOf"]))
+    else:
+        text = " or ".join(_kinds(schema)) or "any value"
+        if "prefixItems" in schema:
+            text += f" of {', '.join(map(_wanted, schema['prefixItems']))}"
+        inner = schema.get("items", schema.get("additionalProperties"))
+        if isinstance(inner, Mapping):
+            text += f" of {_wanted(inner)}"
+    return f"{text} or null" if schema.get("nullable") else text

@@ -1,0 +1,1 @@
+"""Rollouts of several turns with an environment."""

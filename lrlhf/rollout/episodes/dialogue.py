@@ -1,0 +1,167 @@
+"""The tokens that a policy is given between its turns; its own are never tokenised again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.media.decode import BadRow
+from lrlhf.rollout.engines.engine import RendersChat
+from lrlhf.types import Message, Prompt
+
+logger = logging.getLogger(__name__)
+
+_MARK = "LRLHF-TURN-5E1D"
+"""Stands for what the policy wrote where a template is rendered."""
+_ANCHOR = "\n"
+"""Behind which texts are tokenised: some tokenizers put a space before the first word."""
+
+
+class RefusedTurnsError(Exception):
+    """The chat template refuses a conversation."""
+
+
+class Dialogue:
+    """Turns what an environment says into tokens.
+
+    Args:
+        tokenizer: The policy's.
+        chat: Renders chats; None: all prompts are plain text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: RendersChat | None) -> None:
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._checked: set[str] = set()
+
+    def opened(
+        self, prompt: Prompt, shown: str | None, row: Mapping[str, Any], ids: Sequence[int]
+    ) -> tuple[Prompt, list[int]]:
+        """Return a prompt with what its environment shows at the start, and its tokens.
+
+        Text is put behind a plain prompt, and to the end of the last user's turn of a chat.
+
+        Args:
+            prompt: As the data has it.
+            shown: What the environment shows; None: nothing.
+            row: The columns of the prompt, for the template: its ``tools`` above all.
+            ids: The tokens of the prompt alone.
+        """
+        if isinstance(prompt, str):
+            said = shown or ""
+            return prompt + said, [*ids, *self._behind(said)]
+        if shown is None and not row.get("tools"):
+            return prompt, list(ids)
+        messages = prompt if shown is None else _with_observation(prompt, shown)
+        return messages, self._encoded(self._rendered(messages, row))
+
+    def between(
+        self,
+        prompt: Prompt,
+        said: Sequence[Message],
+        new: Sequence[Message],
+        row: Mapping[str, Any],
+        last_token: int,
+    ) -> list[int]:
+        """Return the tokens from the end of the policy's turn to the beginning of its next one.
+
+        Args:
+            prompt: That the episode began with.
+            said: What followed, the policy's last turn included.
+            new: What it is given now.
+            row: See `opened`.
+            last_token: Of the policy's turn: one that ends it is not given a second time.
+
+        Raises:
+            ValueError: The chat template cannot say what environments say.
+            RefusedTurnsError: It refuses this conversation.
+        """
+        if isinstance(prompt, str):
+            return self._behind("".join(str(message["content"]) for message in new))
+        before = [*prompt, *said[:-1], {"role": "assistant", "content": _MARK}]
+        text = self._rendered([*before, *new], row)
+        if text.count(_MARK) != 1:
+            raise ValueError(
+                "the chat template does not repeat what the assistant wrote, so nothing can be "
+                "put behind it: give another chat_template"
+            )
+        self._check(before, new, row)
+        given = text.rpartition(_MARK)[2]
+        ending = str(self._tokenizer.decode([last_token])).strip()
+        if ending and given.lstrip().startswith(ending):
+            given = given.lstrip().removeprefix(ending)
+        return self._behind(given)
+
+    def _check(
+        self, before: Sequence[Message], new: Sequence[Message], row: Mapping[str, Any]
+    ) -> None:
+        """Once for each role: what is said in it must reach the policy.
+
+        Raises:
+            ValueError: The template leaves it out.
+        """
+        roles = {str(message["role"]) for message in new} - self._checked
+        for role in roles:
+            silent, loud = (
+                self._rendered([*before, {**_first(new, role), "content": content}], row)
+                for content in ("0", "1")
+            )
+            if silent == loud:
+                raise ValueError(
+                    f"the chat template leaves out what the role {role!r} says, so the policy "
+                    "would never read the environment's answers: give another chat_template"
+                )
+        if not self._checked:
+            self._warn_of_rewriting(before, new, row)
+        self._checked |= roles
+
+    def _warn_of_rewriting(
+        self, before: Sequence[Message], new: Sequence[Message], row: Mapping[str, Any]
+    ) -> None:
+        thought = {"role": "assistant", "content": f"<think>\n{_MARK}\n</think>\n\nyes"}
+        kept = self._rendered([*before[:-1], thought, *new], row)
+        if _MARK not in kept:
+            logger.warning(
+                "the chat template drops the reasoning of earlier turns; here the policy keeps "
+                "seeing what it wrote, token by token, and is trained on what it saw"
+            )
+
+    def _rendered(self, messages: Sequence[Message], row: Mapping[str, Any]) -> str:
+        if self._chat is None:
+            raise ValueError(
+                "the prompts are chats, but there is no chat template for the turns behind them: "
+                "train with a data module such as PromptDataModule"
+            )
+        try:
+            return self._chat.render(messages, row, prompt=True)
+        except BadRow as error:
+            raise RefusedTurnsError(f"the chat template refuses the turns: {error}") from error
+
+    def _encoded(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _behind(self, text: str) -> list[int]:
+        if not text:
+            return []
+        anchor, both = self._encoded(_ANCHOR), self._encoded(_ANCHOR + text)
+        if both[: len(anchor)] == anchor:
+            return both[len(anchor) :]
+        return self._encoded(text)  # the two are one token: the text begins with white space
+
+
+def _with_observation(prompt: Sequence[Message], shown: str) -> tuple[Message, ...]:
+    last = prompt[-1] if prompt else {}
+    if last.get("role") != "user":
+        return (*prompt, {"role": "user", "content": shown})
+    content = last["content"]
+    if isinstance(content, str):
+        return (*prompt[:-1], {**last, "content": content + shown})
+    return (*prompt[:-1], {**last, "content": [*content, {"type": "text", "text": shown}]})
+
+
+def _first(messages: Sequence[Message], role: str) -> Message:
+    return next(message for message in messages if message["role"] == role)

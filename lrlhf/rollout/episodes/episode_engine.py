@@ -1,0 +1,367 @@
+"""An engine whose responses are episodes: turns of the policy, answered by an environment."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, CancelledError, Future, wait
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.background import EventLoop, in_background
+from lrlhf.environments.session import EnvironmentFailure, Reaction, Session
+from lrlhf.environments.settings import Episodes, resolve
+from lrlhf.environments.tool_call_formats import detect_format, tool_call_format
+from lrlhf.environments.tool_calls import ToolCallFormat
+from lrlhf.media import MediaProcessor
+from lrlhf.rollout.engines.engine import (
+    EngineWrapper,
+    RendersChat,
+    RolloutEngine,
+    check_seeds,
+)
+from lrlhf.rollout.engines.synced_engine import EngineFailure, may_recover, without_recovery
+from lrlhf.rollout.episodes.dialogue import Dialogue, RefusedTurnsError
+from lrlhf.rollout.episodes.play import Play
+from lrlhf.rollout.episodes.speaker import Speaker
+from lrlhf.rollout.responses import left_padded, prompt_token_ids
+from lrlhf.rollout.sampling import Sampling
+from lrlhf.types import PromptBatch, Rollout
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+_STALLED = 30.0
+"""Seconds after which an event loop that does not answer counts as blocked."""
+
+
+class EpisodeEngine(EngineWrapper):
+    """Plays episodes with another engine's turns.
+
+    The token ids of the policy's turns are the engine's own. What is said between them is tokenised
+    once, and is given to the policy without a gradient. An environment that raises, hangs or
+    answers nonsense leaves its episode without a score; the others go on.
+
+    Args:
+        engine: Generates the turns.
+        episodes: What is played, and its limits.
+
+    Raises:
+        ValueError: The environment, a tool or the format of calls cannot be found.
+    """
+
+    def __init__(self, engine: RolloutEngine, episodes: Episodes) -> None:
+        super().__init__(engine)
+        if episodes.wait_for == "any" and not engine.capabilities.concurrent:
+            raise ValueError(
+                f"episodes.wait_for is any, and {type(engine).__name__} generates in the training "
+                "process, one batch after the other: drop wait_for, or take "
+                "lrlhf.rollout.VLLMServerEngine"
+            )
+        self.episodes = episodes
+        self._make, self._tools = resolve(episodes)
+        self._loop = EventLoop("environments")
+        self._chat: RendersChat | None = None
+        self._open: set[Session] = set()
+        self._closing: list[Future[None]] = []
+        _close_at_exit(self)
+
+    def attach(
+        self,
+        policy: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: MediaProcessor | None = None,
+    ) -> None:
+        super().attach(policy, tokenizer, processor)
+        self._read_calls = _call_format(self.episodes, tokenizer)
+        self._dialogue = Dialogue(tokenizer, self._chat)
+
+    def use_chat(self, chat: RendersChat) -> None:
+        self._chat = chat
+        self._dialogue = Dialogue(self.tokenizer, chat)
+        super().use_chat(chat)
+
+    def close(self) -> None:
+        """Close the environments that are still open, and the engine."""
+        self.close_environments()
+        super().close()
+
+    def close_environments(self) -> None:
+        """Close the environments that are still open."""
+        for session in [*self._open]:
+            self._release(session)
+        self._finish_closing()
+
+    # ------------------------------------------------------------------ episodes
+
+    def generate(
+        self,
+        prompts: PromptBatch,
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        seeds: Sequence[int],
+    ) -> Rollout:
+        """Play ``num_generations`` episodes behind each prompt; see `RolloutEngine.generate`.
+
+        Returns:
+            A rollout with ``episodes``, whose environments are open until they are released.
+        """
+        check_seeds(seeds, prompts, num_generations)
+        self._finish_closing()
+        sessions = [self._session() for _ in seeds]
+        self._open.update(sessions)
+        try:
+            plays = self._begin(prompts, sessions, seeds, sampling.max_new_tokens)
+            speaker = Speaker(
+                self.engine, self.tokenizer, _contexts(prompts, plays), sampling, self.episodes
+            )
+            with self.engine.conversation():
+                speaker.begin(plays, num_generations)
+                self._go_on(plays, speaker)
+            self._judge(plays)
+        except BaseException:
+            for session in sessions:
+                self._release(session)
+            self._finish_closing()
+            raise
+        rollout = speaker.rollout(plays, num_generations)
+        episodes = [play.episode(partial(self._release, play.session)) for play in plays]
+        return replace(rollout, episodes=tuple(episodes))
+
+    def _begin(
+        self,
+        prompts: PromptBatch,
+        sessions: Sequence[Session],
+        seeds: Sequence[int],
+        limit: int,
+    ) -> list[Play]:
+        """Open an environment for each response; those of one prompt get one seed."""
+        ids = [own.tolist() for own in prompt_token_ids(prompts)]
+        plays, opening, num_generations = [], {}, len(seeds) // len(prompts)
+        for number, (session, seed) in enumerate(zip(sessions, seeds, strict=True)):
+            group = number // num_generations
+            row = {"seed": seeds[group * num_generations], **prompts.columns[group]}
+            play = Play(number, prompts.prompts[group], ids[group], row, session, seed, limit)
+            plays.append(play)
+            opening[self._loop.submit(session.open({**row, "prompt": play.prompt}))] = play
+        for future in self._wait(opening, ALL_COMPLETED):
+            play = opening[future]
+            shown = self._result(play, future)
+            if play.failure:
+                continue
+            if tools := [tool.schema for tool in play.session.tools]:
+                play.row = {**play.row, "tools": tools}
+            if shown is None and prompts.media is not None:
+                continue  # the processor has counted out what it shows
+            try:
+                play.prompt, play.prompt_ids = self._dialogue.opened(
+                    play.prompt, shown, play.row, play.prompt_ids
+                )
+            except RefusedTurnsError as error:
+                play.fail(str(error))
+        return plays
+
+    def _go_on(self, plays: Sequence[Play], speaker: Speaker) -> None:
+        """Let environments and policy take turns until every episode is over."""
+        in_step = torch.distributed.is_initialized() and may_recover()
+        answering = self._ask(plays)
+        if in_step or self._waits_for_all:
+            while _on_any_rank(bool(answering), in_step=in_step):
+                ready = self._ready(answering, self._wait(answering, ALL_COMPLETED))
+                if _on_any_rank(bool(ready), in_step=in_step):
+                    speaker.go_on(ready)
+                answering = self._ask(ready)
+            return
+        speaking: dict[Future[None], list[Play]] = {}
+        while answering or speaking:
+            done = self._wait([*answering, *speaking], FIRST_COMPLETED)
+            if ready := self._ready(answering, done):
+                speaking[in_background(partial(_speak, speaker, ready), name="turns")] = ready
+            for future in [one for one in speaking if one.done()]:
+                answering |= self._ask(self._spoken(future, speaking, speaker))
+
+    def _ready(
+        self, answering: dict[Future[Reaction], Play], done: Collection[Future[Any]]
+    ) -> list[Play]:
+        """Take what environments have answered, and return who goes on."""
+        answered = [(answering.pop(one), one) for one in [*answering] if one in done]
+        answered.sort(key=lambda each: each[0].number)  # not as they came: batches are to be alike
+        return [play for play, one in answered if self._takes(play, one)]
+
+    def _spoken(
+        self, future: Future[None], speaking: dict[Future[None], list[Play]], speaker: Speaker
+    ) -> list[Play]:
+        """Return who has spoken; a failed engine may recover once nobody else is using it.
+
+        Raises:
+            EngineFailure: It failed again, or may not recover now.
+        """
+        plays = speaking.pop(future)
+        try:
+            future.result()
+        except EngineFailure:
+            wait(speaking)
+            if not may_recover():
+                raise
+            speaker.go_on(plays)
+        return plays
+
+    def _takes(self, play: Play, answer: Future[Reaction]) -> bool:
+        """Add what an environment answered; tells whether the policy goes on."""
+        reaction = self._result(play, answer)
+        if reaction is None:
+            return False
+        play.heard(reaction)
+        if play.finish_reason is not None:
+            return False
+        if play.turns == self.episodes.max_turns:
+            play.cut_off("max_turns")
+            return False
+        try:
+            tokens = self._dialogue.between(
+                play.prompt, play.said, reaction.messages, play.row, play.context[-1]
+            )
+        except RefusedTurnsError as error:
+            play.fail(str(error))
+            return False
+        if play.used + len(tokens) >= play.limit:
+            play.cut_off("length")
+            return False
+        play.is_given(reaction.messages, tokens)
+        return True
+
+    def _judge(self, plays: Sequence[Play]) -> None:
+        """Ask for the reward of the whole."""
+        judging = {
+            self._loop.submit(play.session.outcome()): play for play in plays if not play.failure
+        }
+        for future in self._wait(judging, ALL_COMPLETED):
+            reward = self._result(judging[future], future)
+            if reward is not None:
+                judging[future].rewards[-1] += reward
+
+    # ------------------------------------------------------------------ environments
+
+    def _session(self) -> Session:
+        return Session(
+            self._make,
+            self._tools,
+            self._read_calls,
+            timeout=self.episodes.timeout,
+            reset_timeout=self.episodes.reset_timeout,
+        )
+
+    def _ask(self, plays: Iterable[Play]) -> dict[Future[Reaction], Play]:
+        """Give the environments the last turns of those who go on."""
+        return {
+            self._loop.submit(play.session.react(play.last_turn.text, play.last_turn.raw)): play
+            for play in plays
+            if play.finish_reason is None
+        }
+
+    def _result(self, play: Play, future: Future[ResultT]) -> ResultT | None:
+        """Return what an environment answered; None: it failed, and so does its episode."""
+        if not future.done():
+            play.fail("an async method of an environment keeps the event loop from going on")
+            return None
+        try:
+            return future.result()
+        except EnvironmentFailure as failure:
+            play.fail(str(failure))
+        except (Exception, CancelledError) as error:  # noqa: BLE001  it is the environment's
+            play.fail(f"{type(error).__name__}: {error}")
+        return None
+
+    def _wait(self, futures: Iterable[Future[Any]], return_when: str) -> Collection[Future[Any]]:
+        """Wait for answers, and for none that never come.
+
+        Returns:
+            Those that are done; all, if the event loop is blocked.
+        """
+        futures = [*futures]
+        while True:
+            done, rest = wait(futures, timeout=self.episodes.timeout, return_when=return_when)
+            if not rest or (done and return_when == FIRST_COMPLETED):
+                return done
+            if not self._loop.answers(_STALLED):
+                self._loop = EventLoop("environments")
+                return futures
+
+    @property
+    def _waits_for_all(self) -> bool:
+        if self.episodes.wait_for is not None:
+            return self.episodes.wait_for == "all"
+        return not self.capabilities.concurrent
+
+    def _release(self, session: Session) -> None:
+        """Begin to close an environment."""
+        if session in self._open:
+            self._open.remove(session)
+            self._closing.append(self._loop.submit(session.close()))
+
+    def _finish_closing(self) -> None:
+        closing, self._closing = self._closing, []
+        wait(closing, timeout=self.episodes.timeout + _STALLED)
+        ended = [one for one in closing if one.done() and not one.cancelled()]
+        failures = [one.exception() for one in ended if one.exception() is not None]
+        if failures:
+            logger.warning("%d environments could not be closed: %s", len(failures), failures[0])
+
+
+def _call_format(episodes: Episodes, tokenizer: PreTrainedTokenizerBase) -> ToolCallFormat:
+    """Return what finds calls: what was chosen, else what the chat template writes, else JSON."""
+    detected = detect_format(str(tokenizer.chat_template or ""))
+    return tool_call_format(episodes.tool_calls or detected or "hermes")
+
+
+def _contexts(prompts: PromptBatch, plays: Sequence[Play]) -> PromptBatch:
+    """Return a prompt for each response, with what its environment shows at the start."""
+    device, copies = prompts.input_ids.device, len(plays) // len(prompts)
+    rows = prompts.select(torch.arange(len(plays)) // copies)
+    own = [torch.tensor(play.prompt_ids, device=device) for play in plays]
+    before = prompt_token_ids(rows)
+    if all(torch.equal(one, other) for one, other in zip(own, before, strict=True)):
+        return rows
+    if any(media is not None for media in rows.media or ()):
+        raise ValueError(
+            "the environment or its tools add to the prompts, and some prompts show images or "
+            "videos: put what it shows at the start into the data, and the tools' descriptions "
+            "into data.tools"
+        )
+    input_ids, mask = left_padded(own)
+    changed = tuple(play.prompt for play in plays)
+    return replace(rows, input_ids=input_ids, attention_mask=mask, prompts=changed)
+
+
+def _close_at_exit(engine: EpisodeEngine) -> None:
+    """After an error nobody else closes what is open."""
+    alive = weakref.ref(engine)
+
+    def close() -> None:
+        if (found := alive()) is not None:
+            found.close_environments()
+
+    atexit.register(close)
+
+
+def _speak(speaker: Speaker, plays: Sequence[Play]) -> None:
+    """Generate turns beside others: an engine that fails is recovered when nobody uses it."""
+    with without_recovery():
+        speaker.go_on(plays)
+
+
+def _on_any_rank(condition: bool, *, in_step: bool) -> bool:
+    if not in_step:
+        return condition
+    conditions: list[bool] = [False] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(conditions, condition)
+    return any(conditions)
