@@ -1,6 +1,6 @@
 """Arithmetic with a calculator: an environment of up to four turns, and questions for it.
 
-    lrlhf fit --config configs/calculator.yaml
+    PYTHONPATH=examples lrlhf fit --config configs/calculator.yaml
 
 `Calculator` is all that an environment has to be. It reads lines of text, because a model of 135
 million parameters writes ``calc: 31 * 7`` more reliably than a call in JSON.
@@ -69,4 +69,4 @@ class Questions(Source):
             term, sign = draw.randint(11, 99), draw.choice("+-")
             left, right = (term, factors) if draw.random() < 0.5 else (factors, term)
             question = f"{left} {sign} {right}"
-            yield {"question": question, "answer": eval(question)}  # noqa: S307  made of numbers
+            yield {"question": question, "answer": eval(question)}

@@ -84,6 +84,10 @@ def _small_data(config: dict[str, Any], folder: Path) -> list[str]:
     options = config["data"]["init_args"]
     if not isinstance(options["train"], str) and "ReasoningGym" in str(options["train"]):
         return ["--data.train.size=40", "--data.val_size=4", "--data.val_batch_size=4"]
+    if "calculator.Questions" in str(options["train"]):
+        # all that a model of 256 tokens has room for
+        short = ["--model.sampling.max_new_tokens=40", "--data.val_batch_size=4"]
+        return ["--data.train.init_args.size=40", "--data.val_size=4", *short]
     rows = [
         {
             "question": f"What is {n} + 1?", "answer": f"#### {n + 1}", "prompt": f"{n} + 1 =",
