@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from lrlhf.loggers import ResumingCSVLogger, ResumingWandbLogger
 from lrlhf.modules import RLOO
 from lrlhf.rewards import ExactMatch, Rewards
 from lrlhf.rollout import Sampling
+from lrlhf.run.quiet_output import quiet
 from lrlhf.run.supervision.interrupts import Interrupted
 
 FILES = {
@@ -229,6 +231,20 @@ def test_records_are_asked_of_the_users_own_step_only_where_they_are_asked_for(
     assert not list(Path("runs").glob("t/eval_scores*"))
     with pytest.raises(ValueError, match="EvalJSONL needs validation_step of Silent"):
         validate(callbacks=[EvalJSONL()])
+
+
+def test_building_and_training_say_no_more_than_the_command_line(
+    model_folder: str, rows: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = Trainer(default_root_dir="runs/py", max_steps=1, accelerator="cpu")
+    policy = module(model_folder)
+    trainer.fit(policy, data(rows))
+    with quiet():  # what importing it says, once for each process
+        logging.getLogger("DeepSpeed").warning("Setting accelerator to CPU. If you have a GPU")
+    shown = "".join(capfd.readouterr())
+    assert "step 1/1" in shown
+    for noise in ("Loading weights", "Setting accelerator", "GPU available", "Tip"):
+        assert noise not in shown
 
 
 def test_lightnings_trainer_gets_none_of_it(model_folder: str, rows: str) -> None:

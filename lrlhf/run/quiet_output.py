@@ -24,6 +24,7 @@ _NOISE = (
     *("Setting accelerator to CPU", "`Trainer("),
 )
 _NOISY = ("lightning", "lightning.fabric", "lightning.pytorch")
+_DEEPSPEED = "DeepSpeed"
 # rows are tokenised once, so no workers are needed; modules choose their models' modes
 _NEEDLESS = (
     *(".*does not have many workers", r"Found \d+ module\(s\) in eval mode"),
@@ -101,7 +102,8 @@ def quiet() -> Iterator[None]:
     if debugs or ours.handlers or ours.level != logging.NOTSET:
         yield
         return
-    noise, handler, noisy = DropNoise(), our_handler(), noisy_handlers()
+    noise, handler = DropNoise(), our_handler()
+    noisy: list[logging.Filterer] = [*noisy_handlers(), logging.getLogger(_DEEPSPEED)]
     shown_already = ours.hasHandlers()
     try:
         for one in noisy:

@@ -6,8 +6,10 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lrlhf.media import MediaProcessor
 from lrlhf.models import RewardNetwork, ScoreModel
+from lrlhf.run.quiet_output import quiet
 
 
+@quiet()
 def load_reward_model(
     model: object, tokenizer: PreTrainedTokenizerBase | None, processor: ProcessorMixin | None
 ) -> tuple[RewardNetwork, PreTrainedTokenizerBase, MediaProcessor | None]:

@@ -27,6 +27,7 @@ from lrlhf.modules.policy.objective import Denominators, value_loss
 from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.modules.policy.running_moments import ScoreMoments
 from lrlhf.modules.settings import Critic
+from lrlhf.run.quiet_output import quiet
 from lrlhf.types import Experience, SequenceBatch
 
 _LR = 1e-5
@@ -70,6 +71,7 @@ class ValueFunction(NamedTuple):
         return settings.filled(lr=_LR).build(named, learning, lrs={"head.": head_lr})
 
 
+@quiet()
 def load_value_function(
     critic: Critic,
     policy: PreTrainedModel | PeftModel,

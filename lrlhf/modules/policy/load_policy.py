@@ -15,6 +15,7 @@ from lrlhf.models import (
     check_output_head,
     plain_model,
 )
+from lrlhf.run.quiet_output import quiet
 
 
 class LoadedPolicy(NamedTuple):
@@ -25,6 +26,7 @@ class LoadedPolicy(NamedTuple):
     processor: MediaProcessor | None
 
 
+@quiet()
 def load_policy(
     policy: str | CausalLM | PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase | None,

@@ -39,6 +39,7 @@ from lrlhf.modules.settings import Reference
 from lrlhf.rewards.rewards import Rewards, as_rewards
 from lrlhf.rollout import Collected, RolloutEngine, TransformersEngine
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
+from lrlhf.run.quiet_output import quiet
 from lrlhf.types import Experience, PromptBatch, SequenceBatch, StoredRollout
 
 _SHOWN = ("rollout/score", "kl/reference")
@@ -297,6 +298,7 @@ def log_iteration(module: TrainingModule, experience: Experience, it: Iteration)
         module.log(name, value, prog_bar=name in _SHOWN, batch_size=len(experience))
 
 
+@quiet()
 def load_reference(policy: Any, settings: PolicySettings) -> ReferencePolicy | None:
     """Freeze the policy, or another model, as the reference; None: there is no KL penalty.
 
