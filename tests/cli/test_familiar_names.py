@@ -11,6 +11,7 @@ import pytest
 import lrlhf.callbacks
 from lrlhf.cli import run
 from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
+from lrlhf.environments import Episodes
 from lrlhf.familiar_names import FAMILIAR_NAMES
 from lrlhf.models import CausalLM, ScoreModel
 from lrlhf.modules import PPO, RewardModel
@@ -27,6 +28,7 @@ GROUPS = {
     "advantage": Advantage,
     "update": Update,
     "critic": Critic,
+    "episodes": Episodes,
 }
 
 

@@ -32,6 +32,7 @@ def settings_of(**options: Any) -> PolicySettings:
         "dynamic_sampling": None,
         "rollout_ahead": 0,
         "allow_truncated_sampling": False,
+        "episodes": None,
     }
     return complete_settings(default_algorithm="rloo", **(defaults | options))
 
