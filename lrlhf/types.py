@@ -240,7 +240,7 @@ class Rollout(SequenceBatch):
     weight_version: Int[Tensor, " B"] | None = None
     """Training iterations behind the weights that sampled each response; None: the policy's own."""
     prompt_lengths: Int[Tensor, " B"] | None = None
-    """Tokens before each response, where episodes changed the prompts; None: nothing did."""
+    """Tokens before each response of episodes, which may change the prompts; None: nothing did."""
     turn_rewards: Float[Tensor, "B T"] | None = None
     """The part of each score that the environment gave for single turns, at the last token of each,
     weighted as in the score; None: there are only scores of whole responses."""

@@ -22,8 +22,8 @@ class Episodes:
 
     Args:
         environment: Import path of the class of the environments (from Python the class itself);
-            one is made for each episode. See `lrlhf.environments.Environment`. None: there are
-            tools only.
+            one is made for each episode. docs/environments.md says what it may have. None: there
+            are tools only.
         options: Keyword arguments of that class.
         tools: Functions that the policy can call, by import path, beside the environment's own.
         tool_calls: How the policy writes calls: a name from
