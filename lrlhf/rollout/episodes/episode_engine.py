@@ -69,7 +69,6 @@ class EpisodeEngine(EngineWrapper):
         self.episodes = episodes
         self._make, self._tools = resolve(episodes)
         self._loop = EventLoop("environments")
-        self._chat: RendersChat | None = None
         self._open: set[Session] = set()
         self._closing: list[Future[None]] = []
         _close_at_exit(self)
@@ -82,10 +81,9 @@ class EpisodeEngine(EngineWrapper):
     ) -> None:
         super().attach(policy, tokenizer, processor)
         self._read_calls = _call_format(self.episodes, tokenizer)
-        self._dialogue = Dialogue(tokenizer, self._chat)
+        self._dialogue = Dialogue(tokenizer, None)
 
     def use_chat(self, chat: RendersChat) -> None:
-        self._chat = chat
         self._dialogue = Dialogue(self.tokenizer, chat)
         super().use_chat(chat)
 
