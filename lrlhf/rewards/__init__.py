@@ -20,7 +20,8 @@ from lrlhf.rewards.functions.text_rewards import ExactMatch, RegexFormat
 from lrlhf.rewards.isolation.isolated import IsolatedReward
 from lrlhf.rewards.learned import LearnedReward
 from lrlhf.rewards.remote.remote_reward import RemoteReward
-from lrlhf.rewards.rewards import RewardResult, Rewards
+from lrlhf.rewards.reward_values import RewardResult
+from lrlhf.rewards.rewards import Rewards
 
 __all__ = [
     "Completion",

@@ -6,10 +6,12 @@ import math
 import numbers
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lrlhf.rewards.function import RewardError
@@ -111,6 +113,26 @@ class Logged(NamedTuple):
 
     metrics: dict[str, list[float]]
     extras: dict[str, list[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardResult:
+    """Scores of a batch of responses, and where they come from."""
+
+    scores: Float[Tensor, " B"]
+    """Weighted sum of what the functions returned; NaN: a part of it is missing."""
+    per_function: Float[Tensor, "B K"]
+    """What each function returned, unweighted; NaN: nothing."""
+    names: tuple[str, ...]
+    """Names of the functions, one per column of ``per_function``."""
+    metrics: dict[str, float]
+    """Logged by the functions, and for each the fraction of responses that it left unscored."""
+    extras: dict[str, list[Any]]
+    """Columns that the functions logged, one value per response."""
+    failures: list[str]
+    """What went wrong in this batch, tracebacks included; begins with the function's name."""
+    turn_weights: Float[Tensor, " B"] | None = None
+    """What the score multiplies the rewards of single turns with; None: unknown."""
 
 
 class Journal:

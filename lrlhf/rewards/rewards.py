@@ -8,7 +8,6 @@ import math
 import traceback
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -39,7 +38,7 @@ from lrlhf.rewards.lookup import (
     filled_by_python,
     judging_column,
 )
-from lrlhf.rewards.reward_values import Journal, check_values
+from lrlhf.rewards.reward_values import Journal, RewardResult, check_values
 from lrlhf.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -49,26 +48,6 @@ _TIMEOUT_S = 1800.0
 """For functions that may hang; far more than work takes."""
 _FORGIVEN = 0.1
 """What a batch without failure takes off the count, so that a long run may have its accidents."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardResult:
-    """Scores of a batch of responses, and where they come from."""
-
-    scores: Float[Tensor, " B"]
-    """Weighted sum of what the functions returned; NaN: a part of it is missing."""
-    per_function: Float[Tensor, "B K"]
-    """What each function returned, unweighted; NaN: nothing."""
-    names: tuple[str, ...]
-    """Names of the functions, one per column of ``per_function``."""
-    metrics: dict[str, float]
-    """Logged by the functions, and for each the fraction of responses that it left unscored."""
-    extras: dict[str, list[Any]]
-    """Columns that the functions logged, one value per response."""
-    failures: list[str]
-    """What went wrong in this batch, tracebacks included; begins with the function's name."""
-    turn_weights: Float[Tensor, " B"] | None = None
-    """What the score multiplies the rewards of single turns with; None: unknown."""
 
 
 class _Asked(NamedTuple):

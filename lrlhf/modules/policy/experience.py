@@ -207,17 +207,11 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
     scores = moments.scaled(experience.scores, settings.scale_rewards)
     scores = _clipped_scores(scores, settings.reward_clip_range, metrics)
     scores = scores.masked_fill(missing, torch.nan)
-    kl = torch.zeros_like(experience.sampling_logprobs)
-    if reward_kl is not None and experience.ref_logprobs is not None:
-        policy = experience.policy_logprobs
-        policy = experience.old_logprobs if policy is None else policy
-        assert policy is not None
-        kl = kl_estimate(policy, experience.ref_logprobs, estimator=reward_kl)
     estimator = algorithm.estimator
     advantages = estimator(
         EstimatorInputs(
             scores=scores,
-            kl=kl * loss_mask,
+            kl=_kl_in_reward(experience, reward_kl) * loss_mask,
             response_mask=mask,
             num_generations=num_generations,
             kl_coef=kl_coef,
@@ -255,6 +249,16 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
         loss_mask=loss_mask,
         counted=~excluded,
     )
+
+
+def _kl_in_reward(experience: Experience, estimator: str | None) -> Tensor:
+    """`[B, T]`: KL to the reference that is subtracted from the reward; 0 where there is none."""
+    if estimator is None or experience.ref_logprobs is None:
+        return torch.zeros_like(experience.sampling_logprobs)
+    policy = experience.policy_logprobs
+    policy = experience.old_logprobs if policy is None else policy
+    assert policy is not None
+    return kl_estimate(policy, experience.ref_logprobs, estimator=estimator)
 
 
 def trained_scores(collected: Collected, settings: Advantage) -> Tensor:
