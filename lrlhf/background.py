@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
@@ -34,7 +35,8 @@ def in_background(call: Callable[[], ResultT], *, name: str) -> Future[ResultT]:
 class EventLoop:
     """An asyncio event loop in a daemon thread of its own, started when it is first needed.
 
-    It ends with the object that holds it, and what is unfinished by then is cancelled.
+    It ends with the object that holds it, and what is unfinished by then is cancelled. A forked
+    process, which has a copy of the object and none of its thread, gets a loop of its own.
 
     Args:
         name: Of the thread.
@@ -42,8 +44,8 @@ class EventLoop:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = threading.Lock()
+        self._forget()
+        _EVENT_LOOPS.add(self)
 
     def __reduce__(self) -> tuple[type[EventLoop], tuple[str]]:
         return EventLoop, (self._name,)  # a copy starts without a thread
@@ -60,6 +62,10 @@ class EventLoop:
             return False
         return True
 
+    def _forget(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
@@ -69,6 +75,17 @@ class EventLoop:
                 ).start()
                 weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
             return self._loop
+
+
+_EVENT_LOOPS: weakref.WeakSet[EventLoop] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for event_loop in [*_EVENT_LOOPS]:
+        event_loop._forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
