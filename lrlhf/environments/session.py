@@ -23,6 +23,16 @@ class EnvironmentFailure(RuntimeError):  # noqa: N818  a state of an episode, as
     """An environment raised, took too long, or answered with what cannot be used."""
 
 
+class Asked(NamedTuple):
+    """The whole prompt of a turn, from somebody who keeps the conversation, such as an agent."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Schemas, for the chat template."""
+    max_tokens: int | None = None
+    """Of the turn; None: the run's own limit alone."""
+
+
 class Reaction(NamedTuple):
     """What an environment makes of a turn."""
 
@@ -33,6 +43,8 @@ class Reaction(NamedTuple):
     reward: float
     finish_reason: str | None
     """``stop`` or ``done``; None: the episode goes on."""
+    asked: Asked | None = None
+    """The next turn's prompt, in place of ``messages`` behind all that was said."""
 
 
 class Session:
