@@ -123,6 +123,11 @@ class SequenceBatch(TensorBatch):
     group_ids: Int[Tensor, " B"] | None = None
     """Rows with equal ids may begin with the same tokens, such as the responses to one prompt, and
     models that can compute those once; None: no row has anything in common with another."""
+    forks: Int[Tensor, "B T"] | None = None
+    """Where a row goes on from an earlier place: a token follows the one that stands so many of the
+    row's tokens before its left neighbour, and sees what that one sees. 0 of a token that follows
+    its neighbour; None: all do. A conversation whose history was rewritten is one row so, a tree
+    whose branches stand one after the other."""
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

@@ -30,7 +30,15 @@ from lrlhf.models.packed.packed_attention import (
     SEGMENTS,
     comparing,
 )
-from lrlhf.models.packed.packing import Compacted, Packed, compact, find_trees, pack
+from lrlhf.models.packed.packing import (
+    Chains,
+    Compacted,
+    Packed,
+    compact,
+    find_trees,
+    pack,
+    unfold,
+)
 from lrlhf.types import Media, SequenceBatch
 
 logger = logging.getLogger(__name__)
@@ -63,6 +71,11 @@ class HiddenStates(NamedTuple):
         # unlike plain indexing its gradient is deterministic on GPUs too
         return embedding(self.places[tokens], self.states)
 
+    def before(self, tokens: Bool[Tensor, "B T"]) -> Float[Tensor, "M H"]:
+        """Return the states that some tokens follow, in the order of the rows."""
+        places = self.places.gather(1, self.rows.previous.clamp(min=0))
+        return embedding(places[tokens], self.states)
+
     def whole(self) -> Float[Tensor, "B T H"]:
         """Return the states of all rows; what is behind a row's end means nothing."""
         return embedding(self.places, self.states)
@@ -88,13 +101,17 @@ def hidden_states(
         share: False: every row is computed whole.
         options: Further arguments of the forward pass.
     """
-    rows = compact(batch.input_ids, batch.attention_mask)
-    packed = None
+    rows = compact(batch.input_ids, batch.attention_mask, batch.forks)
+    packed, chains = None, None
     if packs(plain, batch):
         marks = tuple(placeholder_ids(plain.config).values())
         trees = find_trees(rows, batch.group_ids if share else None, batch.media, marks)
         packed = pack(rows, trees) if any(tree.tokens for tree in trees) else None
-    inputs = _inputs(plain, rows, batch.media, packed)
+    if packed is None:
+        chains = unfold(rows)
+        inputs = _padded_inputs(plain, chains, batch.media)
+    else:
+        inputs = _packed_inputs(plain, rows, batch.media, packed)
     captured: list[Tensor] = []
     handle = None if layer is None else layer.register_forward_hook(_capture(captured))
     try:
@@ -105,8 +122,8 @@ def hidden_states(
     states = captured[0] if captured else output.last_hidden_state
     shape = states.shape[:2]
     if packed is None:
-        places = torch.arange(shape.numel(), device=states.device).view(shape)
-        computed, windows = rows.attention_mask, []
+        assert chains is not None
+        places, computed, windows = chains.places, chains.rows.attention_mask, []
     else:
         places, windows = packed.index, packed.segments.windows
         computed = torch.ones(shape, dtype=torch.bool, device=states.device)
@@ -121,24 +138,33 @@ def _capture(captured: list[Tensor]) -> Any:
     return hook
 
 
-def _inputs(
+def _padded_inputs(
+    plain: PreTrainedModel, chains: Chains, media: tuple[Media | None, ...] | None
+) -> dict[str, Any]:
+    shown = None if media is None else tuple(media[row] for row in chains.owners.tolist())
+    check_media(plain, chains.rows.input_ids, shown)
+    return backbone_inputs(plain, chains.rows.input_ids, chains.rows.attention_mask, shown)
+
+
+def _packed_inputs(
     plain: PreTrainedModel,
     rows: Compacted,
     media: tuple[Media | None, ...] | None,
-    packed: Packed | None,
+    packed: Packed,
 ) -> dict[str, Any]:
     check_media(plain, rows.input_ids, media)
-    if packed is None:
-        return backbone_inputs(plain, rows.input_ids, rows.attention_mask, media)
     ids = rows.input_ids.flatten()[packed.source][None]
     shown = None if media is None else [media[tree.rows[0]] for tree in packed.trees]
     ones = torch.ones_like(ids, dtype=torch.bool)
     inputs = backbone_inputs(plain, ids, ones, shown)
     if media is not None and numbers_media(plain, media):
         numbers = media_position_ids(plain, rows.input_ids, rows.attention_mask, media)
+        # text is numbered on from what it follows, and all forks are behind the media
+        columns = torch.arange(rows.input_ids.shape[1], device=ids.device)
+        numbers = numbers - (columns - packed.depths)
         positions = numbers.flatten(1)[:, packed.source][:, None]
     else:
-        positions = (packed.source % rows.input_ids.shape[1])[None]
+        positions = packed.depths.flatten()[packed.source][None]
     return {
         **inputs,
         "position_ids": positions,

@@ -148,15 +148,13 @@ def _run(plain: PreTrainedModel, batch: SequenceBatch, *, router_logits: bool) -
     hidden = hidden_states(plain, batch, share=not router_logits, use_cache=False, **options)
     rows = hidden.rows
     counts = (batch.response_mask & batch.attention_mask).gather(1, rows.order)
-    counts[:, 0] = False  # nothing precedes it
+    counts &= rows.previous >= 0  # else nothing precedes it
     # of a batch without responses one position is asked for, and masked, so that every parameter
     # is used: under DDP one without a gradient on one rank stops all of them
     asked = counts.clone()
     asked[:1, 1:2] |= ~counts.any()
-    predicting = torch.zeros_like(asked)
-    predicting[:, :-1] = asked[:, 1:]
     return _Body(
-        predicting=hidden.of(predicting),
+        predicting=hidden.before(asked),
         targets=rows.input_ids[asked],
         asked=asked,
         counts=counts,

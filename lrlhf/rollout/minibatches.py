@@ -145,7 +145,8 @@ def _packed(
 ) -> list[MicroBatch]:
     if not len(batch):
         return []
-    rows = compact(batch.input_ids.cpu(), batch.attention_mask.cpu())
+    forks = None if batch.forks is None else batch.forks.cpu()
+    rows = compact(batch.input_ids.cpu(), batch.attention_mask.cpu(), forks)
     trees = find_trees(rows, groups, batch.media)
     parts = [part for tree in trees for part in _within(tree, max_tokens)]
     bins = _fill(parts, max_tokens)

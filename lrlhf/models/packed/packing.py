@@ -2,22 +2,23 @@
 
 The responses to one prompt, or the two answers of a pair, are a tree: the tokens that all of them
 begin with, then a branch for each. A causal model computes the same hidden states for those tokens
-in every row, so once is enough.
+in every row, so once is enough. A row may itself branch, see `lrlhf.types.SequenceBatch.forks`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lrlhf.types import Media
 
@@ -29,16 +30,102 @@ class Compacted(NamedTuple):
     attention_mask: Bool[Tensor, "B T"]
     order: Int[Tensor, "B T"]
     """Column in the original row of every column here."""
+    forks: Int[Tensor, "B T"] | None = None
+    """See `lrlhf.types.SequenceBatch`."""
+
+    @property
+    def previous(self) -> Int[Tensor, "B T"]:
+        """Column of the token that each token follows; -1: it is the first."""
+        before = torch.arange(self.order.shape[1], device=self.order.device) - 1
+        return before.expand(self.order.shape) if self.forks is None else before - self.forks
 
 
-def compact(input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]) -> Compacted:
+def compact(
+    input_ids: Int[Tensor, "B T"],
+    attention_mask: Bool[Tensor, "B T"],
+    forks: Int[Tensor, "B T"] | None = None,
+) -> Compacted:
     """Move the attended tokens of every row to its start, in order.
 
     Right-padded rows stay as they are. After it every model family numbers positions rightly by
     itself, whether the padding was at the left, at the right or in the middle.
     """
     order = torch.argsort((~attention_mask).to(torch.uint8), dim=1, stable=True)
-    return Compacted(input_ids.gather(1, order), attention_mask.gather(1, order), order)
+    mask = attention_mask.gather(1, order)
+    if forks is not None:
+        forks = forks.gather(1, order) * mask
+    return Compacted(input_ids.gather(1, order), mask, order, forks)
+
+
+class Stretch(NamedTuple):
+    """Consecutive columns of a row each of which follows the one before."""
+
+    start: int
+    end: int
+    before: tuple[tuple[int, int], ...]
+    """Start and end of the columns that the first one follows, from the beginning on."""
+
+    @property
+    def depth(self) -> int:
+        """Tokens before the first."""
+        return sum(end - start for start, end in self.before)
+
+
+def stretches(forks: Sequence[int] | None, length: int) -> list[Stretch]:
+    """Cut a row where it goes on from an earlier place.
+
+    Args:
+        forks: Of the row's tokens, see `lrlhf.types.SequenceBatch`.
+        length: Its tokens.
+    """
+    starts = [0, *(column for column in range(1, length) if forks and forks[column])]
+    found: list[Stretch] = []
+    for start, end in zip(starts, [*starts[1:], length], strict=True):
+        last = start - 1 - (forks[start] if forks else 0)
+        before: tuple[tuple[int, int], ...] = ()
+        if last >= 0:
+            left = found[bisect_right(starts, last) - 1]
+            before = (*left.before, (left.start, last + 1))
+        found.append(Stretch(start, end, before))
+    return found
+
+
+class Chains(NamedTuple):
+    """The rows of a batch without forks: each branch with all that is before it."""
+
+    rows: Compacted
+    owners: Int[Tensor, " C"]
+    """The row that each is of."""
+    places: Int[Tensor, "B T"]
+    """Where each token of the batch is among the flattened chains; 0 behind a row's end."""
+
+
+def unfold(rows: Compacted) -> Chains:
+    """Write out the branches of rows that fork."""
+    if rows.forks is None:
+        places = torch.arange(rows.order.numel(), device=rows.order.device).view(rows.order.shape)
+        owners = torch.arange(len(places), device=places.device)
+        return Chains(rows, owners, places)
+    device, lengths = rows.order.device, rows.attention_mask.sum(dim=1).tolist()
+    columns, owners_of = [], []
+    for row, (forks, length) in enumerate(zip(rows.forks.tolist(), lengths, strict=True)):
+        parts = stretches(forks, length)
+        gone_on_from = {part.before[-1][1] for part in parts if part.before}
+        for part in parts:
+            if part.end in gone_on_from:  # another chain begins with this one
+                continue
+            runs = (*part.before, (part.start, part.end))
+            columns.append(torch.cat([torch.arange(*run) for run in runs]))
+            owners_of.append(row)
+    owners = torch.tensor(owners_of, device=device)
+    chosen = pad_sequence(columns, batch_first=True).to(device)
+    width = chosen.shape[1]
+    mask = torch.arange(width) < torch.tensor([len(each) for each in columns])[:, None]
+    places = torch.zeros(rows.order.shape, dtype=torch.long)
+    for chain, (row, own) in enumerate(zip(owners_of, columns, strict=True)):
+        places[row, own] = chain * width + torch.arange(len(own))
+    chains = Compacted(rows.input_ids[owners[:, None], chosen], mask.to(device), chosen)
+    return Chains(chains, owners, places.to(device))
 
 
 @dataclass(frozen=True)
@@ -95,6 +182,8 @@ class Packed:
     """Of every packed token, its place in the flattened rows ``[B * T]``."""
     index: Int[Tensor, "B T"]
     """Of every token of the rows, its place in the packed row; 0 behind a row's end."""
+    depths: Int[Tensor, "B T"]
+    """Tokens before every token of the rows, of those that it sees."""
     segments: Segments
 
 
@@ -137,6 +226,7 @@ def find_trees(
     if known is not None:
         return list(known)
     ids, mask = rows.input_ids.cpu(), rows.attention_mask.cpu()
+    forks = torch.zeros_like(ids) if rows.forks is None else rows.forks.cpu()
     lengths = mask.sum(dim=1).tolist()
     numbers = list(range(len(lengths))) if groups is None else groups.tolist()
     shown = [None] * len(lengths) if media is None else [id(entry) for entry in media]
@@ -144,9 +234,10 @@ def find_trees(
     for row, key in enumerate(zip(numbers, shown, strict=True)):
         members.setdefault(key, []).append(row)
     marked = torch.tensor(list(placeholders), dtype=ids.dtype)
+    unforked = mask & (forks == 0)
     trees: list[Tree] = []
     for group in members.values():
-        prefix = _common(ids, mask, group)
+        prefix = _common(ids, unforked, group) if len(group) > 1 else lengths[group[0]]
         marks = torch.isin(ids[group], marked) & mask[group]
         if prefix > 0 and not marks[:, prefix:].any():
             trees.append(_tree(group, prefix, lengths))
@@ -157,8 +248,6 @@ def find_trees(
 
 def _common(ids: Tensor, mask: Tensor, group: Sequence[int]) -> int:
     """Count the tokens that all rows of a group begin with."""
-    if len(group) == 1:
-        return int(mask[group[0]].sum())
     same = (ids[group] == ids[group[0]]) & mask[group]
     return int(same.all(dim=0).long().cumprod(dim=0).sum())
 
@@ -187,25 +276,50 @@ def pack(rows: Compacted, trees: Sequence[Tree]) -> Packed:
             index[row, tree.prefix : tree.prefix + length] = start + columns[:length]
             start += length
     device = rows.input_ids.device
+    cut = _cut(rows)
+    depths = columns.expand(index.shape).clone()
+    for row, parts in cut.items():
+        for part in parts:
+            depths[row, part.start : part.end] += part.depth - part.start
     return Packed(
         trees=tuple(trees),
         source=torch.cat(source).to(device),
         index=index.to(device),
-        segments=_segments(trees, device),
+        depths=depths.to(device),
+        segments=_segments(trees, index, cut, device),
     )
 
 
-def _segments(trees: Sequence[Tree], device: torch.device) -> Segments:
-    starts = list(accumulate((tree.prefix for tree in trees), initial=0))
-    prefixes, branches, end = [], [], starts[-1]
-    for start, tree in zip(starts, trees, strict=False):
-        prefixes.append(_Segment(start, tree.prefix, 0, 0))
-        for length in tree.branches:
-            branches.append(_Segment(end, length, start, tree.prefix))
-            end += length
-    parts = [_part(alike) for alike in _alike(one for one in prefixes + branches if one.length)]
+def _cut(rows: Compacted) -> dict[int, list[Stretch]]:
+    """Return the stretches of the rows that fork."""
+    if rows.forks is None:
+        return {}
+    forking = (rows.forks != 0).any(dim=1).nonzero()[:, 0].tolist()
+    lengths = rows.attention_mask.sum(dim=1).tolist()
+    return {row: stretches(rows.forks[row].tolist(), lengths[row]) for row in forking}
+
+
+def _segments(
+    trees: Sequence[Tree],
+    index: Int[Tensor, "B T"],
+    cut: Mapping[int, Sequence[Stretch]],
+    device: torch.device,
+) -> Segments:
+    prefixes, branches = [], []
+    for tree in trees:
+        alone = not tree.branches
+        for part in cut.get(tree.rows[0], ()) if alone else ():
+            prefixes.append(_segment(index[tree.rows[0]], part))
+        if not alone or tree.rows[0] not in cut:
+            prefixes.append(_segment(index[tree.rows[0]], Stretch(0, tree.prefix, ())))
+        for row, length in zip(tree.rows, tree.branches, strict=False):
+            end = tree.prefix + length
+            for part in cut.get(row, (Stretch(0, end, ()),)):
+                branches.append(_segment(index[row], _behind(part, tree.prefix)))
+    parts = [_part(alike) for alike in _alike(one for one in prefixes + branches if len(one.own))]
     # the first place that a token has among the flattened parts is its own
     flat = torch.cat([torch.empty(0, dtype=torch.long), *(part.own.flatten() for part in parts)])
+    end = sum(tree.tokens for tree in trees)
     back = torch.full((end,), len(flat)).scatter_reduce(
         0, flat, torch.arange(len(flat)), reduce="amin"
     )
@@ -213,18 +327,30 @@ def _segments(trees: Sequence[Tree], device: torch.device) -> Segments:
     return Segments(tuple(moved), back.to(device))
 
 
+def _behind(part: Stretch, prefix: int) -> Stretch:
+    """Return what of a stretch is behind the tokens that rows share."""
+    if part.start >= prefix:
+        return part
+    return Stretch(prefix, max(prefix, part.end), ((part.start, prefix),))
+
+
 class _Segment(NamedTuple):
-    start: int
-    length: int
-    prefix_start: int
-    prefix: int
+    """Places of tokens in the packed row."""
+
+    before: Int[Tensor, " P"]
+    own: Int[Tensor, " L"]
+
+
+def _segment(index: Int[Tensor, " T"], part: Stretch) -> _Segment:
+    before = [index[start:end] for start, end in part.before]
+    return _Segment(torch.cat([index[:0], *before]), index[part.start : part.end])
 
 
 def _alike(segments: Iterable[_Segment]) -> list[list[_Segment]]:
     """Put segments together whose lengths, and those of their prefixes, are similar."""
     parts: dict[tuple[int, ...], list[_Segment]] = {}
     for one in segments:
-        lengths = (one.length, one.prefix)
+        lengths = (len(one.own), len(one.before))
         key = tuple(int(math.log(size, _SPREAD)) if size else -1 for size in lengths)
         parts.setdefault(key, []).append(one)
     return list(parts.values())
@@ -232,14 +358,13 @@ def _alike(segments: Iterable[_Segment]) -> list[list[_Segment]]:
 
 def _part(segments: Sequence[_Segment]) -> Part:
     return Part(
-        before=_places([(one.prefix_start, one.prefix) for one in segments]),
-        before_lengths=torch.tensor([one.prefix for one in segments]),
-        own=_places([(one.start, one.length) for one in segments]),
+        before=_filled([one.before for one in segments]),
+        before_lengths=torch.tensor([len(one.before) for one in segments]),
+        own=_filled([one.own for one in segments]),
     )
 
 
-def _places(runs: Sequence[tuple[int, int]]) -> Int[Tensor, "R L"]:
-    """Number the tokens of runs that are given by start and length."""
-    starts, lengths = (torch.tensor(numbers)[:, None] for numbers in zip(*runs, strict=True))
-    columns = torch.arange(max(length for _, length in runs))
-    return starts + columns * (columns < lengths)
+def _filled(places: Sequence[Int[Tensor, " L"]]) -> Int[Tensor, "R L"]:
+    """Fill rows up with their first."""
+    filled = pad_sequence(list(places), batch_first=True, padding_value=-1)
+    return filled if not filled.shape[1] else torch.where(filled < 0, filled[:, :1], filled)
