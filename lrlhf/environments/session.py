@@ -16,8 +16,6 @@ from lrlhf.environments.tool_calls import MalformedCall, ToolCall, ToolCallForma
 from lrlhf.environments.tools import Tool, result_text, tools_by_name, tools_of
 from lrlhf.types import Message
 
-Say = str | None
-
 
 class EnvironmentFailure(RuntimeError):  # noqa: N818  a state of an episode, as EngineFailure
     """An environment raised, took too long, or answered with what cannot be used."""
@@ -31,6 +29,10 @@ class Asked(NamedTuple):
     """Schemas, for the chat template."""
     max_tokens: int | None = None
     """Of the turn; None: the run's own limit alone."""
+
+
+Shown = str | Asked | None
+"""What an environment begins with: text behind the prompt, a prompt of its own, or nothing."""
 
 
 class Reaction(NamedTuple):
@@ -85,7 +87,7 @@ class Session:
         """Whether the environment judges turns or the whole."""
         return any(callable(getattr(self.environment, name, None)) for name in _JUDGES)
 
-    async def open(self, row: Mapping[str, Any]) -> Say:
+    async def open(self, row: Mapping[str, Any]) -> Shown:
         """Make the environment and begin an episode.
 
         Args:
@@ -304,7 +306,7 @@ def _taken_by(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str,
     return {one.name: row[one.name] for one in parameters if one.name in row}
 
 
-def _text_or_none(value: Any, name: str) -> Say:
+def _text_or_none(value: Any, name: str) -> str | None:
     if value is None or isinstance(value, str):
         return value and result_text(value)  # which no tokenizer refuses
     raise EnvironmentFailure(f"{name} returned a {type(value).__name__}, not text or None")

@@ -33,6 +33,10 @@ class Episodes:
         max_turn_tokens: Tokens of one turn; None: what is left of the episode's.
         timeout: Seconds for each call of the environment or a tool.
         reset_timeout: Seconds for making and resetting an environment.
+        history: What the policy sees of earlier turns. "tokens": all that was said, token by
+            token. "template": what the chat template makes of it at every turn, such as answers
+            without the reasoning before them; what it rewrites is a fork, and the policy is trained
+            on each turn as it saw it.
         wait_for: When the next turns are generated. "all": once every environment has answered,
             which gives the same batches in every run. "any": as soon as one has, so that nobody
             waits for the slowest. None: "any" for an engine that computes elsewhere, else "all".
@@ -46,6 +50,7 @@ class Episodes:
     max_turn_tokens: int | None = None
     timeout: float = 60.0
     reset_timeout: float = 300.0
+    history: Literal["tokens", "template"] = "tokens"
     wait_for: Literal["all", "any"] | None = None
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -86,7 +86,7 @@ def merge_collected(parts: Sequence[Collected]) -> Collected:
     """Put several rounds of one iteration into one, groups numbered through."""
     if len(parts) == 1:
         return parts[0]
-    rollouts = _all_with_turn_rewards([part.rollout for part in parts])
+    rollouts = _all_alike([part.rollout for part in parts])
     offsets = [0, *accumulate(int(rollout.group_ids.max()) + 1 for rollout in rollouts)][:-1]
     width = max(rollout.input_ids.shape[1] for rollout in rollouts)
     merged: dict[str, Any] = {"media": joined_media(rollouts)}
@@ -112,16 +112,20 @@ def merge_collected(parts: Sequence[Collected]) -> Collected:
     )
 
 
-def _all_with_turn_rewards(rollouts: list[Rollout]) -> list[Rollout]:
-    """Give zeros to a round whose environments all failed before they could judge."""
-    if all(rollout.turn_rewards is None for rollout in rollouts):
-        return rollouts
-    return [
-        rollout
-        if rollout.turn_rewards is not None
-        else replace(rollout, turn_rewards=torch.zeros_like(rollout.sampling_logprobs))
-        for rollout in rollouts
-    ]
+def _all_alike(rollouts: list[Rollout]) -> list[Rollout]:
+    """Give zeros to rounds in which no environment could judge, or no history was rewritten."""
+    for name in ("turn_rewards", "forks"):
+        known = [getattr(rollout, name) for rollout in rollouts]
+        kind = next((one.dtype for one in known if one is not None), None)
+        if kind is None:
+            continue
+        rollouts = [
+            replace(rollout, **cast(Any, {name: torch.zeros_like(rollout.input_ids, dtype=kind)}))
+            if own is None
+            else rollout
+            for rollout, own in zip(rollouts, known, strict=True)
+        ]
+    return rollouts
 
 
 def select_collected(collected: Collected, rows: Tensor) -> Collected:

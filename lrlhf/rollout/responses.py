@@ -25,11 +25,14 @@ class Segment:
             given tokens, and not trained on them.
         kept_mass: `[L]`, probability that top_p, top_k and min_p left at each token; None: nothing
             was cut off.
+        fork: Tokens of the row right before it that it does not follow, see
+            `lrlhf.types.SequenceBatch.forks`.
     """
 
     token_ids: Int[Tensor, " L"]
     logprobs: Float[Tensor, " L"] | None = None
     kept_mass: Float[Tensor, " L"] | None = None
+    fork: int = 0
 
     @property
     def sampled(self) -> bool:
@@ -73,15 +76,27 @@ class Response:
         segment = Segment(token_ids=token_ids, logprobs=logprobs, kept_mass=kept_mass)
         return cls(segments=(segment,), truncated=truncated)
 
-    def given(self, token_ids: Int[Tensor, " L"]) -> Response:
-        """Return the response with tokens behind it that the policy did not write."""
-        return replace(self, segments=(*self.segments, Segment(token_ids=token_ids)))
+    def given(self, token_ids: Int[Tensor, " L"], *, fork: int = 0) -> Response:
+        """Return the response with tokens behind it that the policy did not write.
 
-    def followed_by(self, turn: Response) -> Response:
-        """Return the response with a further turn behind it."""
+        Args:
+            token_ids: `[L]`.
+            fork: See `Segment`.
+        """
+        given = Segment(token_ids=token_ids, fork=fork)
+        return replace(self, segments=(*self.segments, given))
+
+    def followed_by(self, turn: Response, *, fork: int = 0) -> Response:
+        """Return the response with a further turn behind it.
+
+        Args:
+            turn: Without forks of its own.
+            fork: See `Segment`.
+        """
+        first, *rest = turn.segments
         versions = [one.weight_version for one in (self, turn) if one.weight_version is not None]
         return Response(
-            segments=(*self.segments, *turn.segments),
+            segments=(*self.segments, replace(first, fork=fork), *rest),
             truncated=turn.truncated,
             weight_version=min(versions, default=None),
         )
@@ -151,8 +166,9 @@ def assemble_rollout(
         _row(contexts[index // num_generations], response, device)
         for index, response in enumerate(responses)
     ]
-    ids, sampled, logprobs, masses = map(list, zip(*rows, strict=True))
+    ids, sampled, logprobs, masses, forks = map(list, zip(*rows, strict=True))
     cut = any(one.kept_mass is not None for each in responses for one in each.segments)
+    forking = any(one.fork for each in responses for one in each.segments)
     input_ids = pad_sequence(ids, batch_first=True, padding_value=pad_id)
     lengths = torch.tensor([len(row) for row in ids], device=device)
     return Rollout(
@@ -165,11 +181,12 @@ def assemble_rollout(
         group_ids=torch.arange(len(rows), device=device) // num_generations,
         truncated=torch.tensor([response.truncated for response in responses], device=device),
         weight_version=torch.tensor(versions, device=device) if versions else None,
+        forks=pad_sequence(forks, batch_first=True) if forking else None,
     )
 
 
 def _row(context: Tensor, response: Response, device: torch.device) -> Iterator[Tensor]:
-    """Go through a prompt's and its response's ids, mask, log-probabilities and mass, `[L]`."""
+    """Go through a prompt's and response's ids, mask, log-probabilities, mass and forks, `[L]`."""
     parts = []
     for one in (Segment(token_ids=context), *response.segments):
         ids = one.token_ids.to(device)
@@ -180,6 +197,7 @@ def _row(context: Tensor, response: Response, device: torch.device) -> Iterator[
                 torch.full_like(ids, one.sampled, dtype=torch.bool),
                 nothing if one.logprobs is None else one.logprobs.to(device),
                 nothing + 1 if one.kept_mass is None else one.kept_mass.to(device),
+                torch.tensor([one.fork, *[0] * len(ids)], device=device)[: len(ids)],
             )
         )
     return (torch.cat(column) for column in zip(*parts, strict=True))
@@ -189,7 +207,7 @@ def responses_of(rollout: Rollout, prompts: PromptBatch) -> list[Response]:
     """Take a rollout apart again, into what `assemble_rollout` would make it of.
 
     Args:
-        rollout: Rows of one prompt are consecutive.
+        rollout: Without forks. Rows of one prompt are consecutive.
         prompts: That it answers.
     """
     versions, masses = rollout.weight_version, rollout.kept_mass
@@ -218,9 +236,13 @@ def response_runs(rollout: Rollout, prompts: PromptBatch) -> list[list[Run]]:
     Turns that follow each other without anything given between them count as one.
     """
     rows = (response_starts(rollout, prompts), rollout.lengths.tolist())
+    forking = (
+        torch.zeros_like(rollout.response_mask) if rollout.forks is None else rollout.forks > 0
+    )
+    masks = (rollout.response_mask.tolist(), forking.tolist())
     return [
-        list(_runs(mask, start, end))
-        for mask, start, end in zip(rollout.response_mask.tolist(), *rows, strict=True)
+        list(_runs(sampled, forks, start, end))
+        for sampled, forks, start, end in zip(*masks, *rows, strict=True)
     ]
 
 
@@ -233,9 +255,9 @@ def response_starts(rollout: Rollout, prompts: PromptBatch) -> list[int]:
     return [int(lengths[row // num_generations]) for row in range(len(rollout))]
 
 
-def _runs(sampled: Sequence[bool], start: int, end: int) -> Iterator[Run]:
+def _runs(sampled: Sequence[bool], forks: Sequence[bool], start: int, end: int) -> Iterator[Run]:
     for column in range(start + 1, end + 1):
-        if column == end or sampled[column] != sampled[start]:
+        if column == end or forks[column] or sampled[column] != sampled[start]:
             yield Run(start, column, sampled[start])
             start = column
 
@@ -259,20 +281,28 @@ def continued_prompts(prompts: PromptBatch, responses: Sequence[Response]) -> Pr
         One prompt per response, left-padded, which shows what its prompt shows.
     """
     copies = len(responses) // len(prompts)
-    contexts = prompt_token_ids(prompts)
-    device = prompts.input_ids.device
-    rows = [
-        torch.cat([contexts[index // copies], response.token_ids.to(device)])
-        for index, response in enumerate(responses)
-    ]
-    input_ids, mask = left_padded(rows)
     repeated = prompts.select(torch.arange(len(responses)) // copies)
-    return replace(
+    rows = zip(prompt_token_ids(repeated), responses, strict=True)
+    return in_contexts(
         repeated,
-        input_ids=input_ids,
-        attention_mask=mask,
-        media=repeated.media and tuple(map(_shown_again, repeated.media, responses)),
+        [torch.cat([ids, response.token_ids.to(ids.device)]) for ids, response in rows],
     )
+
+
+def in_contexts(prompts: PromptBatch, contexts: Sequence[Tensor]) -> PromptBatch:
+    """Return prompts with other tokens; those that show something begin as they did.
+
+    Args:
+        prompts: `[B, P]`.
+        contexts: `[L]`, of each.
+    """
+    input_ids, mask = left_padded(contexts)
+    media = None
+    if prompts.media is not None:
+        lengths = prompts.attention_mask.sum(dim=1).tolist()
+        behind = zip(prompts.media, lengths, contexts, strict=True)
+        media = tuple(_shown_before(entry, ids[length:]) for entry, length, ids in behind)
+    return replace(prompts, input_ids=input_ids, attention_mask=mask, media=media)
 
 
 def untold_prompts(
@@ -297,11 +327,10 @@ def left_padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(ids.shape[1], device=device) >= ids.shape[1] - lengths[:, None]
 
 
-def _shown_again(media: Media | None, response: Response) -> Media | None:
+def _shown_before(media: Media | None, ids: Tensor) -> Media | None:
     if media is None:
         return None
-    said = tuple(response.token_ids.tolist())
-    return replace(media, prompt_ids=(*media.prompt_ids, *said))
+    return replace(media, prompt_ids=(*media.prompt_ids, *ids.tolist()))
 
 
 def repeated_media(

@@ -1,5 +1,6 @@
 """Whole runs with environments: PPO and RLOO, records, credit, replay, resume."""
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from lrlhf import Trainer
 from lrlhf.datamodules import PromptDataModule, ReplayDataModule
 from lrlhf.environments import Episodes, TextEnvironment
-from lrlhf.modules import PPO, RLOO, Advantage, DynamicSampling, Reference
+from lrlhf.modules import PPO, RLOO, Advantage, DynamicSampling, Reference, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
 from tests.modules.policy_runs import Watcher, sgd
@@ -170,6 +171,48 @@ def test_a_resumed_run_is_the_same_run(language_model: Any, tokenizer: Any, tmp_
         assert torch.equal(first, second)
     first, second = (records_of(tmp_path / name) for name in ("whole", "parts"))
     assert first == second
+
+
+@pytest.mark.parametrize("cls", [RLOO, PPO])
+def test_rewritten_histories_are_trained_on_as_they_were_seen(
+    language_model: Any, tokenizer: Any, tmp_path: Path, cls: type[RLOO | PPO]
+) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message['content']", "message['content'] | replace('e', '') | upper"
+    )
+    rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
+    state = {name: value.clone() for name, value in language_model.state_dict().items()}
+    weights, forks = [], []
+    # neither how a batch is cut, nor padding, nor an interruption makes a difference
+    for name, update, packs, steps in (
+        ("whole", Update(), True, (2,)),
+        ("cut", Update(micro_batch_tokens=1), True, (2,)),
+        ("padded", Update(), False, (2,)),
+        ("resumed", Update(), True, (1, 2)),
+    ):
+        for last in steps:
+            language_model.load_state_dict(state)
+            language_model.set_attn_implementation("sdpa" if packs else "eager")
+            module = build(
+                cls,
+                language_model,
+                tokenizer,
+                update=update,
+                sampling=Sampling(max_new_tokens=150),
+                episodes=Episodes(environment=Letters, max_turn_tokens=5, history="template"),
+            )
+            ckpt_path = "last" if last == 2 and len(steps) == 2 else None
+            watcher = run(module, tmp_path / name, rows, max_steps=last, ckpt_path=ckpt_path)
+        weights.append([weight.detach().clone() for weight in language_model.parameters()])
+        forks.append(watcher.experiences[-1].forks)
+    assert forks[0] is not None
+    assert forks[0].any()
+    for name, others in zip(("cut", "padded", "resumed"), weights[1:], strict=True):
+        for first, other in zip(weights[0], others, strict=True):
+            if name == "resumed":
+                assert torch.equal(first, other)
+            torch.testing.assert_close(first, other, rtol=0, atol=2e-5, msg=name)
 
 
 def test_evaluation_and_dynamic_sampling_play_episodes(

@@ -41,6 +41,8 @@ def measure_rollout(
     metrics.add_values("rollout/truncated_fraction", rollout.truncated.double())
     if rollout.episodes is not None:
         measure_episodes(rollout.episodes, metrics)
+        forks = torch.zeros_like(rollout.input_ids) if rollout.forks is None else rollout.forks
+        metrics.add_values("episode/forks", (forks != 0).sum(dim=1).double())
     for column, name in enumerate(result.names):
         values = result.per_function[:, column].double()
         finite = values[values.isfinite()]

@@ -95,6 +95,36 @@ class Dialogue:
             given = given.lstrip().removeprefix(ending)
         return self._behind(given)
 
+    def whole(
+        self,
+        messages: Sequence[Message],
+        row: Mapping[str, Any],
+        turns: Sequence[tuple[str, Sequence[int]]],
+    ) -> list[int]:
+        """Return the tokens of a conversation as the chat template renders it.
+
+        A turn that stands there as the policy wrote it has the tokens that the policy wrote, which
+        a tokenizer may cut otherwise.
+
+        Args:
+            messages: The conversation.
+            row: See `opened`.
+            turns: What the policy wrote, with special tokens, and its token ids, in order.
+
+        Raises:
+            RefusedTurnsError: The chat template refuses the conversation.
+        """
+        text, at = self._rendered(messages, row), 0
+        ids: list[int] = []
+        for written, tokens in turns:
+            found = text.find(written, at) if written else -1
+            if found < 0:
+                continue
+            ids += self._behind(text[at:found]) if ids else self._encoded(text[at:found])
+            ids += tokens
+            at = found + len(written)
+        return [*ids, *(self._behind(text[at:]) if ids else self._encoded(text))]
+
     def _check(
         self, before: Sequence[Message], new: Sequence[Message], row: Mapping[str, Any]
     ) -> None:
@@ -126,7 +156,8 @@ class Dialogue:
         if _MARK not in kept:
             logger.warning(
                 "the chat template drops the reasoning of earlier turns; here the policy keeps "
-                "seeing what it wrote, token by token, and is trained on what it saw"
+                "seeing what it wrote, token by token, and is trained on what it saw. With "
+                "episodes.history: template it sees what the template shows"
             )
 
     def _rendered(self, messages: Sequence[Message], row: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.background import EventLoop, in_background
-from lrlhf.environments.session import EnvironmentFailure, Reaction, Session
+from lrlhf.environments.session import Asked, EnvironmentFailure, Reaction, Session, Shown
 from lrlhf.environments.settings import Episodes, resolve
 from lrlhf.environments.tool_call_formats import detect_format, tool_call_format
 from lrlhf.environments.tool_calls import ToolCallFormat
@@ -156,17 +156,28 @@ class EpisodeEngine(EngineWrapper):
             shown = self._result(play, future)
             if play.failure:
                 continue
-            if tools := [tool.schema for tool in play.session.tools]:
-                play.row = {**play.row, "tools": tools}
             if shown is None and prompts.media is not None:
                 continue  # the processor has counted out what it shows
             try:
-                play.prompt, play.prompt_ids = self._dialogue.opened(
-                    play.prompt, shown, play.row, play.prompt_ids
-                )
+                self._open_with(play, shown)
             except RefusedTurnsError as error:
                 play.fail(str(error))
         return plays
+
+    def _open_with(self, play: Play, shown: Shown) -> None:
+        """Put what an environment begins with before the first turn."""
+        if isinstance(shown, Asked):
+            play.begins(shown.messages, self._asked(play, shown))
+            return
+        if tools := [tool.schema for tool in play.session.tools]:
+            play.row = {**play.row, "tools": tools}
+        play.begins(*self._dialogue.opened(play.prompt, shown, play.row, play.prompt_ids))
+
+    def _asked(self, play: Play, asked: Asked) -> list[int]:
+        """Return the tokens of a prompt that replaces all that was said."""
+        play.row = {**play.row, "tools": list(asked.tools)}
+        play.turn_limit = asked.max_tokens
+        return self._dialogue.whole(asked.messages, play.row, play.wrote_ids)
 
     def _go_on(self, plays: Sequence[Play], speaker: Speaker) -> None:
         """Let environments and policy take turns until every episode is over."""
@@ -224,17 +235,25 @@ class EpisodeEngine(EngineWrapper):
         if play.turns == self.episodes.max_turns:
             play.cut_off("max_turns")
             return False
+        messages = reaction.messages
         try:
-            tokens = self._dialogue.between(
-                play.prompt, play.said, reaction.messages, play.row, play.context[-1]
-            )
+            if reaction.asked is not None:
+                messages = play.new_messages(reaction.asked.messages)
+                tokens = play.goes_on_from(self._asked(play, reaction.asked))
+            elif self.episodes.history == "template":
+                told = [*play.messages, *messages]
+                tokens = play.goes_on_from(self._dialogue.whole(told, play.row, play.wrote_ids))
+            else:
+                tokens = self._dialogue.between(
+                    play.prompt, play.said, messages, play.row, play.context[-1]
+                )
         except RefusedTurnsError as error:
             play.fail(str(error))
             return False
         if play.used + len(tokens) >= play.limit:
             play.cut_off("length")
             return False
-        play.is_given(reaction.messages, tokens)
+        play.is_given(messages, tokens)
         return True
 
     def _judge(self, plays: Sequence[Play]) -> None:

@@ -15,7 +15,7 @@ from lrlhf.rollout.episodes.play import Play
 from lrlhf.rollout.responses import (
     Response,
     assemble_rollout,
-    continued_prompts,
+    in_contexts,
     responses_of,
 )
 from lrlhf.rollout.sampling import Sampling
@@ -79,8 +79,9 @@ class Speaker:
             return
         limits = [self._left(play) for play in plays]
         rows = self._contexts.select(torch.tensor([play.number for play in plays]))
-        asked = continued_prompts(rows, [play.response for play in plays if play.response])
-        asked = replace(asked, room=torch.tensor(limits, device=asked.input_ids.device))
+        device = rows.input_ids.device
+        asked = in_contexts(rows, [torch.tensor(play.context, device=device) for play in plays])
+        asked = replace(asked, room=torch.tensor(limits, device=device))
         rollout = self._engine.generate(
             asked,
             self._limited(max(limits)),
@@ -112,7 +113,8 @@ class Speaker:
         )
 
     def _left(self, play: Play) -> int:
-        return min(self._turn_limit, self._sampling.max_new_tokens - play.used)
+        own = self._turn_limit if play.turn_limit is None else play.turn_limit
+        return min(own, self._turn_limit, self._sampling.max_new_tokens - play.used)
 
     def _limited(self, tokens: int) -> Sampling:
         limit = min(tokens, self._sampling.max_new_tokens)
