@@ -16,8 +16,8 @@ from lrlhf.cli.messages.errors import ConfigError, hint
 from lrlhf.cli.trained_policy import TrainedPolicy, load_trained
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import ChatFormat
-from lrlhf.models import eos_token_ids, plain_model, ruled_out_ids
-from lrlhf.modules.policy.text_generation import PromptReader, context_length
+from lrlhf.models import context_length, eos_token_ids, plain_model, ruled_out_ids
+from lrlhf.modules.policy.text_generation import PromptReader
 from lrlhf.rollout import Sampling
 from lrlhf.rollout.engines.prompt_sharing import plain_generation_config
 from lrlhf.secrets import safe
@@ -48,7 +48,7 @@ class Conversation:
         self._reader = PromptReader(policy, ChatFormat(policy.tokenizer, template, options))
         self._turns: list[tuple[str, str | None]] = []
         """What the user said and what was answered."""
-        self._limit = context_length(policy)
+        self._limit = context_length(policy.model)
         how = "its chat template" if self._is_chat else "no chat template: it goes on with the text"
         self.opening = f"{trained.origin}: {how}, temperature {sampling.temperature:g}"
 

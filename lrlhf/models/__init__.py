@@ -27,7 +27,7 @@ from lrlhf.models.media_inputs import (
     ruled_out_ids,
 )
 from lrlhf.models.modes import evaluating
-from lrlhf.models.output_head import check_output_head, is_tied, plain_model
+from lrlhf.models.output_head import check_output_head, context_length, is_tied, plain_model
 from lrlhf.models.reference import ReferencePolicy, frozen_reference
 from lrlhf.models.reward_network import RewardNetwork, ScoreModel
 from lrlhf.models.scorers import HeadedBackbone, StockClassifier
@@ -64,6 +64,7 @@ __all__ = [
     "check_mergeable",
     "check_output_head",
     "compile_layers",
+    "context_length",
     "eos_token_ids",
     "evaluating",
     "forget_offsets",

@@ -253,6 +253,29 @@ def test_the_limit_of_a_turn_is_the_agents(monkeypatch: pytest.MonkeyPatch) -> N
     assert [len(ids(turn)) for _, turn in turns(rollout, 0)] == [2, 3]
 
 
+def test_a_full_context_ends_an_episode(language_model: PreTrainedModel) -> None:
+    class Endless(TextEnvironment):
+        def step(self, action: str) -> str | None:
+            return "more"
+
+    longest = language_model.config.max_position_embeddings
+    for history in ("tokens", "template"):
+        rollout = play(
+            TransformersEngine(),
+            chats("one"),
+            policy=language_model,
+            environment=Endless,
+            max_turn_tokens=20,
+            max_turns=100,
+            tokens=1000,
+            history=history,
+        )
+        (episode,) = rollout.episodes or ()
+        assert episode.finish_reason == "length"
+        lengths = [len(before) + len(token) for before, token in contexts(rollout, 0)]
+        assert longest - 60 < max(lengths) <= longest
+
+
 SHOUTS = FORGETFUL.replace(
     "m.content.split('</think>')[-1]",
     "m.content | upper if m.role == 'assistant' else m.content",

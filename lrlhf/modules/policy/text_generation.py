@@ -14,7 +14,7 @@ from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.datamodules.rows.collate import PromptRow, collate_prompts
 from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.datamodules.rows.prompt_rows import PromptParser
-from lrlhf.models import plain_model
+from lrlhf.models import context_length
 from lrlhf.modules.policy.load_policy import LoadedPolicy
 from lrlhf.modules.prompt_forms import refusal, rows_of
 from lrlhf.rewards.function import did_you_mean
@@ -75,7 +75,7 @@ class TextGenerator:
     def __init__(self, policy: LoadedPolicy, engine: RolloutEngine) -> None:
         self._policy = policy
         self._engine = engine
-        self.limit = context_length(policy)
+        self.limit = context_length(policy.model)
 
     def answer(
         self, rows: Sequence[PromptRow], sampling: Sampling, *, seeds: Sequence[int]
@@ -170,13 +170,6 @@ def changed_sampling(sampling: Sampling, options: Mapping[str, Any]) -> Sampling
         stop = changed["stop"]
         changed["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
     return replace(sampling, **changed)
-
-
-def context_length(policy: LoadedPolicy) -> int | None:
-    """Return how many tokens the model reads; None: its config does not say."""
-    config = plain_model(policy.model).config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def _pad_id(pad_id: Any) -> int:

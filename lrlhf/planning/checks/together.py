@@ -153,7 +153,11 @@ def check_context(model: Any, data: Any, trained: TrainedModel, seen: LookedAt |
         The lengths, in words; nothing where they are not known.
     """
     sampling = options_of(options_of(model).get("sampling"))
-    responses = sampling.get("max_new_tokens") or 0
+    responses, said = sampling.get("max_new_tokens") or 0, ("sampling", "max_new_tokens")
+    episodes = options_of(options_of(model).get("episodes"))
+    if episodes.get("history") == "template" or episodes.get("agent"):
+        # a row holds more than the policy sees at a time, of which only the first turn is known
+        responses, said = episodes.get("max_turn_tokens") or 1, ("episodes", "max_turn_tokens")
     limit = "max_prompt_tokens" if sampling else "max_tokens"
     tokens, origin = options_of(data).get(limit), f"data.{limit}"
     if tokens is None:
@@ -161,9 +165,9 @@ def check_context(model: Any, data: Any, trained: TrainedModel, seen: LookedAt |
         tokens, origin = (
             (seen.longest, f"the longest {what} looked at") if seen else (1, "a prompt")
         )
-    added = f" and model.sampling.max_new_tokens is {responses}" if sampling else ""
+    added = f" and model.{'.'.join(said)} is {responses}" if sampling else ""
     if trained.context is not None and tokens + responses > trained.context:
-        key = ("model", "sampling", "max_new_tokens") if sampling else ("data", limit)
+        key = ("model", *said) if sampling else ("data", limit)
         together = f", {tokens + responses} together" if sampling else ""
         raise MistakeError(
             key,

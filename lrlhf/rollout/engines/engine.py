@@ -109,6 +109,11 @@ class RolloutEngine(KeepsArguments, ABC):
             `lrlhf.rollout.assemble_rollout`.
         """
 
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of the longest prompt and response together; None: not known, or not yet."""
+        return None
+
     def conversation(self) -> AbstractContextManager[None]:
         """Return a context in which prompts go on from earlier responses.
 
@@ -200,6 +205,10 @@ class EngineWrapper(RolloutEngine):
         seeds: Sequence[int],
     ) -> Rollout:
         return self.engine.generate(prompts, sampling, num_generations=num_generations, seeds=seeds)
+
+    @property
+    def context_length(self) -> int | None:
+        return self.engine.context_length
 
     def conversation(self) -> AbstractContextManager[None]:
         return self.engine.conversation()

@@ -20,7 +20,13 @@ from transformers import (
 )
 
 from lrlhf.media import MediaProcessor
-from lrlhf.models import eos_token_ids, evaluating, ruled_out_ids, sequence_logprobs
+from lrlhf.models import (
+    context_length,
+    eos_token_ids,
+    evaluating,
+    ruled_out_ids,
+    sequence_logprobs,
+)
 from lrlhf.models.modes import ModelRefusalError, refusals, trial
 from lrlhf.models.sharding import gathered, has_split_weights
 from lrlhf.rollout.engines.engine import Capabilities, RolloutEngine, check_seeds, pad_token_id
@@ -85,6 +91,10 @@ class TransformersEngine(RolloutEngine):
     ) -> None:
         self._policy = policy
         self._tokenizer = tokenizer
+
+    @property
+    def context_length(self) -> int | None:
+        return context_length(self._policy)
 
     @contextlib.contextmanager
     def conversation(self) -> Iterator[None]:

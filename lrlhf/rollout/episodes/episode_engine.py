@@ -250,11 +250,16 @@ class EpisodeEngine(EngineWrapper):
         except RefusedTurnsError as error:
             play.fail(str(error))
             return False
-        if play.used + len(tokens) >= play.limit:
+        if not self._leaves_room(play, len(tokens)):
             play.cut_off("length")
             return False
         play.is_given(messages, tokens)
         return True
+
+    def _leaves_room(self, play: Play, tokens: int) -> bool:
+        context = self.engine.context_length
+        fits = context is None or len(play.context) + tokens < context
+        return fits and play.used + tokens < play.limit
 
     def _judge(self, plays: Sequence[Play]) -> None:
         """Ask for the reward of the whole."""

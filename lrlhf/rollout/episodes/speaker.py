@@ -62,7 +62,9 @@ class Speaker:
         ):
             asked = self._contexts.select(torch.tensor([play.number for play in firsts]))
             copies = num_generations
-        sampling = self._limited(self._turn_limit)
+        room = [max(1, self._left(play)) for play in plays[::copies]]
+        asked = replace(asked, room=torch.tensor(room, device=asked.input_ids.device))
+        sampling = self._limited(max(room))
         seeds = [play.seed for play in plays]
         rollout = self._engine.generate(asked, sampling, num_generations=copies, seeds=seeds)
         self._add(plays, responses_of(rollout, asked))
@@ -113,8 +115,13 @@ class Speaker:
         )
 
     def _left(self, play: Play) -> int:
-        own = self._turn_limit if play.turn_limit is None else play.turn_limit
-        return min(own, self._turn_limit, self._sampling.max_new_tokens - play.used)
+        """Return how many tokens a turn may have."""
+        limits = [self._turn_limit, self._sampling.max_new_tokens - play.used]
+        if play.turn_limit is not None:
+            limits.append(play.turn_limit)
+        if self._engine.context_length is not None:
+            limits.append(self._engine.context_length - len(play.context))
+        return min(limits)
 
     def _limited(self, tokens: int) -> Sampling:
         limit = min(tokens, self._sampling.max_new_tokens)

@@ -94,6 +94,10 @@ class VLLMBase(SyncedEngine):
         return found
 
     @property
+    def context_length(self) -> int | None:
+        return self.max_model_len if self._described else None
+
+    @property
     def max_model_len(self) -> int:
         """Tokens of the longest prompt and response together."""
         return int(self._described["max_model_len"])
