@@ -30,7 +30,9 @@ from lrlhf.modules import (
 )
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, SyncedEngine
+from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
 from lrlhf.strategies import FSDP2, DeepSpeed
+from lrlhf.types import Episode
 from tests.conftest import build_language_model, build_tokenizer
 from tests.modules.policy_runs import letters
 from tests.rollout.copy_engine import CopyEngine
@@ -68,7 +70,8 @@ def policy(kind: type[RLOO] | type[PPO], model: Any = None, **options: Any) -> A
         "optimizer": adamw(5e-3),
     }
     model = build_language_model(tokenizer) if model is None else model
-    return kind(model, Rewards([letters]), **(common | options))
+    rewards = options.pop("rewards", Rewards([letters]))
+    return kind(model, rewards, **(common | options))
 
 
 def rloo(_folder: Path) -> Any:
@@ -119,18 +122,37 @@ def through_an_engine(_folder: Path, engine: CopyEngine | None = None) -> Any:
 class Asks(TextEnvironment):
     """Asks on, up to four times: the more turns, the later the prompt is in the alphabet."""
 
-    def reset(self, prompt: str) -> None:
-        self.left = "abcdefgh".index(prompt[-2]) % 4
+    def reset(self, prompt: Any) -> None:
+        self.left = "abcdefgh".index(prompt[0]["content"][-2]) % 4
 
     def step(self, action: str) -> str | None:
         self.left -= 1
         return f"{len(action)}?" if self.left >= 0 else None
 
 
+def letters_of_turns(episodes: list[Episode], **_: Any) -> list[float]:
+    said = [
+        [one["content"] for one in each.messages if one["role"] == "assistant"] for each in episodes
+    ]
+    return letters(["".join(turns) for turns in said])
+
+
 def with_an_environment(_folder: Path) -> Any:
     # the processes need different numbers of rounds, and weights that are split need all of them
-    episodes = Episodes(environment=Asks, max_turn_tokens=4)
-    return policy(RLOO, episodes=episodes, sampling=Sampling(max_new_tokens=24))
+    episodes = Episodes(environment=Asks, max_turn_tokens=4, history="template")
+    tokenizer = build_tokenizer()
+    # every turn becomes a fork
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['content'] | replace('e', '') | upper }}"
+        "<|im_end|>{{ message['role'] }}{% endfor %}"
+    )
+    return policy(
+        RLOO,
+        episodes=episodes,
+        sampling=Sampling(max_new_tokens=96),
+        tokenizer=tokenizer,
+        rewards=Rewards([letters_of_turns]),
+    )
 
 
 MODULES: dict[str, Callable[[Path], L.LightningModule]] = {
@@ -181,13 +203,15 @@ def data_of(module: L.LightningModule, folder: Path, ranks: int) -> L.LightningD
     """Write the rows beside the run; each step takes the same ones on any number of ranks."""
     words = [first + second for first in "abcdefgh" for second in "ijkl"]
     if isinstance(module, RewardModel):
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"prompt": "say", "chosen": f"{word} {word}", "rejected": word * (1 + index % 3)}
             for index, word in enumerate(words)
         ]
         build: Any = PreferenceDataModule
     else:
         rows = [{"prompt": f"say {word}"} for word in words]
+        if isinstance(module.engine, EpisodeEngine):
+            rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
         build = PromptDataModule
     path = folder / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
