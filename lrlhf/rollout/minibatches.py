@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lrlhf.models.packed.packing import Tree, compact, find_trees
+from lrlhf.models.packed.packing import Tree, compact, find_trees, unfold
 from lrlhf.types import SequenceBatch
 
 Batch = TypeVar("Batch", bound=SequenceBatch)
@@ -104,7 +104,7 @@ def plan_micro_batches(
     """
     if packed:
         return _packed(batch, batch.group_ids if shared else None, max_tokens, at_least)
-    lengths = batch.lengths.cpu()
+    lengths = _written_out(batch)
     groups = micro_batch_rows(lengths, max_tokens=max_tokens, at_least=at_least)
     return [
         MicroBatch(rows, len(rows) * int(lengths[rows].max()), int(lengths[rows].sum()))
@@ -138,6 +138,16 @@ def micro_batch_rows(lengths: Tensor, *, max_tokens: int | None, at_least: int =
         largest = max(range(len(groups)), key=lambda index: len(groups[index]))
         groups[largest : largest + 1] = groups[largest].tensor_split(2)
     return groups
+
+
+def _written_out(batch: SequenceBatch) -> Tensor:
+    """Count the tokens of each row, those before a fork once more."""
+    if batch.forks is None:
+        return batch.lengths.cpu()
+    parts = (batch.input_ids.cpu(), batch.attention_mask.cpu(), batch.forks.cpu())
+    chains = unfold(compact(*parts))
+    longest = chains.rows.attention_mask.sum(dim=1)
+    return torch.zeros(len(batch), dtype=torch.long).index_add(0, chains.owners, longest)
 
 
 def _packed(

@@ -20,6 +20,7 @@ from lrlhf.models import allow_packing, sequence_logprobs
 from lrlhf.models.packed import packed_attention as attention
 from lrlhf.models.packed.packing import Stretch, compact, find_trees, pack, stretches, unfold
 from lrlhf.models.token_logprobs import sequence_values
+from lrlhf.rollout.minibatches import plan_micro_batches
 from lrlhf.types import SequenceBatch
 from tests.matrices import few_of
 from tests.models.families import VOCABULARY, gemma2, gpt2, llama, seeded
@@ -244,6 +245,21 @@ def test_a_turn_does_not_see_other_branches() -> None:
     assert changed.ids != one.ids  # the last token of the first branch
     after = sequence_logprobs(model, forking([changed], [0]))
     torch.testing.assert_close(after[:, first_fork:], before[:, first_fork:], rtol=0, atol=0)
+
+
+def test_micro_batches_of_padded_rows_count_what_is_before_each_fork() -> None:
+    ids = torch.arange(1, 10)[None]
+    batch = SequenceBatch(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids, dtype=torch.bool),
+        response_mask=torch.ones_like(ids, dtype=torch.bool),
+        forks=torch.tensor([[0, 0, 0, 1, 0, 3, 0, 7, 2]]),
+    )
+    # 3 tokens, 4, 4, 1 and 4, see the test of what is written out
+    (part,) = plan_micro_batches(batch, max_tokens=None, packed=False)
+    assert part.computed == 3 + 4 + 4 + 1 + 4
+    (part,) = plan_micro_batches(batch, max_tokens=None, packed=True)
+    assert part.computed == 9
 
 
 @pytest.mark.parametrize("family", FAMILY_PARAMS)
