@@ -23,7 +23,7 @@ from lrlhf.models.token_logprobs import sequence_values
 from lrlhf.rollout.minibatches import plan_micro_batches
 from lrlhf.types import SequenceBatch
 from tests.matrices import few_of
-from tests.models.families import VOCABULARY, gemma2, gpt2, llama, seeded
+from tests.models.families import VOCABULARY, gemma2, gpt2, granite, llama, seeded
 from tests.models.test_packing import (
     PACKED_FAMILIES,
     assert_same_gradients,
@@ -130,7 +130,7 @@ def of_turns(batch: SequenceBatch, values: Tensor) -> Tensor:
 
 
 def assert_equal_to_separate_turns(
-    model: PreTrainedModel, compute: Callable[[SequenceBatch], Tensor], *, atol: float = 2e-5
+    model: PreTrainedModel, compute: Callable[[SequenceBatch], Tensor], *, atol: float = 1e-5
 ) -> None:
     plain = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     plain.set_attn_implementation("eager")  # as the family's authors wrote it
@@ -205,7 +205,9 @@ def test_log_probabilities_and_gradients_are_those_of_separate_turns(
     build: Callable[[], PreTrainedModel],
 ) -> None:
     model = seeded(build)
-    assert_equal_to_separate_turns(model, lambda batch: sequence_logprobs(model, batch))
+    # its embeddings are multiplied, and rounding with them: sdpa alone differs by 5e-6
+    atol = 5e-5 if build is granite else 1e-5
+    assert_equal_to_separate_turns(model, lambda batch: sequence_logprobs(model, batch), atol=atol)
 
 
 def test_values_and_their_gradients_are_those_of_separate_turns() -> None:
