@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -136,8 +137,9 @@ def is_open(port: int) -> bool:
 
 
 @contextlib.contextmanager
-def shop_at(port: int) -> Iterator[None]:
-    with subprocess.Popen([*SHOP, str(port)], stderr=subprocess.DEVNULL) as server:
+def served(program: str, port: int) -> Iterator[None]:
+    command = [sys.executable, program, str(port)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
         try:
             deadline = time.monotonic() + 60
             while not is_open(port):
@@ -166,7 +168,7 @@ def test_a_server_behind_http() -> None:
                 await say("crash")
             return answer
 
-    with shop_at(port):
+    with served(SHOP[1], port):
         assert asyncio.run(played()) == "tea"
 
 
@@ -296,3 +298,128 @@ def test_spaces_that_are_no_text_are_named() -> None:
 
     with pytest.raises(EnvironmentFailure, match=r"action space of Switch-v0 is Discrete\(2\)"):
         reactions([], id="Switch-v0", wrapper=half)
+
+
+# ------------------------------------------------------------------ TextArena
+
+
+def guesses(seed: int) -> list[str]:
+    """What the game says to 5, to no number, and to each number until it is found."""
+
+    async def played() -> list[str]:
+        async with opened("TextArenaEnvironment", {"seed": seed}, id="GuessTheNumber-v0-raw") as (
+            game,
+            shown,
+            say,
+        ):
+            assert "guess the number between 1 and 20" in shown
+            heard = [await say("[5]"), await say("five")]
+            while heard[-1].finish_reason is None:
+                heard.append(await say(f"[{len(heard) * 2}]"))
+            assert [one.reward for one in heard] == [0.0] * len(heard)
+            return [*map(told, heard[:-1]), str(await game.outcome())]
+
+    return asyncio.run(played())
+
+
+def test_a_game_tells_what_is_new() -> None:
+    pytest.importorskip("textarena")
+    random.seed(0)
+    expected = random.Random(3).randint(1, 20)  # as the game draws it
+    said = guesses(3)
+    assert said[0] == f"The target number is {'lower' if expected < 5 else 'higher'}."
+    assert said[1].startswith("You attempted an invalid move.")
+    assert guesses(3) == said
+    assert random.random() == random.Random(0).random()  # the run's own state is as it was
+
+
+def test_games_draw_apart() -> None:
+    pytest.importorskip("textarena")
+
+    async def boards(*seeds: int) -> list[str]:
+        async with contextlib.AsyncExitStack() as stack:
+            games = [
+                await stack.enter_async_context(
+                    opened("TextArenaEnvironment", {"seed": seed}, id="2048-v0-raw")
+                )
+                for seed in seeds
+            ]
+            for _, _, say in games:
+                await say("[left]")
+            return [told(await say("[down]")) for _, _, say in games]
+
+    alone = [asyncio.run(boards(seed))[0] for seed in (1, 2)]
+    assert alone[0] != alone[1]
+    assert asyncio.run(boards(1, 2)) == alone
+
+
+@pytest.mark.parametrize(
+    ("game", "problem"),
+    [
+        ("GuessTheNumber-v0", "take GuessTheNumber-v0-raw"),
+        ("TicTacToe-v0-raw", "number of players has to be 2"),
+        ("Tennis-v0-raw", "Tennis-v0-raw not found"),
+    ],
+)
+def test_games_that_cannot_be_played(game: str, problem: str) -> None:
+    pytest.importorskip("textarena")
+
+    async def played() -> None:
+        async with opened("TextArenaEnvironment", id=game):
+            pass
+
+    with pytest.raises(EnvironmentFailure, match=problem):
+        asyncio.run(played())
+
+
+# ------------------------------------------------------------------ OpenEnv
+
+
+def test_an_openenv_server_reads_turns() -> None:
+    pytest.importorskip("openenv")
+    port = free_port()
+
+    async def played(observation: str | None) -> list[Any]:
+        async with opened(
+            "OpenEnvEnvironment",
+            {"options": {"word": "abc"}},
+            url=f"http://127.0.0.1:{port}",
+            action="guess",
+            observation=observation,
+        ) as (one, shown, say):
+            heard = [await say("abd"), await say("abc")]
+            return [shown, heard, await one.outcome()]
+
+    with served(str(Path(__file__).with_name("openenv_word.py")), port):
+        shown, (near, right), outcome = asyncio.run(played("text"))
+        assert shown == "3 letters, seed 7"
+        assert (told(near), near.reward, near.finish_reason) == ("2 letters are right", 0.5, None)
+        assert (right.reward, right.finish_reason, outcome) == (1.0, "done", 0.0)
+        shown, (near, _), _ = asyncio.run(played(None))
+        assert json.loads(told(near)) == {"text": "2 letters are right", "letters": 2}
+        with pytest.raises(
+            EnvironmentFailure, match="'letters' is 0, no text; it has metadata, text, let"
+        ):
+            asyncio.run(played("letters"))
+    with pytest.raises(EnvironmentFailure, match=rf"reset\(\) raised Conn.*{port}"):
+        asyncio.run(played("text"))
+
+
+def test_an_openenv_server_offers_tools() -> None:
+    pytest.importorskip("openenv")
+    port = free_port()
+
+    async def played() -> list[Any]:
+        url = f"http://127.0.0.1:{port}"
+        async with opened("OpenEnvTools", url=url) as (one, shown, say):
+            assert shown == ""
+            assert [tool.name for tool in one.tools] == ["letters"]
+            said = [await say(call) for call in ('letters {"word": "abc"}', 'letters {"word": ""}')]
+            return [*said, await say('letters {"number": 3}')]
+
+    with served(str(Path(__file__).with_name("openenv_letters.py")), port):
+        counted, failed, wrong = asyncio.run(played())
+    assert (told(counted), counted.reward) == ("3", 0.25)
+    assert told(failed).startswith("error: ")
+    assert "no word" in told(failed)
+    assert told(wrong).startswith("error: wrong arguments: 'word' is missing")

@@ -9,12 +9,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lrlhf.environments.adapters.gymnasium_environment import GymnasiumEnvironment
     from lrlhf.environments.adapters.mcp_tools import McpTools
+    from lrlhf.environments.adapters.openenv_environments import OpenEnvEnvironment, OpenEnvTools
+    from lrlhf.environments.adapters.textarena_environment import TextArenaEnvironment
 
-__all__ = ["GymnasiumEnvironment", "McpTools"]
+__all__ = [
+    "GymnasiumEnvironment",
+    "McpTools",
+    "OpenEnvEnvironment",
+    "OpenEnvTools",
+    "TextArenaEnvironment",
+]
 
 _HOMES = {
     "GymnasiumEnvironment": ("gymnasium_environment", "gymnasium"),
     "McpTools": ("mcp_tools", "mcp"),
+    "OpenEnvEnvironment": ("openenv_environments", "openenv"),
+    "OpenEnvTools": ("openenv_environments", "openenv"),
+    "TextArenaEnvironment": ("textarena_environment", "textarena"),
 }
 """The module of each name, and its package, after which the extra is called too."""
 
