@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lrlhf.environments.adapters.mcp_tools import McpTools
     from lrlhf.environments.adapters.openenv_environments import OpenEnvEnvironment, OpenEnvTools
     from lrlhf.environments.adapters.textarena_environment import TextArenaEnvironment
+    from lrlhf.environments.adapters.verifiers_agent import VerifiersAgent
 
 __all__ = [
     "GymnasiumEnvironment",
@@ -18,6 +19,7 @@ __all__ = [
     "OpenEnvEnvironment",
     "OpenEnvTools",
     "TextArenaEnvironment",
+    "VerifiersAgent",
 ]
 
 _HOMES = {
@@ -26,6 +28,7 @@ _HOMES = {
     "OpenEnvEnvironment": ("openenv_environments", "openenv"),
     "OpenEnvTools": ("openenv_environments", "openenv"),
     "TextArenaEnvironment": ("textarena_environment", "textarena"),
+    "VerifiersAgent": ("verifiers_agent", "verifiers"),
 }
 """The module of each name, and its package, after which the extra is called too."""
 

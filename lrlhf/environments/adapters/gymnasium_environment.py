@@ -22,7 +22,7 @@ class GymnasiumEnvironment(TextEnvironment):
         id: As ``gymnasium.make`` takes it, such as ``my_package:Maze-v0``.
         wrapper: Import path of a function or class that takes the environment and returns it with
             spaces of text, as Gymnasium's own ``TransformObservation`` and ``TransformAction`` do.
-        options: Further arguments of ``gymnasium.make``.
+        arguments: Further ones of ``gymnasium.make``.
 
     Raises:
         ValueError: A space is not of text, or the wrapper cannot be imported.
@@ -32,12 +32,12 @@ class GymnasiumEnvironment(TextEnvironment):
         self,
         id: str,
         wrapper: str | Callable[[Any], Any] | None = None,
-        options: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         gymnasium = importlib.import_module("gymnasium")
         if isinstance(wrapper, str):
             wrapper = import_function("wrapper", wrapper, ())
-        environment = gymnasium.make(id, **(options or {}))
+        environment = gymnasium.make(id, **(arguments or {}))
         self._environment = wrapper(environment) if wrapper is not None else environment
         self._invalid = gymnasium.error.InvalidAction
         for kind in ("observation", "action"):

@@ -24,15 +24,15 @@ class TextArenaEnvironment(TextEnvironment):
     Args:
         id: A game in its version without wrappers, such as ``GuessTheNumber-v0-raw``; the wrapped
             ones repeat the conversation in each turn.
-        options: Of the game, such as ``{max_number: 50}``.
+        arguments: Of the game, such as ``{max_number: 50}``.
 
     Raises:
         ValueError: There is no such game, or it is wrapped.
     """
 
-    def __init__(self, id: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, id: str, arguments: Mapping[str, Any] | None = None) -> None:
         self._textarena = importlib.import_module("textarena")
-        self._game = self._textarena.make(id, **(options or {}))
+        self._game = self._textarena.make(id, **(arguments or {}))
         if isinstance(self._game, self._textarena.Wrapper):
             raise ValueError(f"{id} repeats the conversation in each turn: take {id}-raw")
         self._random: Any = None
