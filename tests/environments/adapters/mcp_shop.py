@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 
-from mcp.server.mcpserver import Image, MCPServer
+from mcp.server.mcpserver import Context, Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import EmbeddedResource, TextResourceContents
 
@@ -32,6 +32,12 @@ def read(name: str) -> list[str | EmbeddedResource]:
 def key() -> str:
     """Tell what the environment variable is."""
     return os.environ.get("SHOP_KEY", "none")
+
+
+@server.tool()
+def customer(context: Context) -> str:
+    """Tell what the HTTP header is."""
+    return str(context.request_context.request.headers["X-Customer"])
 
 
 @server.tool()

@@ -81,17 +81,27 @@ def test_what_no_policy_can_read_fails_the_episode(call: str, problem: str) -> N
 
 def test_a_server_behind_http() -> None:
     port = free_port()
-    server = {"url": f"http://127.0.0.1:{port}/mcp", "headers": {"X-Shop": "1"}}
+    server = {"url": f"http://127.0.0.1:{port}/mcp", "headers": {"X-Customer": "Ada"}}
 
     async def played() -> str:
         async with opened("McpTools", servers=[server]) as (_, _, say):
-            answer = told(await say('buy {"item": "tea"}'))
+            answer = told(await say("customer"))
             with pytest.raises(EnvironmentFailure, match="the MCP server of crash is gone"):
                 await say("crash")
             return answer
 
     with served("mcp_shop.py", port):
-        assert asyncio.run(played()) == "tea"
+        assert asyncio.run(played()) == "Ada"
+
+
+def test_a_server_with_many_tools_lists_them_on_pages() -> None:
+    async def played() -> list[str]:
+        servers = [{"command": program("mcp_pages.py")}, {"command": SHOP}]
+        async with opened("McpTools", servers=servers) as (one, _, say):
+            assert [tool.name for tool in one.tools][:3] == ["one", "two", "buy"]
+            return [told(await say(call)) for call in ("one", "two", 'buy {"item": "tea"}')]
+
+    assert asyncio.run(played()) == ['{"n": 1}', "2", "tea"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from lrlhf.environments.session import EnvironmentFailure
 from tests.environments.adapters.sessions import opened, told
 
-pytest.importorskip("textarena")
+textarena = pytest.importorskip("textarena")
 
 
 def guesses(seed: int) -> list[str]:
@@ -56,9 +56,19 @@ def test_games_draw_apart() -> None:
                 await say("[left]")
             return [told(await say("[down]")) for _, _, say in games]
 
-    alone = [asyncio.run(boards(seed))[0] for seed in (1, 2)]
-    assert alone[0] != alone[1]
-    assert asyncio.run(boards(1, 2)) == alone
+    def alone(seed: int) -> str:
+        game = textarena.make("2048-v0-raw")
+        game.reset(num_players=1, seed=seed)
+        for move in ("[left]", "[down]"):
+            game.get_observation()
+            game.step(move)
+        return str(game.get_observation()[1][-1][1])
+
+    expected = [alone(1), alone(2)]
+    assert expected[0] != expected[1]
+    random.seed(5)
+    found = asyncio.run(boards(1, 2))
+    assert [board in said for board, said in zip(expected, found, strict=True)] == [True, True]
 
 
 @pytest.mark.parametrize(
