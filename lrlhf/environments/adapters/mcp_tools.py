@@ -85,8 +85,8 @@ class McpTools:
                 await self._closing.wait()
         except Exception as error:  # noqa: BLE001  the episode learns of it
             name = server.get("url") or " ".join(server["command"])
-            problem = "cannot be reached" if not connected.done() else "failed"
-            self._failure = ConnectionError(f"MCP server {name} {problem}: {_reason(error)}")
+            problem = "lost" if connected.done() else f"{name} cannot be reached"
+            self._failure = ConnectionError(f"MCP server {problem}: {_reason(error)}")
         finally:
             if not connected.done():
                 connected.set_result(None)
