@@ -106,14 +106,14 @@ class Session:
         self.environment = await self._ask(
             name, self._make, limit=self._reset_timeout, late=_close_late
         )
+        shown = None
+        if (reset := getattr(self.environment, "reset", None)) is not None:
+            shown = await self._ask(
+                "reset()", reset, **_taken_by(reset, row), limit=self._reset_timeout
+            )
         if not isinstance(self.environment, TextEnvironment):
+            # after the reset, which may be what finds out about them
             self._tools = tools_by_name([*self._tools.values(), *tools_of(self.environment)])
-        reset = getattr(self.environment, "reset", None)
-        if reset is None:
-            return None
-        shown = await self._ask(
-            "reset()", reset, **_taken_by(reset, row), limit=self._reset_timeout
-        )
         return _text_or_none(shown, "reset()")
 
     async def react(self, text: str, raw: str) -> Reaction:

@@ -21,7 +21,9 @@ from transformers.utils.chat_template_utils import (
 from lrlhf.environments.strict_json import STRICT_JSON
 from lrlhf.functional.names import import_value
 
-NOT_TOOLS = frozenset({"reset", "reward", "get_reward", "done", "close", "malformed_call"})
+NOT_TOOLS = frozenset(
+    {"reset", "reward", "get_reward", "done", "close", "malformed_call", "offered_tools"}
+)
 """Methods of an environment that are for the run and not for the policy."""
 
 _HOW = (
@@ -93,6 +95,9 @@ class Tool:
         problems = [f"{name!r} is missing" for name in required if name not in arguments]
         for name, value in arguments.items():
             if name not in properties:
+                if parameters.get("additionalProperties", False) is not False:
+                    accepted[name] = value
+                    continue
                 problems.append(f"there is no argument {name!r}")
                 continue
             fitting = [one for one in _readings(value) if _matches(one, properties[name])]
@@ -120,16 +125,19 @@ def tools_of(environment: Any) -> list[Tool]:
     """Return the public methods of an environment, inherited ones first, as they are defined.
 
     The schemas are made once per class. `NOT_TOOLS` are left out, and so is whatever is no method:
-    properties are not looked at.
+    properties are not looked at. Behind them come the tools that its method ``offered_tools``
+    returns, if it has one: those that are known only at run time, with schemas of their own.
 
     Raises:
         ValueError: A method has no docstring, or one that does not explain an argument, or a type
             hint is missing or not for values of JSON.
     """
-    return [
+    methods = [
         Tool(name, getattr(environment, name), schema)
         for name, schema in schemas_of(environment.__class__).items()
     ]
+    offered = getattr(environment, "offered_tools", None)
+    return [*methods, *(offered() if callable(offered) else ())]
 
 
 def tools_of_functions(functions: Iterable[NamedTool]) -> list[Tool]:

@@ -540,3 +540,21 @@ def test_the_words_of_the_errors_are_those_of_the_schema() -> None:
         "point": "object or null",
         "anything": "any value",
     }
+
+
+def test_an_environment_offers_tools_with_schemas_of_their_own() -> None:
+    class Shell:
+        def look(self) -> str:
+            """Looks around."""
+            return "a room"
+
+        def offered_tools(self) -> list[Tool]:
+            parameters = {"type": "object", "properties": {}, "additionalProperties": {}}
+            function = {"name": "run", "description": "Runs.", "parameters": parameters}
+            return [Tool("run", dict, {"type": "function", "function": function})]
+
+    look, run = tools_of(Shell())
+    assert (look.name, run.name) == ("look", "run")
+    assert run.call({"any": "thing"}) == {"any": "thing"}
+    with pytest.raises(ToolArgumentsError, match="no argument 'any'"):
+        look.call({"any": "thing"})

@@ -1,0 +1,81 @@
+"""Environments of Gymnasium whose observations and actions are texts."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lrlhf.environments.text_environment import TextEnvironment
+from lrlhf.functional.names import import_function
+
+
+class GymnasiumEnvironment(TextEnvironment):
+    """An environment of Gymnasium.
+
+    Its observation and action spaces must be ``gymnasium.spaces.Text``; ``wrapper`` makes them so.
+    The policy reads the observations, and its turns, without white space at their ends, are the
+    actions. One that is outside the action space, or at which the wrapper raises
+    ``gymnasium.error.InvalidAction``, is no step: the policy reads why, and can try again.
+
+    Args:
+        id: As ``gymnasium.make`` takes it, such as ``my_package:Maze-v0``.
+        wrapper: Import path of a function or class that takes the environment and returns it with
+            spaces of text, as Gymnasium's own ``TransformObservation`` and ``TransformAction`` do.
+        arguments: Further ones of ``gymnasium.make``.
+
+    Raises:
+        ValueError: A space is not of text, or the wrapper cannot be imported.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        wrapper: str | Callable[[Any], Any] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        gymnasium = importlib.import_module("gymnasium")
+        if isinstance(wrapper, str):
+            wrapper = import_function("wrapper", wrapper, ())
+        environment = gymnasium.make(id, **(arguments or {}))
+        self._environment = wrapper(environment) if wrapper is not None else environment
+        self._invalid = gymnasium.error.InvalidAction
+        for kind in ("observation", "action"):
+            space = getattr(self._environment, f"{kind}_space")
+            if not isinstance(space, gymnasium.spaces.Text):
+                self._environment.close()
+                raise ValueError(
+                    f"the {kind} space of {id} is {space}, not gymnasium.spaces.Text: give a "
+                    "wrapper that makes it text"
+                )
+        self.done = False
+        self.info: Mapping[str, Any] = {}
+        """What came with the last observation, for reward functions that name ``environments``."""
+
+    def reset(self, seed: int, options: dict[str, Any] | None = None) -> str:
+        """Begin an episode.
+
+        Args:
+            seed: The same for all episodes of one prompt.
+            options: Column of the row, for the environment's own ``reset``.
+        """
+        shown, self.info = self._environment.reset(seed=seed, options=options)
+        return shown  # type: ignore[no-any-return]
+
+    def step(self, action: str) -> str:
+        action, self._reward = action.strip(), 0.0
+        if not self._environment.action_space.contains(action):
+            return f"error: {action!r:.80} is not in {self._environment.action_space}"
+        try:
+            seen, reward, terminated, truncated, self.info = self._environment.step(action)
+        except self._invalid as error:
+            return f"error: {error}"
+        self._reward = float(reward)
+        self.done = bool(terminated or truncated)
+        return seen  # type: ignore[no-any-return]
+
+    def reward(self) -> float:
+        return self._reward
+
+    def close(self) -> None:
+        self._environment.close()

@@ -1,0 +1,148 @@
+"""Environments of OpenEnv, behind a server."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from lrlhf.environments.text_environment import TextEnvironment
+from lrlhf.environments.tools import Tool, result_text
+
+_DAY = 86_400.0
+
+
+class _Client:
+    """A session on a server.
+
+    Args:
+        url: Of the server.
+        headers: Of HTTP, such as ``Authorization``.
+        observation: The field of observations that the policy reads, a text; None: it reads their
+            JSON, without ``metadata``.
+    """
+
+    def __init__(
+        self, url: str, headers: Mapping[str, str] | None = None, observation: str | None = None
+    ) -> None:
+        core = importlib.import_module("openenv.core")
+        # episodes have limits of time of their own
+        self._client = core.GenericEnvClient(
+            base_url=url, headers=dict(headers or {}), message_timeout_s=_DAY
+        )
+        self._observation = observation
+        self._earned = 0.0
+        self.done = False
+
+    async def reset(self, seed: int, options: dict[str, Any] | None = None) -> str:
+        """Connect, and begin an episode.
+
+        Args:
+            seed: The same for all episodes of one prompt.
+            options: Column of the row, further arguments of the environment's ``reset``.
+        """
+        await self._client.connect()
+        return self._read(await self._client.reset(seed=seed, **(options or {})))
+
+    def reward(self) -> float:
+        earned, self._earned = self._earned, 0.0
+        return earned
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _taken(self, action: Any) -> Any:
+        """Take a step, and note what it gives."""
+        result = await self._client.step(action)
+        self._earned += float(result.reward or 0.0)
+        self.done = bool(result.done)
+        return result
+
+    def _read(self, result: Any) -> str:
+        if self._observation is None:
+            seen = {name: value for name, value in result.observation.items() if name != "metadata"}
+            return result_text(seen) if seen else ""
+        text = result.observation.get(self._observation)
+        if not isinstance(text, str):
+            raise ValueError(
+                f"the observation's {self._observation!r} is {text!r:.80}, no text; it has "
+                f"{', '.join(result.observation) or 'nothing'}"
+            )
+        return text
+
+
+class OpenEnvEnvironment(_Client, TextEnvironment):
+    """An environment of OpenEnv whose action has one field of text: the turn of the policy.
+
+    Args:
+        url: Of the server, such as ``http://localhost:8000``.
+        action: The field of the action that gets the turn, such as ``code`` or ``message``.
+        observation: The field of observations that the policy reads, which must be text; None: it
+            reads the whole observation as JSON.
+        headers: Of HTTP, such as ``Authorization``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        action: str,
+        observation: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(url, headers, observation)
+        self._action = action
+
+    async def step(self, action: str) -> str:
+        return self._read(await self._taken({self._action: action}))
+
+
+class OpenEnvTools(_Client):
+    """An environment of OpenEnv that offers tools, one made with its ``MCPEnvironment``.
+
+    Args:
+        url: Of the server, such as ``http://localhost:8000``.
+        observation: The field of the first observation that the policy reads, which must be text;
+            None: it reads the whole observation as JSON.
+        headers: Of HTTP, such as ``Authorization``.
+    """
+
+    def __init__(
+        self, url: str, observation: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(url, headers, observation)
+        self._types = importlib.import_module("openenv.core.env_server.mcp_types")
+        self._tools: list[Tool] = []
+
+    async def reset(self, seed: int, options: dict[str, Any] | None = None) -> str:
+        """Connect, begin an episode, and ask what tools there are; see `OpenEnvEnvironment`."""
+        shown = await super().reset(seed, options)
+        listed = await self._client.step(self._types.ListToolsAction())
+        for tool in listed.observation["tools"]:
+            function = {
+                "name": tool["name"],
+                "description": tool["description"],
+                "parameters": tool["input_schema"],
+            }
+            schema = {"type": "function", "function": function}
+            self._tools.append(Tool(tool["name"], partial(self._call, tool["name"]), schema))
+        return shown
+
+    def offered_tools(self) -> list[Tool]:
+        return self._tools
+
+    async def _call(self, name: str, /, **arguments: Any) -> Any:
+        action = self._types.CallToolAction(tool_name=name, arguments=arguments)
+        told = (await self._taken(action)).observation
+        if told.get("error"):
+            raise RuntimeError(told["error"]["message"])
+        result = told["result"]
+        if not isinstance(result, Mapping) or "content" not in result:
+            return result
+        for block in result["content"]:
+            if block["type"] != "text":
+                raise ValueError(f"{name} gave content of type {block['type']}, and not text")
+        text = "\n".join(block["text"] for block in result["content"])
+        if result.get("is_error"):
+            raise RuntimeError(text)
+        return text

@@ -1,0 +1,110 @@
+"""Environments of Gymnasium."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from lrlhf.environments.session import EnvironmentFailure, Reaction
+from tests.environments.adapters.sessions import opened, told
+
+gymnasium = pytest.importorskip("gymnasium")
+Discrete, Text = gymnasium.spaces.Discrete, gymnasium.spaces.Text
+TransformAction = gymnasium.wrappers.TransformAction
+TransformObservation = gymnasium.wrappers.TransformObservation
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789"
+
+
+class Doors(gymnasium.Env[str, str]):
+    """The door with the seed's number leads out; each other one costs a point."""
+
+    observation_space = Text(40, charset=LETTERS)
+    action_space = Text(6, charset=LETTERS)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.right = f"door {seed}"
+        return f"choose {(options or {}).get('of', 'a door')}", {"tries": 0}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        right = action == self.right
+        return "out" if right else "a wall", 1.0 if right else -1.0, right, False, {"tries": 1}
+
+
+class Switch(gymnasium.Env[int, int]):
+    """On or off; it does not end by itself."""
+
+    observation_space = Discrete(2)
+    action_space = Discrete(2)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[int, dict[str, Any]]:
+        return 0, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        return action, float(action), False, False, {}
+
+
+gymnasium.register("Doors-v0", Doors, disable_env_checker=True)
+gymnasium.register("Switch-v0", Switch, disable_env_checker=True)
+
+
+def in_words(environment: Any) -> Any:
+    """Observations and actions of the switch as words."""
+
+    def action_of(word: str) -> int:
+        if word not in ("off", "on"):
+            raise gymnasium.error.InvalidAction("say on or off")
+        return ("off", "on").index(word)
+
+    words = Text(10, charset=LETTERS)
+    seen = TransformObservation(environment, lambda state: f"it is {('off', 'on')[state]}", words)
+    return TransformAction(seen, action_of, words)
+
+
+def reactions(said: Sequence[str], row: dict[str, Any] | None = None, **options: Any) -> list[Any]:
+    async def played() -> list[Any]:
+        async with opened("GymnasiumEnvironment", row, **options) as (one, shown, say):
+            heard = [await say(text) for text in said]
+            return [shown, *heard, await one.outcome(), one.gives_rewards, one.environment.info]
+
+    return asyncio.run(played())
+
+
+def test_texts_go_in_and_out_with_rewards_of_turns() -> None:
+    row = {"options": {"of": "three doors"}, "prompt": "x"}
+    shown, wrong, odd, right, outcome, rewards, info = reactions(
+        [" door 1\n", "DOOR", "door 7"], row, id="Doors-v0"
+    )
+    assert shown == "choose three doors"
+    assert wrong == Reaction((), ({"role": "user", "content": "a wall"},), -1.0, None)
+    assert told(odd).startswith("error: 'DOOR' is not in Text(")
+    assert (odd.reward, odd.finish_reason) == (0.0, None)
+    assert (right.reward, right.finish_reason, right.messages) == (1.0, "done", ())
+    assert (outcome, rewards, info) == (0.0, True, {"tries": 1})
+
+
+@pytest.mark.parametrize("wrapper", [in_words, f"{__name__}.in_words"])
+def test_a_wrapper_makes_spaces_text(wrapper: str | Callable[[Any], Any]) -> None:
+    arguments = {"max_episode_steps": 2}  # of gymnasium.make: the second step is truncated
+    shown, odd, on, off, *_ = reactions(
+        ["yes", "on", "off"], id="Switch-v0", wrapper=wrapper, arguments=arguments
+    )
+    assert shown == "it is off"
+    assert (told(odd), odd.reward) == ("error: say on or off", 0.0)
+    assert (told(on), on.reward, on.finish_reason) == ("it is on", 1.0, None)
+    assert (off.reward, off.finish_reason) == (0.0, "done")
+
+
+def test_spaces_that_are_no_text_are_named() -> None:
+    with pytest.raises(
+        EnvironmentFailure, match=r"observation space of Switch-v0 is Discrete\(2\)"
+    ):
+        reactions([], id="Switch-v0")
+
+    def half(environment: Any) -> Any:
+        return TransformObservation(environment, str, Text(1, charset="01"))
+
+    with pytest.raises(EnvironmentFailure, match=r"action space of Switch-v0 is Discrete\(2\)"):
+        reactions([], id="Switch-v0", wrapper=half)
