@@ -251,6 +251,7 @@ def _configs(folder: Path) -> dict[str, Config]:
         "rloo_turns_vllm": _policy(
             "RLOO", policy | _ENGINE | _TURNS, text | {"prompt_template": template}, _SYNC
         ),
+        "rloo_turns_ahead": _policy("RLOO", policy | _AHEAD | _TURNS, text, _SYNC),
     }
 
 
