@@ -222,7 +222,8 @@ def assert_recovers(server: VLLMServerEngine, number: int, monkeypatch: pytest.M
     options = OPTIONS | {"policy": server._policy, "sampling": SAMPLING}
     expected, _ = play(server, Late, prompts(), **options)
     restarts = server.restarts
-    monkeypatch.setattr(server, "stall_timeout", 10.0)
+    monkeypatch.setattr(server, "stall_timeout", 20.0)
+    monkeypatch.setattr(server, "sync_timeout", 20.0)
     rollout, _ = play(server, ending(server, number), prompts(), **options)
     assert server.restarts == restarts + 1
     assert torch.equal(rollout.input_ids, expected.input_ids)
