@@ -5,16 +5,22 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import count, groupby
+from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.environments import TextEnvironment
+from lrlhf.callbacks import VLLMWeightSync
+from lrlhf.datamodules import PromptDataModule
+from lrlhf.environments import Episodes, TextEnvironment
 from lrlhf.models import sequence_logprobs
+from lrlhf.modules import RLOO
+from lrlhf.rewards import Rewards
 from lrlhf.rollout import (
     EngineFailure,
     Response,
@@ -26,8 +32,9 @@ from lrlhf.rollout import (
 )
 from lrlhf.rollout.engines.synced_engine import Request
 from lrlhf.types import PromptBatch, Rollout
+from tests.modules.policy_runs import Watcher, assert_same, fit, letters, sgd, weights
 from tests.rollout.test_episodes import play, prompt_batch
-from tests.vllm.models import LONG, largest_gap, signal_server
+from tests.vllm.models import LONG, build_policy, largest_gap, new_server, signal_server
 
 OPTIONS: dict[str, Any] = {"num_generations": 3, "max_turn_tokens": 9}
 SAMPLING = Sampling(max_new_tokens=60, temperature=0.8, stop=tuple(ascii_lowercase))
@@ -203,14 +210,13 @@ def test_a_turn_begins_with_what_the_servers_cache_has(pushed: VLLMServerEngine)
     assert hits() - before == sum(CACHED)
 
 
-def ending(server: VLLMServerEngine, number: int) -> type[Late]:
-    """Return environments of which the first to see a second turn ends the server."""
-    ended: list[int] = []
+def ending(server: VLLMServerEngine, number: int, after: int = 0) -> type[Late]:
+    """Return environments that end the server at a second turn, once ``after`` have seen theirs."""
+    seconds = count()
 
     class Ends(Late):
         async def step(self, action: str) -> str | None:
-            if self.turns == 1 and not ended:
-                ended.append(number)
+            if self.turns == 1 and next(seconds) == after:
                 signal_server(server, number)
             return await super().step(action)
 
@@ -257,3 +263,44 @@ def test_a_server_that_may_not_be_started_again_ends_the_run(
     with pytest.raises(EngineFailure, match=r"did not answer .* after 0 restarts \(engine.max_r"):
         play(pushed, ending(pushed, signal.SIGKILL), prompts(), **options)
     pushed.push(2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_run_goes_on_where_its_server_was_killed_in_the_middle(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, ahead: int
+) -> None:
+    rows = [{"prompt": f"write {number} ", "word": "a"} for number in range(4)]
+
+    def train(name: str, *, kill_after: int) -> tuple[VLLMServerEngine, dict[str, Tensor]]:
+        server, policy, watcher = new_server(tmp_path / name), build_policy(tokenizer), Watcher()
+        module = RLOO(
+            policy,
+            Rewards(["environment_reward", letters]),
+            tokenizer=tokenizer,
+            num_generations=2,
+            sampling=SAMPLING,
+            episodes=Episodes(
+                environment=ending(server, signal.SIGKILL, kill_after), max_turn_tokens=9
+            ),
+            engine=server,
+            rollout_ahead=ahead,
+            optimizer=sgd(0.05),
+        )
+        fit(
+            module,
+            tmp_path,
+            tmp_path / name,
+            steps=3,
+            callbacks=[watcher, VLLMWeightSync()],
+            data=PromptDataModule(rows, batch_size=4),
+        )
+        ends = [[one["finish_reason"] for one in records] for records in watcher.records]
+        assert ends == [["done"] * 8] * 3
+        return server, weights(policy)
+
+    # there are 8 episodes in an iteration
+    server, killed = train("killed", kill_after=10)
+    assert server.restarts == 1
+    if not ahead:  # else it generates again, with newer weights
+        assert_same(train("whole", kill_after=100)[1], killed)
