@@ -31,6 +31,11 @@ class Case:
         return self.name.endswith(("_vllm", "_ahead"))
 
     @property
+    def plays(self) -> bool:
+        """Whether its responses are episodes."""
+        return "turns" in self.name
+
+    @property
     def draws(self) -> bool:
         """Whether responses are drawn, as a policy's are."""
         return self.name != "reward_model"
@@ -190,6 +195,11 @@ _AHEAD = {
     "engine": named("lrlhf.rollout.VLLMServerEngine", max_model_len=128, kv_cache_gib=0.05),
     "rollout_ahead": 1,
 }
+_TURNS = {
+    "episodes": {"environment": "tests.faults.environments.Letters", "max_turn_tokens": 5},
+    "rewards": {"init_args": {"functions": ["environment_reward"]}},
+    "sampling": {"max_new_tokens": 24},
+}
 _MOVING = {"reference": {"sync_every": 3, "mixup": 0.5}}
 _SCALED = {"advantage": {"scale_rewards": "std"}}
 
@@ -224,6 +234,8 @@ def _configs(folder: Path) -> dict[str, Config]:
         "ppo_lora": _policy("PPO", {"policy": _lora(at("text"))} | value_head, text, _KL),
         "rloo_media": _policy("RLOO", vlm | _SCALED, images | {"num_workers": 2}, _KL),
         "ppo_media": _policy("PPO", lora_vlm, images),
+        "rloo_turns": _policy("RLOO", policy | _TURNS | {"algorithm": "rloo_turn"}, text, _KL),
+        "ppo_turns": _policy("PPO", policy | own | _TURNS, text | {"num_workers": 2}, _KL),
         "reward_model": _reward_model(_lora(at("text")), pairs),
         # no averaged weights: what validation leaves in the engine's caches is there afterwards
         "rloo_vllm": _policy(
@@ -236,6 +248,10 @@ def _configs(folder: Path) -> dict[str, Config]:
         "ppo_vllm": _policy("PPO", {"policy": _lora(at("text"))} | own | _ENGINE, text, _KL, _SYNC),
         "rloo_media_vllm": _policy("RLOO", vlm | _ENGINE, images, _SYNC, ema=False),
         "rloo_ahead": _policy("RLOO", policy | _AHEAD, text, _SYNC),
+        "rloo_turns_vllm": _policy(
+            "RLOO", policy | _ENGINE | _TURNS, text | {"prompt_template": template}, _SYNC
+        ),
+        "rloo_turns_ahead": _policy("RLOO", policy | _AHEAD | _TURNS, text, _SYNC),
     }
 
 

@@ -5,6 +5,8 @@
 - ``start@5``: before the first batch, when so many steps are done already
 - ``generate@5``, ``reward@5``, ``logprob@5``, ``update@5``, ``sync@5``: that phase begins, with so
   many steps done (a phase that is repeated within a step: the first time)
+- ``turn2@5``: the first of the environments is given the second turn of its episode, with so many
+  steps done
 - ``optimizer@5``: an optimizer is about to step, with so many steps done
 - ``trained@5``: step 5 is done and no checkpoint of it is saved yet
 - ``validating@4``, ``validated@4``: between two batches of the validation, and after its last
@@ -25,7 +27,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 
@@ -45,7 +47,10 @@ def die() -> None:
 class KillPoint(RolloutListener, L.Callback):
     """Dies at the instant that the environment names, and leaves marks on the way there."""
 
+    _last: ClassVar["KillPoint | None"] = None
+
     def __init__(self) -> None:
+        KillPoint._last = self
         self._instant = os.environ.get("LRLHF_KILL", "")
         self._marks = os.environ.get("LRLHF_MARKS")
         self._trainer: L.Trainer | None = None
@@ -60,6 +65,12 @@ class KillPoint(RolloutListener, L.Callback):
                 marks.write(f"{point}@{step}\n")
         if self._instant == f"{point}@{step}":
             die()
+
+    @classmethod
+    def turn(cls, number: int) -> None:
+        """Hear of a turn from an environment, which knows no callback."""
+        if cls._last is not None:
+            cls._last.on_phase(f"turn{number}")
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._reach("sanity", trainer.global_step)

@@ -296,6 +296,7 @@ def draw(case: Case, numbers: random.Random) -> list[str]:
 def _points(case: Case, step: int) -> list[str]:
     phases = ["generate", "reward", "logprob", "update"] if case.draws else []
     phases += ["sync"] if case.vllm else []
+    phases += ["turn1", "turn2", "turn3"] if case.plays else []
     evaluation = ["validating", "validated"] if step % 4 == 0 else []
     return [*phases, *evaluation, "optimizer", "trained"]
 

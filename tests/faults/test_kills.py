@@ -29,10 +29,17 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
         pytest.param("rloo", ["time:0.5"], marks=pytest.mark.exhaustive),
         ("ppo", ["renamed:*.ckpt@2", "torn:metrics.csv@2"]),
         pytest.param("rloo_media", ["torn:rollouts.jsonl@6"], marks=pytest.mark.exhaustive),
+        ("rloo_turns", ["turn2@3", "turn1@6"]),
+        ("ppo_turns", ["turn3@5"]),
         ("reward_model", ["trained@5", "ending@9"]),
         pytest.param(
             "rloo_vllm",
             ["generate@7"],
+            marks=[pytest.mark.vllm, pytest.mark.timeout(1500)],
+        ),
+        pytest.param(
+            "rloo_turns_vllm",
+            ["turn2@5"],
             marks=[pytest.mark.vllm, pytest.mark.timeout(1500)],
         ),
     ],

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.rollout import Sampling, SyncedEngine, VLLMServerEngine
+from lrlhf.rollout.vllm.process_guard import descendants, send_signal
 from lrlhf.types import PromptBatch, Rollout
 from tests.conftest import build_language_model
 
@@ -90,3 +91,10 @@ def new_server(folder: Path) -> VLLMServerEngine:
         start_timeout=400,
         stall_timeout=120,
     )
+
+
+def signal_server(server: VLLMServerEngine, number: int) -> None:
+    """Send a signal to the processes under the guard; SIGKILL is as a crash would be."""
+    assert server._process is not None
+    assert server._process._guard is not None
+    send_signal(descendants(server._process._guard.pid), number)

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rollout import EngineFailure, Sampling, VLLMServerEngine
 from lrlhf.rollout.engines.synced_engine import without_recovery
-from lrlhf.rollout.vllm.process_guard import descendants, send_signal
-from tests.vllm.models import LONG, assert_pushes_arrive, build_policy, prompts_of
+from tests.vllm.models import LONG, assert_pushes_arrive, build_policy, prompts_of, signal_server
 
 STEPS = 5
 
@@ -90,17 +89,11 @@ def test_a_server_that_is_killed_is_started_again_and_gives_the_same_responses(
         sampling = Sampling(max_new_tokens=12)
         return server.generate(prompts, sampling, num_generations=2, seeds=range(4)).input_ids
 
-    def kill_server() -> None:
-        # the processes under the guard, as a crash would
-        assert server._process is not None
-        assert server._process._guard is not None
-        send_signal(descendants(server._process._guard.pid), signal.SIGKILL)
-
     def killing(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for index, pair in enumerate(tensors):
             if index == 2 and not killed:
                 killed.append(True)
-                kill_server()
+                signal_server(server, signal.SIGKILL)
             yield pair
 
     server.push(9)
@@ -117,11 +110,11 @@ def test_a_server_that_is_killed_is_started_again_and_gives_the_same_responses(
         def kill_and_check(answer: httpx.Response) -> Any:
             if answer.request.url.path == "/v1/completions" and not killed:
                 killed.append(True)
-                kill_server()
+                signal_server(server, signal.SIGKILL)
             return checked(answer)
 
         monkeypatch.setattr(client, "_checked", kill_and_check)
     else:
-        kill_server()
+        signal_server(server, signal.SIGKILL)
     assert torch.equal(ask(), expected)
     assert server.restarts == restarts + 1

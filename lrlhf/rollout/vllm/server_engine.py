@@ -206,7 +206,9 @@ class VLLMServerEngine(VLLMBase):
         return f"VLLM_SERVER_DEV_MODE=1 {TOKEN_VARIABLE}=TOKEN {shlex.join(command)}"
 
     def _environment(self, token: str) -> dict[str, str]:
-        environment = QUIET_ENVIRONMENT | {
+        # its own limit of 4 is meant for strangers; inside the process there is none
+        environment = QUIET_ENVIRONMENT | {"VLLM_MAX_STOP_STRINGS": "1000"}
+        environment |= {
             name: value for name, value in os.environ.items() if name not in _TRAINERS_OWN
         }
         if is_cpu():
