@@ -16,7 +16,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.background import EventLoop, in_background
-from lrlhf.environments.session import Asked, EnvironmentFailure, Reaction, Session, Shown
+from lrlhf.environments.limited_calls import EnvironmentFailure
+from lrlhf.environments.session import Asked, Reaction, Session, Shown
 from lrlhf.environments.settings import Episodes, resolve
 from lrlhf.environments.tool_call_formats import detect_format, tool_call_format
 from lrlhf.environments.tool_calls import ToolCallFormat
