@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from lrlhf.environments.limited_calls import (
     EnvironmentFailure,
@@ -38,6 +38,15 @@ Shown = str | Asked | None
 """What an environment begins with: text behind the prompt, a prompt of its own, or nothing."""
 
 
+class TurnTokens(NamedTuple):
+    """How many tokens a turn of the policy's took."""
+
+    prompt: int
+    written: int
+    cut_off: bool
+    """It reached a limit before its end."""
+
+
 class Reaction(NamedTuple):
     """What an environment makes of a turn."""
 
@@ -50,6 +59,45 @@ class Reaction(NamedTuple):
     """``stop`` or ``done``; None: the episode goes on."""
     asked: Asked | None = None
     """The next turn's prompt, in place of ``messages`` behind all that was said."""
+    answered: Message | None = None
+    """The policy's turn as the agent was given it, and as it stands in ``asked`` if the agent keeps
+    it; None: as the policy wrote it."""
+
+
+class EpisodeSession(Protocol):
+    """Whom the policy talks to in one episode. Methods are awaited one after the other.
+
+    All but ``open`` and ``close`` come after a turn. They raise `EnvironmentFailure`.
+    """
+
+    environment: Any
+    """For the rewards, until it is closed."""
+
+    @property
+    def tools(self) -> list[Tool]:
+        """What the policy can call; once it is open."""
+        ...
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether turns or the whole are judged; at the end."""
+        ...
+
+    async def open(self, row: Mapping[str, Any]) -> Shown:
+        """Begin an episode with the columns of a prompt's row."""
+        ...
+
+    async def react(self, text: str, raw: str, tokens: TurnTokens | None = None) -> Reaction:
+        """Take a turn of the policy's, without and with special tokens."""
+        ...
+
+    async def outcome(self) -> float:
+        """Return the reward of the whole."""
+        ...
+
+    async def close(self) -> None:
+        """End the episode, in every case."""
+        ...
 
 
 class Session:
@@ -116,16 +164,18 @@ class Session:
         shown = await answer_of("reset()", begin, self._reset_timeout)
         return _text_or_none(shown, "reset()")
 
-    async def react(self, text: str, raw: str) -> Reaction:
+    async def react(self, text: str, raw: str, tokens: TurnTokens | None = None) -> Reaction:
         """Give a turn of the policy's to the environment.
 
         Args:
             text: Without special tokens, and without the stop string that ended it.
             raw: With special tokens, which mark the calls of some models.
+            tokens: Not asked for.
 
         Raises:
             EnvironmentFailure: It raised, took too long, or answered with what cannot be used.
         """
+        del tokens
         calls: tuple[Mapping[str, Any], ...] = ()
         if isinstance(self.environment, TextEnvironment):
             answer = await self._ask("step()", self.environment.step, text)
@@ -135,7 +185,7 @@ class Session:
         else:
             found = self._read_calls(raw)
             messages = [await self._used(call) for call in found]
-            calls = tuple(_described(call) for call in found if isinstance(call, ToolCall))
+            calls = tuple(described(call) for call in found if isinstance(call, ToolCall))
             reason = None if found else "stop"
         reward = await self._judged("reward")
         if await self._ask("done", self._is_done):
@@ -218,7 +268,8 @@ def _text_or_none(value: Any, name: str) -> str | None:
     raise EnvironmentFailure(f"{name} returned a {type(value).__name__}, not text or None")
 
 
-def _described(call: ToolCall) -> Mapping[str, Any]:
+def described(call: ToolCall) -> Mapping[str, Any]:
+    """Return a call as chat templates take it."""
     return {
         "type": "function",
         "function": {"name": call.name, "arguments": dict(call.arguments)},

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lrlhf.environments.session import Reaction, Session
+from lrlhf.environments.session import EpisodeSession, Reaction
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.texts import TurnText
 from lrlhf.types import Episode, Message, Prompt
@@ -35,7 +35,7 @@ class Play:
     prompt: Prompt
     prompt_ids: list[int]
     row: Mapping[str, Any]
-    session: Session
+    session: EpisodeSession
     seed: int
     limit: int
     response: Response | None = None
