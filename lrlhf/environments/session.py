@@ -59,9 +59,6 @@ class Reaction(NamedTuple):
     """``stop`` or ``done``; None: the episode goes on."""
     asked: Asked | None = None
     """The next turn's prompt, in place of ``messages`` behind all that was said."""
-    answered: Message | None = None
-    """The policy's turn as the agent was given it, and as it stands in ``asked`` if the agent keeps
-    it; None: as the policy wrote it."""
 
 
 class EpisodeSession(Protocol):

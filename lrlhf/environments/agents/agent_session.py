@@ -60,7 +60,7 @@ class AgentSession:
         self._key: str | None = None
         self._running: asyncio.Task[Any] | None = None
         self._question: Question | None = None
-        self._returned: Any = None
+        self._reward: float | None = 0.0
 
     @property
     def tools(self) -> list[Tool]:
@@ -69,8 +69,8 @@ class AgentSession:
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether the agent has returned a reward."""
-        return self._returned is not None
+        """Whether the agent has returned a reward, or was stopped before it could."""
+        return self._reward is not None
 
     async def open(self, row: Mapping[str, Any]) -> Asked:
         """Start the agent.
@@ -122,15 +122,11 @@ class AgentSession:
         )
         asked = await self._next(self._timeout)
         reason = "stop" if asked is None else None
-        return Reaction(calls, (), 0.0, reason, asked, answered=message)
+        return Reaction(calls, (), 0.0, reason, asked)
 
     async def outcome(self) -> float:
-        """Return the reward of the whole, which is what the agent returned; 0: None.
-
-        Raises:
-            EnvironmentFailure: It is no finite number.
-        """
-        return finite_reward(self._returned, self._name)
+        """Return the reward of the whole, which is what the agent returned; 0: nothing yet."""
+        return self._reward or 0.0
 
     async def close(self) -> None:
         """End the agent: nobody answers it any more.
@@ -167,7 +163,8 @@ class AgentSession:
             raise EnvironmentFailure(f"{self._name} cancelled itself")
         if (raised := self._running.exception()) is not None:
             raise failed(self._name, raised) from raised
-        self._returned = self._running.result()
+        returned = self._running.result()
+        self._reward = None if returned is None else finite_reward(returned, self._name)
         return None
 
     async def _question_or_end(self, running: asyncio.Task[Any]) -> Question | None:

@@ -178,8 +178,8 @@ class _Conversations:
     def end(self, key: str) -> None:
         with self._lock:
             _, waiting = self._open.pop(key, (None, set()))
-            waiting = [*waiting]  # which leave as they are told
-        for question in waiting:
+            left = [*waiting]  # which leave as they are told
+        for question in left:
             question.give_up()
 
     def end_all(self) -> None:

@@ -290,10 +290,10 @@ class EpisodeEngine(EngineWrapper):
 
     def _ask(self, plays: Iterable[Play]) -> dict[Future[Reaction], Play]:
         """Give the environments the last turns of those who go on."""
+        going_on = [play for play in plays if play.finish_reason is None]
         return {
-            self._loop.submit(play.session.react(play.last_turn.text, play.last_turn.raw)): play
-            for play in plays
-            if play.finish_reason is None
+            self._loop.submit(play.session.react(*play.last_turn, play.last_tokens)): play
+            for play in going_on
         }
 
     def _result(self, play: Play, future: Future[ResultT]) -> ResultT | None:

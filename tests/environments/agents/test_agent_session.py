@@ -10,10 +10,11 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from lrlhf.environments.limited_calls import EnvironmentFailure
-from lrlhf.environments.session import Asked
+from lrlhf.environments.session import Asked, Reaction
 from tests.environments.agents.policy import ADD, play, played, serving, session_of
 
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+NUMBERS = '{"a": 2, "b": 3}'
+CALL = f'<tool_call>\n{{"name": "add", "arguments": {NUMBERS}}}\n</tool_call>'
 
 
 def ask(base_url: str, api_key: str, *texts: str, **options: Any) -> Any:
@@ -43,7 +44,6 @@ def test_an_agent_is_asked_and_answered_until_it_returns() -> None:
         Asked((first, {"role": "assistant", "content": "1"}, {"role": "user", "content": "more"})),
     ]
     assert (end.finish_reason, end.asked, end.messages, end.calls) == ("stop", None, (), ())
-    assert end.answered == {"role": "assistant", "content": "3"}
     assert reward == 2.5
 
 
@@ -78,22 +78,7 @@ def test_calls_of_tools_go_to_the_agent_and_come_back_as_they_were() -> None:
         },
         {"role": "tool", "tool_call_id": "call00001", "content": "5"},
     )
-    assert (end.answered, reward) == ({"role": "assistant", "content": "5"}, 1.0)
-
-
-def test_a_turn_with_calls_is_told_as_it_will_stand_in_the_next_prompt() -> None:
-    async def whole() -> None:
-        session = session_of(adds, endpoint)
-        await session.open({})
-        reaction = await session.react(CALL, f"{CALL}<|im_end|>")
-        assert reaction.asked is not None
-        assert reaction.answered == reaction.asked.messages[1]
-        function = {"name": "add", "arguments": {"a": 2, "b": 3}}
-        assert reaction.calls == ({"type": "function", "function": function},)
-        await session.close()
-
-    with serving() as endpoint:
-        asyncio.run(whole())
+    assert (end.calls, reward) == ((), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +100,6 @@ def test_other_turns_are_text(text: str, options: dict[str, Any]) -> None:
     assert reward == 1.0
 
 
-NUMBERS = '{"a": 1, "b": 2}'
 DEEPSEEK = (
     f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{NUMBERS}<｜tool▁call▁end｜>"
 )
@@ -131,16 +115,19 @@ DEEPSEEK = (
     ids=["hermes", "deepseek", "mistral"],
 )
 def test_what_is_said_before_a_call_is_content(form: str, text: str, raw: str) -> None:
-    async def whole() -> Any:
+    async def whole() -> Reaction:
         session = session_of(adds, endpoint, form)
         await session.open({})
-        answered = (await session.react(text, raw)).answered
+        reaction = await session.react(text, raw)
         await session.close()
-        return answered
+        return reaction
 
     with serving() as endpoint:
-        answered = asyncio.run(whole())
-    assert (answered["content"], len(answered["tool_calls"])) == ("Hm.", 1)
+        reaction = asyncio.run(whole())
+    function = {"name": "add", "arguments": {"a": 2, "b": 3}}
+    assert reaction.calls == ({"type": "function", "function": function},)
+    assert reaction.asked is not None
+    assert reaction.asked.messages[1]["content"] == "Hm."
 
 
 async def later(base_url: str, api_key: str, delay: float) -> None:
