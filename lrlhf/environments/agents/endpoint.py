@@ -116,11 +116,12 @@ class ChatEndpoint:
         self._look_around()
         with self._lock:
             self._conversations.end_all()
-            server, self._server = self._server, None
-        if server is not None:
-            server.uvicorn.should_exit = True
-            with contextlib.suppress(TimeoutError):
-                server.running.result(_CLOSE_SECONDS)
+            server = self._server
+            if server is not None:
+                server.uvicorn.should_exit = True
+                with contextlib.suppress(TimeoutError):
+                    server.running.result(_CLOSE_SECONDS)
+            self._begin()
 
     def _look_around(self) -> None:
         """A forked process has a copy of the object and none of its thread."""
