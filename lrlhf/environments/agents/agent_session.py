@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 
 from lrlhf.environments.agents.chat_answer import ChatAnswer
 from lrlhf.environments.agents.endpoint import MODEL, ChatEndpoint, Question
+from lrlhf.environments.agents.turn_message import call_ids, turn_message
 from lrlhf.environments.limited_calls import (
     EnvironmentFailure,
     call,
@@ -18,10 +18,9 @@ from lrlhf.environments.limited_calls import (
     finite_reward,
     taken_by,
 )
-from lrlhf.environments.session import Asked, Reaction, TurnTokens, described
-from lrlhf.environments.tool_calls import ToolCall, ToolCallFormat
+from lrlhf.environments.session import Asked, Reaction, TurnTokens
+from lrlhf.environments.tool_calls import ToolCallFormat
 from lrlhf.environments.tools import Tool
-from lrlhf.types import Message
 
 
 class AgentSession:
@@ -56,7 +55,7 @@ class AgentSession:
         self._read_calls = read_calls
         self._timeout = timeout
         self._reset_timeout = reset_timeout
-        self._number = 0
+        self._call_ids = call_ids()
         self._key: str | None = None
         self._running: asyncio.Task[Any] | None = None
         self._question: Question | None = None
@@ -114,7 +113,8 @@ class AgentSession:
             EnvironmentFailure: It raised, or neither asked nor ended in time.
         """
         assert self._question is not None
-        message = self._message(text, raw)
+        read_calls = self._read_calls if self._question.asked.tools else None
+        message = turn_message(text, raw, read_calls, self._call_ids)
         self._question.answer(ChatAnswer(message, tokens))
         calls = tuple(
             {"type": "function", "function": one["function"]}
@@ -174,30 +174,3 @@ class AgentSession:
             return question.result() if question.done() else None
         finally:
             question.cancel()
-
-    def _message(self, text: str, raw: str) -> Message:
-        """Return a turn as a message with calls, if the agent has told of tools."""
-        assert self._question is not None
-        found = self._read_calls(raw) if self._question.asked.tools else ()
-        calls = [one for one in found if isinstance(one, ToolCall)]
-        if not calls or len(calls) < len(found):
-            return {"role": "assistant", "content": text}
-        return {
-            "role": "assistant",
-            "content": self._before(calls[0], text, raw),
-            "tool_calls": [{"id": self._next_id(), **described(one)} for one in calls],
-        }
-
-    def _before(self, first: ToolCall, text: str, raw: str) -> str:
-        """Return what a turn says before its first call."""
-        in_text = [one.start for one in self._read_calls(text) if isinstance(one, ToolCall)]
-        if in_text:
-            return text[: in_text[0]].rstrip()
-        # special tokens tell the calls: the two texts differ from the first one on
-        pairs = zip(text, raw[: first.start], strict=False)
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-        return "".join(letter for letter, _ in same).rstrip()
-
-    def _next_id(self) -> str:
-        self._number += 1
-        return f"call{self._number:05d}"

@@ -57,6 +57,10 @@ class Question:
         with contextlib.suppress(InvalidStateError):  # it was given up
             self.future.set_result(answer)
 
+    def refuse(self, problem: str) -> None:
+        """Tell the client what is wrong with the question."""
+        self.future.set_exception(BadRequestError(problem))
+
     def give_up(self) -> None:
         """Tell the client that there will be no answer."""
         with contextlib.suppress(InvalidStateError):  # it is answered

@@ -133,6 +133,11 @@ def test_a_wrong_key_is_told_in_the_format_of_the_api(endpoint: ChatEndpoint, ke
         OpenAI(base_url=base_url, api_key="wrong").models.list()
 
 
+def test_a_question_can_be_refused(endpoint: ChatEndpoint) -> None:
+    answer = post(endpoint, {"messages": HI}, lambda question: question.refuse("too long"))
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "too long")
+
+
 def test_the_list_of_models(endpoint: ChatEndpoint) -> None:
     with client_of(endpoint, None) as client:
         assert [model.id for model in client.models.list()] == ["policy"]
