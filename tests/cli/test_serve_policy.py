@@ -14,10 +14,16 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from openai import OpenAI
 from transformers import AutoTokenizer
 
 from lrlhf.__main__ import main
+from lrlhf.cli.policy_service import PolicyService
+from lrlhf.cli.trained_policy import load_trained
+from lrlhf.environments.agents import Question
+from lrlhf.environments.session import Asked
+from lrlhf.rollout import Sampling
 from tests.cli.test_chat import ASKED, greedy, user
 from tests.environments.agents.policy import ADD
 from tests.forked import Popen
@@ -105,3 +111,20 @@ def test_a_port_that_is_taken(
 def test_the_help_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve-policy", "--help"]) == 0
     assert "--record" in capsys.readouterr().out
+
+
+def test_what_is_recorded_has_the_models_probabilities(model_folder: str, record: Path) -> None:
+    trained = load_trained(model_folder, device="cpu")
+    own = record.with_name("own.jsonl")
+    service = PolicyService(trained, Sampling(max_new_tokens=9), seed=3, record=own)
+    questions = [Question(Asked(tuple(messages(text)))) for text in ("hi", "and you")]
+    service.answer(questions)
+    assert [len(question.future.result(0).message) for question in questions] == [2, 2]
+    for line in recorded(own):
+        prompt, written = line["prompt_ids"], line["token_ids"]
+        with torch.no_grad():
+            logits = trained.policy.model(torch.tensor([prompt + written])).logits[0]
+        behind = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        expected = behind.gather(1, torch.tensor(written)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(line["logprobs"]), expected, rtol=0, atol=1e-4)
+        assert min(line["logprobs"]) < -1  # nothing was certain
