@@ -28,9 +28,14 @@ COMMANDS = {
     "replay": "repeat a step that was left out, and show where it goes wrong",
     "convert": "turn a checkpoint's folder into one file, or the other way round",
     "serve-reward": "serve a trained reward model over HTTP",
+    "serve-policy": "serve a checkpoint or model to agents over HTTP",
 }
 
-_OWN_HELP = {"chat": "lrlhf.cli.chat_command", "generate": "lrlhf.cli.generate_command"}
+_OWN_HELP = {
+    "chat": "lrlhf.cli.chat_command",
+    "generate": "lrlhf.cli.generate_command",
+    "serve-policy": "lrlhf.cli.serve_policy_command",
+}
 """Commands whose options are known without importing torch."""
 
 _HELP = """\

@@ -43,6 +43,7 @@ from lrlhf.cli.plan_command import describe_run
 from lrlhf.cli.replay_command import dump_and_options, show_replay
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.cli.serve_command import serve_reward
+from lrlhf.cli.serve_policy_command import serve_policy
 from lrlhf.planning.checks.mistake import MistakeError, RefusedError
 from lrlhf.planning.checks.run_checks import check_run
 from lrlhf.planning.checks.trainer_options import check_strategy
@@ -305,7 +306,12 @@ def _application(
 ) -> tuple[Callable[[Sequence[str]], object], Sequence[str]]:
     """What runs a command, and the arguments that it reads."""
     command, *options = arguments
-    own = {"convert": convert, "chat": chat, "generate": generate}
+    own = {
+        "convert": convert,
+        "chat": chat,
+        "generate": generate,
+        "serve-policy": serve_policy,
+    }
     if command in own:
         return own[command], options
     if command == "serve-reward":

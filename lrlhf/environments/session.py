@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from lrlhf.background import in_background
+from lrlhf.environments.limited_calls import (
+    EnvironmentFailure,
+    OutOfTimeError,
+    answer_of,
+    contained,
+    finite_reward,
+    taken_by,
+    too_slow,
+    within,
+)
 from lrlhf.environments.text_environment import TextEnvironment
 from lrlhf.environments.tool_calls import MalformedCall, ToolCall, ToolCallFormat
 from lrlhf.environments.tools import Tool, result_text, tools_by_name, tools_of
 from lrlhf.types import Message
-
-
-class EnvironmentFailure(RuntimeError):  # noqa: N818  a state of an episode, as EngineFailure
-    """An environment raised, took too long, or answered with what cannot be used."""
 
 
 class Asked(NamedTuple):
@@ -35,6 +38,15 @@ Shown = str | Asked | None
 """What an environment begins with: text behind the prompt, a prompt of its own, or nothing."""
 
 
+class TurnTokens(NamedTuple):
+    """How many tokens a turn of the policy's took."""
+
+    prompt: int
+    written: int
+    cut_off: bool
+    """It reached a limit before its end."""
+
+
 class Reaction(NamedTuple):
     """What an environment makes of a turn."""
 
@@ -47,6 +59,42 @@ class Reaction(NamedTuple):
     """``stop`` or ``done``; None: the episode goes on."""
     asked: Asked | None = None
     """The next turn's prompt, in place of ``messages`` behind all that was said."""
+
+
+class EpisodeSession(Protocol):
+    """Whom the policy talks to in one episode. Methods are awaited one after the other.
+
+    All but ``open`` and ``close`` come after a turn. They raise `EnvironmentFailure`.
+    """
+
+    environment: Any
+    """For the rewards, until it is closed."""
+
+    @property
+    def tools(self) -> list[Tool]:
+        """What the policy can call; once it is open."""
+        ...
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether turns or the whole are judged; at the end."""
+        ...
+
+    async def open(self, row: Mapping[str, Any]) -> Shown:
+        """Begin an episode with the columns of a prompt's row."""
+        ...
+
+    async def react(self, text: str, raw: str, tokens: TurnTokens | None = None) -> Reaction:
+        """Take a turn of the policy's, without and with special tokens."""
+        ...
+
+    async def outcome(self) -> float:
+        """Return the reward of the whole."""
+        ...
+
+    async def close(self) -> None:
+        """End the episode, in every case."""
+        ...
 
 
 class Session:
@@ -103,29 +151,28 @@ class Session:
         if self._make is None:
             return None
         name = getattr(self._make, "__name__", "environment")
-        self.environment = await self._ask(
-            name, self._make, limit=self._reset_timeout, late=_close_late
-        )
+        self.environment = await answer_of(name, self._make, self._reset_timeout, late=_close_late)
         shown = None
         if (reset := getattr(self.environment, "reset", None)) is not None:
-            shown = await self._ask(
-                "reset()", reset, **_taken_by(reset, row), limit=self._reset_timeout
-            )
+            begin = partial(reset, **taken_by(reset, row))
+            shown = await answer_of("reset()", begin, self._reset_timeout)
         if not isinstance(self.environment, TextEnvironment):
             # after the reset, which may be what finds out about them
             self._tools = tools_by_name([*self._tools.values(), *tools_of(self.environment)])
         return _text_or_none(shown, "reset()")
 
-    async def react(self, text: str, raw: str) -> Reaction:
+    async def react(self, text: str, raw: str, tokens: TurnTokens | None = None) -> Reaction:
         """Give a turn of the policy's to the environment.
 
         Args:
             text: Without special tokens, and without the stop string that ended it.
             raw: With special tokens, which mark the calls of some models.
+            tokens: Not asked for.
 
         Raises:
             EnvironmentFailure: It raised, took too long, or answered with what cannot be used.
         """
+        del tokens
         calls: tuple[Mapping[str, Any], ...] = ()
         if isinstance(self.environment, TextEnvironment):
             answer = await self._ask("step()", self.environment.step, text)
@@ -135,7 +182,7 @@ class Session:
         else:
             found = self._read_calls(raw)
             messages = [await self._used(call) for call in found]
-            calls = tuple(_described(call) for call in found if isinstance(call, ToolCall))
+            calls = tuple(described(call) for call in found if isinstance(call, ToolCall))
             reason = None if found else "stop"
         reward = await self._judged("reward")
         if await self._ask("done", self._is_done):
@@ -178,9 +225,9 @@ class Session:
             known = ", ".join(self._tools) or "none"
             return {**message, "content": _error(f"no tool {call.name!r}; there are: {known}")}
         try:
-            result = await self._within(self._timeout, tool.call, call.arguments)
-        except _OutOfTimeError as error:
-            raise self._too_slow(f"{call.name}()", self._timeout) from error
+            result = await within(self._timeout, partial(tool.call, call.arguments))
+        except OutOfTimeError as error:
+            raise too_slow(f"{call.name}()", self._timeout) from error
         except Exception as error:  # noqa: BLE001  the policy is to learn of it
             return {**message, "content": _error(str(error) or type(error).__name__)}
         return {**message, "content": result_text(result)}
@@ -189,121 +236,27 @@ class Session:
         judge = getattr(self.environment, name, None)
         if not callable(judge):
             return 0.0
-        value = await self._ask(f"{name}()", judge)
-        try:
-            reward = 0.0 if value is None else float(value)
-        except (TypeError, ValueError):
-            reward = math.nan
-        if not math.isfinite(reward):
-            raise EnvironmentFailure(f"{name}() returned {value!r:.80}, not a finite number")
-        return reward
+        return finite_reward(await self._ask(f"{name}()", judge), f"{name}()")
 
     async def _is_done(self) -> bool:
         done = getattr(self.environment, "done", False)
         if callable(done):
-            done = await self._within(self._timeout, done)
+            done = await within(self._timeout, done)
         return bool(done)
 
-    async def _ask(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        *arguments: Any,
-        limit: float | None = None,
-        late: Callable[[Any], None] | None = None,
-        **options: Any,
-    ) -> Any:
-        limit = limit or self._timeout
-        try:
-            return await self._within(limit, function, *arguments, late=late, **options)
-        except _OutOfTimeError as error:
-            raise self._too_slow(name, limit) from error
-        except Exception as error:
-            raise EnvironmentFailure(f"{name} raised {_summary(error)}") from error
-
-    @staticmethod
-    def _too_slow(name: str, limit: float) -> EnvironmentFailure:
-        return EnvironmentFailure(f"{name} took longer than {limit:g} s")
-
-    @staticmethod
-    async def _within(
-        limit: float,
-        function: Callable[..., Any],
-        *arguments: Any,
-        late: Callable[[Any], None] | None = None,
-        **options: Any,
-    ) -> Any:
-        """Call a function, in a thread unless it is async, and wait for what it returns.
-
-        A thread that is too slow is left behind: it cannot be stopped. ``late`` gets what it
-        returns then.
-        """
-        threads: list[Future[Any]] = []
-
-        async def called() -> Any:
-            if inspect.iscoroutinefunction(function):
-                return await _contained(function(*arguments, **options))
-            call = partial(_guarded, function, *arguments, **options)
-            threads.append(in_background(call, name="environment"))
-            result = await asyncio.wrap_future(threads[0])
-            return await _contained(result) if inspect.isawaitable(result) else result
-
-        task = asyncio.ensure_future(called())
-        # wait_for would wait for a task that does not let itself be cancelled
-        ended, _ = await asyncio.wait({task}, timeout=limit)
-        if not ended:
-            task.cancel()
-            if late is not None and threads:
-                threads[0].add_done_callback(partial(_late, late))
-            raise _OutOfTimeError
-        if task.cancelled():
-            raise RuntimeError("it cancelled itself")
-        return task.result()
-
-
-def _guarded(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a function; what would end a thread or an event loop becomes an error like others."""
-    try:
-        return function(*arguments, **options)
-    except _ENDINGS as error:
-        raise RuntimeError(_summary(error)) from error
-
-
-async def _contained(result: Awaitable[Any]) -> Any:
-    try:
-        return await result
-    except _ENDINGS as error:
-        raise RuntimeError(_summary(error)) from error
-
-
-def _late(use: Callable[[Any], None], thread: Future[Any]) -> None:
-    if thread.exception() is None:
-        use(thread.result())
+    async def _ask(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        call = partial(function, *arguments) if arguments else function
+        return await answer_of(name, call, self._timeout)
 
 
 def _close_late(environment: Any) -> None:
     """Close an environment that was made after nobody waited for it any more."""
     result = environment.close() if callable(getattr(environment, "close", None)) else None
     if inspect.isawaitable(result):
-        asyncio.run(_contained(result))
-
-
-_ENDINGS = (SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration)
-
-
-class _OutOfTimeError(TimeoutError):
-    """As opposed to a ``TimeoutError`` of the function's own."""
+        asyncio.run(contained(result))
 
 
 _JUDGES = ("reward", "get_reward")
-
-
-def _taken_by(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a function takes of a row: what its signature names, or everything."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(row)
-    return {one.name: row[one.name] for one in parameters if one.name in row}
 
 
 def _text_or_none(value: Any, name: str) -> str | None:
@@ -312,7 +265,8 @@ def _text_or_none(value: Any, name: str) -> str | None:
     raise EnvironmentFailure(f"{name} returned a {type(value).__name__}, not text or None")
 
 
-def _described(call: ToolCall) -> Mapping[str, Any]:
+def described(call: ToolCall) -> Mapping[str, Any]:
+    """Return a call as chat templates take it."""
     return {
         "type": "function",
         "function": {"name": call.name, "arguments": dict(call.arguments)},
@@ -321,7 +275,3 @@ def _described(call: ToolCall) -> Mapping[str, Any]:
 
 def _error(text: str) -> str:
     return f"error: {text}"
-
-
-def _summary(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -25,6 +25,10 @@ class Episodes:
             one is made for each episode. docs/environments.md says what it may have. None: there
             are tools only.
         options: Keyword arguments of that class.
+        agent: Import path of a function that plays a whole episode by itself, and asks the policy
+            with any OpenAI-compatible client: it is called with those columns of the row that it
+            names, and with ``base_url``, ``api_key`` and ``model``. It returns the reward. In the
+            place of an environment and tools.
         tools: Functions that the policy can call, by import path, beside the environment's own.
         tool_calls: How the policy writes calls: a name from
             `lrlhf.environments.TOOL_CALL_FORMATS`, or the import path of a function that reads a
@@ -44,6 +48,7 @@ class Episodes:
 
     environment: str | Callable[..., Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    agent: str | Callable[..., Any] | None = None
     tools: list[str | Callable[..., Any]] = field(default_factory=list)
     tool_calls: str | Callable[..., Any] | None = None
     max_turns: int = 8
@@ -54,9 +59,15 @@ class Episodes:
     wait_for: Literal["all", "any"] | None = None
 
     def __post_init__(self) -> None:
-        if self.environment is None and not self.tools:
+        if self.environment is None and not self.tools and self.agent is None:
             raise ValueError(
-                "episodes has neither an environment nor tools: give one of them, or drop episodes"
+                "episodes has neither an environment nor tools nor an agent: give one of them, or "
+                "drop episodes"
+            )
+        if self.agent is not None and (self.environment is not None or self.options or self.tools):
+            raise ValueError(
+                "episodes has an agent beside environment, options or tools: an agent brings its "
+                "own, so drop either"
             )
         for name in ("max_turns", "max_turn_tokens"):
             value = getattr(self, name)
@@ -75,10 +86,12 @@ class Cast(NamedTuple):
     """Makes an environment; None: there are tools only."""
     tools: list[Tool]
     """Beside the environment's own."""
+    agent: Callable[..., Any] | None = None
+    """Plays an episode by itself."""
 
 
 def resolve(episodes: Episodes) -> Cast:
-    """Find the environment and the tools, and look at what can be seen before an episode.
+    """Find the environment, the tools or the agent, and look at what can be seen before an episode.
 
     Raises:
         ValueError: One cannot be imported, or a tool cannot be described to the policy.
@@ -86,6 +99,11 @@ def resolve(episodes: Episodes) -> Cast:
     tools = tools_of_functions(episodes.tools)
     if episodes.tool_calls is not None:
         tool_call_format(episodes.tool_calls)
+    if episodes.agent is not None:
+        found = episodes.agent
+        if isinstance(found, str):
+            found = import_function("agent", found, ())
+        return Cast(None, [], found)
     environment = episodes.environment
     if isinstance(environment, str):
         environment = import_function("environment", environment, ())

@@ -17,8 +17,8 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from lrlhf.environments.strict_json import STRICT_JSON
@@ -31,6 +31,8 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     """Values as JSON has them; only texts, if the format knows nothing else."""
+    start: int | None = field(default=None, compare=False)
+    """Where it begins in the text of the turn; None: the format does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class _MalformedError(Exception):
 
 
 class _Read(NamedTuple):
-    calls: list[ToolCall | MalformedCall]
+    calls: list[ToolCall]
     end: int
     """Where the text goes on."""
 
@@ -65,7 +67,7 @@ def hermes(text: str) -> list[ToolCall | MalformedCall]:
         https://qwen.readthedocs.io/en/latest/framework/function_call.html and
         https://huggingface.co/NousResearch/Hermes-2-Pro-Llama-3-8B
     """
-    return _tagged(_said(text), _HERMES, _hermes_call)
+    return _tagged(text, _HERMES, _hermes_call)
 
 
 def qwen3_coder(text: str) -> list[ToolCall | MalformedCall]:
@@ -77,7 +79,7 @@ def qwen3_coder(text: str) -> list[ToolCall | MalformedCall]:
     Reference:
         Chat template of https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct
     """
-    return _tagged(_said(text), _QWEN_CODER, _qwen_coder_call)
+    return _tagged(text, _QWEN_CODER, _qwen_coder_call)
 
 
 def mistral(text: str) -> list[ToolCall | MalformedCall]:
@@ -91,7 +93,7 @@ def mistral(text: str) -> list[ToolCall | MalformedCall]:
         https://docs.mistral.ai/capabilities/function_calling and, for the tokens,
         https://github.com/mistralai/mistral-common
     """
-    return _tagged(_said(text), _MISTRAL, _mistral_calls)
+    return _tagged(text, _MISTRAL, _mistral_calls)
 
 
 def deepseek(text: str) -> list[ToolCall | MalformedCall]:
@@ -104,7 +106,7 @@ def deepseek(text: str) -> list[ToolCall | MalformedCall]:
         Chat template of https://huggingface.co/deepseek-ai/DeepSeek-V3-0324, and "ToolCall" of
         https://huggingface.co/deepseek-ai/DeepSeek-V3.1
     """
-    return _tagged(_said(text), _DEEPSEEK, _deepseek_call)
+    return _tagged(text, _DEEPSEEK, _deepseek_call)
 
 
 def python(text: str) -> list[ToolCall | MalformedCall]:
@@ -119,7 +121,7 @@ def python(text: str) -> list[ToolCall | MalformedCall]:
         https://github.com/meta-llama/llama-models/blob/main/models/llama3_2/text_prompt_format.md
         and https://huggingface.co/LiquidAI/LFM2-1.2B
     """
-    return _tagged(_said(text), _PYTHON, _python_calls)
+    return _tagged(text, _PYTHON, _python_calls)
 
 
 def llama3_json(text: str) -> list[ToolCall | MalformedCall]:
@@ -133,7 +135,7 @@ def llama3_json(text: str) -> list[ToolCall | MalformedCall]:
         "JSON based tool calling" of
         https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/
     """
-    return _tagged(_said(text), _LLAMA_JSON, _llama_json_call)
+    return _tagged(text, _LLAMA_JSON, _llama_json_call)
 
 
 _MAX_DEPTH = 64
@@ -161,21 +163,23 @@ class _Format(NamedTuple):
 
 
 def _tagged(
-    text: str, form: _Format, read: Callable[[str, re.Match[str]], _Read]
+    turn: str, form: _Format, read: Callable[[str, re.Match[str]], _Read]
 ) -> list[ToolCall | MalformedCall]:
-    """Read all calls of a text.
+    """Read all calls of a turn.
 
     Args:
-        text: Of a turn.
+        turn: Reasoning included.
         form: Of the calls.
         read: Reads what begins at a match of ``form.opening``; raises `_MalformedError`.
     """
+    text = _said(turn)
     calls: list[ToolCall | MalformedCall] = []
     position = malformed = 0
     while opening := form.opening.search(text, position):
         try:
             found, position = read(text, opening)
-            calls += found
+            start = len(turn) - len(text) + opening.start()
+            calls += [replace(call, start=start) for call in found]
         except _MalformedError as error:
             malformed += 1
             resume = form.resume.search(text, opening.end())
@@ -238,17 +242,11 @@ def _checked(name: Any, arguments: Any) -> ToolCall:
 def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(_MAX_DEPTH):
-        level = [inner for outer in level for inner in _inner(outer)]
+        lists = [list(each.values()) if isinstance(each, dict) else each for each in level]
+        level = [inner for each in lists if isinstance(each, list | tuple) for inner in each]
         if not level:
             return False
     return True
-
-
-def _inner(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        yield from value.values()
-    elif isinstance(value, list | tuple):
-        yield from value
 
 
 _HERMES = _Format(re.compile("<tool_call>"), re.compile("</tool_call>|(?=<tool_call>)"))
@@ -303,7 +301,7 @@ def _mistral_calls(text: str, opening: re.Match[str]) -> _Read:
     if text.startswith("[", start):
         values, end = _json_at(text, start)
         return _Read([_call_of(value) for value in values], end)
-    calls: list[ToolCall | MalformedCall] = []
+    calls: list[ToolCall] = []
     end = start
     while head := _MISTRAL_CALL.match(text, end):
         arguments, end = _json_at(text, head.end())
@@ -357,7 +355,7 @@ def _python_calls(text: str, opening: re.Match[str]) -> _Read:
         raise _MalformedError(f"not a list of calls in Python: {error}") from None
     except (RecursionError, MemoryError):
         raise _MalformedError("the calls are nested too deeply") from None
-    return _Read([*calls], close.end() if close else len(text))
+    return _Read(calls, close.end() if close else len(text))
 
 
 def _python_call(node: ast.expr) -> ToolCall:

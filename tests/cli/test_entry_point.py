@@ -131,7 +131,7 @@ def test_what_the_help_says_next_works(
             "--config",
             "error: no command '--config'; the command comes first: "
             "lrlhf {fit,check,plan,validate,test,predict,generate,chat,export,replay,"
-            "convert,serve-reward} --config ...\n",
+            "convert,serve-reward,serve-policy} --config ...\n",
         ),
     ],
 )

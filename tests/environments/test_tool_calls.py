@@ -195,6 +195,22 @@ def test_text_around_a_call_and_code_fences_do_not_matter(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", NAMES)
+@pytest.mark.parametrize("before", ["", "Let me see.\n", "<think>\nhm\n</think>\n\n"])
+def test_a_call_tells_where_it_begins(form: str, before: str) -> None:
+    text = before + RENDERED[form]
+    (call,) = read(form, text)
+    assert isinstance(call, ToolCall)
+    assert text[: call.start].rstrip() == before.rstrip()
+
+
+def test_a_call_of_a_pattern_tells_where_it_begins() -> None:
+    (call,) = RegexCalls(r"calc: (?P<expression>.+)", "calc")("So,\ncalc: 1 + 1")
+    assert call == ToolCall("calc", {"expression": "1 + 1"})
+    assert isinstance(call, ToolCall)
+    assert call.start == 4
+
+
+@pytest.mark.parametrize("form", NAMES)
 def test_calls_in_the_reasoning_are_none(form: str) -> None:
     call = RENDERED[form]
     assert read(form, f"<think>\n{call}\n</think>\n\nNo need.") == []

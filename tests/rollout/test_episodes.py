@@ -248,6 +248,17 @@ def test_the_seed_is_the_groups_and_a_row_reaches_reset() -> None:
     assert rows[2]["prompt"] == chat("b")
 
 
+class Named(Echo):
+    def reset(self, name: str, limit: int) -> str:  # type: ignore[override]
+        return super().reset(f"{name} {limit}")
+
+
+def test_a_column_may_have_any_name() -> None:
+    prompts = prompt_batch("say ", name=["ada"], limit=[7])
+    rollout, _ = play(ScriptedEngine(lambda text: "hm"), Named, prompts)
+    assert "ada 7:" in text_of(rollout, 0)
+
+
 def add(a: int, b: int) -> int:
     """Add two numbers.
 

@@ -170,7 +170,7 @@ class Agent:
     async def open(self, row: Any) -> Asked:
         return self.asked.pop(0)
 
-    async def react(self, text: str, raw: str) -> Reaction:
+    async def react(self, text: str, raw: str, tokens: Any) -> Reaction:
         if not self.asked:
             return Reaction((), (), 0.0, "stop")
         return Reaction((), (), 1.0, None, self.asked.pop(0))

@@ -28,8 +28,9 @@ class EnvironmentReward(RewardFunction):
         """
         if all(episode.rewards is None and not episode.failure for episode in episodes):
             raise RewardError(
-                "the environment has neither reward() nor get_reward(): add one of them, or score "
-                "its episodes with a function of yours that takes `environments`"
+                "the environment has neither reward() nor get_reward(), or the agent returned "
+                "None: let it give a reward, or score its episodes with a function of yours that "
+                "takes `environments` or `episodes`"
             )
         return [
             None if episode.failure else math.fsum(episode.rewards or ()) for episode in episodes

@@ -5,18 +5,20 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.background import EventLoop, in_background
-from lrlhf.environments.session import Asked, EnvironmentFailure, Reaction, Session, Shown
+from lrlhf.environments.limited_calls import EnvironmentFailure
+from lrlhf.environments.session import Asked, EpisodeSession, Reaction, Session, Shown
 from lrlhf.environments.settings import Episodes, resolve
 from lrlhf.environments.tool_call_formats import detect_format, tool_call_format
 from lrlhf.environments.tool_calls import ToolCallFormat
@@ -34,6 +36,9 @@ from lrlhf.rollout.episodes.speaker import Speaker
 from lrlhf.rollout.responses import left_padded, prompt_token_ids
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import PromptBatch, Rollout
+
+if TYPE_CHECKING:
+    from lrlhf.environments.agents import ChatEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +72,15 @@ class EpisodeEngine(EngineWrapper):
                 "lrlhf.rollout.VLLMServerEngine"
             )
         self.episodes = episodes
-        self._make, self._tools = resolve(episodes)
+        make, tools, agent = resolve(episodes)
+        self._endpoint: ChatEndpoint | None = None
+        self._new_session: Callable[..., EpisodeSession] = partial(Session, make, tools)
+        if agent is not None:
+            agents = import_module("lrlhf.environments.agents")  # which need an extra
+            self._endpoint = agents.ChatEndpoint()
+            self._new_session = partial(agents.AgentSession, agent, self._endpoint)
         self._loop = EventLoop("environments")
-        self._open: set[Session] = set()
+        self._open: set[EpisodeSession] = set()
         self._closing: list[Future[None]] = []
         _close_at_exit(self)
 
@@ -90,6 +101,8 @@ class EpisodeEngine(EngineWrapper):
     def close(self) -> None:
         """Close the environments that are still open, and the engine."""
         self.close_environments()
+        if self._endpoint is not None:
+            self._endpoint.close()
         super().close()
 
     def close_environments(self) -> None:
@@ -138,7 +151,7 @@ class EpisodeEngine(EngineWrapper):
     def _begin(
         self,
         prompts: PromptBatch,
-        sessions: Sequence[Session],
+        sessions: Sequence[EpisodeSession],
         seeds: Sequence[int],
         limit: int,
     ) -> list[Play]:
@@ -273,10 +286,8 @@ class EpisodeEngine(EngineWrapper):
 
     # ------------------------------------------------------------------ environments
 
-    def _session(self) -> Session:
-        return Session(
-            self._make,
-            self._tools,
+    def _session(self) -> EpisodeSession:
+        return self._new_session(
             self._read_calls,
             timeout=self.episodes.timeout,
             reset_timeout=self.episodes.reset_timeout,
@@ -284,10 +295,10 @@ class EpisodeEngine(EngineWrapper):
 
     def _ask(self, plays: Iterable[Play]) -> dict[Future[Reaction], Play]:
         """Give the environments the last turns of those who go on."""
+        going_on = [play for play in plays if play.finish_reason is None]
         return {
-            self._loop.submit(play.session.react(play.last_turn.text, play.last_turn.raw)): play
-            for play in plays
-            if play.finish_reason is None
+            self._loop.submit(play.session.react(*play.last_turn, play.last_tokens)): play
+            for play in going_on
         }
 
     def _result(self, play: Play, future: Future[ResultT]) -> ResultT | None:
@@ -324,7 +335,7 @@ class EpisodeEngine(EngineWrapper):
             return self.episodes.wait_for == "all"
         return not self.capabilities.concurrent
 
-    def _release(self, session: Session) -> None:
+    def _release(self, session: EpisodeSession) -> None:
         """Begin to close an environment."""
         if session in self._open:
             self._open.remove(session)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lrlhf.environments.session import Reaction, Session
+from lrlhf.environments.session import EpisodeSession, Reaction, TurnTokens
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.texts import TurnText
 from lrlhf.types import Episode, Message, Prompt
@@ -35,7 +35,7 @@ class Play:
     prompt: Prompt
     prompt_ids: list[int]
     row: Mapping[str, Any]
-    session: Session
+    session: EpisodeSession
     seed: int
     limit: int
     response: Response | None = None
@@ -45,6 +45,8 @@ class Play:
     ends: list[int] = field(default_factory=list)
     """Behind the prompt, where each turn ends."""
     last_turn: TurnText = field(default_factory=lambda: TurnText("", ""))
+    last_tokens: TurnTokens | None = None
+    """Of the last turn."""
     finish_reason: str | None = None
     """None: the episode goes on."""
     failure: str = ""
@@ -91,6 +93,8 @@ class Play:
     def wrote(self, turn: Response, text: TurnText) -> None:
         """Add a turn of the policy's."""
         self.last_turn = text
+        prompt, written = len(self.contexts[-1]), len(turn.token_ids)
+        self.last_tokens = TurnTokens(prompt, written, cut_off=turn.truncated)
         self.wrote_ids.append((text.raw, turn.token_ids.tolist()))
         self._extend(len(turn.token_ids))
         if self.response is None:

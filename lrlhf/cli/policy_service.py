@@ -1,0 +1,188 @@
+"""A policy that answers agents, many of them at a time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.cli.serve_policy_command import TOKEN_ENV
+from lrlhf.cli.trained_policy import TrainedPolicy, load_trained
+from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.datamodules.rows.chat import ChatFormat
+from lrlhf.environments import detect_format, tool_call_format
+from lrlhf.environments.session import Asked, TurnTokens
+from lrlhf.modules.policy.text_generation import context_length
+from lrlhf.rollout import Response, Sampling, TransformersEngine
+from lrlhf.rollout.responses import responses_of, untold_prompts
+from lrlhf.rollout.texts import turn_text
+from lrlhf.run import sample_seeds
+
+if TYPE_CHECKING:
+    from lrlhf.environments.agents import Question
+
+
+class PolicyService:
+    """Answers questions with a policy's turns.
+
+    Args:
+        trained: The policy.
+        sampling: How turns are sampled; a question may make its own shorter.
+        seed: Of all turns, each of which has random numbers of its own.
+        record: File to which turns are added; None: none.
+    """
+
+    def __init__(
+        self, trained: TrainedPolicy, sampling: Sampling, *, seed: int = 0, record: Path | None
+    ) -> None:
+        # needs an extra
+        self._agents = import_module("lrlhf.environments.agents")
+        policy, options = trained.policy, trained.prompts
+        template = options.get("chat_template")
+        kwargs = options.get("chat_template_kwargs") or {}
+        self._policy = policy
+        self._tokenizer = policy.tokenizer
+        self._chat = ChatFormat(policy.tokenizer, template, kwargs)
+        written = str(self._chat.template or policy.tokenizer.chat_template or "")
+        self._read_calls = tool_call_format(detect_format(written) or "hermes")
+        self._sampling = sampling
+        self._seed = seed
+        self._record = record
+        self._engine = TransformersEngine()
+        self._engine.attach(*policy)
+        self._limit = context_length(policy)
+        self._call_ids = self._agents.call_ids()
+        self._batches = 0
+
+    def answer(self, questions: Sequence[Question]) -> None:
+        """Answer questions together; one that cannot be answered is told why."""
+        asked: list[tuple[Question, list[int], int]] = []
+        for question in questions:
+            if not question.taken():
+                continue
+            try:
+                ids = self._prompt(question.asked)
+                asked.append((question, ids, self._room(question.asked, ids)))
+            except BadRow as problem:
+                question.refuse(problem.detail)
+            except ValueError as problem:
+                question.refuse(str(problem))
+        if asked:
+            self._answer(asked)
+
+    def _answer(self, asked: Sequence[tuple[Question, list[int], int]]) -> None:
+        device = next(self._policy.model.parameters()).device
+        rooms = [room for _, _, room in asked]
+        prompts = untold_prompts([ids for _, ids, _ in asked]).to(device)
+        prompts = replace(prompts, room=torch.tensor(rooms, device=device))
+        seeds = sample_seeds(self._seed, self._batches, count=len(asked))
+        self._batches += 1
+        rollout = self._engine.generate(
+            prompts,
+            replace(self._sampling, max_new_tokens=max(rooms)),
+            num_generations=1,
+            seeds=seeds,
+        )
+        for (question, ids, room), turn in zip(asked, responses_of(rollout, prompts), strict=True):
+            self._tell(question, ids, turn.cut(room))
+
+    def _tell(self, question: Question, prompt_ids: Sequence[int], turn: Response) -> None:
+        stops = () if turn.truncated else self._sampling.stop
+        ids = turn.token_ids.tolist()
+        text, raw = turn_text(self._tokenizer, [], ids, stops)
+        read_calls = self._read_calls if question.asked.tools else None
+        message = self._agents.turn_message(text, raw, read_calls, self._call_ids)
+        tokens = TurnTokens(len(prompt_ids), len(ids), cut_off=turn.truncated)
+        if self._record is not None:
+            (segment,) = turn.segments
+            assert segment.logprobs is not None
+            line = {
+                "messages": question.asked.messages,
+                "tools": question.asked.tools,
+                "answer": message,
+                "prompt_ids": prompt_ids,
+                "token_ids": ids,
+                "logprobs": segment.logprobs.tolist(),
+                "truncated": turn.truncated,
+            }
+            with self._record.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps(line, ensure_ascii=False)}\n")
+        question.answer(self._agents.ChatAnswer(message, tokens))
+
+    def _prompt(self, asked: Asked) -> list[int]:
+        text = self._chat.render(asked.messages, {"tools": list(asked.tools)}, prompt=True)
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _room(self, asked: Asked, ids: Sequence[int]) -> int:
+        """Return how many tokens a turn may have.
+
+        Raises:
+            ValueError: The prompt leaves no room.
+        """
+        room = min(self._sampling.max_new_tokens, asked.max_tokens or sys.maxsize)
+        if self._limit is not None:
+            room = min(room, self._limit - len(ids))
+        if room < 1:
+            what = f"messages: they have {len(ids)} tokens, and the model reads {self._limit}"
+            raise ValueError(what)
+        return room
+
+
+def serve(given: argparse.Namespace) -> None:
+    """Answer until the process is interrupted.
+
+    Raises:
+        ConfigError: Nothing that generates is there, or an option is out of its range.
+    """
+    service = _service(given)
+    questions: queue.SimpleQueue[Question] = queue.SimpleQueue()
+    agents: Any = import_module("lrlhf.environments.agents")
+    endpoint = agents.ChatEndpoint(given.host, given.port)
+    try:
+        try:
+            base_url, token = endpoint.enter(questions.put, os.environ.get(TOKEN_ENV) or None)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"cannot listen at {given.host}, port {given.port}: {error}"
+            ) from error
+        shown = f"that of {TOKEN_ENV}" if os.environ.get(TOKEN_ENV) else token
+        sys.stdout.write(f"base_url {base_url}\napi_key  {shown}\n")
+        sys.stdout.flush()
+        while True:
+            batch = [questions.get()]
+            while len(batch) < given.batch_size and not questions.empty():
+                batch.append(questions.get())
+            service.answer(batch)
+    finally:
+        endpoint.close()
+
+
+def _service(given: argparse.Namespace) -> PolicyService:
+    if given.batch_size < 1:
+        raise ConfigError(f"batch_size is {given.batch_size}; it must be 1 or more")
+    try:
+        sampling = Sampling(
+            temperature=given.temperature, top_p=given.top_p, max_new_tokens=given.max_new_tokens
+        )
+    except ValueError as error:
+        raise ConfigError(str(error).removeprefix("sampling.")) from error
+    trained = load_trained(
+        given.source, dtype=given.dtype, device=given.device, use_ema=given.use_ema
+    )
+    if trained.sampling is not None:
+        sampling = replace(sampling, stop=trained.sampling.stop)
+    try:
+        return PolicyService(trained, sampling, seed=given.seed, record=given.record)
+    except ImportError as error:
+        raise ConfigError(str(error)) from error

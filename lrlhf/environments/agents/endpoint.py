@@ -1,0 +1,314 @@
+"""The HTTP endpoint that agents talk to: OpenAI's chat completions, one key for each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, Final, NamedTuple
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from lrlhf.background import EventLoop
+from lrlhf.environments.agents.chat_answer import ChatAnswer, completion, refusal
+from lrlhf.environments.agents.chat_request import BadRequestError, ChatRequest, read_chat_request
+from lrlhf.environments.session import Asked
+
+logger = logging.getLogger(__name__)
+
+MODEL: Final = "policy"
+"""What the endpoint calls its model; clients may ask for any other."""
+_PATHS: Final = "POST /v1/chat/completions, GET /v1/models"
+_BACKLOG: Final = 2048
+_KEEP_ALIVE_SECONDS: Final = 30
+_CLOSE_SECONDS: Final = 5.0
+_MOST_FILES: Final = 65_536
+
+
+class ConversationOverError(Exception):
+    """Nobody will answer a request any more."""
+
+
+class Question:
+    """A request that waits for its answer."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.future: Future[ChatAnswer] = Future()
+
+    def taken(self) -> bool:
+        """Begin to answer; False: the client has gone, and no answer is wanted."""
+        return self.future.set_running_or_notify_cancel()
+
+    def answer(self, answer: ChatAnswer) -> None:
+        """Give the answer."""
+        with contextlib.suppress(InvalidStateError):  # it was given up
+            self.future.set_result(answer)
+
+    def refuse(self, problem: str) -> None:
+        """Tell the client what is wrong with the question."""
+        self.future.set_exception(BadRequestError(problem))
+
+    def give_up(self) -> None:
+        """Tell the client that there will be no answer."""
+        with contextlib.suppress(InvalidStateError):  # it is answered
+            self.future.set_exception(ConversationOverError())
+
+
+Ask = Callable[[Question], object]
+"""Takes a question, in the endpoint's thread; raises `RuntimeError` if nobody is there."""
+
+
+class ChatEndpoint:
+    """Serves chat completions to those who have a key, from a thread of its own.
+
+    It starts with the first key. It ends when it is closed, with the object, or with the process.
+
+    Args:
+        host: Address to listen at.
+        port: To listen at; 0: any that is free.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._host = host
+        self._port = port
+        self._server: _Server | None = None
+        self._begin()
+
+    def __reduce__(self) -> tuple[type[ChatEndpoint], tuple[str, int]]:
+        return ChatEndpoint, (self._host, self._port)  # a copy serves nobody yet
+
+    def enter(self, ask: Ask, key: str | None = None) -> tuple[str, str]:
+        """Open a conversation.
+
+        Args:
+            ask: Gets its questions.
+            key: That its requests have to bring; None: a new one.
+
+        Returns:
+            The base URL for clients, and the key.
+
+        Raises:
+            OSError: The address cannot be listened at.
+        """
+        key = key or f"sk-{secrets.token_urlsafe(24)}"
+        self._look_around()
+        with self._lock:
+            if self._server is None:
+                self._server = self._started()
+            self._conversations.open(key, ask)
+            return f"http://{self._server.address}/v1", key
+
+    def leave(self, key: str) -> None:
+        """End a conversation: whoever still waits in it is told so."""
+        self._conversations.end(key)
+
+    def close(self) -> None:
+        """End all conversations, and stop to listen."""
+        self._look_around()
+        with self._lock:
+            self._conversations.end_all()
+            server = self._server
+            if server is not None:
+                server.uvicorn.should_exit = True
+                with contextlib.suppress(TimeoutError):
+                    server.running.result(_CLOSE_SECONDS)
+            self._begin()
+
+    def _look_around(self) -> None:
+        """A forked process has a copy of the object and none of its thread."""
+        if self._process != os.getpid():
+            self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._conversations = _Conversations()
+        self._loop = EventLoop("agents")
+        self._server = None
+
+    def _started(self) -> _Server:
+        _allow_connections()
+        listener = socket.create_server((self._host, self._port), backlog=_BACKLOG)
+        host, port = listener.getsockname()[:2]
+        # it must not hold the endpoint, with which it ends
+        server = uvicorn.Server(
+            uvicorn.Config(
+                _app(self._conversations),
+                http="h11",
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                log_level="error",
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        running = self._loop.submit(_serve(server, listener))
+        return _Server(f"{host}:{port}", server, running)
+
+
+class _Server(NamedTuple):
+    address: str
+    uvicorn: uvicorn.Server
+    running: Future[None]
+
+
+class _Conversations:
+    """Those who are being served, by their keys."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, tuple[Ask, set[Question]]] = {}
+        self._warned: set[str] = set()
+
+    def open(self, key: str, ask: Ask) -> None:
+        with self._lock:
+            self._open[key] = (ask, set())
+
+    def end(self, key: str) -> None:
+        with self._lock:
+            _, waiting = self._open.pop(key, (None, set()))
+            left = [*waiting]  # which leave as they are told
+        for question in left:
+            question.give_up()
+
+    def end_all(self) -> None:
+        for key in [*self._open]:
+            self.end(key)
+
+    def has(self, key: str) -> bool:
+        return key in self._open
+
+    async def answer(self, key: str, request: ChatRequest, client: Request) -> ChatAnswer:
+        """Ask, and wait for the answer as long as the client does.
+
+        Raises:
+            ConversationOverError: There will be none.
+            ClientDisconnect: The client has gone.
+        """
+        self._warn(request)
+        question = Question(request.asked)
+        with self._lock:
+            if key not in self._open:
+                raise ConversationOverError
+            ask, waiting = self._open[key]
+            waiting.add(question)
+        try:
+            ask(question)
+        except RuntimeError as error:
+            raise ConversationOverError from error
+        try:
+            return await _while_connected(question, client)
+        finally:
+            with self._lock:
+                waiting.discard(question)
+
+    def _warn(self, request: ChatRequest) -> None:
+        new = [name for name in request.ignored if name not in self._warned]
+        if new:
+            self._warned.update(new)
+            logger.warning(
+                "an agent's requests set %s, which has no effect here: how turns are sampled, and "
+                "where they end, is for the run's own `sampling` to say",
+                ", ".join(new),
+            )
+
+
+def _app(conversations: _Conversations) -> Starlette:
+    async def complete(request: Request) -> Response:
+        key = _key(request)
+        if not conversations.has(key):
+            return _no_such_key()
+        try:
+            asked = read_chat_request(await request.body())
+            return completion(asked, await conversations.answer(key, asked, request))
+        except BadRequestError as error:
+            return refusal(400, error.problem, param=error.param)
+        except ConversationOverError:
+            return refusal(410, "the conversation is over: this key is not served any more")
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+
+    async def models(request: Request) -> Response:
+        if not conversations.has(_key(request)):
+            return _no_such_key()
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "lrlhf"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", complete, methods=["POST"]),
+            Route("/v1/models", models, methods=["GET"]),
+        ],
+        exception_handlers={HTTPException: _answer_http_error},
+    )
+
+
+async def _while_connected(question: Question, client: Request) -> ChatAnswer:
+    answer = asyncio.wrap_future(question.future)
+    # all of the body has come
+    gone: asyncio.Future[Any] = asyncio.ensure_future(client.receive())
+    either: set[asyncio.Future[Any]] = {answer, gone}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ClientDisconnect
+        return answer.result()
+    except asyncio.CancelledError as error:  # the server ends
+        raise ConversationOverError from error
+    finally:
+        gone.cancel()
+        answer.cancel()  # and with it the question, unless it is being answered
+
+
+def _key(request: Request) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _no_such_key() -> Response:
+    return refusal(
+        401,
+        "no such API key, or its conversation is over: give the client the api_key that came with "
+        "this base_url",
+        code="invalid_api_key",
+    )
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path} is not served; there are {_PATHS}"
+    return refusal(error.status_code, what, code="not_found")
+
+
+async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
+    with listener:
+        try:
+            await server.serve(sockets=[listener])
+        except asyncio.CancelledError:
+            server.force_exit = True
+            await server.shutdown(sockets=[listener])
+            raise
+
+
+def _allow_connections() -> None:
+    """Have the system allow open files for many agents, each of which takes two."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,0 +1,130 @@
+"""`lrlhf serve-policy` with a tiny model, asked by the OpenAI client."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from openai import OpenAI
+from transformers import AutoTokenizer
+
+from lrlhf.__main__ import main
+from lrlhf.cli.policy_service import PolicyService
+from lrlhf.cli.trained_policy import load_trained
+from lrlhf.environments.agents import Question
+from lrlhf.environments.session import Asked
+from lrlhf.rollout import Sampling
+from tests.cli.test_chat import ASKED, greedy, user
+from tests.environments.agents.policy import ADD
+from tests.forked import Popen
+
+TOKEN = "a-token-of-my-own"
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("records") / "turns.jsonl"
+
+
+@pytest.fixture(scope="module")
+def client(model_folder: str, record: Path) -> Iterator[OpenAI]:
+    options = ["--port=0", "--temperature=0", "--max_new_tokens=8", "--device=cpu"]
+    command = [sys.executable, "-m", "lrlhf", "serve-policy", model_folder, *options]
+    env = {**os.environ, "LRLHF_POLICY_TOKEN": TOKEN}
+    process = Popen([*command, f"--record={record}"], stdout=subprocess.PIPE, text=True, env=env)
+    with process.stdout as told:
+        try:
+            name, base_url = told.readline().split()
+            assert name == "base_url"
+            assert told.readline() == "api_key  that of LRLHF_POLICY_TOKEN\n"
+            with OpenAI(base_url=base_url, api_key=TOKEN, max_retries=0) as client:
+                yield client
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+
+
+def recorded(record: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in record.read_text().splitlines()]
+
+
+def messages(text: str) -> Any:
+    return [{"role": "user", "content": text}]
+
+
+def test_answers_are_the_models_and_are_recorded(
+    client: OpenAI, record: Path, model_folder: str
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+
+    def ask(text: str) -> Any:
+        return client.chat.completions.create(model="any", messages=messages(text))
+
+    texts = [f"say {n}" for n in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(ask, texts))
+    for text, answer in zip(texts, answers, strict=True):
+        expected = greedy(model_folder, user(text) + ASKED, 8)
+        assert answer.choices[0].message.content == expected
+    lines = {line["messages"][0]["content"]: line for line in recorded(record)}
+    for text, answer in zip(texts, answers, strict=True):
+        line = lines[text]
+        assert tokenizer.decode(line["prompt_ids"]) == user(text) + ASKED
+        assert answer.usage.prompt_tokens == len(line["prompt_ids"])
+        assert answer.usage.completion_tokens == len(line["token_ids"]) == len(line["logprobs"])
+        assert line["answer"]["content"] == answer.choices[0].message.content
+        said = tokenizer.decode(line["token_ids"], skip_special_tokens=True)
+        assert said == line["answer"]["content"]
+
+
+def test_what_cannot_be_answered_is_told(client: OpenAI, record: Path) -> None:
+    before = len(recorded(record)) if record.exists() else 0
+    with pytest.raises(openai.BadRequestError, match=r"tokens, and the model reads 256"):
+        client.chat.completions.create(model="any", messages=messages("long " * 300))
+    short = client.chat.completions.create(
+        model="any",
+        messages=messages("hi"),
+        tools=[ADD],
+        max_tokens=1,  # type: ignore[list-item]
+    )
+    assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 1)  # type: ignore[union-attr]
+    assert len(recorded(record)) == before + 1
+
+
+def test_a_port_that_is_taken(
+    model_folder: str, client: OpenAI, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve-policy", model_folder, f"--port={client.base_url.port}"]) == 2
+    assert "error: cannot listen at 127.0.0.1, port" in capsys.readouterr().err
+
+
+def test_the_help_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve-policy", "--help"]) == 0
+    assert "--record" in capsys.readouterr().out
+
+
+def test_what_is_recorded_has_the_models_probabilities(model_folder: str, record: Path) -> None:
+    trained = load_trained(model_folder, device="cpu")
+    own = record.with_name("own.jsonl")
+    service = PolicyService(trained, Sampling(max_new_tokens=9), seed=3, record=own)
+    questions = [Question(Asked(tuple(messages(text)))) for text in ("hi", "and you")]
+    service.answer(questions)
+    assert [len(question.future.result(0).message) for question in questions] == [2, 2]
+    for line in recorded(own):
+        prompt, written = line["prompt_ids"], line["token_ids"]
+        with torch.no_grad():
+            logits = trained.policy.model(torch.tensor([prompt + written])).logits[0]
+        behind = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        expected = behind.gather(1, torch.tensor(written)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(line["logprobs"]), expected, rtol=0, atol=1e-4)
+        assert min(line["logprobs"]) < -1  # nothing was certain
