@@ -104,19 +104,30 @@ def plan_micro_batches(
     """
     if packed:
         return _packed(batch, batch.group_ids if shared else None, max_tokens, at_least)
-    lengths = _written_out(batch)
-    groups = micro_batch_rows(lengths, max_tokens=max_tokens, at_least=at_least)
+    lengths, chains = _written_out(batch)
+    groups = micro_batch_rows(lengths, chains, max_tokens=max_tokens, at_least=at_least)
     return [
-        MicroBatch(rows, len(rows) * int(lengths[rows].max()), int(lengths[rows].sum()))
+        MicroBatch(
+            rows,
+            int(chains[rows].sum()) * int(lengths[rows].max()),
+            int(batch.lengths.cpu()[rows].sum()),
+        )
         for rows in groups
     ]
 
 
-def micro_batch_rows(lengths: Tensor, *, max_tokens: int | None, at_least: int = 1) -> list[Tensor]:
+def micro_batch_rows(
+    lengths: Tensor,
+    copies: Tensor | None = None,
+    *,
+    max_tokens: int | None,
+    at_least: int = 1,
+) -> list[Tensor]:
     """Group rows of similar length, longest first.
 
     Args:
         lengths: `[B]`, tokens of each row.
+        copies: `[B]`, how many rows of that length each is computed as; None: one.
         max_tokens: Rows times longest row of one group, padding counted; a single row may be
             longer. None: one group.
         at_least: Groups to make, where there are as many rows; ranks that gather weights together
@@ -128,26 +139,33 @@ def micro_batch_rows(lengths: Tensor, *, max_tokens: int | None, at_least: int =
     # longest first: what does not fit in memory fails at once, not in the middle of a run
     order = torch.argsort(lengths, descending=True, stable=True).cpu()
     ordered = lengths.cpu()[order].tolist()
+    counts = torch.ones_like(order) if copies is None else copies.cpu()[order]
+    ends = counts.cumsum(dim=0)
     groups: list[Tensor] = []
     start = 0
     while start < len(ordered):
-        rows = len(ordered) if max_tokens is None else max(1, max_tokens // max(ordered[start], 1))
-        groups.append(order[start : start + rows])
-        start += rows
+        end = len(ordered)
+        if max_tokens is not None:
+            rows = max_tokens // max(ordered[start], 1) + int(ends[start] - counts[start])
+            end = max(start + 1, int(torch.searchsorted(ends, rows, right=True)))
+        groups.append(order[start:end])
+        start = end
     while len(groups) < min(at_least, len(ordered)):
         largest = max(range(len(groups)), key=lambda index: len(groups[index]))
         groups[largest : largest + 1] = groups[largest].tensor_split(2)
     return groups
 
 
-def _written_out(batch: SequenceBatch) -> Tensor:
-    """Count the tokens of each row, those before a fork once more."""
+def _written_out(batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+    """Return the longest branch of each row, and how many it has, `[B]` each."""
+    lengths = batch.lengths.cpu()
     if batch.forks is None:
-        return batch.lengths.cpu()
+        return lengths, torch.ones_like(lengths)
     parts = (batch.input_ids.cpu(), batch.attention_mask.cpu(), batch.forks.cpu())
     chains = unfold(compact(*parts))
-    longest = chains.rows.attention_mask.sum(dim=1)
-    return torch.zeros(len(batch), dtype=torch.long).index_add(0, chains.owners, longest)
+    branches = chains.rows.attention_mask.sum(dim=1)
+    longest = torch.zeros_like(lengths).scatter_reduce(0, chains.owners, branches, "amax")
+    return longest, torch.bincount(chains.owners, minlength=len(batch))
 
 
 def _packed(

@@ -86,17 +86,11 @@ class Response:
         given = Segment(token_ids=token_ids, fork=fork)
         return replace(self, segments=(*self.segments, given))
 
-    def followed_by(self, turn: Response, *, fork: int = 0) -> Response:
-        """Return the response with a further turn behind it.
-
-        Args:
-            turn: Without forks of its own.
-            fork: See `Segment`.
-        """
-        first, *rest = turn.segments
+    def followed_by(self, turn: Response) -> Response:
+        """Return the response with a further turn behind it."""
         versions = [one.weight_version for one in (self, turn) if one.weight_version is not None]
         return Response(
-            segments=(*self.segments, replace(first, fork=fork), *rest),
+            segments=(*self.segments, *turn.segments),
             truncated=turn.truncated,
             weight_version=min(versions, default=None),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,12 @@ class Sampling:
                 "sampling.stop must be a list of texts, [] for none; an empty text would end every "
                 "response"
             )
+
+    def at_most(self, tokens: int) -> Sampling:
+        """Return the same with at most so many new tokens."""
+        limit = min(tokens, self.max_new_tokens)
+        least = min(self.min_new_tokens, limit)
+        return replace(self, max_new_tokens=limit, min_new_tokens=least)
 
     @property
     def truncates(self) -> bool:

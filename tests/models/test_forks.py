@@ -259,9 +259,17 @@ def test_micro_batches_of_padded_rows_count_what_is_before_each_fork() -> None:
     )
     # 3 tokens, 4, 4, 1 and 4, see the test of what is written out
     (part,) = plan_micro_batches(batch, max_tokens=None, packed=False)
-    assert part.computed == 3 + 4 + 4 + 1 + 4
+    assert part.computed == 5 * 4
     (part,) = plan_micro_batches(batch, max_tokens=None, packed=True)
     assert part.computed == 9
+    # of two such rows and one of 9 tokens without forks, the latter makes all branches as long
+    assert batch.forks is not None
+    three = batch.select(torch.tensor([0, 0, 0]))
+    three = replace(three, forks=torch.cat([batch.forks, batch.forks * 0, batch.forks]))
+    limits = {99: [99], 98: [54, 20], 53: [9, 40], 39: [9, 20, 20], 1: [9, 20, 20]}
+    for limit, sizes in limits.items():
+        parts = plan_micro_batches(three, max_tokens=limit, packed=False)
+        assert [part.computed for part in parts] == sizes, limit
 
 
 @pytest.mark.parametrize("family", FAMILY_PARAMS)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.environments import Episodes, TextEnvironment
@@ -23,7 +31,7 @@ from lrlhf.rollout.episodes.dialogue import Dialogue
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
 from lrlhf.rollout.responses import untold_prompts
 from lrlhf.rollout.storage import load_rollout, save_rollout
-from lrlhf.types import PromptBatch, Rollout
+from lrlhf.types import Media, PromptBatch, Rollout
 from tests.conftest import build_tokenizer
 from tests.rollout.scripted_engine import ScriptedEngine
 
@@ -220,7 +228,7 @@ def test_an_agent_may_ask_anything_at_any_time(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_turn_has_the_tokens_that_the_policy_wrote() -> None:
-    vocabulary = {token: place for place, token in enumerate([*"abc:;\n", "ab", "<e>"])}
+    vocabulary = {token: place for place, token in enumerate([*"abcu:", "ab", "<e>"])}
     backend = Tokenizer(BPE(vocab=vocabulary, merges=[("a", "b")]))
     backend.add_special_tokens(["<e>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>")
@@ -228,23 +236,23 @@ def test_a_turn_has_the_tokens_that_the_policy_wrote() -> None:
         "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<e>{% endfor %}"
         "{% if add_generation_prompt %}a:{% endif %}"
     )
-    a, b, c, ab, end = (vocabulary[token] for token in ("a", "b", "c", "ab", "<e>"))
-    colon = vocabulary[":"]
+    a, b, c, user, colon, ab, end = (vocabulary[token] for token in vocabulary)
     dialogue = Dialogue(tokenizer, ChatFormat(tokenizer))
     messages = [
-        {"role": "a", "content": "ab"},
-        {"role": "b", "content": "ab"},
-        {"role": "c", "content": "c"},
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "ab"},
+        {"role": "user", "content": "c"},
     ]
-    plain = [a, colon, ab, end, b, colon, ab, end, c, colon, c, end, a, colon]
-    assert dialogue.whole(messages, {}, []) == plain
-    # letter by letter, which the tokenizer would not do
-    spelled = [a, colon, a, b, end, *plain[4:]]
-    assert dialogue.whole(messages, {}, [("ab<e>", [a, b, end])]) == spelled
+    first, last = [user, colon, ab, end, a, colon], [end, user, colon, c, end, a, colon]
+    assert dialogue.whole(messages, {}, []) == [*first, ab, *last]
+    # letter by letter, which the tokenizer would not do; not what the user said
+    for ending in (("<e>", [end]), ("", [])):
+        wrote = ("ab" + ending[0], [a, b, *ending[1]])
+        assert dialogue.whole(messages, {}, [wrote]) == [*first, a, b, *last]
+        assert dialogue.whole(messages, {}, [("c", [c]), wrote, ("", [])]) == [*first, a, b, *last]
     # what does not stand there as it was written is tokenised
-    assert dialogue.whole(messages, {}, [("ba<e>", [b, a, end]), ("", [])]) == plain
-    twice = [("ab<e>", [a, b, end]), ("c<e>", [c, end])]
-    assert dialogue.whole(messages, {}, twice) == spelled
+    for other in ("ba<e>", "a", "ab:", ""):
+        assert dialogue.whole(messages, {}, [(other, [b, a, end])]) == [*first, ab, *last]
 
 
 def test_the_limit_of_a_turn_is_the_agents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +282,89 @@ def test_a_full_context_ends_an_episode(language_model: PreTrainedModel) -> None
         assert episode.finish_reason == "length"
         lengths = [len(before) + len(token) for before, token in contexts(rollout, 0)]
         assert longest - 60 < max(lengths) <= longest
+
+
+def test_every_response_of_a_batch_stays_within_the_context() -> None:
+    class Endless(TextEnvironment):
+        def step(self, action: str) -> str | None:
+            return "more"
+
+    # which knows no position behind its last one
+    config = GPT2Config(
+        vocab_size=len(TOKENIZER),
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=160,
+        bos_token_id=None,
+    )
+    policy = GPT2LMHeadModel(config).eval()
+    rollout = play(
+        TransformersEngine(),
+        chats("a" * 100, "b", "c" * 200),
+        policy=policy,
+        environment=Endless,
+        max_turn_tokens=40,
+        max_turns=100,
+        tokens=1000,
+        num_generations=2,
+    )
+    episodes = rollout.episodes or ()
+    assert [one.finish_reason for one in episodes] == ["length"] * 4 + ["failed"] * 2
+    assert episodes[4].failure == "the prompt has 219 tokens, and the model reads 160"
+    for row in range(4):
+        assert max(len(before) + 1 for before, _ in contexts(rollout, row)) <= 160
+
+
+def test_what_cannot_be_rendered_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScriptedEngine(lambda _: "a<|im_end|>")
+    plain = replace(chats("go"), prompts=("go",))
+    with pytest.raises(ValueError, match="some prompts are plain text"):
+        play(engine, plain)
+    assert engine.calls == []
+    pictures = replace(chats("go"), media=(Media(tensors={}, tokens={"image": 1}),))
+    with pytest.raises(ValueError, match="prompts with images or videos are not rendered twice"):
+        play(engine, pictures)
+    deaf = FORGETFUL.replace(
+        "{% for m in messages %}", "{% for m in messages if m.content != 'more 1' %}"
+    )
+    monkeypatch.setattr(TOKENIZER, "chat_template", deaf.replace("!= 'more 1'", "== 'go'"))
+    with pytest.raises(ValueError, match="leaves out what the role 'user' says"):
+        play(engine, chats("go"))
+
+
+def test_calls_that_special_tokens_mark_are_not_lost_silently() -> None:
+    def tool(word: str) -> str:
+        """Repeat.
+
+        Args:
+            word: What.
+        """
+        return word
+
+    marked = '{"name": "tool", "arguments": {"word": "x"}}'
+    engine = ScriptedEngine(lambda _: f"<|im_start|>{marked}")
+    with pytest.raises(ValueError, match="special tokens mark the calls of this model"):
+        play(engine, chats("go"), environment=None, tools=[tool], tool_calls="llama3_json")
+
+
+def test_what_others_said_in_the_policys_name_is_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [ask("one"), ask("other", "not mine", "two", "nor this", "three")]
+    agents(monkeypatch, lambda: Agent(*asked))
+    rollout = play(ScriptedEngine(lambda _: "w<|im_end|>"), chats("x"))
+    (episode,) = rollout.episodes or ()
+    assert episode.turns == 2
+    assert [one["content"] for one in episode.messages] == ["w", "other", "two", "three", "w"]
+
+
+def test_a_long_conversation_with_many_forks_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "x" * 20_000
+    agents(monkeypatch, lambda: Agent(*(ask(long, f"{number}", "on") for number in range(60))))
+    started = time.process_time()
+    rollout = play(ScriptedEngine(lambda _: "w<|im_end|>"), chats("x"), tokens=10_000, max_turns=99)
+    assert rollout.forks is not None
+    assert int((rollout.forks != 0).sum()) == 59
+    assert time.process_time() - started < 20
 
 
 SHOUTS = FORGETFUL.replace(

@@ -102,7 +102,7 @@ class Chains(NamedTuple):
 
 def unfold(rows: Compacted) -> Chains:
     """Write out the branches of rows that fork."""
-    if rows.forks is None:
+    if rows.forks is None or not len(rows.forks):
         places = torch.arange(rows.order.numel(), device=rows.order.device).view(rows.order.shape)
         owners = torch.arange(len(places), device=places.device)
         return Chains(rows, owners, places)
@@ -294,9 +294,9 @@ def _cut(rows: Compacted) -> dict[int, list[Stretch]]:
     """Return the stretches of the rows that fork."""
     if rows.forks is None:
         return {}
-    forking = (rows.forks != 0).any(dim=1).nonzero()[:, 0].tolist()
-    lengths = rows.attention_mask.sum(dim=1).tolist()
-    return {row: stretches(rows.forks[row].tolist(), lengths[row]) for row in forking}
+    forks, lengths = rows.forks.tolist(), rows.attention_mask.sum(dim=1).tolist()
+    each = enumerate(zip(forks, lengths, strict=True))
+    return {row: stretches(own, length) for row, (own, length) in each if any(own)}
 
 
 def _segments(

@@ -157,7 +157,7 @@ def check_context(model: Any, data: Any, trained: TrainedModel, seen: LookedAt |
     episodes = options_of(options_of(model).get("episodes"))
     if episodes.get("history") == "template" or episodes.get("agent"):
         # a row holds more than the policy sees at a time, of which only the first turn is known
-        responses, said = episodes.get("max_turn_tokens") or 1, ("episodes", "max_turn_tokens")
+        responses, said = episodes.get("max_turn_tokens") or 0, ("episodes", "max_turn_tokens")
     limit = "max_prompt_tokens" if sampling else "max_tokens"
     tokens, origin = options_of(data).get(limit), f"data.{limit}"
     if tokens is None:
@@ -165,10 +165,10 @@ def check_context(model: Any, data: Any, trained: TrainedModel, seen: LookedAt |
         tokens, origin = (
             (seen.longest, f"the longest {what} looked at") if seen else (1, "a prompt")
         )
-    added = f" and model.{'.'.join(said)} is {responses}" if sampling else ""
+    added = f" and model.{'.'.join(said)} is {responses}" if responses else ""
     if trained.context is not None and tokens + responses > trained.context:
-        key = ("model", *said) if sampling else ("data", limit)
-        together = f", {tokens + responses} together" if sampling else ""
+        key = ("model", *said) if responses else ("data", limit)
+        together = f", {tokens + responses} together" if responses else ""
         raise MistakeError(
             key,
             f"{trained.spec.source} reads at most {trained.context} tokens "
@@ -176,7 +176,7 @@ def check_context(model: Any, data: Any, trained: TrainedModel, seen: LookedAt |
         )
     if seen is None and options_of(data).get(limit) is None:
         return ""
-    shown = f"{origin} {tokens}" + (f" + max_new_tokens {responses}" if sampling else "")
+    shown = f"{origin} {tokens}" + (f" + {said[-1]} {responses}" if responses else "")
     return f"{shown}, of {trained.context or 'any number of'} tokens"
 
 

@@ -150,16 +150,37 @@ class TransformersEngine(RolloutEngine):
         prompts_at_once: int,
     ) -> list[Response]:
         answered: dict[int, Response] = {}
-        for chosen, wanted in parts(
-            prompts.attention_mask.sum(dim=1).tolist(),
-            num_generations=len(seeds) // len(prompts),
-            prompts_at_once=prompts_at_once,
-            batching=way.batching,
-        ):
-            asked, own = prompts.select(torch.tensor(chosen)), [seeds[one] for one in wanted]
-            answers = self._respond(way, asked, sampling, own)
-            answered.update(zip(wanted, answers, strict=True))
+        copies = len(seeds) // len(prompts)
+        for limit, alike in self._by_limit(prompts, sampling).items():
+            for chosen, wanted in parts(
+                prompts.attention_mask.sum(dim=1)[alike].tolist(),
+                num_generations=copies,
+                prompts_at_once=prompts_at_once,
+                batching=way.batching,
+            ):
+                asked = prompts.select(torch.tensor([alike[one] for one in chosen]))
+                numbers = [alike[one // copies] * copies + one % copies for one in wanted]
+                own = [seeds[one] for one in numbers]
+                answers = self._respond(way, asked, sampling.at_most(limit), own)
+                answered.update(zip(numbers, answers, strict=True))
         return [answered[response] for response in range(len(seeds))]
+
+    def _by_limit(self, prompts: PromptBatch, sampling: Sampling) -> dict[int, list[int]]:
+        """Put prompts together that may have as many tokens behind them.
+
+        ``room`` divides them only where a response of full length would not fit into the context:
+        rows of a batch go on together, and some models know no further positions.
+        """
+        groups: dict[int, list[int]] = {}
+        lengths = prompts.attention_mask.sum(dim=1).tolist()
+        rooms = [sampling.max_new_tokens] * len(prompts)
+        if prompts.room is not None and self.context_length is not None:
+            fits = self.context_length - sampling.max_new_tokens
+            given = zip(lengths, prompts.room.tolist(), rooms, strict=True)
+            rooms = [most if length <= fits else min(room, most) for length, room, most in given]
+        for prompt, room in enumerate(rooms):
+            groups.setdefault(room, []).append(prompt)
+        return groups
 
     def _try_ways(self) -> Way:
         """Find out what may be generated together, and whether that is exact."""

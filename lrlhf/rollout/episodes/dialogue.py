@@ -88,7 +88,9 @@ class Dialogue:
                 "the chat template does not repeat what the assistant wrote, so nothing can be "
                 "put behind it: give another chat_template"
             )
-        self._check(before, new, row)
+        if not self._checked:
+            self._warn_of_rewriting(before, new, row)
+        self.check_roles(before, new, row)
         given = text.rpartition(_MARK)[2]
         ending = str(self._tokenizer.decode([last_token])).strip()
         if ending and given.lstrip().startswith(ending):
@@ -109,23 +111,48 @@ class Dialogue:
         Args:
             messages: The conversation.
             row: See `opened`.
-            turns: What the policy wrote, with special tokens, and its token ids, in order.
+            turns: What the policy wrote, with special tokens, and its token ids.
 
         Raises:
             RefusedTurnsError: The chat template refuses the conversation.
         """
         text, at = self._rendered(messages, row), 0
+        if not text:
+            raise RefusedTurnsError("the chat template makes nothing of the turns")
+        # the same with a mark for each of the policy's messages: where they are, and what is not
+        marked = [
+            {"role": "assistant", "content": _MARK} if one["role"] == "assistant" else one
+            for one in messages
+        ]
+        own = [self._without_end(*turn) for turn in reversed(turns)]
         ids: list[int] = []
-        for written, tokens in turns:
-            found = text.find(written, at) if written else -1
-            if found < 0:
-                continue
-            ids += self._behind(text[at:found]) if ids else self._encoded(text[at:found])
-            ids += tokens
-            at = found + len(written)
+        place, (begin, *others) = 0, self._rendered(marked, row).split(_MARK)
+        if not text.startswith(begin):
+            others = []
+        place = len(begin)
+        for behind in others:
+            found = next((one for one in own if text.startswith(one[0] + behind, place)), None)
+            if found is None:
+                place = text.find(behind, place)
+                if place < 0:
+                    break
+            else:
+                written, tokens = found
+                piece = text[at:place]
+                ids += self._behind(piece) if ids else self._encoded(piece)
+                ids += tokens
+                at = place = place + len(written)
+            place += len(behind)
         return [*ids, *(self._behind(text[at:]) if ids else self._encoded(text))]
 
-    def _check(
+    def _without_end(self, written: str, tokens: Sequence[int]) -> tuple[str, Sequence[int]]:
+        """Return a turn without the token that ended it, which the template writes."""
+        last = str(self._tokenizer.decode(list(tokens[-1:])))
+        if tokens and tokens[-1] in self._tokenizer.all_special_ids and written.endswith(last):
+            return written.removesuffix(last), tokens[:-1]
+        return written, tokens
+
+    def check_roles(
         self, before: Sequence[Message], new: Sequence[Message], row: Mapping[str, Any]
     ) -> None:
         """Once for each role: what is said in it must reach the policy.
@@ -144,8 +171,6 @@ class Dialogue:
                     f"the chat template leaves out what the role {role!r} says, so the policy "
                     "would never read the environment's answers: give another chat_template"
                 )
-        if not self._checked:
-            self._warn_of_rewriting(before, new, row)
         self._checked |= roles
 
     def _warn_of_rewriting(

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.background import EventLoop, in_background
 from lrlhf.environments.limited_calls import EnvironmentFailure
-from lrlhf.environments.session import Asked, EpisodeSession, Reaction, Session, Shown
+from lrlhf.environments.session import EpisodeSession, Reaction, Session
 from lrlhf.environments.settings import Episodes, resolve
 from lrlhf.environments.tool_call_formats import detect_format, tool_call_format
 from lrlhf.environments.tool_calls import ToolCallFormat
@@ -30,8 +30,8 @@ from lrlhf.rollout.engines.engine import (
     check_seeds,
 )
 from lrlhf.rollout.engines.synced_engine import EngineFailure, may_recover, without_recovery
-from lrlhf.rollout.episodes.dialogue import Dialogue, RefusedTurnsError
 from lrlhf.rollout.episodes.play import Play
+from lrlhf.rollout.episodes.prompting import Prompting
 from lrlhf.rollout.episodes.speaker import Speaker
 from lrlhf.rollout.responses import left_padded, prompt_token_ids
 from lrlhf.rollout.sampling import Sampling
@@ -92,10 +92,10 @@ class EpisodeEngine(EngineWrapper):
     ) -> None:
         super().attach(policy, tokenizer, processor)
         self._read_calls = _call_format(self.episodes, tokenizer)
-        self._dialogue = Dialogue(tokenizer, None)
+        self._prompting = Prompting(self.episodes, tokenizer, None)
 
     def use_chat(self, chat: RendersChat) -> None:
-        self._dialogue = Dialogue(self.tokenizer, chat)
+        self._prompting = Prompting(self.episodes, self.tokenizer, chat)
         super().use_chat(chat)
 
     def close(self) -> None:
@@ -127,6 +127,7 @@ class EpisodeEngine(EngineWrapper):
             A rollout with ``episodes``, whose environments are open until they are released.
         """
         check_seeds(seeds, prompts, num_generations)
+        self._prompting.check(prompts)
         self._finish_closing()
         sessions = [self._session() for _ in seeds]
         self._open.update(sessions)
@@ -171,26 +172,8 @@ class EpisodeEngine(EngineWrapper):
                 continue
             if shown is None and prompts.media is not None:
                 continue  # the processor has counted out what it shows
-            try:
-                self._open_with(play, shown)
-            except RefusedTurnsError as error:
-                play.fail(str(error))
+            self._prompting.begin(play, shown, self.engine.context_length)
         return plays
-
-    def _open_with(self, play: Play, shown: Shown) -> None:
-        """Put what an environment begins with before the first turn."""
-        if isinstance(shown, Asked):
-            play.begins(shown.messages, self._asked(play, shown))
-            return
-        if tools := [tool.schema for tool in play.session.tools]:
-            play.row = {**play.row, "tools": tools}
-        play.begins(*self._dialogue.opened(play.prompt, shown, play.row, play.prompt_ids))
-
-    def _asked(self, play: Play, asked: Asked) -> list[int]:
-        """Return the tokens of a prompt that replaces all that was said."""
-        play.row = {**play.row, "tools": list(asked.tools)}
-        play.turn_limit = asked.max_tokens
-        return self._dialogue.whole(asked.messages, play.row, play.wrote_ids)
 
     def _go_on(self, plays: Sequence[Play], speaker: Speaker) -> None:
         """Let environments and policy take turns until every episode is over."""
@@ -248,31 +231,7 @@ class EpisodeEngine(EngineWrapper):
         if play.turns == self.episodes.max_turns:
             play.cut_off("max_turns")
             return False
-        messages = reaction.messages
-        try:
-            if reaction.asked is not None:
-                messages = play.new_messages(reaction.asked.messages)
-                tokens = play.goes_on_from(self._asked(play, reaction.asked))
-            elif self.episodes.history == "template":
-                told = [*play.messages, *messages]
-                tokens = play.goes_on_from(self._dialogue.whole(told, play.row, play.wrote_ids))
-            else:
-                tokens = self._dialogue.between(
-                    play.prompt, play.said, messages, play.row, play.context[-1]
-                )
-        except RefusedTurnsError as error:
-            play.fail(str(error))
-            return False
-        if not self._leaves_room(play, len(tokens)):
-            play.cut_off("length")
-            return False
-        play.is_given(messages, tokens)
-        return True
-
-    def _leaves_room(self, play: Play, tokens: int) -> bool:
-        context = self.engine.context_length
-        fits = context is None or len(play.context) + tokens < context
-        return fits and play.used + tokens < play.limit
+        return self._prompting.go_on(play, reaction, self.engine.context_length)
 
     def _judge(self, plays: Sequence[Play]) -> None:
         """Ask for the reward of the whole."""

@@ -54,14 +54,17 @@ class Play:
     """Every turn of the policy's, with special tokens, and its token ids."""
     turn_limit: int | None = None
     """Tokens of the next turn; None: as the run has it."""
-    contexts: list[list[int]] = field(init=False)
-    """The tokens, by place behind one another in the row, of every prompt that a turn had, with
-    what was said behind it; the last one goes on."""
+    context: list[int] = field(init=False)
+    """All tokens that the next turn goes on from."""
+    _places: list[int] = field(init=False)
+    """Where these stand in the row."""
+    _next: dict[tuple[int, int], int] = field(init=False)
+    """Place of the latest token of an id behind a place; before the first one is -1."""
     _fork: int = 0
     """Tokens of the row that what comes next does not follow."""
 
     def __post_init__(self) -> None:
-        self.contexts = [[*range(len(self.prompt_ids))]]
+        self.begins(self.prompt, self.prompt_ids)
 
     @property
     def turns(self) -> int:
@@ -73,35 +76,20 @@ class Play:
         """Tokens behind the prompt."""
         return 0 if self.response is None else len(self.response.token_ids)
 
-    @property
-    def row_ids(self) -> list[int]:
-        """All tokens, in the order in which they came."""
-        behind = [] if self.response is None else self.response.token_ids.tolist()
-        return [*self.prompt_ids, *behind]
-
-    @property
-    def context(self) -> list[int]:
-        """All tokens that the next turn goes on from."""
-        ids = self.row_ids
-        return [ids[place] for place in self.contexts[-1]]
-
     def begins(self, prompt: Prompt, ids: Sequence[int]) -> None:
         """Replace the prompt, before the first turn."""
         self.prompt, self.prompt_ids = prompt, [*ids]
-        self.contexts = [[*range(len(ids))]]
+        self.context, self._places, self._next = [], [], {}
+        self._extend(0, ids)
 
     def wrote(self, turn: Response, text: TurnText) -> None:
         """Add a turn of the policy's."""
         self.last_turn = text
-        prompt, written = len(self.contexts[-1]), len(turn.token_ids)
-        self.last_tokens = TurnTokens(prompt, written, cut_off=turn.truncated)
-        self.wrote_ids.append((text.raw, turn.token_ids.tolist()))
-        self._extend(len(turn.token_ids))
-        if self.response is None:
-            self.response = turn
-        else:
-            self.response = self.response.followed_by(turn, fork=self._fork)
-        self._fork = 0
+        ids = turn.token_ids.tolist()
+        self.last_tokens = TurnTokens(len(self.context), len(ids), cut_off=turn.truncated)
+        self.wrote_ids.append((text.raw, ids))
+        self._extend(len(self.prompt_ids) + self.used, ids)
+        self.response = turn if self.response is None else self.response.followed_by(turn)
         self.ends.append(self.used)
         self.rewards.append(0.0)
         self.said.append({"role": "assistant", "content": text.text})
@@ -117,61 +105,62 @@ class Play:
         """Add what the policy is given."""
         assert self.response is not None
         self.said.extend(messages)
-        if not tokens:
-            return
         ids = torch.tensor(tokens, dtype=torch.long, device=self.response.token_ids.device)
-        self._extend(len(ids))
+        self._extend(len(self.prompt_ids) + self.used, tokens)
         self.response, self._fork = self.response.given(ids, fork=self._fork), 0
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation so far, as the policy wrote it: calls stand in its own words.
-
-        Raises:
-            ValueError: It is plain text.
-        """
-        if isinstance(self.prompt, str):
-            raise ValueError(
-                "episodes.history is template, and the prompts are plain text, which no chat "
-                "template renders: drop history, or give chats"
-            )
+        """The conversation so far, as the policy wrote it: calls stand in its own words."""
+        opening = [] if isinstance(self.prompt, str) else self.prompt
         said = ({k: v for k, v in one.items() if k != "tool_calls"} for one in self.said)
-        return [*self.prompt, *said]
+        return [*opening, *said]
 
     def new_messages(self, conversation: Sequence[Message]) -> tuple[Message, ...]:
-        """Return the messages of a conversation from the first on that is not part of this one.
+        """Return what a conversation adds to this one, from where the two part.
 
         Args:
-            conversation: What the policy wrote may stand there in other words.
+            conversation: What the policy wrote may stand there in other words. Turns that somebody
+                else wrote in its name are left out.
         """
         same = 0
         for one, other in zip(self.messages, conversation, strict=False):
             own = one["role"] == "assistant"
-            if one["role"] != other["role"] or not (own or one["content"] == other["content"]):
+            alike = own or one.get("content") == other.get("content")
+            if one["role"] != other["role"] or not alike:
                 break
             same += 1
-        return tuple(conversation[same:])
+        return tuple(one for one in conversation[same:] if one["role"] != "assistant")
 
     def goes_on_from(self, prompt_ids: Sequence[int]) -> list[int]:
         """Make a prompt what the next turn goes on from.
+
+        Args:
+            prompt_ids: At least one.
 
         Returns:
             What of it no turn has seen yet, and its last token in any case, to be given now: that
             is where one turn ends and another begins.
         """
-        ids = self.row_ids
-        known = prompt_ids[:-1]
-        shared = [_common([ids[place] for place in one], known) for one in self.contexts]
-        latest = max(range(len(shared)), key=lambda number: (shared[number], number))
-        kept = self.contexts[latest][: shared[latest]]
-        if kept != self.contexts[-1]:
-            self.contexts.append(kept)
-            self._fork = len(ids) - 1 - (kept[-1] if kept else -1)
-        return [*prompt_ids[len(kept) :]]
+        places: list[int] = []
+        for token in prompt_ids[:-1]:
+            place = self._next.get((places[-1] if places else -1, token))
+            if place is None:
+                break
+            places.append(place)
+        if places != self._places:
+            last = places[-1] if places else -1
+            self._fork = len(self.prompt_ids) + self.used - 1 - last
+            self.context, self._places = [*prompt_ids[: len(places)]], places
+        return [*prompt_ids[len(places) :]]
 
-    def _extend(self, tokens: int) -> None:
-        start = len(self.prompt_ids) + self.used
-        self.contexts[-1].extend(range(start, start + tokens))
+    def _extend(self, start: int, ids: Sequence[int]) -> None:
+        """Go on with tokens that stand in the row from a place on."""
+        last = self._places[-1] if self._places else -1
+        for place, token in enumerate(ids, start):
+            self._next[last, token] = last = place
+        self._places.extend(range(start, start + len(ids)))
+        self.context.extend(ids)
 
     def cut_off(self, reason: str) -> None:
         """End the episode at a limit, unless it is over."""
@@ -202,9 +191,3 @@ class Play:
             environment=self.session.environment,
             release=release,
         )
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens that two texts begin with alike."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

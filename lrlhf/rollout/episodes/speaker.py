@@ -62,9 +62,11 @@ class Speaker:
         ):
             asked = self._contexts.select(torch.tensor([play.number for play in firsts]))
             copies = num_generations
-        room = [max(1, self._left(play)) for play in plays[::copies]]
+        lefts = [self._left(play) for play in plays]
+        # siblings share a prompt, and what is too much for one of them is cut off
+        room = [max(lefts[start : start + copies]) for start in range(0, len(plays), copies)]
         asked = replace(asked, room=torch.tensor(room, device=asked.input_ids.device))
-        sampling = self._limited(max(room))
+        sampling = self._sampling.at_most(max(room))
         seeds = [play.seed for play in plays]
         rollout = self._engine.generate(asked, sampling, num_generations=copies, seeds=seeds)
         self._add(plays, responses_of(rollout, asked))
@@ -77,7 +79,7 @@ class Speaker:
         """
         if not plays:
             first = self._contexts.select(torch.tensor([0]))
-            self._engine.generate(first, self._limited(1), num_generations=1, seeds=[0])
+            self._engine.generate(first, self._sampling.at_most(1), num_generations=1, seeds=[0])
             return
         limits = [self._left(play) for play in plays]
         rows = self._contexts.select(torch.tensor([play.number for play in plays]))
@@ -86,7 +88,7 @@ class Speaker:
         asked = replace(asked, room=torch.tensor(limits, device=device))
         rollout = self._engine.generate(
             asked,
-            self._limited(max(limits)),
+            self._sampling.at_most(max(limits)),
             num_generations=1,
             seeds=[_seed_of_turn(play.seed, play.turns) for play in plays],
         )
@@ -115,18 +117,13 @@ class Speaker:
         )
 
     def _left(self, play: Play) -> int:
-        """Return how many tokens a turn may have."""
+        """Return how many tokens a turn may have, at least one."""
         limits = [self._turn_limit, self._sampling.max_new_tokens - play.used]
         if play.turn_limit is not None:
             limits.append(play.turn_limit)
         if self._engine.context_length is not None:
             limits.append(self._engine.context_length - len(play.context))
-        return min(limits)
-
-    def _limited(self, tokens: int) -> Sampling:
-        limit = min(tokens, self._sampling.max_new_tokens)
-        least = min(self._sampling.min_new_tokens, limit)
-        return replace(self._sampling, max_new_tokens=limit, min_new_tokens=least)
+        return max(1, min(limits))
 
     def _add(self, plays: Sequence[Play], turns: Sequence[Response]) -> None:
         for play, turn in zip(plays, turns, strict=True):
