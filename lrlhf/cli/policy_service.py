@@ -22,7 +22,6 @@ from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.environments import detect_format, tool_call_format
 from lrlhf.environments.session import Asked, TurnTokens
-from lrlhf.models import context_length
 from lrlhf.rollout import Response, Sampling, TransformersEngine
 from lrlhf.rollout.responses import responses_of, untold_prompts
 from lrlhf.rollout.texts import turn_text
@@ -60,7 +59,7 @@ class PolicyService:
         self._record = record
         self._engine = TransformersEngine()
         self._engine.attach(*policy)
-        self._limit = context_length(policy.model)
+        self._limit = self._engine.context_length
         self._call_ids = self._agents.call_ids()
         self._batches = 0
 

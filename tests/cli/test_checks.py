@@ -407,6 +407,9 @@ class Desk:
     def add(self, a, b):
         return a + b
 
+def solve(base_url, api_key, model, target, tries=3):
+    return 1.0
+
 def quick(episodes):
     return [1.0 / one.turns for one in episodes]
 """
@@ -424,6 +427,14 @@ def quick(episodes):
             "environment_reward",
             "game.Game.reset() reads the column 'target', and the data has none",
         ),
+        ({"target": "1"}, {"agent": "game.solve"}, "environment_reward", None),
+        (
+            {"goal": "1"},
+            {"agent": "game.solve"},
+            "environment_reward",
+            "game.solve() reads the column 'target', and the data has none",
+        ),
+        ({}, {"agent": "game.gone"}, "environment_reward", "'game.gone' cannot be imported"),
         (
             {},
             None,

@@ -224,6 +224,26 @@ def test_one_that_fails_leaves_the_others_alone(engine_of: Callable[..., Episode
     assert [episode.failure for episode in episodes] == ["", failure, ""]
 
 
+class Narrow(ScriptedEngine):
+    context_length = 60
+
+
+def test_a_question_that_the_model_cannot_read_fails_the_episode() -> None:
+    def agent(base_url: str, api_key: str, question: str) -> float:
+        messages: Any = [{"role": "user", "content": "long " * (100 if "0" in question else 1)}]
+        with OpenAI(base_url=base_url, api_key=api_key) as client:
+            client.chat.completions.create(model="any", messages=messages)
+        return 1.0
+
+    engine = EpisodeEngine(Narrow(lambda text: "ho<|im_end|>"), Episodes(agent=agent))
+    engine.attach(None, TOKENIZER)  # type: ignore[arg-type]
+    engine.use_chat(ChatFormat(TOKENIZER))
+    episodes = rollout_of(engine, count=2).episodes or ()
+    engine.close()
+    failure = "the first prompt leaves the model no room for a turn"
+    assert [one.failure for one in episodes] == [failure, ""]
+
+
 def test_a_hundred_at_once(engine_of: Callable[..., EpisodeEngine]) -> None:
     def agent(base_url: str, api_key: str, question: str) -> float:
         messages: Any = [{"role": "user", "content": question}]

@@ -151,23 +151,33 @@ def check_reward_columns(model: Any, columns: frozenset[str]) -> list[str] | Non
 
 
 def check_environment_columns(model: Any, columns: frozenset[str]) -> None:
-    """Refuse an environment whose ``reset`` asks for a column that the data lacks."""
+    """Refuse a ``reset`` or an agent that asks for a column that the data lacks."""
     episodes = options_of(options_of(model).get("episodes"))
-    path = episodes.get("environment")
-    if not isinstance(path, str):
-        return
-    try:
-        reset = getattr(import_value("environment", path, ()), "reset", None)
-    except ValueError as error:
-        raise MistakeError(("model", "episodes", "environment"), str(error), value=path) from error
-    for column in _of_signature(reset)[1:] if reset is not None else ():
-        if column not in columns | {"prompt", "seed"}:
-            raise MistakeError(
-                ("model", "episodes", "environment"),
-                f"{path}.reset() reads the column {column!r}, and the data has none of that name "
-                f"(columns: {', '.join(sorted(columns)) or 'none'})",
-                value=path,
-            )
+    for option in ("environment", "agent"):
+        path, place = episodes.get(option), ("model", "episodes", option)
+        if not isinstance(path, str):
+            continue
+        try:
+            found = import_value(option, path, ())
+        except ValueError as error:
+            raise MistakeError(place, str(error), value=path) from error
+        taken, name, own = _of_signature(found), f"{path}()", _OF_AGENTS
+        if option == "environment":
+            reset = getattr(found, "reset", None)
+            taken = [] if reset is None else _of_signature(reset)[1:]
+            name, own = f"{path}.reset()", frozenset()
+        for column in taken:
+            if column not in columns | {"prompt", "seed"} | own:
+                raise MistakeError(
+                    place,
+                    f"{name} reads the column {column!r}, and the data has none of that name "
+                    f"(columns: {', '.join(sorted(columns)) or 'none'})",
+                    value=path,
+                )
+
+
+_OF_AGENTS = frozenset({"base_url", "api_key", "model"})
+"""What agents are given beside columns."""
 
 
 def _needed_columns(rewards: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -246,18 +246,15 @@ class EpisodeEngine(EngineWrapper):
     # ------------------------------------------------------------------ environments
 
     def _session(self) -> EpisodeSession:
-        return self._new_session(
-            self._read_calls,
-            timeout=self.episodes.timeout,
-            reset_timeout=self.episodes.reset_timeout,
-        )
+        limits = {"timeout": self.episodes.timeout, "reset_timeout": self.episodes.reset_timeout}
+        return self._new_session(self._read_calls, **limits)
 
     def _ask(self, plays: Iterable[Play]) -> dict[Future[Reaction], Play]:
         """Give the environments the last turns of those who go on."""
-        going_on = [play for play in plays if play.finish_reason is None]
         return {
             self._loop.submit(play.session.react(*play.last_turn, play.last_tokens)): play
-            for play in going_on
+            for play in plays
+            if play.finish_reason is None
         }
 
     def _result(self, play: Play, future: Future[ResultT]) -> ResultT | None:
