@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, TextStreamer
 
-from lrlhf.cli.messages.errors import ConfigError, hint
-from lrlhf.cli.trained_policy import TrainedPolicy, load_trained
+from lrlhf.cli.messages.errors import hint
+from lrlhf.cli.trained_policy import TrainedPolicy, load_to_talk
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.models import context_length, eos_token_ids, plain_model, ruled_out_ids
@@ -183,21 +183,11 @@ def open_conversation(given: argparse.Namespace) -> Conversation:
     Raises:
         ConfigError: Nothing that generates is there, or an option is out of its range.
     """
-    try:
-        sampling = Sampling(
-            temperature=given.temperature, top_p=given.top_p, max_new_tokens=given.max_new_tokens
-        )
-    except ValueError as error:
-        raise ConfigError(str(error).removeprefix("sampling.")) from error
-    trained = load_trained(
-        given.source, dtype=given.dtype, device=given.device, use_ema=given.use_ema
-    )
+    trained, sampling = load_to_talk(given)
     if given.seed is not None:
         torch.manual_seed(given.seed)
     else:
         torch.seed()
-    if trained.sampling is not None:
-        sampling = replace(sampling, stop=trained.sampling.stop)
     system = given.system or trained.prompts.get("system_prompt")
     return Conversation(trained, sampling, system=system, plain=given.plain)
 

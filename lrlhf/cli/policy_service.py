@@ -17,7 +17,7 @@ import torch
 
 from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.serve_policy_command import TOKEN_ENV
-from lrlhf.cli.trained_policy import TrainedPolicy, load_trained
+from lrlhf.cli.trained_policy import TrainedPolicy, load_to_talk
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.environments import detect_format, tool_call_format
@@ -170,17 +170,7 @@ def serve(given: argparse.Namespace) -> None:
 def _service(given: argparse.Namespace) -> PolicyService:
     if given.batch_size < 1:
         raise ConfigError(f"batch_size is {given.batch_size}; it must be 1 or more")
-    try:
-        sampling = Sampling(
-            temperature=given.temperature, top_p=given.top_p, max_new_tokens=given.max_new_tokens
-        )
-    except ValueError as error:
-        raise ConfigError(str(error).removeprefix("sampling.")) from error
-    trained = load_trained(
-        given.source, dtype=given.dtype, device=given.device, use_ema=given.use_ema
-    )
-    if trained.sampling is not None:
-        sampling = replace(sampling, stop=trained.sampling.stop)
+    trained, sampling = load_to_talk(given)
     try:
         return PolicyService(trained, sampling, seed=given.seed, record=given.record)
     except ImportError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -49,6 +50,25 @@ class _Run(NamedTuple):
     spec: CausalLM
     sampling: Sampling
     prompts: Mapping[str, Any]
+
+
+def load_to_talk(given: argparse.Namespace) -> tuple[TrainedPolicy, Sampling]:
+    """Load what the options of a command name, and say how it answers people and programs.
+
+    Raises:
+        ConfigError: Nothing that generates is there, or an option is out of its range.
+    """
+    try:
+        sampling = Sampling(
+            temperature=given.temperature, top_p=given.top_p, max_new_tokens=given.max_new_tokens
+        )
+    except ValueError as error:
+        raise ConfigError(str(error).removeprefix("sampling.")) from error
+    trained = load_trained(
+        given.source, dtype=given.dtype, device=given.device, use_ema=given.use_ema
+    )
+    stop = () if trained.sampling is None else trained.sampling.stop
+    return trained, replace(sampling, stop=stop)
 
 
 def load_trained(
