@@ -89,11 +89,14 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-    finally:
-        loop.run_until_complete(_cancel_the_rest())
-        loop.close()
+    while True:
+        try:
+            loop.run_forever()
+            break
+        except (SystemExit, KeyboardInterrupt):  # raised in a task: the task has ended, not others
+            continue
+    loop.run_until_complete(_cancel_the_rest())
+    loop.close()
 
 
 async def _cancel_the_rest() -> None:

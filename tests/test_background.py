@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import sys
 
 from lrlhf.background import EventLoop
 
@@ -25,3 +26,20 @@ def test_a_forked_process_has_an_event_loop_of_its_own() -> None:
 
 def _uses(loop: EventLoop) -> None:
     assert loop.submit(asyncio.sleep(0, "in the child")).result(10) == "in the child"
+
+
+def test_a_task_that_ends_the_process_does_not_end_the_event_loop() -> None:
+    loop = EventLoop("test")
+
+    async def leaves() -> None:
+        await asyncio.gather(_leave(), asyncio.sleep(60))
+
+    waiting = loop.submit(asyncio.sleep(0.2, "waited"))
+    leaving = loop.submit(leaves())
+    assert waiting.result(10) == "waited"
+    assert loop.submit(asyncio.sleep(0, "after")).result(10) == "after"
+    leaving.cancel()
+
+
+async def _leave() -> None:
+    sys.exit(3)

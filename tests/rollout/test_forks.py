@@ -255,6 +255,33 @@ def test_a_turn_has_the_tokens_that_the_policy_wrote() -> None:
         assert dialogue.whole(messages, {}, [(other, [b, a, end])]) == [*first, ab, *last]
 
 
+def test_a_template_may_want_results_behind_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    # as Mistral's, which count only the turns without calls
+    strict = (
+        "{% for m in messages %}"
+        "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('no call') }}{% endif %}" + FORGETFUL.partition("%}")[2]
+    )
+    monkeypatch.setattr(TOKENIZER, "chat_template", strict)
+    called = {"role": "assistant", "content": "w", "tool_calls": [{"function": {"name": "f"}}]}
+    asked = ask("one"), Asked((ask("one").messages[0], called, {"role": "tool", "content": "2"}))
+    agents(monkeypatch, lambda: Agent(*asked))
+    rollout = play(ScriptedEngine(lambda _: "w<|im_end|>"), chats("x"))
+    (episode,) = rollout.episodes or ()
+    assert (episode.finish_reason, episode.turns) == ("stop", 2)
+
+
+def test_results_that_the_template_leaves_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = FORGETFUL.replace(
+        "{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}"
+    )
+    monkeypatch.setattr(TOKENIZER, "chat_template", silent)
+    told = (*ask("one", "w").messages, {"role": "tool", "content": "2"})
+    agents(monkeypatch, lambda: Agent(ask("one"), Asked(told)))
+    with pytest.raises(ValueError, match="leaves out what the role 'tool' says"):
+        play(ScriptedEngine(lambda _: "w<|im_end|>"), chats("x"))
+
+
 def test_the_limit_of_a_turn_is_the_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     agents(monkeypatch, lambda: Agent(ask("one", max_tokens=2), ask("two", max_tokens=3)))
     rollout = play(ScriptedEngine(lambda _: "abcdefgh"), chats("x"))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.loading.sources import Row
@@ -119,7 +118,8 @@ class ChatFormat:
                 continue_final_message=goes_on,
                 **{**self.kwargs, **own},
             )
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
+        # whatever a template does with data that it was not written for
+        except Exception as error:
             raise BadRow(
                 "refused by the chat template",
                 f"{type(error).__name__}: {error} (the turns: "

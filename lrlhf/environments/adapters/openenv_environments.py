@@ -33,7 +33,8 @@ class _Client:
         )
         self._observation = observation
         self._earned = 0.0
-        self.done = False
+        self._over = False
+        self._failure: Exception | None = None
 
     async def reset(self, seed: int, options: dict[str, Any] | None = None) -> str:
         """Connect, and begin an episode.
@@ -43,7 +44,13 @@ class _Client:
             options: Column of the row, further arguments of the environment's ``reset``.
         """
         await self._client.connect()
-        return self._read(await self._client.reset(seed=seed, **(options or {})))
+        return self._read(self._noted(await self._client.reset(seed=seed, **(options or {}))))
+
+    @property
+    def done(self) -> bool:
+        if self._failure is not None:
+            raise self._failure
+        return self._over
 
     def reward(self) -> float:
         earned, self._earned = self._earned, 0.0
@@ -54,9 +61,11 @@ class _Client:
 
     async def _taken(self, action: Any) -> Any:
         """Take a step, and note what it gives."""
-        result = await self._client.step(action)
+        return self._noted(await self._client.step(action))
+
+    def _noted(self, result: Any) -> Any:
         self._earned += float(result.reward or 0.0)
-        self.done = bool(result.done)
+        self._over = bool(result.done)
         return result
 
     def _read(self, result: Any) -> str:
@@ -133,7 +142,11 @@ class OpenEnvTools(_Client):
 
     async def _call(self, name: str, /, **arguments: Any) -> Any:
         action = self._types.CallToolAction(tool_name=name, arguments=arguments)
-        told = (await self._taken(action)).observation
+        try:
+            told = (await self._taken(action)).observation
+        except Exception as error:
+            self._failure = error  # of the server, and not of the tool
+            raise
         if told.get("error"):
             raise RuntimeError(told["error"]["message"])
         result = told["result"]
@@ -141,7 +154,10 @@ class OpenEnvTools(_Client):
             return result
         for block in result["content"]:
             if block["type"] != "text":
-                raise ValueError(f"{name} gave content of type {block['type']}, and not text")
+                self._failure = ValueError(
+                    f"{name} gave content of type {block['type']}, and the policy reads text"
+                )
+                raise self._failure
         text = "\n".join(block["text"] for block in result["content"])
         if result.get("is_error"):
             raise RuntimeError(text)

@@ -126,7 +126,10 @@ class Dialogue:
         ]
         own = [self._without_end(*turn) for turn in reversed(turns)]
         ids: list[int] = []
-        place, (begin, *others) = 0, self._rendered(marked, row).split(_MARK)
+        try:
+            begin, *others = self._rendered(marked, row).split(_MARK)
+        except RefusedTurnsError:  # some templates want the results of calls behind calls
+            begin, others = "", []
         if not text.startswith(begin):
             others = []
         place = len(begin)

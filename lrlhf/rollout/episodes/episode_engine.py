@@ -260,7 +260,10 @@ class EpisodeEngine(EngineWrapper):
     def _result(self, play: Play, future: Future[ResultT]) -> ResultT | None:
         """Return what an environment answered; None: it failed, and so does its episode."""
         if not future.done():
-            play.fail("an async method of an environment keeps the event loop from going on")
+            play.fail(
+                "an async function keeps the event loop from going on: await what it waits for "
+                "(as with AsyncOpenAI), or make it a plain function"
+            )
             return None
         try:
             return future.result()

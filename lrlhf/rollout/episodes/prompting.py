@@ -110,6 +110,9 @@ class Prompting:
         """Return the tokens of a prompt that replaces all that was said."""
         play.row = {**play.row, "tools": list(asked.tools)}
         play.turn_limit = asked.max_tokens
+        for place, message in enumerate(asked.messages):
+            if message["role"] == "tool":
+                self._dialogue.check_roles(asked.messages[:place], [message], play.row)
         return self._dialogue.whole(asked.messages, play.row, play.wrote_ids)
 
     def _rendered(self, play: Play, reaction: Reaction) -> Sequence[int]:
