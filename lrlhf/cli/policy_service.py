@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import queue
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,8 @@ from lrlhf.run import sample_seeds
 
 if TYPE_CHECKING:
     from lrlhf.environments.agents import Question
+
+logger = logging.getLogger(__name__)
 
 
 class PolicyService:
@@ -65,19 +69,38 @@ class PolicyService:
 
     def answer(self, questions: Sequence[Question]) -> None:
         """Answer questions together; one that cannot be answered is told why."""
+        try:
+            asked = self._readable(questions)
+            if asked:
+                self._answer(asked)
+        except Exception:
+            logger.exception("no answer to %d questions", len(questions))
+            for question in questions:
+                question.refuse(
+                    "the policy failed to answer; the server's log says why", status=500
+                )
+
+    def _readable(self, questions: Sequence[Question]) -> list[tuple[Question, list[int], int]]:
+        """Return questions with their prompts and room; refuse those that have none."""
         asked: list[tuple[Question, list[int], int]] = []
         for question in questions:
             if not question.taken():
                 continue
             try:
                 ids = self._prompt(question.asked)
-                asked.append((question, ids, self._room(question.asked, ids)))
             except BadRow as problem:
                 question.refuse(problem.detail)
+                continue
             except ValueError as problem:
                 question.refuse(str(problem))
-        if asked:
-            self._answer(asked)
+                continue
+            room = self._room(question.asked, ids)
+            if room > 0:
+                asked.append((question, ids, room))
+            else:
+                what = f"messages: they have {len(ids)} tokens, and the model reads {self._limit}"
+                question.refuse(what, code="context_length_exceeded")
+        return asked
 
     def _answer(self, asked: Sequence[tuple[Question, list[int], int]]) -> None:
         device = next(self._policy.model.parameters()).device
@@ -106,6 +129,8 @@ class PolicyService:
             (segment,) = turn.segments
             assert segment.logprobs is not None
             line = {
+                "time": datetime.now(UTC).isoformat(),
+                "user": question.user,
                 "messages": question.asked.messages,
                 "tools": question.asked.tools,
                 "answer": message,
@@ -121,20 +146,15 @@ class PolicyService:
     def _prompt(self, asked: Asked) -> list[int]:
         text = self._chat.render(asked.messages, {"tools": list(asked.tools)}, prompt=True)
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise ValueError("messages: the chat template makes nothing of them")
         return ids
 
     def _room(self, asked: Asked, ids: Sequence[int]) -> int:
-        """Return how many tokens a turn may have.
-
-        Raises:
-            ValueError: The prompt leaves no room.
-        """
+        """Return how many tokens a turn may have; below 1: the prompt leaves no room."""
         room = min(self._sampling.max_new_tokens, asked.max_tokens or sys.maxsize)
         if self._limit is not None:
             room = min(room, self._limit - len(ids))
-        if room < 1:
-            what = f"messages: they have {len(ids)} tokens, and the model reads {self._limit}"
-            raise ValueError(what)
         return room
 
 
@@ -142,11 +162,19 @@ def serve(given: argparse.Namespace) -> None:
     """Answer until the process is interrupted.
 
     Raises:
-        ConfigError: Nothing that generates is there, or an option is out of its range.
+        ConfigError: Nothing that generates is there, or an option cannot be used.
     """
-    service = _service(given)
+    if given.batch_size < 1:
+        raise ConfigError(f"batch_size is {given.batch_size}; it must be 1 or more")
     questions: queue.SimpleQueue[Question] = queue.SimpleQueue()
-    agents: Any = import_module("lrlhf.environments.agents")
+    try:
+        agents: Any = import_module("lrlhf.environments.agents")
+        if given.record is not None:
+            given.record.open("a").close()
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(f"record: {given.record} cannot be written: {error}") from error
     endpoint = agents.ChatEndpoint(given.host, given.port)
     try:
         try:
@@ -155,6 +183,9 @@ def serve(given: argparse.Namespace) -> None:
             raise ConfigError(
                 f"cannot listen at {given.host}, port {given.port}: {error}"
             ) from error
+        # loading takes long: what is wrong with the options is told before
+        trained, sampling = load_to_talk(given)
+        service = PolicyService(trained, sampling, seed=given.seed, record=given.record)
         shown = f"that of {TOKEN_ENV}" if os.environ.get(TOKEN_ENV) else token
         sys.stdout.write(f"base_url {base_url}\napi_key  {shown}\n")
         sys.stdout.flush()
@@ -165,13 +196,3 @@ def serve(given: argparse.Namespace) -> None:
             service.answer(batch)
     finally:
         endpoint.close()
-
-
-def _service(given: argparse.Namespace) -> PolicyService:
-    if given.batch_size < 1:
-        raise ConfigError(f"batch_size is {given.batch_size}; it must be 1 or more")
-    trained, sampling = load_to_talk(given)
-    try:
-        return PolicyService(trained, sampling, seed=given.seed, record=given.record)
-    except ImportError as error:
-        raise ConfigError(str(error)) from error

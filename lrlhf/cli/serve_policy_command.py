@@ -40,7 +40,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--record",
         type=Path,
-        help=".jsonl file to which every turn is added, with its token ids and log-probabilities",
+        help=".jsonl file to which every turn is added, with its time, its token ids, their "
+        "log-probabilities and the user that the request names",
     )
     return parser
 
@@ -49,7 +50,7 @@ def serve_policy(arguments: Sequence[str]) -> None:
     """Run the command until it is interrupted.
 
     Raises:
-        ConfigError: Nothing that generates is there, or an option is out of its range.
+        ConfigError: Nothing that generates is there, or an option cannot be used.
         KeyboardInterrupt: When the user wants it to end.
     """
     given = parser().parse_args(arguments)

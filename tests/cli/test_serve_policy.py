@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +70,9 @@ def test_answers_are_the_models_and_are_recorded(
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
 
     def ask(text: str) -> Any:
-        return client.chat.completions.create(model="any", messages=messages(text))
+        return client.chat.completions.create(model="any", messages=messages(text), user=text[:5])
 
+    started = time.time()
     texts = [f"say {n}" for n in range(4)]
     with ThreadPoolExecutor(4) as threads:
         answers = list(threads.map(ask, texts))
@@ -79,6 +82,8 @@ def test_answers_are_the_models_and_are_recorded(
     lines = {line["messages"][0]["content"]: line for line in recorded(record)}
     for text, answer in zip(texts, answers, strict=True):
         line = lines[text]
+        assert started < datetime.fromisoformat(line["time"]).timestamp() < time.time()
+        assert line["user"] == text[:5]
         assert tokenizer.decode(line["prompt_ids"]) == user(text) + ASKED
         assert answer.usage.prompt_tokens == len(line["prompt_ids"])
         assert answer.usage.completion_tokens == len(line["token_ids"]) == len(line["logprobs"])
@@ -89,8 +94,9 @@ def test_answers_are_the_models_and_are_recorded(
 
 def test_what_cannot_be_answered_is_told(client: OpenAI, record: Path) -> None:
     before = len(recorded(record)) if record.exists() else 0
-    with pytest.raises(openai.BadRequestError, match=r"tokens, and the model reads 256"):
+    with pytest.raises(openai.BadRequestError, match=r"tokens, and the model reads 256") as told:
         client.chat.completions.create(model="any", messages=messages("long " * 300))
+    assert told.value.code == "context_length_exceeded"
     short = client.chat.completions.create(
         model="any",
         messages=messages("hi"),
@@ -101,11 +107,32 @@ def test_what_cannot_be_answered_is_told(client: OpenAI, record: Path) -> None:
     assert len(recorded(record)) == before + 1
 
 
-def test_a_port_that_is_taken(
-    model_folder: str, client: OpenAI, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_served_is_told_before_the_model_is_loaded(
+    client: OpenAI, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve-policy", model_folder, f"--port={client.base_url.port}"]) == 2
+    assert main(["serve-policy", "no/model", f"--port={client.base_url.port}"]) == 2
     assert "error: cannot listen at 127.0.0.1, port" in capsys.readouterr().err
+    assert main(["serve-policy", "no/model", f"--record={tmp_path}/none/turns.jsonl"]) == 2
+    assert "error: record: " in capsys.readouterr().err
+
+
+def test_an_error_ends_one_batch_and_not_the_service(model_folder: str, tmp_path: Path) -> None:
+    trained = load_trained(model_folder, device="cpu")
+    template = "{{ messages[0].content }}"
+    trained = trained._replace(prompts={"chat_template": template})
+    record = tmp_path / "late" / "turns.jsonl"
+    service = PolicyService(trained, Sampling(max_new_tokens=2), record=record)
+
+    def ask(*texts: str) -> list[Any]:
+        questions = [Question(Asked(tuple(messages(text)))) for text in texts]
+        service.answer(questions)
+        told = [question.future.exception(0) for question in questions]
+        return [getattr(error, "status", None) for error in told]
+
+    assert ask("", "hi") == [400, 500]  # nothing to continue; nowhere to record
+    record.parent.mkdir()
+    assert ask("", "hi") == [400, None]
+    assert len(recorded(record)) == 1
 
 
 def test_the_help_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:

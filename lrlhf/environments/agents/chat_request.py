@@ -13,24 +13,32 @@ from lrlhf.environments.session import Asked
 from lrlhf.types import Message
 
 
-class BadRequestError(ValueError):
+class RefusedError(ValueError):
     """A request that is answered with a sentence about what is wrong with it.
 
     Args:
         problem: What is wrong, and what to do, for the client.
         param: The part of the body that it is about; None: all of it.
+        status: Of the answer, in HTTP.
+        code: OpenAI's, for programs; None: it has none.
     """
 
-    def __init__(self, problem: str, param: str | None = None) -> None:
+    def __init__(
+        self, problem: str, param: str | None = None, *, status: int = 400, code: str | None = None
+    ) -> None:
         super().__init__(problem)
         self.problem = problem
         self.param = param
+        self.status = status
+        self.code = code
 
 
 class ChatRequest(NamedTuple):
     """What is asked, and how it is to be answered."""
 
     asked: Asked
+    user: str | None
+    """Who asks, by the client's account."""
     model: str
     """The name that the client gave; the answer repeats it."""
     stream: bool
@@ -47,7 +55,7 @@ def read_chat_request(content: bytes) -> ChatRequest:
     chat templates take them. What is empty is left out, and all else stays in the message.
 
     Raises:
-        BadRequestError: It is malformed, or asks for what the endpoint does not have.
+        RefusedError: It is malformed, or asks for what the endpoint does not have.
     """
     try:
         value = from_json(content, allow_inf_nan=False)
@@ -55,14 +63,13 @@ def read_chat_request(content: bytes) -> ChatRequest:
     except ValidationError as error:
         raise _told(error) from error
     except ValueError as error:
-        raise BadRequestError(f"the body is no JSON: {error}") from error
+        raise RefusedError(f"the body is no JSON: {error}") from error
     others = body.model_extra or {}
     for name, accepted in _ACCEPTED.items():
-        if others.get(name) is not None and others[name] not in accepted:
-            wanted = " or ".join(json.dumps(one) for one in accepted) or "to leave it out"
-            raise BadRequestError(
-                f"{name}: this endpoint does not have that; it takes {wanted}", name
-            )
+        if others.get(name) not in (None, [], *accepted):
+            taken = " or ".join(json.dumps(one) for one in accepted)
+            remedy = f"it takes {taken}" if taken else "leave it out"
+            raise RefusedError(f"{name}: this endpoint does not have that; {remedy}", name)
     hidden = others.get("tool_choice") == "none"
     asked = Asked(
         messages=tuple(_message(one, place) for place, one in enumerate(body.messages)),
@@ -72,6 +79,7 @@ def read_chat_request(content: bytes) -> ChatRequest:
     known = {*_ACCEPTED, *_WITHOUT_EFFECT}
     return ChatRequest(
         asked,
+        body.user,
         body.model,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
@@ -120,6 +128,7 @@ class _StreamOptions(BaseModel):
 class _Body(BaseModel):
     model_config = ConfigDict(extra="allow")
     model: str = "policy"
+    user: str | None = None
     messages: list[_Message] = Field(min_length=1)
     tools: list[_Tool] | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -143,7 +152,7 @@ _ACCEPTED: Mapping[str, tuple[Any, ...]] = {
 
 _WITHOUT_EFFECT = frozenset(
     {
-        *("user", "metadata", "store", "service_tier", "safety_identifier"),
+        *("metadata", "store", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_retention"),
     }
 )
@@ -165,26 +174,26 @@ def _text(given: _Message, place: int) -> str:
     for part in given.content:
         if part.type != "text" or part.text is None:
             where = f"messages[{place}].content"
-            raise BadRequestError(f"{where}: this endpoint reads text, and no {part.type}", where)
+            raise RefusedError(f"{where}: this endpoint reads text, and no {part.type}", where)
     return "".join(part.text or "" for part in given.content)
 
 
 def _call(given: _Call, place: int) -> Mapping[str, Any]:
     try:
-        arguments = from_json(given.function.arguments, allow_inf_nan=False)
+        arguments = from_json(given.function.arguments or "{}", allow_inf_nan=False)
     except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
         where = f"messages[{place}].tool_calls"
-        raise BadRequestError(
+        raise RefusedError(
             f"{where}: the arguments of {given.function.name} are no object in JSON", where
         )
     function = {"name": given.function.name, "arguments": arguments}
     return {"id": given.id, "type": "function", "function": function}
 
 
-def _told(error: ValidationError) -> BadRequestError:
+def _told(error: ValidationError) -> RefusedError:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     place = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in first["loc"])
     param = place.removeprefix(".") or None
-    return BadRequestError(f"{param or 'the body'}: {first['msg']}", param)
+    return RefusedError(f"{param or 'the body'}: {first['msg']}", param)

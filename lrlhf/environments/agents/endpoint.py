@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import resource
@@ -23,7 +24,7 @@ from starlette.routing import Route
 
 from lrlhf.background import EventLoop
 from lrlhf.environments.agents.chat_answer import ChatAnswer, completion, refusal
-from lrlhf.environments.agents.chat_request import BadRequestError, ChatRequest, read_chat_request
+from lrlhf.environments.agents.chat_request import ChatRequest, RefusedError, read_chat_request
 from lrlhf.environments.session import Asked
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ _BACKLOG: Final = 2048
 _KEEP_ALIVE_SECONDS: Final = 30
 _CLOSE_SECONDS: Final = 5.0
 _MOST_FILES: Final = 65_536
+MAX_BODY_BYTES: Final = 8 * 2**20
+"""Of a request; nobody else is served while one is parsed."""
 
 
 class ConversationOverError(Exception):
@@ -42,29 +45,40 @@ class ConversationOverError(Exception):
 
 
 class Question:
-    """A request that waits for its answer."""
+    """A request that waits for its answer.
 
-    def __init__(self, asked: Asked) -> None:
+    Args:
+        asked: What is asked.
+        user: Who asks, by the client's account; None: it does not say.
+    """
+
+    def __init__(self, asked: Asked, user: str | None = None) -> None:
         self.asked = asked
+        self.user = user
         self.future: Future[ChatAnswer] = Future()
 
     def taken(self) -> bool:
-        """Begin to answer; False: the client has gone, and no answer is wanted."""
-        return self.future.set_running_or_notify_cancel()
+        """Begin to answer; False: it was given up, or the client has gone."""
+        with contextlib.suppress(RuntimeError):  # it is given up at this moment
+            return not self.future.done() and self.future.set_running_or_notify_cancel()
+        return False
 
     def answer(self, answer: ChatAnswer) -> None:
         """Give the answer."""
         with contextlib.suppress(InvalidStateError):  # it was given up
             self.future.set_result(answer)
 
-    def refuse(self, problem: str) -> None:
-        """Tell the client what is wrong with the question."""
-        self.future.set_exception(BadRequestError(problem))
+    def refuse(self, problem: str, *, status: int = 400, code: str | None = None) -> None:
+        """Tell the client why there is no answer, with a status of HTTP and OpenAI's code."""
+        self._fail(RefusedError(problem, status=status, code=code))
 
     def give_up(self) -> None:
         """Tell the client that there will be no answer."""
-        with contextlib.suppress(InvalidStateError):  # it is answered
-            self.future.set_exception(ConversationOverError())
+        self._fail(ConversationOverError())
+
+    def _fail(self, error: Exception) -> None:
+        with contextlib.suppress(InvalidStateError):  # it is answered, or was given up
+            self.future.set_exception(error)
 
 
 Ask = Callable[[Question], object]
@@ -141,8 +155,9 @@ class ChatEndpoint:
 
     def _started(self) -> _Server:
         _allow_connections()
-        listener = socket.create_server((self._host, self._port), backlog=_BACKLOG)
-        host, port = listener.getsockname()[:2]
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        address = (self._host, self._port)
+        listener = socket.create_server(address, family=family, backlog=_BACKLOG)
         # it must not hold the endpoint, with which it ends
         server = uvicorn.Server(
             uvicorn.Config(
@@ -159,7 +174,7 @@ class ChatEndpoint:
             )
         )
         running = self._loop.submit(_serve(server, listener))
-        return _Server(f"{host}:{port}", server, running)
+        return _Server(_address(listener), server, running)
 
 
 class _Server(NamedTuple):
@@ -202,7 +217,7 @@ class _Conversations:
             ClientDisconnect: The client has gone.
         """
         self._warn(request)
-        question = Question(request.asked)
+        question = Question(request.asked, request.user)
         with self._lock:
             if key not in self._open:
                 raise ConversationOverError
@@ -235,10 +250,10 @@ def _app(conversations: _Conversations) -> Starlette:
         if not conversations.has(key):
             return _no_such_key()
         try:
-            asked = read_chat_request(await request.body())
+            asked = read_chat_request(await _body(request))
             return completion(asked, await conversations.answer(key, asked, request))
-        except BadRequestError as error:
-            return refusal(400, error.problem, param=error.param)
+        except RefusedError as error:
+            return refusal(error.status, error.problem, code=error.code, param=error.param)
         except ConversationOverError:
             return refusal(410, "the conversation is over: this key is not served any more")
         except ClientDisconnect:
@@ -255,8 +270,31 @@ def _app(conversations: _Conversations) -> Starlette:
             Route("/v1/chat/completions", complete, methods=["POST"]),
             Route("/v1/models", models, methods=["GET"]),
         ],
-        exception_handlers={HTTPException: _answer_http_error},
+        exception_handlers={HTTPException: _answer_http_error, Exception: _answer_error},
     )
+
+
+async def _body(request: Request) -> bytes:
+    """Read the body, but no further than is allowed; the server throws the rest away.
+
+    Raises:
+        RefusedError: There is more, or will be by the client's own account.
+        ClientDisconnect: The client has gone.
+    """
+    content = bytearray()
+    size = int(request.headers.get("content-length", 0))
+    if size <= MAX_BODY_BYTES:
+        async for part in request.stream():
+            content += part
+            size = len(content)
+            if size > MAX_BODY_BYTES:
+                break
+    if size > MAX_BODY_BYTES:
+        raise RefusedError(
+            f"the body has more than {MAX_BODY_BYTES:,} bytes: send a shorter conversation",
+            status=413,
+        )
+    return bytes(content)
 
 
 async def _while_connected(question: Question, client: Request) -> ChatAnswer:
@@ -294,6 +332,27 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path} is not served; there are {_PATHS}"
     return refusal(error.status_code, what, code="not_found")
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    del request, error  # which the server logs
+    return refusal(500, "the server failed to answer; its log says why")
+
+
+def _address(listener: socket.socket) -> str:
+    """Return host and port for the URLs of clients on this machine."""
+    host, port = listener.getsockname()[:2]
+    ip = ipaddress.ip_address(host)
+    if not ip.is_loopback:
+        logger.warning(
+            "listening at %s, port %d: other machines can reach the policy, and keys are sent "
+            "unencrypted",
+            host,
+            port,
+        )
+    if ip.is_unspecified:
+        host = "127.0.0.1" if ip.version == 4 else "::1"
+    return f"[{host}]:{port}" if ip.version == 6 else f"{host}:{port}"
 
 
 async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:

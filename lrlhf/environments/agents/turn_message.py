@@ -34,7 +34,7 @@ def turn_message(
 
 def call_ids() -> Iterator[str]:
     """Go through ids of nine letters and digits, as Mistral's chat templates demand."""
-    return (f"call{number:05d}" for number in itertools.count(1))
+    return (f"call{number % 100_000:05d}" for number in itertools.count(1))
 
 
 def _before(first: ToolCall, text: str, raw: str, read_calls: ToolCallFormat) -> str:

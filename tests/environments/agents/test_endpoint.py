@@ -1,5 +1,6 @@
 import asyncio
 import gc
+import itertools
 import json
 import logging
 import pickle
@@ -16,9 +17,9 @@ import openai
 import pytest
 from openai import OpenAI
 
-from lrlhf.environments.agents import ChatEndpoint
+from lrlhf.environments.agents import ChatEndpoint, call_ids
 from lrlhf.environments.agents.chat_answer import ChatAnswer
-from lrlhf.environments.agents.endpoint import Question
+from lrlhf.environments.agents.endpoint import MAX_BODY_BYTES, Question
 from lrlhf.environments.session import Asked, TurnTokens
 from tests.environments.agents.policy import ADD, serving
 from tests.forked import run
@@ -138,6 +139,42 @@ def test_a_question_can_be_refused(endpoint: ChatEndpoint) -> None:
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "too long")
 
 
+def test_a_question_that_was_given_up_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    question = Question(Asked(()))
+    question.give_up()
+    assert not question.taken()
+    question.refuse("too long")
+    question.answer(ChatAnswer(SAYS))
+    assert caplog.messages == []
+
+
+def test_an_unforeseen_error_is_told_in_the_format_of_the_api(endpoint: ChatEndpoint) -> None:
+    answer = post(endpoint, {"messages": HI}, lambda _: 1 / 0)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_that_is_too_large_is_refused(endpoint: ChatEndpoint, declared: bool) -> None:
+    base_url, key = endpoint.enter(Answers(ChatAnswer(SAYS)))
+    start = json.dumps({"messages": HI}).encode()
+
+    def ask(size: int) -> httpx.Response:
+        body = start.ljust(size)
+        content = body if declared else (body[at : at + 2**16] for at in range(0, size, 2**16))
+        headers = {"Authorization": f"Bearer {key}"}
+        return client.post(f"{base_url}/chat/completions", content=content, headers=headers)
+
+    with httpx.Client() as client:
+        told = ask(MAX_BODY_BYTES + 1)
+        assert (told.status_code, ask(MAX_BODY_BYTES).status_code) == (413, 200)
+    assert told.json()["error"]["message"].startswith("the body has more than 8,388,608 bytes")
+
+
+def test_ids_of_calls_keep_their_length() -> None:
+    assert list(itertools.islice(call_ids(), 99_998, 100_000)) == ["call99999", "call00000"]
+
+
 def test_the_list_of_models(endpoint: ChatEndpoint) -> None:
     with client_of(endpoint, None) as client:
         assert [model.id for model in client.models.list()] == ["policy"]
@@ -171,7 +208,10 @@ BAD: list[tuple[Any, str]] = [
         "response_format: this",
     ),
     ({"messages": HI, "tool_choice": "required"}, 'it takes "auto" or "none"'),
-    ({"messages": HI, "functions": [{}]}, "it takes to leave it out"),
+    (
+        {"messages": HI, "functions": [{}]},
+        "functions: this endpoint does not have that; leave it out",
+    ),
     (
         {"messages": HI, "tools": [{"type": "web_search"}]},
         "tools[0].type: Input should be",
@@ -200,14 +240,17 @@ def test_other_paths_are_told_of(endpoint: ChatEndpoint) -> None:
 def test_messages_become_what_chat_templates_take(endpoint: ChatEndpoint) -> None:
     answers = Answers(ChatAnswer(SAYS))
     written = {**CALL, "function": {"name": "add", "arguments": '{"a": 1}'}, "index": 0}
+    bare = {**CALL, "function": {"name": "f", "arguments": ""}}
     messages = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": None, "tool_calls": [written], "refusal": None},
         {"role": "tool", "tool_call_id": "call00001", "content": "1"},
         {"role": "assistant", "content": "ho", "reasoning_content": "hm", "tool_calls": []},
+        {"role": "assistant", "content": None, "tool_calls": [bare]},
     ]
     body = {"messages": messages, "tools": [ADD], "max_tokens": 9, "max_completion_tokens": 8}
+    body["functions"] = []
     assert post(endpoint, body, answers).status_code == 200
     assert answers.asked == [
         Asked(
@@ -217,6 +260,7 @@ def test_messages_become_what_chat_templates_take(endpoint: ChatEndpoint) -> Non
                 CALLS,
                 {"role": "tool", "tool_call_id": "call00001", "content": "1"},
                 {"role": "assistant", "content": "ho", "reasoning_content": "hm"},
+                {**CALLS, "tool_calls": [{**bare, "function": {"name": "f", "arguments": {}}}]},
             ),
             (ADD,),
             8,
@@ -243,6 +287,22 @@ def test_only_this_machine_reaches_it(endpoint: ChatEndpoint) -> None:
     # another address of this machine, on which a server at 0.0.0.0 would answer
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("host", "shown", "warns"), [("::1", "[::1]", False), ("0.0.0.0", "127.0.0.1", True)]
+)
+def test_the_base_url_can_be_used(
+    host: str, shown: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = ChatEndpoint(host)
+    try:
+        with client_of(endpoint, None) as client:
+            assert [model.id for model in client.models.list()] == ["policy"]
+    finally:
+        endpoint.close()
+    assert str(client.base_url).startswith(f"http://{shown}:")
+    assert any("other machines can reach" in one for one in caplog.messages) == warns
 
 
 def port_is_free(base_url: str) -> bool:
