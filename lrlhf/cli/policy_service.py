@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import queue
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +37,9 @@ if TYPE_CHECKING:
     from lrlhf.environments.agents import Question
 
 logger = logging.getLogger(__name__)
+
+_PATIENCE = 1.0
+"""Seconds without a question after which the service looks whether it was interrupted."""
 
 
 class PolicyService:
@@ -189,10 +196,37 @@ def serve(given: argparse.Namespace) -> None:
         shown = f"that of {TOKEN_ENV}" if os.environ.get(TOKEN_ENV) else token
         sys.stdout.write(f"base_url {base_url}\napi_key  {shown}\n")
         sys.stdout.flush()
-        while True:
-            batch = [questions.get()]
-            while len(batch) < given.batch_size and not questions.empty():
-                batch.append(questions.get())
-            service.answer(batch)
+        with _noted_interrupt() as interrupted:
+            while not interrupted.is_set():
+                service.answer(_batch(questions, given.batch_size))
+        raise KeyboardInterrupt
     finally:
         endpoint.close()
+
+
+def _batch(questions: queue.SimpleQueue[Question], most: int) -> list[Question]:
+    """Take what was asked, or nothing if that takes long."""
+    batch: list[Question] = []
+    with contextlib.suppress(queue.Empty):
+        batch.append(questions.get(timeout=_PATIENCE))
+        while len(batch) < most:
+            batch.append(questions.get_nowait())
+    return batch
+
+
+@contextlib.contextmanager
+def _noted_interrupt() -> Iterator[threading.Event]:
+    """Tell whether SIGINT came: its exception is lost where Python ignores exceptions."""
+    interrupted, before = threading.Event(), signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        if callable(before):
+            before(number, frame)
+
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
