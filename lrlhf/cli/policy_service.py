@@ -118,7 +118,7 @@ class PolicyService:
         self._batches += 1
         rollout = self._engine.generate(
             prompts,
-            replace(self._sampling, max_new_tokens=max(rooms)),
+            self._sampling.at_most(max(rooms)),
             num_generations=1,
             seeds=seeds,
         )

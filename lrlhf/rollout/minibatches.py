@@ -104,13 +104,14 @@ def plan_micro_batches(
     """
     if packed:
         return _packed(batch, batch.group_ids if shared else None, max_tokens, at_least)
-    lengths, chains = _written_out(batch)
+    given = batch.lengths.cpu()
+    lengths, chains = _written_out(batch, given)
     groups = micro_batch_rows(lengths, chains, max_tokens=max_tokens, at_least=at_least)
     return [
         MicroBatch(
             rows,
             int(chains[rows].sum()) * int(lengths[rows].max()),
-            int(batch.lengths.cpu()[rows].sum()),
+            int(given[rows].sum()),
         )
         for rows in groups
     ]
@@ -156,9 +157,13 @@ def micro_batch_rows(
     return groups
 
 
-def _written_out(batch: SequenceBatch) -> tuple[Tensor, Tensor]:
-    """Return the longest branch of each row, and how many it has, `[B]` each."""
-    lengths = batch.lengths.cpu()
+def _written_out(batch: SequenceBatch, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the longest branch of each row, and how many it has, `[B]` each.
+
+    Args:
+        batch: The rows.
+        lengths: `[B]`, their tokens, on the CPU.
+    """
     if batch.forks is None:
         return lengths, torch.ones_like(lengths)
     parts = (batch.input_ids.cpu(), batch.attention_mask.cpu(), batch.forks.cpu())
