@@ -64,6 +64,18 @@ class Tool:
     """As chat templates take it: ``{"type": "function", "function": {"name", "description",
     "parameters"}}``, the parameters in JSON schema."""
 
+    @classmethod
+    def described(
+        cls,
+        name: str,
+        function: Callable[..., Any],
+        description: str,
+        parameters: Mapping[str, Any],
+    ) -> Tool:
+        """Return a tool that a server describes, with its parameters in JSON schema."""
+        own = {"name": name, "description": description, "parameters": parameters}
+        return cls(name, function, {"type": "function", "function": own})
+
     def call(self, arguments: Mapping[str, Any]) -> Any:
         """Check the arguments, and call the function with them.
 

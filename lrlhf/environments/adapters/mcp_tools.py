@@ -104,13 +104,9 @@ class McpTools:
                 return tools
 
     def _tool(self, client: Any, described: Any) -> Tool:
-        function = {
-            "name": described.name,
-            "description": described.description or "",
-            "parameters": described.input_schema,
-        }
-        call = partial(self._call, client, described.name)
-        return Tool(described.name, call, {"type": "function", "function": function})
+        name, description = described.name, described.description or ""
+        call = partial(self._call, client, name)
+        return Tool.described(name, call, description, described.input_schema)
 
     async def _call(self, client: Any, name: str, /, **arguments: Any) -> Any:
         mcp = importlib.import_module("mcp")

@@ -128,13 +128,11 @@ class OpenEnvTools(_Client):
         shown = await super().reset(seed, options)
         listed = await self._client.step(self._types.ListToolsAction())
         for tool in listed.observation["tools"]:
-            function = {
-                "name": tool["name"],
-                "description": tool["description"],
-                "parameters": tool["input_schema"],
-            }
-            schema = {"type": "function", "function": function}
-            self._tools.append(Tool(tool["name"], partial(self._call, tool["name"]), schema))
+            name = tool["name"]
+            call = partial(self._call, name)
+            self._tools.append(
+                Tool.described(name, call, tool["description"], tool["input_schema"])
+            )
         return shown
 
     def offered_tools(self) -> list[Tool]:
