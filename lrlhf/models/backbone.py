@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
+from lrlhf.models.loading.unread import waits
 from lrlhf.models.media_inputs import (
     backbone_inputs,
     check_media,
@@ -112,13 +115,8 @@ def hidden_states(
         inputs = _padded_inputs(plain, chains, batch.media)
     else:
         inputs = _packed_inputs(plain, rows, batch.media, packed)
-    captured: list[Tensor] = []
-    handle = None if layer is None else layer.register_forward_hook(_capture(captured))
-    try:
+    with capturing(layer) as captured:
         output = body_of(plain)(**inputs, **options)
-    finally:
-        if handle is not None:
-            handle.remove()
     states = captured[0] if captured else output.last_hidden_state
     shape = states.shape[:2]
     if packed is None:
@@ -131,11 +129,20 @@ def hidden_states(
     return HiddenStates(rows, flat, places, computed, routers, windows)
 
 
-def _capture(captured: list[Tensor]) -> Any:
+@contextlib.contextmanager
+def capturing(layer: nn.Module | None) -> Iterator[list[Tensor]]:
+    """Collect what a block returns inside; nothing for None."""
+    captured: list[Tensor] = []
+
     def hook(_block: nn.Module, _inputs: Any, output: Any) -> None:
         captured.append(output[0] if isinstance(output, tuple) else output)
 
-    return hook
+    handle = None if layer is None else layer.register_forward_hook(hook)
+    try:
+        yield captured
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def _padded_inputs(
@@ -197,7 +204,7 @@ def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
     attention of its own file instead, packed or not.
 
     Args:
-        model: With its weights. Its config names another attention afterwards, which computes the
+        model: Where its weights are not read yet, the trial waits for them. Its config names another attention afterwards, which computes the
             same, and knows packed rows. On the meta device, where nothing can be tried, the trial
             is taken to succeed.
 
@@ -208,6 +215,8 @@ def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
     config = _attention_config(plain)
     if packs(plain):
         return True
+    if waits(plain, allow_packing):
+        return False
     reason = _obstacle(plain)
     if plain.device.type == "meta":
         if reason is None:
@@ -299,8 +308,8 @@ def _difference(plain: PreTrainedModel, padded: str, packed: str) -> str | None:
     finally:
         config._attn_implementation = "sdpa"
     expected, actual = (one.of(one.rows.attention_mask).float() for one in found)
-    # 16 bits round the two orders of work differently
-    exact = plain.dtype in (torch.float32, torch.float64)
+    # 16 bits, which split weights may be gathered in, round the two orders of work differently
+    exact = found[0].states.dtype in (torch.float32, torch.float64)
     scale = expected.abs().amax(dim=1, keepdim=True)
     if ((actual - expected).abs() > (1e-4 if exact else 2e-2) * scale).any():
         return "its hidden states would differ"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lrlhf.models.loading.pretrained import CausalLM
+from lrlhf.models.loading.unread import is_unread
 from lrlhf.models.media_inputs import looking_once
 from lrlhf.models.modes import evaluating
 from lrlhf.models.sharding import (
@@ -116,7 +117,8 @@ def frozen_reference(
     Args:
         model: The policy as it starts.
         spec: Another model as the reference, with the policy's tokenizer. None: the policy as it
-            is now, as a frozen copy, or with LoRA the policy itself, asked as it was: with its
+            is now, as a frozen copy (where its weights are still to be read, the copy reads the
+            same again), or with LoRA the policy itself, asked as it was: with its
             adapters switched off where they are new, which costs no memory, or with a copy of
             those that have learnt something before.
     """
@@ -203,6 +205,8 @@ def _adapters_do_nothing(model: PeftModel) -> bool:
             if layer.lora_magnitude_vector or any(bool(weight.any()) for weight in second):
                 return False
         elif isinstance(layer, ModulesToSaveWrapper):
+            if is_unread(layer):  # both are read from one place
+                continue
             first = dict(layer.original_module.named_parameters())
             for copied in layer.modules_to_save.values():
                 if any(not torch.equal(w, first[name]) for name, w in copied.named_parameters()):

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from lrlhf.models.heads import HeadConfig, HeadKind, Pooling
 from lrlhf.models.loading.pretrained import DType, PretrainedSpec
 from lrlhf.models.loading.reward_files import load_backbone, load_scorer, save_scorer
+from lrlhf.models.loading.unread import reading
 from lrlhf.models.scorers import HeadedBackbone, Scorer
 from lrlhf.types import SequenceBatch
 
@@ -96,7 +97,8 @@ class RewardNetwork(nn.Module):
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
-        scorer = load_scorer(spec, trainable=False)
+        with reading(later=False):  # it is not split: processes score different numbers of rows
+            scorer = load_scorer(spec, trainable=False)
         if scorer is None:
             raise ValueError(
                 f"source {str(source)!r} is no reward model: it has neither reward_head.json nor "

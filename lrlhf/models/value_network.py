@@ -18,6 +18,7 @@ from lrlhf.models.loading.export import merged_state_dict, save_model
 from lrlhf.models.loading.model_sources import resolve_source
 from lrlhf.models.loading.pretrained import PretrainedSpec
 from lrlhf.models.loading.reward_files import load_backbone, load_scorer
+from lrlhf.models.loading.unread import device_for_new, waits
 from lrlhf.models.modes import evaluating, trial
 from lrlhf.models.output_head import plain_model
 from lrlhf.models.scorers import HeadedBackbone
@@ -144,13 +145,15 @@ def new_value_head(
     """Build a value head that reads a model's hidden states."""
     plain = plain_model(model)
     size = int(plain.config.get_text_config().hidden_size)
-    return ValueHead(size, HeadConfig(head=kind).head, relative=relative).to(plain.device)
+    return ValueHead(size, HeadConfig(head=kind).head, relative=relative).to(device_for_new(plain))
 
 
 @torch.no_grad()
 @trial()
 def _check_causal(model: PreTrainedModel) -> None:
     """Compare the first state of two texts that differ in the last token only."""
+    if waits(model, _check_causal):
+        return
     if model.device.type == "meta":  # a plan of a run's memory: there is nothing to compare
         return
     tokens = torch.tensor([[1, 1], [1, 2]], device=model.device)

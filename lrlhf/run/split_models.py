@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 import lightning as L
@@ -26,6 +27,14 @@ class SplitsModels(Protocol):
 
     def shard_frozen(self, model: nn.Module, *, whole: bool = False) -> None:
         """Have a model compute as trained ones do, in place, and unless ``whole`` split it."""
+
+
+@runtime_checkable
+class ReadsParts(Protocol):
+    """A strategy whose processes read their parts of a model, once it is split."""
+
+    def reading_parts(self) -> AbstractContextManager[None]:
+        """Build the models of a module inside without their weights."""
 
 
 def leave_inference_mode(trainer: L.Trainer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from transformers import PreTrainedModel
 
 from lrlhf.models import ValueHead, media_modules
 from lrlhf.models.heads import RewardHead
+from lrlhf.models.loading.unread import read, reading
 from lrlhf.models.sharding import load_state, make_whole, settle
 from lrlhf.run.checkpoints.optimizer_states import load_optimizer_state, optimizer_state
 from lrlhf.run.checkpoints.sharded_checkpoint import FolderCheckpoints
@@ -100,6 +102,20 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
             # the norm of gradients in main memory is added up there
             choose_backend(self, "cuda:nccl,cpu:gloo")
         super().setup_environment()
+
+    def reading_parts(self) -> AbstractContextManager[None]:
+        """Build models without weights; each rank reads its parts once they are split.
+
+        Not where a process that has a model starts those that train it, and takes it over again.
+        """
+        return reading(later=self.start_method == "popen")
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build models in ``trainer.init_module()`` as the command line does."""
+        del empty_init
+        with self.reading_parts():
+            yield
 
     def setup(self, trainer: L.Trainer) -> None:
         assert self.accelerator is not None
@@ -179,10 +195,13 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         else:
             root = fully_shard(model, reshard_after_forward=False, **options)
         root.set_reduce_scatter_unused_params(True)
+        read(model, "cpu" if self.cpu_offload else self.root_device, self.root_device)
 
     def shard_frozen(self, model: nn.Module, *, whole: bool = False) -> None:
         """Shard a model that gets no gradient, unless ``whole``; autocast is for both."""
-        if not whole:
+        if whole:
+            read(model, "cpu")
+        else:
             self.shard(model)
 
     def _mixed_precision(self) -> MixedPrecisionPolicy:
@@ -199,6 +218,8 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         if self.world_size == 1:
             return
         for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.is_meta:  # all ranks read it
+                continue
             there = tensor.to(self.root_device)
             torch.distributed.broadcast(there, src=0)
             tensor.copy_(there)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal
 
 import peft
@@ -39,6 +40,7 @@ from lrlhf.models.loading.model_sources import (
     warn_of_remote_code,
 )
 from lrlhf.models.loading.tokenization import load_processor, load_tokenizer
+from lrlhf.models.loading.unread import build_unread, standing_in
 from lrlhf.models.media_inputs import vision_encoder
 from lrlhf.models.output_head import body_of, check_output_head, is_tied
 
@@ -175,7 +177,8 @@ def load_pretrained(spec: PretrainedSpec, auto_class: Any, *, trainable: bool) -
         config = AutoConfig.from_pretrained(location, **spec.of_hub)
         if not spec.dropout:
             clear_dropout(config)
-        model, report = auto_class.from_pretrained(
+        load = partial(
+            auto_class.from_pretrained,
             location,
             config=config,
             dtype=spec.dtype,
@@ -185,6 +188,8 @@ def load_pretrained(spec: PretrainedSpec, auto_class: Any, *, trainable: bool) -
             output_loading_info=True,
             **spec.of_hub,
         )
+        built = build_unread(load, location, config, exotic=_exotic(spec), of_hub=spec.of_hub)
+        model, report = built or load()
     _check_complete(report, spec.source, type(model).__name__)
     _keep_4_bit_layout(model)
     if not spec.dropout:
@@ -219,6 +224,13 @@ def finish_for_training(
             # the inputs of the first block come from frozen embeddings
             model.enable_input_require_grads()  # type: ignore[no-untyped-call]
     return finished
+
+
+def _exotic(spec: PretrainedSpec) -> str | None:
+    """Say what keeps a model's weights from being read in parts."""
+    if spec.quantization is not None:
+        return "its weights are quantised as they are loaded"
+    return "its own code may compute what no file holds" if spec.trust_remote_code else None
 
 
 def freeze_modules(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -307,7 +319,8 @@ def _with_adapters(
         with warnings.catch_warnings():
             # it looks for the ranks of stacked experts among modules, where they are not
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
-            return peft.get_peft_model(model, config)
+            with standing_in(model):
+                return peft.get_peft_model(model, config)
     except ValueError as error:
         raise ValueError(f"lora does not fit {type(model).__name__}: {error}") from error
 

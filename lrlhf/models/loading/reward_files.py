@@ -34,6 +34,7 @@ from lrlhf.models.loading.pretrained import (
     finish_for_training,
     load_pretrained,
 )
+from lrlhf.models.loading.unread import stored_tensor
 from lrlhf.models.output_head import plain_model
 from lrlhf.models.scorers import HeadedBackbone, Scorer, StockClassifier
 
@@ -119,7 +120,7 @@ def _load_classifier(spec: PretrainedSpec, *, trainable: bool) -> Scorer:
     )
     scorer = HeadedBackbone(body, HeadConfig())
     (projection,) = scorer.heads.parameters()
-    projection.data.copy_(score.weight.data)
+    projection.data.copy_(stored_tensor(score, "weight"))
     scorer.heads.requires_grad_(trainable)
     return scorer
 

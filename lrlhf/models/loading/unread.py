@@ -1,0 +1,344 @@
+"""Models without weights that know where theirs are stored, to be read when they are split.
+
+``from_pretrained`` builds such a model on torch's "meta" device, with the names, shapes and tied
+weights of a loaded one. What it would have read is noted on the modules, so that copies of a model,
+adapters around it and its body alone know it too. Once a model is split, each rank reads the rows
+that it holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.initialization import guard_torch_init_functions
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
+
+from lrlhf.models.sharding import own_part, settle, within
+
+logger = logging.getLogger(__name__)
+
+_PLACES, _CHECKS = "_places_of_weights", "_checks_once_read"
+"""What is noted on modules: where their tensors are stored; on models: what waits for weights."""
+
+_later: ContextVar[bool] = ContextVar("later", default=False)
+
+
+class Built(NamedTuple):
+    """A model, and what its loading reported."""
+
+    model: PreTrainedModel
+    report: dict[str, Any]
+
+
+@contextlib.contextmanager
+def reading(*, later: bool) -> Iterator[None]:
+    """Build models inside without their weights, or, not ``later``, with them again."""
+    token = _later.set(later)
+    try:
+        yield
+    finally:
+        _later.reset(token)
+
+
+# ------------------------------------------------------------------ building
+
+
+def build_unread(
+    load: Callable[..., Any],
+    location: str,
+    config: PreTrainedConfig,
+    *,
+    exotic: str | None,
+    of_hub: dict[str, Any],
+) -> Built | None:
+    """Build a model whose weights are read later; None: it is to be loaded now.
+
+    Args:
+        load: ``from_pretrained`` with its arguments.
+        location: Folder or hub id.
+        config: Of the model.
+        exotic: What keeps this model from being read in parts, if that is known already.
+        of_hub: What a hub id is loaded with.
+    """
+    if not _later.get():
+        return None
+    if getattr(config, "quantization_config", None) is not None:
+        exotic = "its weights are stored quantised"
+    files = [] if exotic else _weight_files(location, of_hub)
+    reason = exotic or (None if files else "its weights are not in safetensors files")
+    if reason is None:
+        model, report = load(device_map="meta")
+        reason = _note_places(model, report, files)
+        if reason is None:
+            return Built(model, report)
+    logger.info("every process loads all of %s before it is split: %s", location, reason)
+    return None
+
+
+def _weight_files(location: str, of_hub: dict[str, Any]) -> list[Path]:
+    """Return the files that ``from_pretrained`` reads; empty: they are of another format."""
+    find = partial(
+        cached_file,
+        location,
+        revision=of_hub["revision"],
+        _raise_exceptions_for_missing_entries=False,
+    )
+    if (single := find(SAFE_WEIGHTS_NAME)) is not None:
+        return [Path(single)]
+    if (index := find(SAFE_WEIGHTS_INDEX_NAME)) is None:
+        return []
+    files, _ = get_checkpoint_shard_files(location, index, revision=of_hub["revision"])
+    return [Path(file) for file in files]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor is stored: as it is, or, with a converter, its experts each by itself."""
+
+    name: str
+    stored: dict[str | None, list[tuple[Path, str]]]
+    """File and key of what it is made of, by the pattern that a key fits."""
+    converter: WeightConverter | None
+
+    def read(self, opened: _OpenFiles, rows: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
+        """Read some rows along every axis."""
+        if self.converter is None:
+            [(file, key)] = self.stored[None]
+            part: Tensor = opened[file].get_slice(key)[rows]
+            return part
+        converter = copy.deepcopy(self.converter)
+        experts, *inner = rows
+        for pattern, places in self.stored.items():
+            for file, key in places[experts]:
+                whole = opened[file].get_slice(key)
+                converter.add_tensor(self.name, key, pattern, partial(_all_of, whole, dtype))  # type: ignore[no-untyped-call,arg-type]
+        (stack,) = converter.convert(self.name).values()  # type: ignore[no-untyped-call]
+        part = stack[(slice(None), *inner)]
+        return part
+
+
+def _all_of(stored: Any, dtype: torch.dtype) -> Tensor:
+    tensor: Tensor = stored[...]
+    return tensor.to(dtype)
+
+
+class _OpenFiles(dict[Path, Any]):
+    """Safetensors files, opened once; only what is asked for is read, and nothing is mapped."""
+
+    def __missing__(self, file: Path) -> Any:
+        self[file] = safe_open(file, framework="pt", backend="pread")
+        return self[file]
+
+
+def _note_places(model: PreTrainedModel, report: dict[str, Any], files: list[Path]) -> str | None:
+    """Note on the modules of a model where its weights are stored; say what keeps them from it."""
+    if report["missing_keys"] or report["mismatched_keys"] or report["error_msgs"]:
+        return "its weights are not all in its files"
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    conversions = vars(model)["_weight_conversions"]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    if not all(map(_stacks_experts, converters)):
+        return "its weights are stored in another layout than it computes with"
+    found = _stored_names(model, state, files, conversions)
+    again = model.all_tied_weights_keys.items()  # type: ignore[union-attr]
+    if any(name in found and other in found for name, other in again):
+        return "its tied weights are stored twice"
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    noted: set[int] = set()
+    for name, stored in found.items():
+        path, _, attribute = name.rpartition(".")
+        converter = by_pattern.get(next(iter(stored)) or "")
+        places = vars(model.get_submodule(path)).setdefault(_PLACES, {})
+        places[attribute] = _Place(name, stored, converter)
+        noted.add(id(state[name]))
+    lacking = [name for name, tensor in state.items() if id(tensor) not in noted]
+    return f"{lacking[0]} is in none of its files" if lacking else None
+
+
+def _stacks_experts(converter: WeightConverter) -> bool:
+    first, *rest = converter.operations
+    return (
+        isinstance(first, MergeModulelist)
+        and first.dim == 0
+        and len(converter.target_patterns) == 1
+        and all(isinstance(one, Concatenate) and one.dim > 0 for one in rest)
+    )
+
+
+def _stored_names(
+    model: PreTrainedModel, state: dict[str, Tensor], files: list[Path], conversions: list[Any]
+) -> dict[str, dict[str | None, list[tuple[Path, str]]]]:
+    """Find what every tensor of a model is made of, in the order that experts have."""
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    keys: dict[str, Path] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            keys |= dict.fromkeys(opened.keys(), file)
+    found: dict[str, dict[str | None, list[tuple[Path, str]]]] = {}
+    prefix = model.base_model_prefix
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:  # as ``from_pretrained`` does it
+            name, pattern = rename_source_key(key, [], [], prefix, state)
+        if name in state:
+            parts = found.setdefault(name, defaultdict(list))
+            parts[pattern].append((keys[key], key))
+    return found
+
+
+# ------------------------------------------------------------------ between building and reading
+
+
+def is_unread(model: nn.Module) -> bool:
+    """Tell whether weights of a model are still to be read."""
+    return any(_PLACES in vars(module) for module in model.modules())
+
+
+def device_for_new(model: PreTrainedModel) -> torch.device:
+    """Return the device of what is added to a model: its own, before it is read the CPU."""
+    return torch.device("cpu") if is_unread(model) else model.device
+
+
+def waits(model: PreTrainedModel, check: Callable[[Any], object]) -> bool:
+    """Put a check of a model's weights off until they are read; False: they are there."""
+    if not is_unread(model):
+        return False
+    vars(model).setdefault(_CHECKS, []).append(check)
+    return True
+
+
+def stored_tensor(module: nn.Module, name: str) -> Tensor:
+    """Return a tensor of a module, read by itself where the module is not read yet."""
+    tensor: Tensor = getattr(module, name)
+    place: _Place | None = vars(module).get(_PLACES, {}).get(name)
+    if place is None:
+        return tensor
+    return place.read(_OpenFiles(), _rows(tensor), tensor.dtype).to(tensor.dtype)
+
+
+@contextlib.contextmanager
+def standing_in(model: nn.Module) -> Iterator[None]:
+    """Have weights that are not read yet on the CPU, where they take no memory and mean nothing.
+
+    Adapters are made from the device and shape of a layer; inside they are what they are for a
+    loaded model, and random numbers are drawn as for that.
+    """
+    standing: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for weight in [weight for weight in model.parameters() if weight.is_meta]:
+        empty = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+        standing[id(weight)] = weight, nn.Parameter(empty, requires_grad=weight.requires_grad)
+    _replace(model, {before: one for before, (_, one) in standing.items()})
+    try:
+        yield
+    finally:
+        unread: dict[int, nn.Parameter] = {}
+        for weight, one in standing.values():
+            unread[id(one)] = weight.requires_grad_(one.requires_grad)
+        for module in model.modules():
+            for name in vars(module).get(_PLACES, {}):
+                one = module._parameters.get(name)
+                if one is not None and id(one) not in unread:  # a copy, which is trained
+                    meta = torch.empty_like(one, device="meta")
+                    unread[id(one)] = nn.Parameter(meta, requires_grad=one.requires_grad)
+        _replace(model, unread)
+
+
+def _replace(model: nn.Module, weights: dict[int, nn.Parameter]) -> None:
+    """Put weights in the place of others, by their ids, wherever they are tied to."""
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if id(weight) in weights:
+                module._parameters[name] = weights[id(weight)]
+
+
+# ------------------------------------------------------------------ reading
+
+
+@torch.no_grad()
+def read(
+    model: nn.Module, weights_on: torch.device | str, buffers_on: torch.device | str | None = None
+) -> None:
+    """Give a model its weights, each rank the parts that it holds, and make up for its checks.
+
+    Args:
+        model: Built by `build_unread`, whole or split; any other stays as it is. If it is split,
+            all ranks must call this.
+        weights_on: Device of this rank's parts.
+        buffers_on: Device of what is not trained; None: the same.
+
+    Raises:
+        ValueError: A check that was waiting for the weights refuses the model.
+    """
+    if not is_unread(model):
+        return
+    _make_room(model, weights_on, buffers_on or weights_on)
+    opened = _OpenFiles()
+    for module in model.modules():
+        for name, place in vars(module).pop(_PLACES, {}).items():
+            tensor = getattr(module, name)
+            rows = _rows(tensor)
+            if all(one.stop > one.start for one in rows):
+                own_part(tensor).copy_(place.read(opened, rows, tensor.dtype))
+    waiting = [(part, vars(part).pop(_CHECKS, [])) for part in model.modules()]
+    for part, checks in waiting:
+        for check in checks:
+            within(model, partial(check, part))
+            settle(model)
+
+
+def _make_room(
+    model: nn.Module, weights_on: torch.device | str, buffers_on: torch.device | str
+) -> None:
+    """Take memory for what is on the meta device, and compute what no file holds."""
+    room: dict[int, nn.Parameter] = {}
+    for weight in [weight for weight in model.parameters() if weight.is_meta]:
+        empty = torch.empty_like(weight, device=weights_on)
+        room[id(weight)] = nn.Parameter(empty, requires_grad=weight.requires_grad)
+        # else computing a layer's buffers would draw new weights for it
+        room[id(weight)]._is_hf_initialized = True  # type: ignore[attr-defined]
+    _replace(model, room)
+    family: dict[nn.Module, PreTrainedModel] = {}
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            family |= dict.fromkeys(part.modules(), part)
+    for module in list(family):
+        missing = [name for name, one in module.named_buffers(recurse=False) if one.is_meta]
+        for name in missing:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device=buffers_on)  # type: ignore[arg-type]
+        if missing:
+            with guard_torch_init_functions():
+                family[module]._init_weights(module)
+    model._apply(lambda tensor: tensor)  # FSDP2 looks for its parts again
+
+
+def _rows(tensor: Tensor) -> tuple[slice, ...]:
+    """Return where this rank's part of a tensor begins and ends along every axis."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    [chunk] = tensor.__create_chunk_list__()
+    sizes = zip(chunk.offsets, chunk.sizes, strict=True)
+    return tuple(slice(start, start + size) for start, size in sizes)
