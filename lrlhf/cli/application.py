@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from lrlhf.planning.checks.mistake import MistakeError, RefusedError
 from lrlhf.planning.checks.run_checks import check_run
 from lrlhf.planning.checks.trainer_options import check_strategy
 from lrlhf.run.lightning_internals import Commands
+from lrlhf.run.split_models import ReadsParts
 from lrlhf.run.supervision.signals import answering_sigterm
 from lrlhf.secrets import safe
 from lrlhf.trainer import Trainer
@@ -116,12 +118,18 @@ class Application(Commands):
         global built
         built = True
         try:
-            super().instantiate_classes()
+            with self._reading_parts():
+                super().instantiate_classes()
         except ConfigError:
             raise
         except Exception as error:
             raise RefusedError from error
         hide_hyperparameters(self.model, self.datamodule)
+
+    def _reading_parts(self) -> AbstractContextManager[None]:
+        """Build models as the strategy, which is made after them, wants to load them."""
+        strategy = CheapParts(self.config[self.subcommand]).strategy() if self.trains else None
+        return strategy.reading_parts() if isinstance(strategy, ReadsParts) else nullcontext()
 
     def run_command(self, subcommand: str) -> None:
         progress = Progress()

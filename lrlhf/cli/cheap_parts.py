@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 from jsonargparse import Namespace
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lrlhf.cli.parser import Parser
 from lrlhf.modules.policy.policy_settings import PolicySettings, complete_settings
@@ -45,6 +46,17 @@ class CheapParts:
             for entry in given if isinstance(given, list) else [given]:
                 if isinstance(entry, Namespace) and is_ours(entry.as_dict()):
                     _made(base, entry)
+
+    def strategy(self) -> Strategy | None:
+        """Make the strategy if it is one of this library; else None."""
+        entry = self._options.trainer.strategy
+        if isinstance(entry, str) and entry in StrategyRegistry:
+            kind = StrategyRegistry[entry]["strategy"]
+            return StrategyRegistry.get(entry) if kind.__module__.startswith("lrlhf.") else None
+        if isinstance(entry, Namespace) and is_ours(entry.as_dict()):
+            made: Strategy = _made(Strategy, entry)
+            return made
+        return None
 
     def rewards(self) -> None:
         """Make the rewards where no function loads anything or is an object of the user's."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -115,8 +113,13 @@ def hidden_states(
         inputs = _padded_inputs(plain, chains, batch.media)
     else:
         inputs = _packed_inputs(plain, rows, batch.media, packed)
-    with capturing(layer) as captured:
+    captured: list[Tensor] = []
+    handle = None if layer is None else layer.register_forward_hook(_capture(captured))
+    try:
         output = body_of(plain)(**inputs, **options)
+    finally:
+        if handle is not None:
+            handle.remove()
     states = captured[0] if captured else output.last_hidden_state
     shape = states.shape[:2]
     if packed is None:
@@ -129,20 +132,11 @@ def hidden_states(
     return HiddenStates(rows, flat, places, computed, routers, windows)
 
 
-@contextlib.contextmanager
-def capturing(layer: nn.Module | None) -> Iterator[list[Tensor]]:
-    """Collect what a block returns inside; nothing for None."""
-    captured: list[Tensor] = []
-
+def _capture(captured: list[Tensor]) -> Any:
     def hook(_block: nn.Module, _inputs: Any, output: Any) -> None:
         captured.append(output[0] if isinstance(output, tuple) else output)
 
-    handle = None if layer is None else layer.register_forward_hook(hook)
-    try:
-        yield captured
-    finally:
-        if handle is not None:
-            handle.remove()
+    return hook
 
 
 def _padded_inputs(

@@ -10,12 +10,12 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lrlhf.models.backbone import HiddenStates, allow_packing, capturing, hidden_states
+from lrlhf.models.backbone import HiddenStates, allow_packing, hidden_states
 from lrlhf.models.heads import HeadConfig, RewardHead
-from lrlhf.models.loading.unread import device_for_new, is_unread, read
+from lrlhf.models.loading.unread import device_for_new, standing_in
 from lrlhf.models.media_inputs import media_modules
-from lrlhf.models.modes import ModelRefusalError, refusals, trial
-from lrlhf.models.output_head import body_of, plain_model
+from lrlhf.models.modes import trial
+from lrlhf.models.output_head import plain_model
 from lrlhf.models.packed.packing import compact
 from lrlhf.types import SequenceBatch
 
@@ -93,7 +93,8 @@ class HeadedBackbone(Scorer):
         self.heads = nn.ModuleDict(
             {name: RewardHead(size, config, generator) for name in config.names}
         ).to(device_for_new(plain))
-        self._freeze_unused()
+        with standing_in(plain):  # what depends on what is known without the weights
+            self._freeze_unused()
 
     @property
     def plain(self) -> PreTrainedModel:
@@ -150,15 +151,6 @@ class HeadedBackbone(Scorer):
         doubtful = [w for w in plain.parameters() if w.requires_grad and id(w) not in known]
         if not blocks or not doubtful:
             return
-        if is_unread(plain):
-            try:
-                with refusals():
-                    states = self._graph_without_weights()
-            except ModelRefusalError:
-                read(plain, "cpu")
-            else:
-                self._freeze(doubtful, states)
-                return
         if plain.device.type == "meta":  # nothing can be probed; above a block nothing is used
             for weight in doubtful if self.config.layer != -1 else ():
                 weight.requires_grad_(False)
@@ -167,19 +159,7 @@ class HeadedBackbone(Scorer):
         mask = torch.ones_like(tokens, dtype=torch.bool)
         probe = SequenceBatch(input_ids=tokens, attention_mask=mask, response_mask=mask)
         with torch.enable_grad():
-            self._freeze(doubtful, self.hidden_states(probe).states)
-
-    def _graph_without_weights(self) -> Tensor:
-        """Compute nothing but what depends on what, as a body on the meta device does."""
-        tokens = torch.zeros((1, 2), dtype=torch.long, device="meta")
-        with torch.enable_grad(), capturing(self._block) as captured:
-            output = body_of(self.plain)(input_ids=tokens, use_cache=False)
-        return captured[0] if captured else output.last_hidden_state
-
-    @staticmethod
-    def _freeze(doubtful: list[nn.Parameter], states: Tensor) -> None:
-        """Freeze the weights that states do not depend on."""
-        hidden = states.sum()
+            hidden = self.hidden_states(probe).states.sum()
         gradients = (
             torch.autograd.grad(hidden, doubtful, allow_unused=True)
             if hidden.requires_grad

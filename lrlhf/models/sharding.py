@@ -253,6 +253,18 @@ def gathered(model: nn.Module) -> Iterator[None]:
             module.reshard()
 
 
+def gathered_bytes(model: nn.Module) -> int:
+    """Return the size of all split weights as `gathered` holds them."""
+    narrowed = None
+    if isinstance(model, FSDPModule):  # it has no other place that says it
+        narrowed = model._get_fsdp_state()._mp_policy.param_dtype
+    return sum(
+        whole_shape(weight).numel() * (narrowed or weight.dtype).itemsize
+        for weight in model.parameters()
+        if is_split(weight)
+    )
+
+
 @contextlib.contextmanager
 def whole_weights(module: nn.Module) -> Iterator[None]:
     """Put whole weights in the place of a layer's split ones, to be read, not to be run."""

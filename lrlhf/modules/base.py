@@ -19,11 +19,13 @@ from lrlhf.guard.guard_settings import Guard
 from lrlhf.guard.step_guard import StepGuard
 from lrlhf.models import ReferencePolicy
 from lrlhf.models.in_brief import in_brief
+from lrlhf.models.loading.unread import reading
 from lrlhf.models.sharding import load_state
 from lrlhf.modules.checks import (
     prepare_trainer,
     refuse_other_weights,
     refuse_pure_low_precision,
+    refuse_unread,
     uses_loss_scaler,
 )
 from lrlhf.modules.contracts import Exportable
@@ -172,6 +174,7 @@ class TrainingModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         prepare_trainer(self.trainer, stage)
+        refuse_unread(self.trainer, self)
         log_hyperparameters_once(self.trainer)
         if stage == "fit":
             for model in self.trainable_models().values():
@@ -216,7 +219,8 @@ class TrainingModule(L.LightningModule):
         stored = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
         if hparams_file is not None:
             stored = read_hyperparameters(Path(hparams_file))
-        module = build_again(cls, stored, arguments, where=path)
+        with reading(later=False):
+            module = build_again(cls, stored, arguments, where=path)
         if strict is not False:
             module.on_load_checkpoint(checkpoint)
         load_state(module, checkpoint["state_dict"], strict=strict is not False)

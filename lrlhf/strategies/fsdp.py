@@ -42,6 +42,8 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
     Each block of a model is gathered for its forward and backward pass and freed again, as is
     what lies around the blocks. Every model that ``trainable_models()`` of the module names is
     sharded by itself, so actor and critic keep an optimizer each, and so are frozen references.
+    Models that the command line builds, or ``trainer.init_module()``, are read from safetensors
+    files once they are sharded, each rank its shards; others are loaded whole by every process.
     It runs on CPUs as well. In YAML: ``trainer.strategy: fsdp2``, or this class with its options.
 
     With ``trainer.precision: bf16-mixed`` weights are gathered and multiplied in bfloat16, while
@@ -126,6 +128,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         for model in trained_models(self.lightning_module).values():
             self.shard(model)
+        read(self.lightning_module, self.root_device)  # what the module does not train
         if not self.cpu_offload:
             self.model_to_device()
         self.barrier()

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +40,7 @@ from lrlhf.models.sharding import own_part, settle, within
 
 logger = logging.getLogger(__name__)
 
-_PLACES, _CHECKS = "_places_of_weights", "_checks_once_read"
+_PLACES, CHECKS = "_places_of_weights", "_checks_once_read"
 """What is noted on modules: where their tensors are stored; on models: what waits for weights."""
 
 _later: ContextVar[bool] = ContextVar("later", default=False)
@@ -227,7 +227,7 @@ def waits(model: PreTrainedModel, check: Callable[[Any], object]) -> bool:
     """Put a check of a model's weights off until they are read; False: they are there."""
     if not is_unread(model):
         return False
-    vars(model).setdefault(_CHECKS, []).append(check)
+    vars(model).setdefault(CHECKS, []).append(check)
     return True
 
 
@@ -242,29 +242,51 @@ def stored_tensor(module: nn.Module, name: str) -> Tensor:
 
 @contextlib.contextmanager
 def standing_in(model: nn.Module) -> Iterator[None]:
-    """Have weights that are not read yet on the CPU, where they take no memory and mean nothing.
+    """Have what is not read yet on the CPU, where it takes no memory and means nothing.
 
     Adapters are made from the device and shape of a layer; inside they are what they are for a
     loaded model, and random numbers are drawn as for that.
     """
+    if not is_unread(model):
+        yield
+        return
     standing: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for weight in [weight for weight in model.parameters() if weight.is_meta]:
-        empty = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
-        standing[id(weight)] = weight, nn.Parameter(empty, requires_grad=weight.requires_grad)
+        one = nn.Parameter(_standing_in(weight), requires_grad=weight.requires_grad)
+        standing[id(weight)] = weight, one
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta
+    ]
     _replace(model, {before: one for before, (_, one) in standing.items()})
+    for module, name, buffer in buffers:
+        module._buffers[name] = _standing_in(buffer)
     try:
         yield
     finally:
-        unread: dict[int, nn.Parameter] = {}
-        for weight, one in standing.values():
-            unread[id(one)] = weight.requires_grad_(one.requires_grad)
-        for module in model.modules():
-            for name in vars(module).get(_PLACES, {}):
-                one = module._parameters.get(name)
-                if one is not None and id(one) not in unread:  # a copy, which is trained
-                    meta = torch.empty_like(one, device="meta")
-                    unread[id(one)] = nn.Parameter(meta, requires_grad=one.requires_grad)
-        _replace(model, unread)
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+        _replace(model, _taken_back(model, standing.values()))
+
+
+def _standing_in(tensor: Tensor) -> Tensor:
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+
+
+def _taken_back(
+    model: nn.Module, standing: Iterable[tuple[nn.Parameter, nn.Parameter]]
+) -> dict[int, nn.Parameter]:
+    """Return weights that are not read yet, by what stood in for them or was copied from that."""
+    unread = {id(one): weight.requires_grad_(one.requires_grad) for weight, one in standing}
+    for module in model.modules():
+        for name in vars(module).get(_PLACES, {}):
+            one = module._parameters.get(name)
+            if one is not None and id(one) not in unread:
+                meta = torch.empty_like(one, device="meta")
+                unread[id(one)] = nn.Parameter(meta, requires_grad=one.requires_grad)
+    return unread
 
 
 def _replace(model: nn.Module, weights: dict[int, nn.Parameter]) -> None:
@@ -303,7 +325,7 @@ def read(
             rows = _rows(tensor)
             if all(one.stop > one.start for one in rows):
                 own_part(tensor).copy_(place.read(opened, rows, tensor.dtype))
-    waiting = [(part, vars(part).pop(_CHECKS, [])) for part in model.modules()]
+    waiting = [(part, vars(part).pop(CHECKS, [])) for part in model.modules()]
     for part, checks in waiting:
         for check in checks:
             within(model, partial(check, part))

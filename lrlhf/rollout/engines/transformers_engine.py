@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 
+import psutil
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from lrlhf.models import (
     sequence_logprobs,
 )
 from lrlhf.models.modes import ModelRefusalError, refusals, trial
-from lrlhf.models.sharding import gathered, has_split_weights
+from lrlhf.models.sharding import gathered, gathered_bytes, has_split_weights
 from lrlhf.rollout.engines.engine import Capabilities, RolloutEngine, check_seeds, pad_token_id
 from lrlhf.rollout.engines.generation_batches import Way, best_way, parts, trial_prompts
 from lrlhf.rollout.engines.kept_prefixes import KeptPrefixes
@@ -40,6 +41,8 @@ from lrlhf.types import PromptBatch, Rollout
 
 logger = logging.getLogger(__name__)
 
+_SHARE_OF_FREE = 0.8
+"""Of the memory that is free, what gathered weights may take; keys and values are beside them."""
 _EXACT_GAP = 1e-4
 _ROUNDED_GAP = 0.08
 """Mean distances in nats up to which generation computes what a forward pass does."""
@@ -91,6 +94,7 @@ class TransformersEngine(RolloutEngine):
     ) -> None:
         self._policy = policy
         self._tokenizer = tokenizer
+        _check_room(policy)
 
     @property
     def context_length(self) -> int | None:
@@ -335,6 +339,29 @@ def _cached_autocast(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.clear_autocast_cache()
+
+
+def _check_room(policy: nn.Module) -> None:
+    """Refuse to gather a split policy that leaves too little memory for generating with it.
+
+    Raises:
+        ValueError: Its weights take more than `_SHARE_OF_FREE` of what is free.
+    """
+    needed = gathered_bytes(policy)
+    if not needed:
+        return
+    if torch.cuda.is_available():
+        place, unused = "GPU", torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        free = torch.cuda.mem_get_info()[0] + unused
+    else:
+        place = "main memory for each process"
+        free = psutil.virtual_memory().available // torch.distributed.get_world_size()
+    if needed > _SHARE_OF_FREE * free:
+        raise ValueError(
+            f"TransformersEngine gathers the whole policy on every process to generate, "
+            f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of the {place} are free: "
+            "take engine: VLLMServerEngine, which gets the weights one at a time"
+        )
 
 
 def _generator(policy: nn.Module) -> PreTrainedModel:
