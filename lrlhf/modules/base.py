@@ -19,13 +19,12 @@ from lrlhf.guard.guard_settings import Guard
 from lrlhf.guard.step_guard import StepGuard
 from lrlhf.models import ReferencePolicy
 from lrlhf.models.in_brief import in_brief
-from lrlhf.models.loading.unread import reading
+from lrlhf.models.loading.unread import read, reading
 from lrlhf.models.sharding import load_state
 from lrlhf.modules.checks import (
     prepare_trainer,
     refuse_other_weights,
     refuse_pure_low_precision,
-    refuse_unread,
     uses_loss_scaler,
 )
 from lrlhf.modules.contracts import Exportable
@@ -52,6 +51,7 @@ from lrlhf.run.lightning_internals import (
     trainer_of,
 )
 from lrlhf.run.quiet_output import quiet
+from lrlhf.run.split_models import ReadsParts
 
 _SUBFOLDERS = ("critic", "additional_chat_templates")
 """Of a saved model."""
@@ -167,6 +167,8 @@ class TrainingModule(L.LightningModule):
             offload: It waits in main memory between its passes, and stays whole for that.
         """
         strategy = self.trainer.strategy
+        if not isinstance(strategy, ReadsParts):
+            read(reference.model, "cpu")
         if isinstance(strategy, SplitsModels):
             reference.split(partial(strategy.shard_frozen, whole=offload))
 
@@ -174,7 +176,8 @@ class TrainingModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         prepare_trainer(self.trainer, stage)
-        refuse_unread(self.trainer, self)
+        if not isinstance(self.trainer.strategy, ReadsParts):  # the one that it was built for did
+            read(self, "cpu")
         log_hyperparameters_once(self.trainer)
         if stage == "fit":
             for model in self.trainable_models().values():

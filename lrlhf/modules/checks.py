@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from lrlhf.media import MediaProcessor
 from lrlhf.models import media_modules
-from lrlhf.models.loading.unread import is_unread
 from lrlhf.models.sharding import CheckpointMismatchError, check_same_names
 from lrlhf.run import (
     SplitsModels,
@@ -33,17 +32,6 @@ from lrlhf.run import (
     watch_over,
 )
 from lrlhf.run.log_rows import keep_log_rows
-from lrlhf.run.split_models import ReadsParts
-
-
-def refuse_unread(trainer: L.Trainer, module: nn.Module) -> None:
-    """Raise `ValueError` for a module built for a strategy that reads weights in parts."""
-    if is_unread(module) and not isinstance(trainer.strategy, ReadsParts):
-        raise ValueError(
-            "the module was built without weights, in init_module() of a trainer whose strategy "
-            "reads them in parts, which this trainer's does not: build it in this trainer's "
-            "init_module(), or outside of it"
-        )
 
 
 def refuse_pure_low_precision(trainer: L.Trainer, model: nn.Module) -> None:

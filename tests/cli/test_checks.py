@@ -4,21 +4,26 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from lightning.pytorch.accelerators import CUDAAccelerator
 from transformers import GPT2Config, LlamaConfig, MambaConfig, PreTrainedConfig
 
 from lrlhf.cli import run
+from lrlhf.cli.application import Application
+from lrlhf.cli.cheap_parts import CheapParts
 from lrlhf.datamodules import Source
 from lrlhf.models import CausalLM, ScoreModel
+from lrlhf.models.loading.unread import is_unread
 from lrlhf.planning.checks import models, run_checks
 from lrlhf.planning.checks.data_rows import check_reward_columns, check_sources
 from lrlhf.planning.checks.logins import check_wandb
 from lrlhf.planning.checks.mistake import MistakeError
-from lrlhf.planning.checks.models import TrainedModel, check_models
+from lrlhf.planning.checks.models import TrainedModel, check_main_memory, check_models
 from lrlhf.planning.checks.trainer_options import (
     check_accelerator,
     check_devices,
@@ -27,9 +32,11 @@ from lrlhf.planning.checks.trainer_options import (
     check_strategy,
 )
 from lrlhf.planning.trainer_sizes import processes
+from lrlhf.strategies import FSDP2
 from tests.cli import toys
 from tests.cli.experiment import experiment
 
+ROOT = Path(__file__).parents[2]
 REWARD = f"{__name__}.by_length"
 NEEDS_GOLD = f"{__name__}.by_gold"
 
@@ -472,3 +479,58 @@ def test_episodes_are_looked_at(
     if says is not None:
         assert says in printed.err
         assert "Traceback" not in printed.err
+
+
+def test_deepspeed_must_have_room_for_a_copy_in_every_process(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = check_models(
+        {"class_path": "lrlhf.modules.RLOO", "init_args": {"policy": model_folder}}
+    )
+    # 260 embeddings of 32; a layer: 2 norms, 3 matrices of 32 x 64, and 32 x (32 + 16 + 16 + 32)
+    # for attention; the last norm
+    weights = 260 * 32 + 2 * (2 * 32 + 3 * 32 * 64 + 32 * 96) + 32
+    trainer = {"accelerator": "cpu", "devices": 2, "num_nodes": 3, "strategy": "deepspeed_zero3"}
+    for total, fits in ((2 * weights * 4, True), (2 * weights * 4 - 1, False)):
+        monkeypatch.setattr(
+            psutil, "virtual_memory", lambda total=total: SimpleNamespace(total=total)
+        )
+        if fits:
+            check_main_memory(trainer, trained)
+            continue
+        with pytest.raises(MistakeError, match=r"2 times 0\.0 GiB .*take fsdp2"):
+            check_main_memory(trainer, trained)
+        own = {"class_path": "lrlhf.strategies.DeepSpeed", "init_args": {"stage": 3}}
+        with pytest.raises(MistakeError, match="take fsdp2"):
+            check_main_memory({**trainer, "strategy": own}, trained)
+        check_main_memory({**trainer, "strategy": "fsdp2"}, trained)
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        (["--trainer.strategy=fsdp2"], FSDP2),
+        (["--trainer.strategy=FSDP2", "--trainer.strategy.start_method=fork"], FSDP2),
+        (["--trainer.strategy=ddp"], None),
+        (["--trainer.strategy=DDPStrategy"], None),
+        ([], None),
+    ],
+)
+def test_a_strategy_of_this_library_is_made_before_the_models(
+    flags: list[str], kind: type | None, model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    unread: list[bool] = []
+
+    def look(self: Application) -> None:
+        made.append(CheapParts(self.config[self.subcommand]).strategy())
+        with self._reading_parts():
+            unread.append(is_unread(CausalLM(source=model_folder).load()))
+
+    monkeypatch.setattr(Application, "before_instantiate_classes", look)
+    monkeypatch.setattr(Application, "instantiate_classes", lambda _: None)
+    monkeypatch.setattr(Application, "run_command", lambda *_: None)
+    config = f"--config={ROOT / 'configs' / 'quickstart.yaml'}"
+    assert run(["fit", config, f"--model.policy={model_folder}", *flags]) == 0
+    assert [type(one) for one in made] == [kind or type(None)]
+    assert unread == [kind is not None and "start_method" not in str(flags)]

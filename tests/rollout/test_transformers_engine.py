@@ -1,5 +1,6 @@
 """The engine draws from the policy, stops where it should, and says with which probability."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,3 +239,21 @@ def test_where_a_cache_cannot_be_copied_prompts_are_repeated_and_the_log_says_wh
     assert len(lines) == 1
     assert "once for each of its responses" in lines[0]
     assert reason in lines[0]
+
+
+def test_a_split_policy_that_leaves_no_room_is_refused_before_it_generates(
+    language_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = "lrlhf.rollout.engines.transformers_engine"
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "gloo")
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=20 * 2**30))
+    engine = TransformersEngine()
+    engine.attach(language_model, tokenizer)  # which is whole
+    monkeypatch.setattr(f"{module}.gathered_bytes", lambda _: 8 * 2**30)
+    engine.attach(language_model, tokenizer)  # 0.8 of 10 GiB for each of two processes
+    monkeypatch.setattr(f"{module}.gathered_bytes", lambda _: 8 * 2**30 + 1)
+    with pytest.raises(ValueError, match=r"8\.0 GiB, and 10\.0 GiB .*VLLMServerEngine"):
+        engine.attach(language_model, tokenizer)

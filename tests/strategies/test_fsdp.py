@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,15 +17,20 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from lrlhf.callbacks import EMA, RLCheckpoint
 from lrlhf.datamodules import PromptDataModule
+from lrlhf.models import CausalLM, LoRA, ValueModel
+from lrlhf.models.loading.unread import is_unread, reading
 from lrlhf.models.sharding import settle, whole
-from lrlhf.modules import PPO, RLOO, Reference, RewardModel, Update
+from lrlhf.modules import PPO, RLOO, Critic, Reference, RewardModel, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import RolloutListener, Sampling
 from lrlhf.run.checkpoints.checkpoint_reader import is_folder_checkpoint
 from lrlhf.strategies import FSDP2
+from tests.conftest import build_tokenizer
+from tests.distributed import strategy_runs
 from tests.distributed.strategy_runs import MODULES, adamw, data_of
 from tests.modules.test_vision_training import letters_said, sgd
 from tests.vlms import build_vlm
@@ -279,3 +285,68 @@ def test_an_encoder_learns_though_only_one_rank_sees_images(
     after = {name: ends[0]["weights"][f"policy.{name}"] for name in encoder}
     moved = [name for name in encoder if not torch.equal(start[name], after[name])]
     assert len(moved) > len(encoder) / 2
+
+
+# ---------------------------------------------------------------------- weights read in parts
+
+
+def experts_in(folder: Path) -> Path:
+    """A mixture of three experts, which two ranks hold two and one of, beside its tokenizer."""
+    tokenizer = build_tokenizer()
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2}
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = MixtralConfig(vocab_size=len(tokenizer), **sizes, **heads, **experts, **ids)
+    MixtralForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def of_folder(folder: Path, **options: Any) -> L.LightningModule:
+    policy: L.LightningModule = strategy_runs.from_folder(folder, 5e-3, **options)
+    return policy
+
+
+def with_a_critic(folder: Path) -> L.LightningModule:
+    model = ValueModel(source=str(folder))
+    critic = Critic(model=model, optimizer=adamw(2e-2))
+    module: L.LightningModule = strategy_runs.policy(
+        PPO,
+        CausalLM(source=str(folder)),
+        critic=critic,
+        reference=Reference(kl_coef=0.05, offload=True),
+    )
+    return module
+
+
+# the process that started the others takes nothing over into a model without weights
+@pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (MODULES["reward"], {}),
+        (of_folder, {}),
+        OFTEN(of_folder, {"shard_group": 1}),
+        OFTEN(of_folder, {"cpu_offload": True}),
+        OFTEN(partial(of_folder, lora=LoRA(r=2)), {}),
+        (with_a_critic, {}),
+        (lambda folder: of_folder(experts_in(folder / "experts")), {}),
+    ],
+)
+def test_weights_that_each_rank_reads_its_part_of_train_as_those_loaded_whole(
+    build: Callable[[Path], L.LightningModule],
+    options: dict[str, Any],
+    model_folder: str,
+    tmp_path: Path,
+) -> None:
+    folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
+    ends = []
+    for later in (False, True):
+        L.seed_everything(3, verbose=False)
+        with reading(later=later):
+            module = build(folder)
+        assert all(is_unread(model) == later for model in models_of(module).values())
+        ends.append(fit(module, tmp_path / str(later), strategy=forked(**options), steps=2))
+    for whole_end, end in zip(*ends, strict=True):
+        assert_close(whole_end["weights"], end["weights"], rtol=0, atol=0)

@@ -136,8 +136,7 @@ class _Place:
                 whole = opened[file].get_slice(key)
                 converter.add_tensor(self.name, key, pattern, partial(_all_of, whole, dtype))  # type: ignore[no-untyped-call,arg-type]
         (stack,) = converter.convert(self.name).values()  # type: ignore[no-untyped-call]
-        part = stack[(slice(None), *inner)]
-        return part
+        return stack[(slice(None), *inner)]  # type: ignore[no-any-return]
 
 
 def _all_of(stored: Any, dtype: torch.dtype) -> Tensor:

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from lrlhf.media import MediaProcessor
 from lrlhf.models import CausalLM, PretrainedSpec, ScoreModel, ValueModel, load_config
-from lrlhf.models.loading.meta import model_config
+from lrlhf.models.loading.meta import model_config, skeleton
 from lrlhf.models.loading.model_sources import converted_folder, locate
 from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.config_entries import class_of, is_ours, options_of, spec_of
+from lrlhf.planning.trainer_sizes import processes
 
 _TRAINED: Mapping[str, type[PretrainedSpec]] = {"policy": CausalLM, "model": ScoreModel}
 """Options of the modules with what they train, and what a plain source is there."""
@@ -128,3 +130,26 @@ def _reward_sources(options: Mapping[str, Any]) -> Iterator[str]:
             source = options_of(entry).get("source")
             if isinstance(source, str):
                 yield source
+
+
+def check_main_memory(trainer: Mapping[str, Any], trained: TrainedModel | None) -> None:
+    """Refuse a model of which DeepSpeed's processes cannot load a copy each before they split it.
+
+    Raises:
+        MistakeError: The copies take more than the main memory of this machine.
+    """
+    entry = trainer["strategy"]
+    name = entry if isinstance(entry, str) else entry.get("class_path", "")
+    if trained is None or "deepspeed" not in str(name).lower():
+        return
+    model = skeleton(trained.spec, body=not isinstance(trained.spec, CausalLM))
+    size = sum(weight.numel() * weight.itemsize for weight in model.parameters())
+    copies = processes({**trainer, "num_nodes": 1}).number or 1
+    there = psutil.virtual_memory().total
+    if copies * size > there:
+        raise MistakeError(
+            ("trainer", "strategy"),
+            f"DeepSpeed's processes load all of a model before they split it: {copies} times "
+            f"{size / 2**30:.1f} GiB of {trained.spec.source}, and this machine has "
+            f"{there / 2**30:.1f} GiB of main memory; take fsdp2, whose processes read their parts",
+        )

@@ -20,7 +20,7 @@ from lrlhf.planning.checks.data_rows import (
 from lrlhf.planning.checks.folders import check_folders
 from lrlhf.planning.checks.logins import check_wandb
 from lrlhf.planning.checks.mistake import MistakeError, RefusedError
-from lrlhf.planning.checks.models import check_models
+from lrlhf.planning.checks.models import check_main_memory, check_models
 from lrlhf.planning.checks.together import (
     check_batches,
     check_context,
@@ -100,6 +100,7 @@ def check_run(sections: dict[str, Any], parts: Parts, *, trains: bool) -> Iterat
         _tried(check_kl_control, trainer, settings)
     _tried(parts.rewards)
     trained = _tried(check_models, model)
+    _tried(check_main_memory, trainer, trained)
     if trained is not None:
         yield (
             f"model    {'.'.join(trained.key)} {trained.spec.source} "

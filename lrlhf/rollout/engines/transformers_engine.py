@@ -350,7 +350,7 @@ def _check_room(policy: nn.Module) -> None:
     needed = gathered_bytes(policy)
     if not needed:
         return
-    if torch.cuda.is_available():
+    if torch.distributed.get_backend() != "gloo":
         place, unused = "GPU", torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         free = torch.cuda.mem_get_info()[0] + unused
     else:
