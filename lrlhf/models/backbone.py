@@ -198,9 +198,9 @@ def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
     attention of its own file instead, packed or not.
 
     Args:
-        model: Where its weights are not read yet, the trial waits for them. Its config names another attention afterwards, which computes the
-            same, and knows packed rows. On the meta device, where nothing can be tried, the trial
-            is taken to succeed.
+        model: Its config names another attention afterwards, which computes the same, and knows
+            packed rows. Where its weights are not read yet, the trial waits for them; on the meta
+            device otherwise, where nothing can be tried, it is taken to succeed.
 
     Returns:
         Whether it will.

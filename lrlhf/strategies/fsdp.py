@@ -128,7 +128,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         for model in trained_models(self.lightning_module).values():
             self.shard(model)
-        read(self.lightning_module, self.root_device)  # what the module does not train
+        read(self.model, self.root_device)  # what the module does not train
         if not self.cpu_offload:
             self.model_to_device()
         self.barrier()

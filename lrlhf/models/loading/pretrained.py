@@ -189,6 +189,7 @@ def load_pretrained(spec: PretrainedSpec, auto_class: Any, *, trainable: bool) -
             **spec.of_hub,
         )
         built = build_unread(load, location, config, exotic=_exotic(spec), of_hub=spec.of_hub)
+        model: PreTrainedModel
         model, report = built or load()
     _check_complete(report, spec.source, type(model).__name__)
     _keep_4_bit_layout(model)
@@ -196,7 +197,7 @@ def load_pretrained(spec: PretrainedSpec, auto_class: Any, *, trainable: bool) -
         silence_dropout(model)
     if spec.compile:
         compile_layers(model)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def finish_for_training(

@@ -33,8 +33,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.initialization import guard_torch_init_functions
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils.hub import get_checkpoint_shard_files
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from lrlhf.models.sharding import own_part, settle, within
 
@@ -110,7 +110,8 @@ def _weight_files(location: str, of_hub: dict[str, Any]) -> list[Path]:
         return [Path(single)]
     if (index := find(SAFE_WEIGHTS_INDEX_NAME)) is None:
         return []
-    files, _ = get_checkpoint_shard_files(location, index, revision=of_hub["revision"])
+    shards: Any = get_checkpoint_shard_files  # without annotations
+    files, _ = shards(location, index, revision=of_hub["revision"])
     return [Path(file) for file in files]
 
 
@@ -134,9 +135,11 @@ class _Place:
         for pattern, places in self.stored.items():
             for file, key in places[experts]:
                 whole = opened[file].get_slice(key)
-                converter.add_tensor(self.name, key, pattern, partial(_all_of, whole, dtype))  # type: ignore[no-untyped-call,arg-type]
-        (stack,) = converter.convert(self.name).values()  # type: ignore[no-untyped-call]
-        return stack[(slice(None), *inner)]  # type: ignore[no-any-return]
+                converter.add_tensor(self.name, key, pattern, partial(_all_of, whole, dtype))  # type: ignore[arg-type]
+        (stack,) = converter.convert(self.name).values()
+        part = stack[(slice(None), *inner)]
+        assert isinstance(part, Tensor)
+        return part
 
 
 def _all_of(stored: Any, dtype: torch.dtype) -> Tensor:
@@ -162,7 +165,7 @@ def _note_places(model: PreTrainedModel, report: dict[str, Any], files: list[Pat
     if not all(map(_stacks_experts, converters)):
         return "its weights are stored in another layout than it computes with"
     found = _stored_names(model, state, files, conversions)
-    again = model.all_tied_weights_keys.items()  # type: ignore[union-attr]
+    again = model.all_tied_weights_keys.items()
     if any(name in found and other in found for name, other in again):
         return "its tied weights are stored twice"
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
@@ -278,13 +281,16 @@ def _taken_back(
     model: nn.Module, standing: Iterable[tuple[nn.Parameter, nn.Parameter]]
 ) -> dict[int, nn.Parameter]:
     """Return weights that are not read yet, by what stood in for them or was copied from that."""
-    unread = {id(one): weight.requires_grad_(one.requires_grad) for weight, one in standing}
+    unread: dict[int, nn.Parameter] = {}
+    for weight, one in standing:
+        weight.requires_grad_(one.requires_grad)
+        unread[id(one)] = weight
     for module in model.modules():
         for name in vars(module).get(_PLACES, {}):
-            one = module._parameters.get(name)
-            if one is not None and id(one) not in unread:
-                meta = torch.empty_like(one, device="meta")
-                unread[id(one)] = nn.Parameter(meta, requires_grad=one.requires_grad)
+            copied = module._parameters.get(name)
+            if copied is not None and id(copied) not in unread:
+                meta = torch.empty_like(copied, device="meta")
+                unread[id(copied)] = nn.Parameter(meta, requires_grad=copied.requires_grad)
     return unread
 
 
@@ -352,14 +358,14 @@ def _make_room(
             module._buffers[name] = torch.empty_like(module._buffers[name], device=buffers_on)  # type: ignore[arg-type]
         if missing:
             with guard_torch_init_functions():
-                family[module]._init_weights(module)
-    model._apply(lambda tensor: tensor)  # FSDP2 looks for its parts again
+                family[module]._init_weights(module)  # type: ignore[no-untyped-call]
+    model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # FSDP2 looks for its parts again
 
 
 def _rows(tensor: Tensor) -> tuple[slice, ...]:
     """Return where this rank's part of a tensor begins and ends along every axis."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
-    [chunk] = tensor.__create_chunk_list__()
+    [chunk] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     sizes = zip(chunk.offsets, chunk.sizes, strict=True)
     return tuple(slice(start, start + size) for start, size in sizes)
