@@ -245,7 +245,7 @@ class _PolicyMemory:
     def _micro_batch(self, rows: int) -> Shape:
         """The longest texts that go through a model at the same time, of so many."""
         prompt, new = self._prompt_tokens, self._new_tokens
-        if (budget := self._update["micro_batch_tokens"]) is not None:
+        if isinstance(budget := self._update["micro_batch_tokens"], int):
             whole = prompt + self._shared * new
             if budget >= whole:
                 rows = min(rows, budget // whole * self._shared)
