@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import lightning as L
 import torch
@@ -27,6 +27,10 @@ from lrlhf.modules.contracts import Exportable, Measured, SamplesResponses
 from lrlhf.run.quiet_output import quiet
 from lrlhf.run.run_folder import WritesToRunFolder, refuse_remote
 from lrlhf.run.supervision.interrupts import ReusableTrainer
+
+
+GPU_PRECISION: Final = "bf16-mixed"
+"""Of runs on a GPU with bfloat16 that name no precision."""
 
 
 class Trainer(ReusableTrainer):
@@ -191,7 +195,7 @@ def default_precision(accelerator: Any) -> str | None:
     """
     on_gpu = isinstance(accelerator, CUDAAccelerator) or accelerator in ("auto", "gpu", "cuda")
     if on_gpu and CUDAAccelerator.is_available() and torch.cuda.is_bf16_supported():
-        return "bf16-mixed"
+        return GPU_PRECISION
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-_FIRST = 2048
+FIRST_TOKENS = 2048
 """Tokens of the first micro-batches, of which nothing is known yet; a single row may have more."""
 
 _SHARE = 0.9
@@ -77,7 +77,7 @@ class TokenBudget:
 
     def __init__(self, memory: Callable[[torch.device], DeviceMemory | None] = memory_of) -> None:
         self._memory = memory
-        self._tokens = _FIRST
+        self._tokens = FIRST_TOKENS
         self._proposals: list[float] = []
         self._warm = False
 
