@@ -61,6 +61,7 @@ class Policy(L.LightningModule):
         return float(logits.mean())
 
 
+@pytest.mark.gpu_lines("lrlhf.strategies.fsdp.FSDP2.shard")
 @pytest.mark.parametrize("cpu_offload", [False, True])
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=TWO)])
 def test_each_gpu_gets_its_parts(
@@ -83,6 +84,7 @@ def test_each_gpu_gets_its_parts(
     trainer.predict(module, tokens, return_predictions=False)
 
 
+@pytest.mark.gpu_lines("lrlhf.rollout.engines.transformers_engine._check_room")
 def test_a_policy_that_fills_the_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_backend", lambda: "nccl")
     kept = torch.empty(2**28, dtype=torch.uint8, device="cuda")
