@@ -28,7 +28,6 @@ from lrlhf.run.quiet_output import quiet
 from lrlhf.run.run_folder import WritesToRunFolder, refuse_remote
 from lrlhf.run.supervision.interrupts import ReusableTrainer
 
-
 GPU_PRECISION: Final = "bf16-mixed"
 """Of runs on a GPU with bfloat16 that name no precision."""
 
