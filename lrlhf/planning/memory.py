@@ -41,7 +41,7 @@ def memory_report(
         device_size: Bytes of the device of each; None: not known.
     """
     trainer = sections["trainer"]
-    strategy = strategy_of(trainer, ranks)
+    strategy = strategy_of(trainer, ranks, device_size)
     if strategy is None:
         return f"no memory table: it is unknown what {trainer['strategy']!r} keeps on each process"
     here = trainer["accelerator"] in {"auto", "gpu", "cuda"} and CUDAAccelerator.is_available()
@@ -53,7 +53,8 @@ def memory_report(
     )
     try:
         if plan is None:
-            _add_reward_model_phases(phases, sections["model"], sections["data"])
+            adds_up = trainer["accumulate_grad_batches"] > 1
+            _add_reward_model_phases(phases, sections["model"], sections["data"], adds_up=adds_up)
         else:
             add_policy_phases(phases, sections["model"], sections["data"], plan)
     except (ValueError, RuntimeError, NotImplementedError) as error:
@@ -67,8 +68,11 @@ def memory_report(
     return "\n\n".join(part for part in parts if part)
 
 
-def _add_reward_model_phases(phases: PhaseList, model: Any, data: Any) -> None:
-    """Add the phases of an optimizer step over pairs, from the config's entries."""
+def _add_reward_model_phases(phases: PhaseList, model: Any, data: Any, *, adds_up: bool) -> None:
+    """Add the phases of an optimizer step over pairs, from the config's entries.
+
+    It ``adds_up`` the gradients of several batches of pairs.
+    """
     options, pairs = options_of(model), int(options_of(data)["batch_size"])
     spec = spec_of(options["model"], ScoreModel)
     body = skeleton(spec, body=True)
@@ -76,7 +80,7 @@ def _add_reward_model_phases(phases: PhaseList, model: Any, data: Any) -> None:
     note_media(phases, plain)
     # Lightning frees the gradients of a step after the forward pass of the next
     weights = weights_of(network, plain, quantization=spec.quantization)
-    shares = phases.hold(weights, options_of(options["optimizer"]), accumulates=True)
+    shares = phases.hold(weights, options_of(options["optimizer"]), accumulates=adds_up)
     usage = phases.dry_run.update(
         network,
         lambda batch: network(batch).sum(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -30,6 +31,7 @@ from lrlhf.models.heads import RewardHead
 from lrlhf.models.sharding import load_state, make_whole, settle
 from lrlhf.run.checkpoints.optimizer_states import load_optimizer_state, optimizer_state
 from lrlhf.run.checkpoints.sharded_checkpoint import FolderCheckpoints
+from lrlhf.run.gradient_reduction import device_memory, reduces_each
 from lrlhf.run.lightning_internals import choose_backend, move_optimizers
 from lrlhf.run.split_models import leave_inference_mode, refuse_quantised, trained_models
 
@@ -52,6 +54,11 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
             optimizer steps there.
         shard_group: Ranks that share one copy of a model, such as the GPUs of one node; the groups
             hold the same and add up their gradients. None: all ranks share one.
+        reduce_each_micro_batch: Add the gradients of each micro-batch up over the ranks at once, so
+            that a rank keeps its part of them; off, they stay whole in float32 until the last
+            one, and the ranks wait for each other once a step. ``auto``: at once for models
+            whose whole gradients would take more than a quarter of a GPU's memory. Between groups
+            of ranks they are added up once a step in any case.
         checkpoint: ``sharded``: a folder that all ranks write to at once; ``full``: one file,
             which rank zero puts together. Either can be resumed on any number of processes and
             under any strategy.
@@ -72,6 +79,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
         shard_group: int | None = None,
+        reduce_each_micro_batch: Literal["auto"] | bool = "auto",
         checkpoint: Literal["sharded", "full"] = "sharded",
         timeout: float = 1800.0,
         process_group_backend: str | None = None,
@@ -89,6 +97,8 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
         self.shard_group = shard_group
+        self.reduce_each_micro_batch = reduce_each_micro_batch
+        self._reduces_each: dict[str, bool] | None = None
         self.start_method = start_method
         self.checkpoint = checkpoint
         self._mesh: DeviceMesh | None = None
@@ -207,15 +217,42 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Leave gradients unreduced inside, to be reduced with those of the next backward pass."""
-        roots = list(trained_models(self.lightning_module).values())
-        for root in roots:
-            root.set_requires_gradient_sync(False)  # type: ignore[operator]
+        """Add up gradients only as far as memory asks for; the next backward pass does the rest."""
+        for hold in self._holds():
+            hold(False)
         try:
             yield
         finally:
-            for root in roots:
-                root.set_requires_gradient_sync(True)  # type: ignore[operator]
+            for hold in self._holds():
+                hold(True)
+
+    def _holds(self) -> list[Callable[[bool], None]]:
+        """What delays, for each model, the sums that can wait for the last micro-batch."""
+        models = trained_models(self.lightning_module)
+        if self._reduces_each is None:  # all ranks are here in their first step
+            self._reduces_each = self.broadcast(self._choose_reduction(models))
+        return [
+            model.set_requires_all_reduce  # type: ignore[misc]  # between groups of ranks
+            if self._reduces_each[role]
+            else model.set_requires_gradient_sync
+            for role, model in models.items()
+        ]
+
+    def _choose_reduction(self, models: Mapping[str, nn.Module]) -> dict[str, bool]:
+        size = device_memory(self.root_device)
+        whole = {
+            role: sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
+            for role, model in models.items()
+        }
+        chosen = {
+            role: reduces_each(self.reduce_each_micro_batch, gradients, size)
+            for role, gradients in whole.items()
+        }
+        for role, at_once in chosen.items():
+            when = "with each micro-batch" if at_once else "once a step"
+            taken = f"{whole[role] / 2**30:.3g} GiB"
+            rank_zero_info(f"fsdp2 reduces gradients of {role}, {taken} if whole, {when}")
+        return chosen
 
     # ------------------------------------------------------------------ checkpoints
 
