@@ -86,6 +86,7 @@ def _add_reward_model_phases(phases: PhaseList, model: Any, data: Any, *, adds_u
         lambda batch: network(batch).sum(),
         Shape(2 * pairs, phases.tokens_of(data, "max_tokens", "texts")),
         accumulates=True,
+        offloads=spec.activation_offload,
     )
     phases.add_update("reward model", shares, usage, f"data.batch_size (now {pairs})")
 
@@ -113,8 +114,10 @@ def _smaller(sections: Mapping[str, Any], phases: PhaseList) -> list[str]:
     """List what makes training need less, but for what the config has already."""
     model = options_of(sections["model"])
     options = options_of(model.get("policy", model.get("model")))
+    recomputes = bool(options.get("gradient_checkpointing"))
     advice = {
-        "gradient_checkpointing": not options.get("gradient_checkpointing"),
+        "gradient_checkpointing": not recomputes,
+        "activation_offload": recomputes and not options.get("activation_offload"),
         "lora": options.get("lora") is None,
         "dtype: bfloat16": options.get("dtype", "float32") == "float32",
     }

@@ -62,6 +62,8 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         checkpoint: ``sharded``: a folder that all ranks write to at once; ``full``: one file,
             which rank zero puts together. Either can be resumed on any number of processes and
             under any strategy.
+        async_save: Copy what a checkpoint of `RLCheckpoint` holds to main memory, and write it from
+            there while the run goes on. The next one waits for it, as does the end of the run.
         timeout: Seconds that a rank waits for the others.
         process_group_backend: ``nccl``, ``gloo``, …; None: what the device wants.
         start_method: ``popen``, or ``fork`` in notebooks, as in ``DDPStrategy``.
@@ -74,13 +76,14 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
 
     strategy_name = "fsdp2"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the constructor is the config schema
         self,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
         shard_group: int | None = None,
         reduce_each_micro_batch: Literal["auto"] | bool = "auto",
         checkpoint: Literal["sharded", "full"] = "sharded",
+        async_save: bool = False,
         timeout: float = 1800.0,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -101,6 +104,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         self._reduces_each: dict[str, bool] | None = None
         self.start_method = start_method
         self.checkpoint = checkpoint
+        self.async_save = async_save
         self._mesh: DeviceMesh | None = None
 
     # ------------------------------------------------------------------ set-up
@@ -133,6 +137,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         """Give the rest back; what is sharded stays on its devices, until the process ends."""
         assert self.accelerator is not None
         assert self.cluster_environment is not None
+        self.end_saves()
         if self.start_method != "popen" and sys.exc_info()[0] is None:
             # what the process that started this one takes over as the trained model
             make_whole(self._settled())

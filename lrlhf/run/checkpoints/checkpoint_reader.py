@@ -199,13 +199,21 @@ def _fill(reader: FolderReader, targets: Mapping[str, Tensor]) -> None:
 @contextlib.contextmanager
 def without_remarks() -> Iterator[None]:
     """Leave out what PyTorch wraps around: a remark on single processes, and all exceptions."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), unwrapped():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            yield
-        except CheckpointException as error:
-            # itself no Exception; what it wraps may be an interrupt
-            raise next(iter(error.failures.values()))[0] from error
+        yield
+
+
+@contextlib.contextmanager
+def unwrapped() -> Iterator[None]:
+    """Raise what an exception of PyTorch's checkpoints, itself no ``Exception``, wraps.
+
+    That may be an interrupt.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error
 
 
 @contextlib.contextmanager

@@ -20,9 +20,9 @@ from typing import Any, Final
 
 import psutil
 import torch
-from lightning.pytorch.strategies import Strategy
 
 from lrlhf.run.atomic import naming
+from lrlhf.run.checkpoints.background_saves import Ranks
 
 CHECKSUMS_FILE: Final = "checksums.json"
 _BLOCK: Final = 1 << 20
@@ -50,24 +50,23 @@ class NotACheckpointError(ValueError):
     """A path leads to no checkpoint, or to one that is damaged."""
 
 
-def write_checksums(folder: Path, strategy: Strategy | None, rank: int) -> None:
+def write_checksums(folder: Path, ranks: Ranks) -> None:
     """Write the list of a folder that was just filled; each rank measures what it wrote.
 
-    The files are named after the ranks that wrote them. Without a ``strategy`` there is one.
+    The files are named after the ranks that wrote them.
     """
     names = sorted(path.name for path in folder.iterdir())
-    own = [name for name in names if name.startswith(f"__{rank}_")]
-    if rank == 0:
+    own = [name for name in names if name.startswith(f"__{ranks.rank}_")]
+    if ranks.rank == 0:
         own += [name for name in names if not name.startswith("__")]
-    sums = {name: _measure(folder / name) for name in own}
-    parts = [sums]
-    if strategy is not None:
-        parts = [{} for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather_object(parts, sums)
-    if rank == 0:
+    parts = ranks.all(lambda: {name: _measure(folder / name) for name in own})
+
+    def write() -> None:
         files = {name: about for part in parts for name, about in sorted(part.items())}
         with naming(folder / CHECKSUMS_FILE):
             (folder / CHECKSUMS_FILE).write_text(json.dumps({"files": files}, indent=1) + "\n")
+
+    ranks.on_zero(write)
 
 
 def flaw_of(path: Path, *, index: int = 0, count: int = 1) -> str:
