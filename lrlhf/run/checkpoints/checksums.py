@@ -194,7 +194,7 @@ def _writer_of(name: str) -> int:
 
 def _have_room(size: int) -> bool:
     """Tell whether main memory has room for so many bytes, half of what is free left alone."""
-    return size <= psutil.virtual_memory().available / 2
+    return bool(size <= psutil.virtual_memory().available / 2)
 
 
 def _measure(path: Path) -> dict[str, Any]:
