@@ -35,7 +35,7 @@ define install
 	$(BIN)/python -m pip install --quiet $(1) 2>&1 | { grep -v "WARNING: Location .* is ignored" || true; }; fi
 endef
 
-.PHONY: help setup vllm vllm-cpu quickstart check lint test test-all test-fast test-slow test-vllm mutations soak fix docs audit clean
+.PHONY: help setup vllm vllm-cpu quickstart check lint test test-all test-fast test-slow test-vllm gpu mutations soak fix docs audit clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -92,6 +92,15 @@ test-vllm: vllm-cpu  ## the tests that start vLLM
 
 test-slow: setup
 	@$(LANES) -m "slow and not vllm and not exhaustive$(NOT_GPU)"
+
+# a process for each file: vLLM changes its own, and CUDA does not survive a fork
+GPU_TESTS := $(wildcard tests/gpu/test_*.py) tests/rollout/test_ahead.py
+gpu: setup  ## on a machine with GPUs: every test for them, then speed and memory beside the plan
+	@[ -n "$(GPU)" ] || { echo "no GPU here: nvidia-smi -L lists none" >&2; exit 1; }
+	@rm -rf build/gpu && mkdir -p build/gpu; status=0; for file in $(GPU_TESTS); do \
+	$(TEST_ENV) $(PYTEST) $$file -m gpu -rs --timeout 1800 --junitxml build/gpu/$$(basename $$file .py).xml \
+	|| status=1; done; \
+	$(BIN)/python benchmarks/gpu.py --tests build/gpu --out docs/gpu_measured.md && exit $$status
 
 mutations: setup  ## break lrlhf on purpose in each way of tools/mutations: the tests must notice
 	@$(TEST_ENV) OMP_NUM_THREADS=1 $(BIN)/python tools/mutate.py --jobs $(WORKERS)

@@ -37,7 +37,7 @@ def write_language_model(name: str, folder: Path, seed: int) -> PreTrainedTokeni
         seed: Of random weights.
     """
     if name in SIZES:
-        tokenizer = _tokenizer(SIZES[name]["vocab_size"])
+        tokenizer = byte_tokenizer(SIZES[name]["vocab_size"])
         model = _random_llama(tokenizer, SIZES[name], seed)
     else:
         spec = CausalLM(source=NAMES.get(name, name), dtype="float32")
@@ -90,7 +90,7 @@ def _random_llama(
     return LlamaForCausalLM(config)
 
 
-def _tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
+def byte_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
     """One token per byte, and as many words as fill the vocabulary, which text never becomes."""
     tokens = [*_SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokens += [f"w{index:x}" for index in range(vocabulary_size - len(tokens))]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import lightning as L
+import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, ProgressBar
 
 from lrlhf.callbacks import (
@@ -25,6 +27,9 @@ from lrlhf.modules.contracts import Exportable, Measured, SamplesResponses
 from lrlhf.run.quiet_output import quiet
 from lrlhf.run.run_folder import WritesToRunFolder, refuse_remote
 from lrlhf.run.supervision.interrupts import ReusableTrainer
+
+GPU_PRECISION: Final = "bf16-mixed"
+"""Of runs on a GPU with bfloat16 that name no precision."""
 
 
 class Trainer(ReusableTrainer):
@@ -44,7 +49,7 @@ class Trainer(ReusableTrainer):
         options: Those of ``lightning.Trainer``. ``log_every_n_steps`` is 1 where none is given,
             ``enable_model_summary`` false, as `PhaseProgress` says what is trained,
             ``use_distributed_sampler`` false, as the data modules share the rows out themselves,
-            and ``logger`` a `ResumingCSVLogger`.
+            ``logger`` a `ResumingCSVLogger`, and ``precision`` bf16-mixed on GPUs that have it.
     """
 
     def __init__(
@@ -73,6 +78,8 @@ class Trainer(ReusableTrainer):
         options.setdefault("use_distributed_sampler", False)
         if options.get("enable_model_summary") is None:
             options["enable_model_summary"] = False
+        if options.get("precision") is None and not options.get("plugins"):
+            options["precision"] = default_precision(options.get("accelerator") or "auto")
         self._adds_callbacks = default_callbacks
         for logger in _as_list(options["logger"]) if options["logger"] else ():
             if isinstance(logger, WritesToRunFolder):
@@ -177,6 +184,18 @@ class Trainer(ReusableTrainer):
         if checkpoint == "last" and needed:
             return find_newest(Path(saver.folder_of(self)), saver.CHECKPOINT_NAME_LAST, "last")
         return checkpoint
+
+
+def default_precision(accelerator: Any) -> str | None:
+    """Return the precision of a run that names none; None: Lightning's own, float32.
+
+    On a GPU whose cores multiply bfloat16, products in float32 take several times as long, and
+    weights, gradients and optimizer states stay float32 with ``bf16-mixed``.
+    """
+    on_gpu = isinstance(accelerator, CUDAAccelerator) or accelerator in ("auto", "gpu", "cuda")
+    if on_gpu and CUDAAccelerator.is_available() and torch.cuda.is_bf16_supported():
+        return GPU_PRECISION
+    return None
 
 
 def _defaults_for(model: L.LightningModule) -> Iterator[Callback]:

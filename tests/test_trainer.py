@@ -31,6 +31,7 @@ from lrlhf.rewards import ExactMatch, Rewards
 from lrlhf.rollout import Sampling
 from lrlhf.run.quiet_output import quiet
 from lrlhf.run.supervision.interrupts import Interrupted
+from lrlhf.trainer import default_precision
 
 FILES = {
     "metrics.csv",
@@ -447,3 +448,27 @@ def test_functions_alone_are_rewards_and_other_batches_are_refused(
     loader = torch.utils.data.DataLoader([{"prompt": "1 + 1"}])
     with pytest.raises(ValueError, match="RLOO got a dict for a batch, and needs those of Prompt"):
         Trainer(default_root_dir="runs/g", **options).fit(policy, loader)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "gpu", "bfloat16", "expected"),
+    [
+        ("auto", True, True, "bf16-mixed"),
+        ("gpu", True, True, "bf16-mixed"),
+        ("cuda", True, True, "bf16-mixed"),
+        ("auto", True, False, None),
+        ("auto", False, False, None),
+        ("cpu", True, True, None),
+    ],
+)
+def test_precision_where_none_is_given(accelerator, gpu, bfloat16, expected, monkeypatch) -> None:
+    available = "lightning.pytorch.accelerators.CUDAAccelerator.is_available"
+    monkeypatch.setattr(available, staticmethod(lambda: gpu))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: bfloat16)
+    assert default_precision(accelerator) == expected
+
+
+def test_a_precision_that_is_given_stays(monkeypatch) -> None:
+    monkeypatch.setattr("lrlhf.trainer.default_precision", lambda _: "bf16-mixed")
+    made = [Trainer(accelerator="cpu", precision=given) for given in (None, "32-true")]
+    assert [one.precision for one in made] == ["bf16-mixed", "32-true"]

@@ -31,6 +31,7 @@ from lrlhf.models.output_head import check_output_head, context_length, is_tied,
 from lrlhf.models.reference import ReferencePolicy, frozen_reference
 from lrlhf.models.reward_network import RewardNetwork, ScoreModel
 from lrlhf.models.scorers import HeadedBackbone, StockClassifier
+from lrlhf.models.token_budget import TokenBudget
 from lrlhf.models.token_logprobs import (
     SequenceOutputs,
     sequence_logprobs,
@@ -53,6 +54,7 @@ __all__ = [
     "SequenceOutputs",
     "SourceError",
     "StockClassifier",
+    "TokenBudget",
     "ValueHead",
     "ValueModel",
     "ValueNetwork",

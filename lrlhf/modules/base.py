@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lrlhf.guard.anomalies import Anomaly
 from lrlhf.guard.guard_settings import Guard
 from lrlhf.guard.step_guard import StepGuard
-from lrlhf.models import ReferencePolicy
+from lrlhf.models import ReferencePolicy, TokenBudget
 from lrlhf.models.in_brief import in_brief
 from lrlhf.models.sharding import load_state
 from lrlhf.modules.checks import (
@@ -93,7 +93,12 @@ class TrainingModule(L.LightningModule):
         self.seed = run_seed(seed)
         self.step_guard = StepGuard(guard)
         self.gradients = Updater(self)
-        self.stateful: dict[str, Stateful] = {"guard": self.step_guard}
+        self.token_budget = TokenBudget()
+        """Of a forward and backward pass, where nothing else says how large it may be."""
+        self.stateful: dict[str, Stateful] = {
+            "guard": self.step_guard,
+            "token_budget": self.token_budget,
+        }
         """Parts whose state is saved under ``checkpoint["lrlhf"]``, by name."""
 
     def trainable_models(self) -> dict[str, nn.Module]:

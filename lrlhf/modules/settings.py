@@ -123,7 +123,9 @@ class Update:
         minibatch_size: The same said otherwise: responses of all processes per optimizer step.
         micro_batch_tokens: Tokens of one forward pass as they are computed: the prompt of several
             responses counts once where the model allows it, padding counts where there is any.
-            None: a minibatch at once. Memory, not results, depends on it.
+            Memory, not results, depends on it. "auto": on a GPU as many as fit, which the first
+            iterations find out (`lrlhf.models.TokenBudget`), elsewhere as None; None: a minibatch
+            at once.
         max_grad_norm: Clip the gradient to this norm; ``inf`` leaves it.
         entropy_coef: Weight of the entropy bonus.
         high_entropy_fraction: Take the policy loss over this share of each response's tokens only,
@@ -144,7 +146,7 @@ class Update:
     num_iterations: int = 1
     num_minibatches: int | None = None
     minibatch_size: int | None = None
-    micro_batch_tokens: int | None = None
+    micro_batch_tokens: int | Literal["auto"] | None = "auto"
     max_grad_norm: float = 1.0
     entropy_coef: float = 0.0
     high_entropy_fraction: float = 1.0
@@ -163,7 +165,7 @@ class Update:
             "logprob_chunk",
         ):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if isinstance(value, int) and value < 1:
                 raise ValueError(f"update.{name} is {value}; it must be 1 or more")
         if self.num_minibatches is not None and self.minibatch_size is not None:
             raise ValueError(

@@ -20,6 +20,7 @@ from lrlhf.planning.dry_run import DryRun, Shape
 from lrlhf.planning.memory_phases import PhaseList
 from lrlhf.planning.policy_memory import add_policy_phases, note_media
 from lrlhf.planning.strategy_shares import strategy_of, weights_of
+from lrlhf.trainer import GPU_PRECISION
 
 _GIB, _MIB = 2**30, 2**20
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV cache")
@@ -40,15 +41,16 @@ def memory_report(
         ranks: Processes of the run.
         device_size: Bytes of the device of each; None: not known.
     """
-    trainer = sections["trainer"]
+    trainer, on_gpu = sections["trainer"], _is_on_gpu(sections["trainer"], device_size)
+    if trainer["precision"] is None and on_gpu:
+        trainer = {**trainer, "precision": GPU_PRECISION}
     strategy = strategy_of(trainer, ranks, device_size)
     if strategy is None:
         return f"no memory table: it is unknown what {trainer['strategy']!r} keeps on each process"
-    here = trainer["accelerator"] in {"auto", "gpu", "cuda"} and CUDAAccelerator.is_available()
     phases = PhaseList(
         dry_run=DryRun(trainer["precision"], casts_weights=strategy.kind != "replicated"),
         strategy=strategy,
-        on_gpu=here or device_size is not None or trainer["accelerator"] in {"gpu", "cuda"},
+        on_gpu=on_gpu,
         device_size=device_size,
     )
     try:
@@ -66,6 +68,11 @@ def memory_report(
         "\n".join(phases.notes),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _is_on_gpu(trainer: Mapping[str, Any], device_size: int | None) -> bool:
+    here = trainer["accelerator"] in {"auto", "gpu", "cuda"} and CUDAAccelerator.is_available()
+    return here or device_size is not None or trainer["accelerator"] in {"gpu", "cuda"}
 
 
 def _add_reward_model_phases(phases: PhaseList, model: Any, data: Any, *, adds_up: bool) -> None:

@@ -26,6 +26,7 @@ from lrlhf.models import (
 )
 from lrlhf.models.loading.meta import skeleton
 from lrlhf.models.media_inputs import placeholder_ids
+from lrlhf.models.token_budget import FIRST_TOKENS
 from lrlhf.modules.policy.batch_plan import BatchPlan
 from lrlhf.planning.config_entries import is_a, options_of, spec_of
 from lrlhf.planning.dry_run import Shape
@@ -190,7 +191,7 @@ class _PolicyMemory:
         engine, phases = self._options.get("engine"), self._phases
         options = options_of(engine)
         if engine is None or is_a(engine, TransformersEngine):
-            self._add_own_generation(policy, options.get("max_batch_size"))
+            self._add_own_generation(policy, options.get("max_batch_size", "auto"))
         elif is_a(engine, VLLMEngine):
             resident = phases.resident
             self._hold_outside(*self._lent_to_vllm(options))
@@ -202,9 +203,14 @@ class _PolicyMemory:
             what = "the vLLM server" if server else engine["class_path"]
             phases.note(f"not counted: what {what} needs, in a process of its own or unknown here")
 
-    def _add_own_generation(self, policy: Shares, limit: int | None) -> None:
+    def _add_own_generation(self, policy: Shares, limit: Any) -> None:
         prompts, copies = self._plan.prompts_per_rank, self._copies
-        if limit is not None:
+        if limit == "auto":
+            tokens = self._first_tokens("engine.max_batch_size")
+            if tokens is not None:
+                longest = self._prompt_tokens + self._new_tokens
+                prompts = min(prompts, max(1, tokens // (copies * longest)))
+        elif limit is not None:
             prompts = min(prompts, max(1, limit // copies))
         ends = self._phases.dry_run.generation(
             self._plain,
@@ -216,6 +222,16 @@ class _PolicyMemory:
         gathered = Usage(policy.gathered_to_generate)
         for name, usage in zip(("prompts", "last token"), ends, strict=True):
             self._phases.add(f"generate: {name}", usage, gathered, option=option)
+
+    def _first_tokens(self, option: str) -> int | None:
+        """Return with how many tokens a run begins that finds out itself how many fit."""
+        if not self._phases.on_gpu:
+            return None
+        self._phases.note(
+            f"{option} is auto: it begins with {FIRST_TOKENS} tokens, as counted here, or one row, "
+            "and grows into what is free"
+        )
+        return FIRST_TOKENS
 
     def _lent_to_vllm(self, options: Mapping[str, Any]) -> tuple[int, int]:
         """Bytes of vLLM's weights, and of its keys and values."""
@@ -258,7 +274,10 @@ class _PolicyMemory:
     def _micro_batch(self, rows: int) -> Shape:
         """The longest texts that go through a model at the same time, of so many."""
         prompt, new = self._prompt_tokens, self._new_tokens
-        if (budget := self._update["micro_batch_tokens"]) is not None:
+        budget = self._update["micro_batch_tokens"]
+        if budget == "auto":
+            budget = self._first_tokens("update.micro_batch_tokens")
+        if budget is not None:
             whole = prompt + self._shared * new
             if budget >= whole:
                 rows = min(rows, budget // whole * self._shared)

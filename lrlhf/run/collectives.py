@@ -67,6 +67,11 @@ class Collectives:
         """Take the largest ``value`` of the ranks, elementwise."""
         return self._reduce(value, "max")
 
+    def least(self, number: float) -> float:
+        """Take the smallest number of the ranks."""
+        device = self.trainer.strategy.root_device
+        return -float(self.max(torch.tensor(-number, device=device)))
+
     def any(self, condition: bool) -> bool:
         """Tell whether a condition holds on any rank."""
         device = self.trainer.strategy.root_device

@@ -292,3 +292,20 @@ def test_inputs_of_blocks_in_main_memory_are_counted_for_one_block_at_a_time(
     saved = activations(offloads=False) - activations(offloads=True)
     # of 12 in float32 at the peak; that of the block at hand is there either way
     assert (layers - 2) * of_one <= saved <= layers * of_one
+
+
+def test_on_a_gpu_it_plans_what_a_run_chooses_by_itself(
+    config_only: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planned(update: dict[str, Any], **trainer: Any) -> tuple[dict[str, dict[str, str]], str]:
+        options = {"num_generations": 64, "update": update}
+        config = _config(config_only, **options)
+        config["trainer"] |= {"accelerator": "gpu", **trainer}
+        return _planned(capsys, config)
+
+    automatic, shown = planned({})
+    # 2 prompts of 48 tokens with 64 responses of 16 would be 2,144 tokens at once
+    assert "update.micro_batch_tokens is auto: it begins with 2048 tokens" in shown
+    assert automatic == planned({"micro_batch_tokens": 2048}, precision="bf16-mixed")[0]
+    assert automatic != planned({"micro_batch_tokens": None}, precision="bf16-mixed")[0]
+    assert automatic != planned({"micro_batch_tokens": 2048}, precision="32-true")[0]

@@ -231,15 +231,19 @@ def train(
     strategy: str | None = None,
     start_method: str = "fork",
     ckpt_path: Path | None = None,
+    accelerator: str = "cpu",
+    devices: int = 2,
 ) -> list[dict[str, Any]]:
     """Train, average, control the KL, save and export; returns what each rank ended with.
 
     Args:
         module: RewardModel, RLOO or PPO.
         folder: For everything that is written.
-        strategy: One of `STRATEGIES`, of two processes; None: one process.
+        strategy: One of `STRATEGIES`, of several processes; None: one process.
         start_method: ``popen``: as a program's main module.
         ckpt_path: Where to go on.
+        accelerator: Of the trainer.
+        devices: Processes under a strategy.
     """
     folder.mkdir(parents=True, exist_ok=True)
     callbacks: list[L.Callback] = [
@@ -252,9 +256,9 @@ def train(
         callbacks.append(KLControl(target=0.01, horizon=20))
         if isinstance(module.engine, SyncedEngine):
             callbacks.append(VLLMWeightSync(probe_every=1))
-    ranks = 1 if strategy is None else 2
+    ranks = 1 if strategy is None else devices
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=ranks,
         strategy=STRATEGIES[strategy](start_method=start_method) if strategy else "auto",
         max_steps=STEPS,
@@ -268,7 +272,8 @@ def train(
     )
     data = data_of(module, folder, ranks)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
+    files = [folder / f"rank{rank}.pt" for rank in range(ranks)]
+    return [torch.load(file, map_location="cpu") for file in files]
 
 
 def checkpoint(folder: Path, step: int) -> Path:

@@ -65,10 +65,11 @@ def fit(
     callbacks: Sequence[L.Callback] = (),
     ckpt_path: str | None = None,
     data: L.LightningDataModule | None = None,
+    accelerator: str = "cpu",
     **options: Any,
 ) -> L.Trainer:
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=1,
         max_steps=steps,
         max_epochs=-1,

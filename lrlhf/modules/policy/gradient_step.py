@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -151,6 +152,7 @@ class GradientStep:
         loss_of: Callable[[Experience, float, StepWatch], Tensor],
         text_loss: Callable[[], Tensor] | None,
     ) -> None:
+        budget = it.module.token_budget
         micro_batches = plan_micro_batches(part, self._models, self._settings.update, it)
         share = 1 / len(micro_batches) / it.ranks.world_size
         if text_loss is not None:
@@ -163,12 +165,15 @@ class GradientStep:
             it.metrics.add("perf/shared_fraction", one.shared, one.given)
             micro = trim(part.select(one.rows)).to(it.device)
             watch.turn_to(one.rows)
-            loss = loss_of(micro, share, watch)
-            # what it shows is large, and says nothing of the place
-            place = partial(place_in, replace(micro, media=None), watch, self._tokenizer)
-            watch.see_loss(loss, place)
-            # also where it is not finite: no rank may leave the others alone in a reduction
-            self._backward(loss, it, last=index == len(micro_batches) - 1)
+            # the first is the largest
+            measured = budget.measuring(one.computed, it.device) if index == 0 else nullcontext()
+            with measured:
+                loss = loss_of(micro, share, watch)
+                # what it shows is large, and says nothing of the place
+                place = partial(place_in, replace(micro, media=None), watch, self._tokenizer)
+                watch.see_loss(loss, place)
+                # also where it is not finite: no rank may leave the others alone in a reduction
+                self._backward(loss, it, last=index == len(micro_batches) - 1)
 
     @staticmethod
     def _backward(loss: Tensor, it: Iteration, *, last: bool) -> None:

@@ -173,6 +173,7 @@ class PolicyParts:
             freeze_steps: Iterations in which each optimizer waits at the start.
         """
         advance_schedules(module, freeze_steps)
+        module.token_budget.settle(it.ranks.least)
         mix_reference(self.reference, self.policy.model, self.settings.reference, it)
         log_iteration(module, experience, it)
 

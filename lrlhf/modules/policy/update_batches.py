@@ -80,16 +80,17 @@ def plan_micro_batches(
         update: How many tokens a micro-batch may have.
         it: The ranks.
     """
+    limit = it.module.token_budget.limit(update.micro_batch_tokens, it.device)
     plan = partial(
         plan_own,
         part,
-        max_tokens=update.micro_batch_tokens,
+        max_tokens=limit,
         packed=all(packs(plain_model(model), part) for model in models),
         # experts are balanced over the tokens of whole rows
         shared=update.router_loss_coef == 0,
     )
     own = plan()
-    if it.ranks.world_size == 1 or update.micro_batch_tokens is None:
+    if it.ranks.world_size == 1 or limit is None:
         return own
     most = it.ranks.max(torch.tensor(float(len(own)), device=it.device))
     return own if int(most) == len(own) else plan(at_least=int(most))

@@ -38,14 +38,18 @@ class Way(NamedTuple):
 
 
 def parts(
-    lengths: Sequence[int], *, num_generations: int, prompts_at_once: int, batching: Batching
+    lengths: Sequence[int],
+    *,
+    num_generations: int,
+    prompts_at_once: Callable[[], int],
+    batching: Batching,
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Divide the responses to some prompts.
 
     Args:
         lengths: Tokens of each prompt.
         num_generations: Responses to each.
-        prompts_at_once: At most; a single response ignores it.
+        prompts_at_once: Says how many at most, each time; a single response ignores it.
         batching: What may go together.
 
     Yields:
@@ -60,8 +64,9 @@ def parts(
         key = length if batching is Batching.EQUAL_LENGTHS else 0
         groups.setdefault(key, []).append(prompt)
     for group in groups.values():
-        for start in range(0, len(group), prompts_at_once):
-            chosen = group[start : start + prompts_at_once]
+        while group:
+            most = prompts_at_once()
+            chosen, group = group[:most], group[most:]
             copies = range(num_generations)
             yield chosen, [one * num_generations + copy for one in chosen for copy in copies]
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Literal
 
 import torch
 from peft import PeftModel
@@ -21,13 +24,14 @@ from transformers import (
 
 from lrlhf.media import MediaProcessor
 from lrlhf.models import (
+    TokenBudget,
     context_length,
     eos_token_ids,
     evaluating,
     ruled_out_ids,
     sequence_logprobs,
 )
-from lrlhf.models.modes import ModelRefusalError, refusals, trial
+from lrlhf.models.modes import ModelRefusalError, in_trial, refusals, trial
 from lrlhf.models.sharding import gathered, has_split_weights
 from lrlhf.rollout.engines.engine import Capabilities, RolloutEngine, check_seeds, pad_token_id
 from lrlhf.rollout.engines.generation_batches import Way, best_way, parts, trial_prompts
@@ -60,17 +64,19 @@ class TransformersEngine(RolloutEngine):
 
     Args:
         max_batch_size: Responses computed at the same time; None: all of them. Smaller values
-            save memory for keys and values and change nothing else.
+            save memory for keys and values and change nothing else. "auto": on a GPU as many as
+            fit, which the first batches find out (`lrlhf.models.TokenBudget`), elsewhere all.
     """
 
     # what `attach` sets
     _policy: nn.Module
     _tokenizer: PreTrainedTokenizerBase
 
-    def __init__(self, max_batch_size: int | None = None) -> None:
-        if max_batch_size is not None and max_batch_size < 1:
+    def __init__(self, max_batch_size: int | Literal["auto"] | None = "auto") -> None:
+        if isinstance(max_batch_size, int) and max_batch_size < 1:
             raise ValueError(f"engine.max_batch_size is {max_batch_size}; it must be 1 or more")
         self.max_batch_size = max_batch_size
+        self._budget = TokenBudget()
         self._way = Way()
         self._tried: nn.Module | None = None
         self._kept: KeptPrefixes | None = None
@@ -117,15 +123,12 @@ class TransformersEngine(RolloutEngine):
         if not hasattr(self, "_policy"):
             raise RuntimeError("TransformersEngine.attach has not been called")
         check_seeds(seeds, prompts, num_generations)
-        prompts_at_once = len(prompts)
-        if self.max_batch_size is not None:
-            prompts_at_once = self.max_batch_size // num_generations
-            if prompts_at_once < 1:
-                raise ValueError(
-                    f"engine.max_batch_size is {self.max_batch_size}, fewer than the "
-                    f"{num_generations} responses to one prompt; the nearest value is "
-                    f"{num_generations}"
-                )
+        if isinstance(self.max_batch_size, int) and self.max_batch_size < num_generations:
+            raise ValueError(
+                f"engine.max_batch_size is {self.max_batch_size}, fewer than the "
+                f"{num_generations} responses to one prompt; the nearest value is "
+                f"{num_generations}"
+            )
         with (
             gathered(self._policy),
             evaluating(self._policy),
@@ -137,7 +140,7 @@ class TransformersEngine(RolloutEngine):
                 self._tried = self._policy
             if self._kept is not None and self._continues is not self._policy:
                 self._try_to_continue()
-            responses = self._generate(self._way, prompts, sampling, seeds, prompts_at_once)
+            responses = self._generate(self._way, prompts, sampling, seeds)
         pad_id = pad_token_id(self._tokenizer)
         return assemble_rollout(prompts, responses, num_generations=num_generations, pad_id=pad_id)
 
@@ -147,23 +150,34 @@ class TransformersEngine(RolloutEngine):
         prompts: PromptBatch,
         sampling: Sampling,
         seeds: Sequence[int],
-        prompts_at_once: int,
     ) -> list[Response]:
         answered: dict[int, Response] = {}
-        copies = len(seeds) // len(prompts)
+        copies, device = len(seeds) // len(prompts), prompts.input_ids.device
         for limit, alike in self._by_limit(prompts, sampling).items():
+            longest = prompts.input_ids.shape[1] + limit
             for chosen, wanted in parts(
                 prompts.attention_mask.sum(dim=1)[alike].tolist(),
                 num_generations=copies,
-                prompts_at_once=prompts_at_once,
+                prompts_at_once=partial(self._prompts_at_once, copies, longest, device),
                 batching=way.batching,
             ):
                 asked = prompts.select(torch.tensor([alike[one] for one in chosen]))
                 numbers = [alike[one // copies] * copies + one % copies for one in wanted]
                 own = [seeds[one] for one in numbers]
-                answers = self._respond(way, asked, sampling.at_most(limit), own)
+                with self._budget.measuring(len(own) * longest, device):
+                    answers = self._respond(way, asked, sampling.at_most(limit), own)
+                self._budget.settle()
                 answered.update(zip(numbers, answers, strict=True))
         return [answered[response] for response in range(len(seeds))]
+
+    def _prompts_at_once(self, copies: int, longest: int, device: torch.device) -> int:
+        """Return to how many prompts so many responses each may be generated together."""
+        if in_trial():
+            return sys.maxsize
+        if isinstance(self.max_batch_size, int):
+            return self.max_batch_size // copies
+        tokens = self._budget.limit(self.max_batch_size, device)
+        return sys.maxsize if tokens is None else max(1, tokens // (copies * longest))
 
     def _by_limit(self, prompts: PromptBatch, sampling: Sampling) -> dict[int, list[int]]:
         """Put prompts together that may have as many tokens behind them.
@@ -225,12 +239,12 @@ class TransformersEngine(RolloutEngine):
         prompts, sampling = trial_prompts(_generator(self._policy)), Sampling(max_new_tokens=4)
         with torch.autocast(prompts.input_ids.device.type, enabled=False):
             seeds = range(len(prompts))
-            first = self._generate(self._way, prompts, sampling, seeds, len(prompts))
+            first = self._generate(self._way, prompts, sampling, seeds)
             given = prompts.input_ids[0, -2:]
             # of unequal lengths, as responses are
             turns = [one.cut(4 - row).given(given) for row, one in enumerate(first)]
             asked = continued_prompts(prompts, turns)
-            second = self._generate(self._way, asked, sampling, seeds, len(prompts))
+            second = self._generate(self._way, asked, sampling, seeds)
             rollout = assemble_rollout(asked, second, num_generations=1, pad_id=0)
             own = sequence_logprobs(self._policy, rollout)
         return float((own - rollout.sampling_logprobs).abs()[rollout.response_mask].mean())
@@ -247,7 +261,7 @@ class TransformersEngine(RolloutEngine):
         """Return how far log-probabilities of generation are from those of a forward pass."""
         prompts, seeds = trial_prompts(_generator(self._policy)), list(range(6))
         with torch.autocast(prompts.input_ids.device.type, enabled=False):
-            responses = self._generate(way, prompts, Sampling(max_new_tokens=4), seeds, 3)
+            responses = self._generate(way, prompts, Sampling(max_new_tokens=4), seeds)
             rollout = assemble_rollout(prompts, responses, num_generations=2, pad_id=0)
             own = sequence_logprobs(self._policy, rollout)
         return float((own - rollout.sampling_logprobs).abs()[rollout.response_mask].mean())

@@ -1,0 +1,138 @@
+"""How many tokens may go through a model at the same time, found out from what they take."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+FIRST_TOKENS = 2048
+"""Tokens of the first micro-batches, of which nothing is known yet; a single row may have more."""
+
+_SHARE = 0.9
+"""Of the free memory: the rest is for what lies idle between tensors."""
+
+_GROWTH = 8
+"""At most in one go: attention takes memory that need not grow in proportion."""
+
+_SETTLED = 1.05
+
+
+class DeviceMemory(Protocol):
+    """What a device tells of its memory, in bytes."""
+
+    def room(self) -> int:
+        """What tensors of this process could still take."""
+
+    def allocated(self) -> int:
+        """What its tensors take."""
+
+    def peak(self) -> int:
+        """The most that they took since `reset_peak`."""
+
+    def reset_peak(self) -> None:
+        """Begin to measure anew."""
+
+
+class CudaMemory:
+    """Memory of a GPU, as PyTorch's allocator sees it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def room(self) -> int:
+        free: int = torch.cuda.mem_get_info(self._device)[0]
+        # blocks that the allocator keeps for later tensors
+        kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return free + kept
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+def memory_of(device: torch.device) -> DeviceMemory | None:
+    """Return what tells of a device's memory; None: nothing does, as on a CPU, or need to."""
+    return CudaMemory(device) if device.type == "cuda" else None
+
+
+class TokenBudget:
+    """Finds out how many tokens fit, from the memory that some took.
+
+    It starts small. What ``n`` tokens take is ``a + b·n`` bytes or a little more; of a room of
+    ``R`` bytes the next attempt uses ``n·R / (a + b·n)`` tokens, which never passes what fits, and
+    comes closer to it each time. Once it would grow by less than a twentieth, it stays. It is
+    part of a checkpoint, so that a resumed run cuts its rows as the run before would have.
+
+    Args:
+        memory: Tells of a device's memory.
+    """
+
+    def __init__(self, memory: Callable[[torch.device], DeviceMemory | None] = memory_of) -> None:
+        self._memory = memory
+        self._tokens = FIRST_TOKENS
+        self._proposals: list[float] = []
+        self._warm = False
+
+    def limit(self, given: int | str | None, device: torch.device) -> int | None:
+        """Return how many tokens may go together.
+
+        Args:
+            given: A number; None: any; "auto": what was found out, where the device tells of its
+                memory, else any.
+            device: Where they go.
+        """
+        if given != "auto":
+            return given  # type: ignore[return-value]  # "auto" is the only word
+        return None if self._memory(device) is None else self._tokens
+
+    @contextlib.contextmanager
+    def measuring(self, tokens: int, device: torch.device) -> Iterator[None]:
+        """See what so many tokens take inside.
+
+        The first time is not counted: optimizers make their states only after it.
+        """
+        memory = self._memory(device)
+        if memory is None:
+            yield
+            return
+        room, before = memory.room(), memory.allocated()
+        memory.reset_peak()
+        yield
+        taken = memory.peak() - before
+        # of fewer tokens the part that does not depend on them would say too much
+        if self._warm and taken > 0 and 2 * tokens >= self._tokens:
+            self._proposals.append(tokens * _SHARE * room / taken)
+        self._warm = True
+
+    def settle(self, least: Callable[[float], float] = lambda own: own) -> None:
+        """Move to the smallest number that was measured since the last time.
+
+        Args:
+            least: Takes the smallest of all ranks' numbers; all ranks must call.
+        """
+        if not self._warm:
+            return  # nowhere is anything measured
+        nothing = float("inf")
+        found = least(min(self._proposals, default=nothing))
+        self._proposals.clear()
+        if found == nothing:
+            return
+        fits = max(1, int(min(found, _GROWTH * self._tokens)))
+        if not self._tokens <= fits <= _SETTLED * self._tokens:
+            self._tokens = fits
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs."""
+        return {"tokens": self._tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``."""
+        self._tokens = state["tokens"]
