@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lrlhf.callbacks import RLCheckpoint
 from lrlhf.models import CausalLM
-from lrlhf.modules import RLOO
 from lrlhf.run.checkpoints.background_saves import BackgroundSaves
-from lrlhf.run.checkpoints.checkpoint_reader import read_folder
 from lrlhf.run.gradient_reduction import device_memory
-from lrlhf.strategies import FSDP2
-from tests.distributed.strategy_runs import MODULES, data_of
+from tests.distributed.strategy_runs import run
+from tests.distributed.test_strategies import assert_close, ends
+from tests.gpu.memory_ranks import VARIANTS
+from tests.gpu.test_ranks import on_ranks
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
 ]
-
-GPUS = torch.cuda.device_count()
-TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, found {GPUS}")
 
 
 def test_the_memory_of_a_gpu_is_all_of_it() -> None:
@@ -81,56 +74,25 @@ def test_inputs_of_blocks_leave_the_gpu_until_the_backward_pass(tmp_path: Path) 
         torch.testing.assert_close(offloaded[name], gradient)
 
 
-def _fit(folder: Path, module: L.LightningModule, devices: int, **options: Any) -> None:
-    folder.mkdir()
-    trainer = L.Trainer(
-        accelerator="gpu",
-        devices=devices,
-        strategy=FSDP2(start_method="popen" if devices == 1 else "spawn", timeout=120, **options),
-        max_steps=2,
-        max_epochs=-1,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[RLCheckpoint(folder / "ck", every_n_train_steps=1, save_top_k=-1)],
-    )
-    trainer.fit(module, datamodule=data_of(module, folder, devices))
-
-
-def _weights(folder: Path, step: int) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = read_folder(folder / "ck" / f"step={step:06d}.ckpt", lazy=False)[
-        "state_dict"
-    ]
-    return state
-
-
-def _rloo(model_folder: str) -> RLOO:
-    module = MODULES["rloo"](Path(model_folder))
-    assert isinstance(module, RLOO)
-    return module
-
-
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=TWO_GPUS)])
-def test_checkpoints_of_the_background_hold_what_others_hold(
-    devices: int, model_folder: str, tmp_path: Path
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ranks_that_save_memory_end_where_one_process_does_and_resume(
+    variant: str, accelerator: str, model_folder: str, tmp_path: Path
 ) -> None:
-    for name, later in (("now", False), ("later", True)):
-        _fit(tmp_path / name, _rloo(model_folder), devices, async_save=later)
-    for step in (1, 2):
-        later_one = _weights(tmp_path / "later", step)
-        for name, weight in _weights(tmp_path / "now", step).items():
-            torch.testing.assert_close(later_one[name], weight, rtol=1e-4, atol=1e-6)
-
-
-@TWO_GPUS
-@pytest.mark.parametrize("options", [{}, {"shard_group": 1}, {"cpu_offload": True}])
-def test_gradients_in_parts_take_the_same_step_as_whole_ones(
-    options: dict[str, Any], model_folder: str, tmp_path: Path
-) -> None:
-    for name, each in (("parts", True), ("whole", False)):
-        _fit(tmp_path / name, _rloo(model_folder), 2, reduce_each_micro_batch=each, **options)
-    parts = _weights(tmp_path / "parts", 1)
-    for name, weight in _weights(tmp_path / "whole", 1).items():
-        torch.testing.assert_close(parts[name], weight, rtol=1e-3, atol=2e-5)
+    devices = 2 if accelerator == "cpu" else min(2, torch.cuda.device_count())
+    run("rloo", Path(model_folder), tmp_path / "alone")
+    one = ends(tmp_path / "alone")
+    resumed = ""
+    for folder in (tmp_path / "whole", tmp_path / "again"):
+        ranks = on_ranks(
+            "rloo",
+            variant,
+            accelerator,
+            devices,
+            model_folder,
+            folder,
+            resumed=resumed,
+            program="tests.gpu.memory_ranks",
+        )
+        assert_close(ranks, one)
+        resumed = str(folder)
