@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
 from lrlhf.models.packed.packing import Tree, known_trees
-from lrlhf.planning.live_bytes import LiveBytes, Usage
+from lrlhf.planning.live_bytes import ON_HOST, LiveBytes, Usage
 from lrlhf.types import SequenceBatch
 
 _PRECISIONS = {
@@ -22,6 +23,9 @@ _PRECISIONS = {
     "16-mixed": torch.float16,
     "16": torch.float16,
 }
+
+_CHECKPOINTED = "_gradient_checkpointing_func"
+"""What blocks of transformers are called with where their activations are recomputed."""
 
 
 class Shape(NamedTuple):
@@ -100,6 +104,7 @@ class DryRun:
         shape: Shape,
         *,
         accumulates: bool,
+        offloads: bool = False,
     ) -> Usage:
         """Count a forward and a backward pass.
 
@@ -109,6 +114,7 @@ class DryRun:
             shape: Of the batch.
             accumulates: Gradients of all weights exist already, and do not count; else they do,
                 from when each is complete.
+            offloads: What gradient checkpointing recomputes from is kept in main memory.
         """
         model.train()
         with self._weights(model):
@@ -125,7 +131,8 @@ class DryRun:
 
                 for weight in trained:
                     weight.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
-                with self._autocast():
+                kept = _inputs_on_host(model, live) if offloads else contextlib.nullcontext()
+                with self._autocast(), kept:
                     loss = compute(batch)
                 loss.backward()  # type: ignore[no-untyped-call]
         return live.peak()
@@ -218,6 +225,38 @@ def _live_bytes(
     )
     with known_trees(shape.trees()), live:
         yield live
+
+
+@contextlib.contextmanager
+def _inputs_on_host(model: nn.Module, live: LiveBytes) -> Iterator[None]:
+    """Count what checkpointed blocks begin with only while they run, forward or backward."""
+
+    def checkpointed(function: Callable[..., Any], *args: Any) -> Any:
+        packed: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            packed.append(tensor)
+            return tensor
+
+        def unpack(tensor: Tensor) -> Tensor:
+            live.move(tensor, "activations")
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            result = checkpoint(function, *args, use_reentrant=False)
+        for tensor in packed:
+            live.move(tensor, ON_HOST)
+        return result
+
+    blocks: list[Any] = [part for part in model.modules() if hasattr(part, _CHECKPOINTED)]
+    before = [getattr(block, _CHECKPOINTED) for block in blocks]
+    for block in blocks:
+        setattr(block, _CHECKPOINTED, checkpointed)
+    try:
+        yield
+    finally:
+        for block, function in zip(blocks, before, strict=True):
+            setattr(block, _CHECKPOINTED, function)
 
 
 def _with_cache(usage: Usage, kept: int) -> Usage:

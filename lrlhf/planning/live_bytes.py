@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+ON_HOST = "host"
+"""Column of what is kept in main memory, which no `Usage` counts."""
+
 
 class Usage(NamedTuple):
     """Bytes of one process at one moment, by column of the memory table."""
@@ -62,7 +65,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def peak(self) -> Usage:
         """Return what was alive when it was most."""
-        return Usage(**self._at_peak)
+        return Usage(**{name: size for name, size in self._at_peak.items() if name != ON_HOST})
 
     def move(self, tensor: Tensor, column: str) -> None:
         """Count a tensor in another column from now on."""
@@ -72,6 +75,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._now[before] -= size
             self._now[column] += size
             self._live[key] = (reference, column, size)
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        if _on_device(self._now) > _on_device(self._at_peak):
+            self._at_peak = dict(self._now)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -115,9 +123,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = storage.nbytes()
         self._live[key] = (reference, column, size)
         self._now[column] += size
-        if self._now.total() > sum(self._at_peak.values()):
-            self._at_peak = dict(self._now)
+        self._note_peak()
 
     def _forget(self, key: int) -> None:
         _, column, size = self._live.pop(key)
         self._now[column] -= size
+
+
+def _on_device(sizes: Mapping[str, int]) -> int:
+    return sum(size for column, size in sizes.items() if column != ON_HOST)

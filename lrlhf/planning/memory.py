@@ -44,7 +44,7 @@ def memory_report(
     trainer, on_gpu = sections["trainer"], _is_on_gpu(sections["trainer"], device_size)
     if trainer["precision"] is None and on_gpu:
         trainer = {**trainer, "precision": GPU_PRECISION}
-    strategy = strategy_of(trainer, ranks)
+    strategy = strategy_of(trainer, ranks, device_size)
     if strategy is None:
         return f"no memory table: it is unknown what {trainer['strategy']!r} keeps on each process"
     phases = PhaseList(
@@ -55,7 +55,8 @@ def memory_report(
     )
     try:
         if plan is None:
-            _add_reward_model_phases(phases, sections["model"], sections["data"])
+            adds_up = trainer["accumulate_grad_batches"] > 1
+            _add_reward_model_phases(phases, sections["model"], sections["data"], adds_up=adds_up)
         else:
             add_policy_phases(phases, sections["model"], sections["data"], plan)
     except (ValueError, RuntimeError, NotImplementedError) as error:
@@ -74,8 +75,11 @@ def _is_on_gpu(trainer: Mapping[str, Any], device_size: int | None) -> bool:
     return here or device_size is not None or trainer["accelerator"] in {"gpu", "cuda"}
 
 
-def _add_reward_model_phases(phases: PhaseList, model: Any, data: Any) -> None:
-    """Add the phases of an optimizer step over pairs, from the config's entries."""
+def _add_reward_model_phases(phases: PhaseList, model: Any, data: Any, *, adds_up: bool) -> None:
+    """Add the phases of an optimizer step over pairs, from the config's entries.
+
+    It ``adds_up`` the gradients of several batches of pairs.
+    """
     options, pairs = options_of(model), int(options_of(data)["batch_size"])
     spec = spec_of(options["model"], ScoreModel)
     body = skeleton(spec, body=True)
@@ -83,12 +87,13 @@ def _add_reward_model_phases(phases: PhaseList, model: Any, data: Any) -> None:
     note_media(phases, plain)
     # Lightning frees the gradients of a step after the forward pass of the next
     weights = weights_of(network, plain, quantization=spec.quantization)
-    shares = phases.hold(weights, options_of(options["optimizer"]), accumulates=True)
+    shares = phases.hold(weights, options_of(options["optimizer"]), accumulates=adds_up)
     usage = phases.dry_run.update(
         network,
         lambda batch: network(batch).sum(),
         Shape(2 * pairs, phases.tokens_of(data, "max_tokens", "texts")),
         accumulates=True,
+        offloads=spec.activation_offload,
     )
     phases.add_update("reward model", shares, usage, f"data.batch_size (now {pairs})")
 
@@ -116,8 +121,10 @@ def _smaller(sections: Mapping[str, Any], phases: PhaseList) -> list[str]:
     """List what makes training need less, but for what the config has already."""
     model = options_of(sections["model"])
     options = options_of(model.get("policy", model.get("model")))
+    recomputes = bool(options.get("gradient_checkpointing"))
     advice = {
-        "gradient_checkpointing": not options.get("gradient_checkpointing"),
+        "gradient_checkpointing": not recomputes,
+        "activation_offload": recomputes and not options.get("activation_offload"),
         "lora": options.get("lora") is None,
         "dtype: bfloat16": options.get("dtype", "float32") == "float32",
     }

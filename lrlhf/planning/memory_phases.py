@@ -64,8 +64,18 @@ class PhaseList:
         if optimizer is not None:
             needs = optimizer_needs(optimizer, on_gpu=self.on_gpu)
         shares = self.strategy.shares(weights, needs, accumulates=accumulates)
+        if accumulates and self.strategy.kind == "fsdp2":
+            self._note_reduction(weights)
         self.resident = self.resident.plus(shares.resident)
         return shares
+
+    def _note_reduction(self, weights: Weights) -> None:
+        at_once = self.strategy.reduces_each(weights)
+        when = "with each micro-batch" if at_once else "once a step"
+        size = weights.trained.size / 2**30
+        unknown = self.strategy.reduces == "auto" and self.device_size is None
+        assumed = ", on devices of unknown size (--gpu-memory)" if unknown and self.on_gpu else ""
+        self.note(f"fsdp2 reduces gradients of {size:.3g} GiB, if whole, {when}{assumed}")
 
     def add(self, name: str, *usages: Usage, option: str | None = None) -> None:
         """Add a phase that needs ``usages`` beside what stays, see `Phase`."""

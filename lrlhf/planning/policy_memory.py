@@ -73,7 +73,8 @@ class _PolicyMemory:
         self._head: ValueHead | None = None
         kind = critic.get("head", "linear")
         if critic.get("model") is not None:
-            body = skeleton(spec_of(critic["model"], ValueModel, head=kind), body=True)
+            self._critic_spec = spec_of(critic["model"], ValueModel, head=kind)
+            body = skeleton(self._critic_spec, body=True)
             self._critic = ValueNetwork(body, new_value_head(body, kind))
         elif critic:
             self._head = new_value_head(self._policy, kind)
@@ -101,10 +102,22 @@ class _PolicyMemory:
         # strategies that cast weights keep gradients of their own in full precision
         exist = accumulates or phases.dry_run.casts_weights
         option, measure = _micro_batch_option(update), phases.dry_run.update
-        usage = measure(self._trained_with_policy, self._loss, update, accumulates=exist)
+        usage = measure(
+            self._trained_with_policy,
+            self._loss,
+            update,
+            accumulates=exist,
+            offloads=self._spec.activation_offload,
+        )
         phases.add_update("policy", policy, usage, option)
         if (network := self._critic) is not None:
-            usage = measure(network, lambda batch: network(batch).sum(), update, accumulates=exist)
+            usage = measure(
+                network,
+                lambda batch: network(batch).sum(),
+                update,
+                accumulates=exist,
+                offloads=self._critic_spec.activation_offload,
+            )
             phases.add_update("critic", critic, usage, option)
 
     def _hold_trained(self, *, accumulates: bool) -> tuple[Shares, Shares]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from lrlhf.models.scorers import blocks_of
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.planning.live_bytes import Usage
+from lrlhf.run.gradient_reduction import reduces_each
 
 _FOUR_BIT = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes per weight in nf4 with double quantisation: a scale of 8 bits per 64 weights, and one of
@@ -142,6 +143,9 @@ class Strategy:
         reshards: A block's weights are freed after its forward pass.
         offloads_weights: They are kept in main memory.
         offloads_optimizer: Its states, and weights in full precision, are kept there.
+        reduces: Gradients are added up over the ranks with each micro-batch; see
+            `lrlhf.run.gradient_reduction.reduces_each`.
+        device_size: Bytes of memory of each device; None: not known.
 
     Reference:
         Rajbhandari et al. 2020, section 5, https://arxiv.org/abs/1910.02054
@@ -155,6 +159,13 @@ class Strategy:
     reshards: bool = True
     offloads_weights: bool = False
     offloads_optimizer: bool = False
+    reduces: Literal["auto"] | bool = "auto"
+    device_size: int | None = None
+
+    def reduces_each(self, weights: Weights) -> bool:
+        """Tell whether `lrlhf.strategies.FSDP2` keeps only its part between micro-batches."""
+        known = self.kind == "fsdp2"
+        return known and reduces_each(self.reduces, weights.trained.size, self.device_size)
 
     def shares(self, weights: Weights, optimizer: OptimizerNeeds, *, accumulates: bool) -> Shares:
         """Work out what one process has of a model; arguments as of `PhaseList.hold`."""
@@ -179,7 +190,9 @@ class Strategy:
         whole, trained = weights.whole, weights.trained
         around, block = self._used(weights.around), self._used(weights.block)
         gradients = 0 if self.offloads_weights else trained.size // self.ranks
-        if accumulates:  # unreduced until the last micro-batch, in full precision
+        if accumulates and not self.reduces_each(
+            weights
+        ):  # unreduced until the last micro-batch, in full precision
             gradients += trained.size
         else:
             learning = trained.size / max(1, whole.size)
@@ -213,8 +226,13 @@ class Strategy:
         return min(part.size, 2 * part.number) if self.low_precision else part.size
 
 
-def strategy_of(trainer: Mapping[str, Any], ranks: int) -> Strategy | None:
-    """Read ``trainer.strategy`` for so many processes; None: it is unknown what it keeps where."""
+def strategy_of(
+    trainer: Mapping[str, Any], ranks: int, device_size: int | None = None
+) -> Strategy | None:
+    """Read ``trainer.strategy`` for so many processes; None: it is unknown what it keeps where.
+
+    ``device_size`` is the memory of each device in bytes, if it is known.
+    """
     entry = trainer.get("strategy", "auto")
     options = entry.get("init_args") or {} if isinstance(entry, Mapping) else {}
     name = str(entry["class_path"] if isinstance(entry, Mapping) else entry).rpartition(".")[2]
@@ -226,6 +244,8 @@ def strategy_of(trainer: Mapping[str, Any], ranks: int) -> Strategy | None:
             low_precision=low,
             reshards=options.get("reshard_after_forward", True),
             offloads_weights=options.get("cpu_offload", False),
+            reduces=options.get("reduce_each_micro_batch", "auto"),
+            device_size=device_size,
         )
     if name.startswith("deepspeed"):
         return Strategy(

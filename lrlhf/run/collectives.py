@@ -26,7 +26,7 @@ def from_rank_zero(strategy: Strategy, function: Callable[[], T]) -> T:
             value = function()
         except Exception as error:  # noqa: BLE001  raised once the others, who wait, are told
             failure = error
-    told = None if failure is None else _portable(failure)
+    told = None if failure is None else portable(failure)
     value, told = strategy.broadcast((value, told))
     failure = failure or told
     if failure is not None:
@@ -34,7 +34,7 @@ def from_rank_zero(strategy: Strategy, function: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]  # what the function returned
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """Return an error, or what it says where other processes could not read it."""
     try:
         pickle.loads(pickle.dumps(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal
@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -32,6 +33,7 @@ from lrlhf.models.loading.unread import read, reading
 from lrlhf.models.sharding import load_state, make_whole, settle
 from lrlhf.run.checkpoints.optimizer_states import load_optimizer_state, optimizer_state
 from lrlhf.run.checkpoints.sharded_checkpoint import FolderCheckpoints
+from lrlhf.run.gradient_reduction import device_memory, reduces_each
 from lrlhf.run.lightning_internals import choose_backend, move_optimizers
 from lrlhf.run.split_models import leave_inference_mode, refuse_quantised, trained_models
 
@@ -56,9 +58,16 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
             optimizer steps there.
         shard_group: Ranks that share one copy of a model, such as the GPUs of one node; the groups
             hold the same and add up their gradients. None: all ranks share one.
+        reduce_each_micro_batch: Add the gradients of each micro-batch up over the ranks at once, so
+            that a rank keeps its part of them; off, they stay whole in float32 until the last
+            one, and the ranks wait for each other once a step. ``auto``: at once for models
+            whose whole gradients would take more than a quarter of a GPU's memory. Between groups
+            of ranks they are added up once a step in any case.
         checkpoint: ``sharded``: a folder that all ranks write to at once; ``full``: one file,
             which rank zero puts together. Either can be resumed on any number of processes and
             under any strategy.
+        async_save: Copy what a checkpoint of `RLCheckpoint` holds to main memory, and write it from
+            there while the run goes on. The next one waits for it, as does the end of the run.
         timeout: Seconds that a rank waits for the others.
         process_group_backend: ``nccl``, ``gloo``, …; None: what the device wants.
         start_method: ``popen``, or ``fork`` in notebooks, as in ``DDPStrategy``.
@@ -71,12 +80,14 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
 
     strategy_name = "fsdp2"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the constructor is the config schema
         self,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
         shard_group: int | None = None,
+        reduce_each_micro_batch: Literal["auto"] | bool = "auto",
         checkpoint: Literal["sharded", "full"] = "sharded",
+        async_save: bool = False,
         timeout: float = 1800.0,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -93,8 +104,11 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
         self.shard_group = shard_group
+        self.reduce_each_micro_batch = reduce_each_micro_batch
+        self._reduces_each: dict[str, bool] | None = None
         self.start_method = start_method
         self.checkpoint = checkpoint
+        self.async_save = async_save
         self._mesh: DeviceMesh | None = None
 
     # ------------------------------------------------------------------ set-up
@@ -142,6 +156,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         """Give the rest back; what is sharded stays on its devices, until the process ends."""
         assert self.accelerator is not None
         assert self.cluster_environment is not None
+        self.end_saves()
         if self.start_method != "popen" and sys.exc_info()[0] is None:
             # what the process that started this one takes over as the trained model
             make_whole(self._settled())
@@ -231,15 +246,42 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Leave gradients unreduced inside, to be reduced with those of the next backward pass."""
-        roots = list(trained_models(self.lightning_module).values())
-        for root in roots:
-            root.set_requires_gradient_sync(False)  # type: ignore[operator]
+        """Add up gradients only as far as memory asks for; the next backward pass does the rest."""
+        for hold in self._holds():
+            hold(False)
         try:
             yield
         finally:
-            for root in roots:
-                root.set_requires_gradient_sync(True)  # type: ignore[operator]
+            for hold in self._holds():
+                hold(True)
+
+    def _holds(self) -> list[Callable[[bool], None]]:
+        """What delays, for each model, the sums that can wait for the last micro-batch."""
+        models = trained_models(self.lightning_module)
+        if self._reduces_each is None:  # all ranks are here in their first step
+            self._reduces_each = self.broadcast(self._choose_reduction(models))
+        return [
+            model.set_requires_all_reduce  # type: ignore[misc]  # between groups of ranks
+            if self._reduces_each[role]
+            else model.set_requires_gradient_sync
+            for role, model in models.items()
+        ]
+
+    def _choose_reduction(self, models: Mapping[str, nn.Module]) -> dict[str, bool]:
+        size = device_memory(self.root_device)
+        whole = {
+            role: sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
+            for role, model in models.items()
+        }
+        chosen = {
+            role: reduces_each(self.reduce_each_micro_batch, gradients, size)
+            for role, gradients in whole.items()
+        }
+        for role, at_once in chosen.items():
+            when = "with each micro-batch" if at_once else "once a step"
+            taken = f"{whole[role] / 2**30:.3g} GiB"
+            rank_zero_info(f"fsdp2 reduces gradients of {role}, {taken} if whole, {when}")
+        return chosen
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -263,6 +263,37 @@ def test_ddp_holds_the_gradients_twice_as_measured() -> None:
     assert sum(changes) == pytest.approx(predicted, rel=0.15)
 
 
+def test_inputs_of_blocks_in_main_memory_are_counted_for_one_block_at_a_time(
+    tmp_path: Path,
+) -> None:
+    layers, hidden, rows, tokens = 12, 64, 4, 256
+    LlamaConfig(
+        vocab_size=32,
+        hidden_size=hidden,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    ).save_pretrained(tmp_path)
+
+    def activations(*, offloads: bool) -> int:
+        spec = CausalLM(source=str(tmp_path), gradient_checkpointing=True)
+        model = skeleton(spec)
+        usage = DryRun("32", casts_weights=False).update(
+            model,
+            lambda batch: sequence_logprobs(model, batch).sum(),
+            Shape(rows=rows, tokens=tokens),
+            accumulates=True,
+            offloads=offloads,
+        )
+        return usage.activations
+
+    of_one = rows * tokens * hidden * 4
+    saved = activations(offloads=False) - activations(offloads=True)
+    # of 12 in float32 at the peak; that of the block at hand is there either way
+    assert (layers - 2) * of_one <= saved <= layers * of_one
+
+
 def test_on_a_gpu_it_plans_what_a_run_chooses_by_itself(
     config_only: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

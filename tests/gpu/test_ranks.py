@@ -26,10 +26,10 @@ def on_ranks(
     folder: Path,
     *,
     resumed: str = "",
+    program: str = "tests.gpu.ranks",
 ) -> list[dict[str, Any]]:
-    program = [sys.executable, "-m", "tests.gpu.ranks"]
     arguments = [name, strategy, accelerator, str(devices), model, str(folder), resumed]
-    process = Popen([*program, *arguments], cwd=ROOT, env=environment())
+    process = Popen([sys.executable, "-m", program, *arguments], cwd=ROOT, env=environment())
     assert process.wait(timeout=500) == 0
     files = [folder / f"rank{rank}.pt" for rank in range(devices)]
     return [torch.load(file, map_location="cpu") for file in files]

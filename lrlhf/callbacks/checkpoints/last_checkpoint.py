@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 from lrlhf.run.atomic import TEMPORARY, atomic_link, check_room, remove, remove_unclaimed
 from lrlhf.run.checkpoints.checkpoint_search import (
@@ -94,6 +96,22 @@ def find_best(folder: Path, name: str) -> Path:
     )
 
 
+def score_of(metrics: Mapping[str, Any], monitor: str, mode: str) -> Tensor:
+    """Return the metric that ranks a checkpoint; one that is NaN is the worst.
+
+    Raises:
+        ValueError: It is not logged; names those that are.
+    """
+    if monitor not in metrics:
+        raise ValueError(
+            f"RLCheckpoint monitor {monitor!r} is no logged metric; there are "
+            f"{', '.join(sorted(metrics))}"
+        )
+    score: Tensor = metrics[monitor].detach().clone()
+    worst = float("inf") if mode == "min" else float("-inf")
+    return torch.where(torch.isnan(score), worst, score)
+
+
 def prepare_folder(
     trainer: L.Trainer, folder: Path, found: Found, last: str, weights: Mapping[str, Any]
 ) -> None:
@@ -129,6 +147,13 @@ def prepare_folder(
     refusal = trainer.strategy.broadcast(refusal)
     if refusal is not None:
         raise refusal
+
+
+def call_last(trainer: L.Trainer, last: Path, saved: Path) -> None:
+    """Have the name of the last checkpoint lead to one that was saved; every rank must call it."""
+    if trainer.is_global_zero:
+        atomic_link(last, saved)
+    trainer.strategy.barrier("last_checkpoint")
 
 
 def rename_damaged(folder: Path, damaged: Sequence[Path]) -> None:

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 from weakref import proxy
@@ -15,16 +16,17 @@ import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor
 
 from lrlhf.arguments import KeepsArguments
 from lrlhf.callbacks.checkpoints.last_checkpoint import (
+    call_last,
     find_best,
     find_last,
     prepare_folder,
+    score_of,
     set_aside,
 )
-from lrlhf.run.atomic import atomic_link
+from lrlhf.run.checkpoints.background_saves import finish_saves, in_background, is_saving
 from lrlhf.run.checkpoints.checkpoint_search import Found
 from lrlhf.run.folder_lock import hold_folder
 from lrlhf.run.lightning_internals import FindsLast, logged_in_validation
@@ -108,6 +110,7 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         self._newest_step = 0
         self._continued_at: int | None = None
         self._waits_for_validation = False
+        self._unsettled = False
         self._found = Found(None, {}, ())
         self._ranked_by_default = False
 
@@ -179,8 +182,7 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
 
     def _forget_missing(self, trainer: L.Trainer) -> None:
         """Rank no checkpoint that was removed after the one that the run continues from."""
-        known = {*self._saved, *self.best_k_models}
-        gone = {path for path in known if trainer.is_global_zero and not Path(path).exists()}
+        gone = {path for path in {*self._saved, *self.best_k_models} if not Path(path).exists()}
         gone = trainer.strategy.broadcast(gone)
         self._saved = [path for path in self._saved if path not in gone]
         self.best_k_models = {k: v for k, v in self.best_k_models.items() if k not in gone}
@@ -217,6 +219,8 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        if self._unsettled and not is_saving(trainer.strategy):
+            self._settle(trainer)
         if trainer.global_step == self._step:
             return  # a batch that only accumulated gradients, which no checkpoint holds
         self._step = trainer.global_step
@@ -271,6 +275,7 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         """Save ``last.ckpt`` unless this step has been saved, by this process or the one before."""
         if trainer.global_step != self._continued_at and not self._is_out_of_place(trainer):
             self._keep_last(trainer)
+        self._settle(trainer)
 
     @property
     def _by_epoch(self) -> bool:
@@ -302,14 +307,12 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         """Save a checkpoint, unless better ones leave no place for it, and remove what it beats."""
         if self.save_top_k == 0:
             return
-        metrics: dict[str, Any] = {
-            **trainer.callback_metrics,
-            "epoch": torch.tensor(trainer.current_epoch),
-            "step": torch.tensor(trainer.global_step),
-        }
+        self._settle(trainer)
+        now = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        metrics = trainer.callback_metrics | {k: torch.tensor(v) for k, v in now.items()}
         replaced = self.best_model_path
         if self.monitor is not None:
-            score = self._score(metrics)
+            score = score_of(metrics, self.monitor, self.mode)
             if not self.check_monitor_top_k(trainer, score):
                 return
             replaced = ""
@@ -326,17 +329,6 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
             self.best_k_models[path] = self.current_score = score
             self._rank()
         self._save(trainer, path)
-        self._remove_surplus(trainer)
-
-    def _score(self, metrics: dict[str, Any]) -> Tensor:
-        if self.monitor not in metrics:
-            raise ValueError(
-                f"RLCheckpoint monitor {self.monitor!r} is no logged metric; there are "
-                f"{', '.join(sorted(metrics))}"
-            )
-        score: Tensor = metrics[self.monitor].detach().clone()
-        worst = float("inf") if self.mode == "min" else float("-inf")
-        return torch.where(torch.isnan(score), worst, score)
 
     def _rank(self) -> None:
         scores = self.best_k_models
@@ -351,31 +343,39 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
             self._save(trainer, self.last_model_path or self._name_last(trainer))
 
     def _save(self, trainer: L.Trainer, path: str) -> None:
+        self._settle(trainer)
         if self.save_last and not self.last_model_path:
             # before the checkpoint is made, which is to know the name
             self.last_model_path = self._name_last(trainer)
         if path != self.last_model_path:
             # it knows of itself too
             self._saved = [*(saved for saved in self._saved if saved != path), path]
-        trainer.save_checkpoint(path, self.save_weights_only)
+        with in_background(trainer.strategy):
+            trainer.save_checkpoint(path, self.save_weights_only)
         self._newest, self._newest_step = path, trainer.global_step
         if self._by_epoch:
             self._timed = time.monotonic()
-        if self.save_last and self._folder is not None and path != self.last_model_path:
-            if trainer.is_global_zero:
-                atomic_link(Path(self.last_model_path), Path(path))
-            trainer.strategy.barrier("last_checkpoint")
+        self._unsettled = True
+        if not is_saving(trainer.strategy):
+            self._settle(trainer)
+
+    def _settle(self, trainer: L.Trainer) -> None:
+        """Do what follows a save when it is on the disk, which is waited for."""
+        finish_saves(trainer.strategy)
+        if not self._unsettled:
+            return
+        self._unsettled = False
+        if self.save_last and self._folder is not None and self._newest != self.last_model_path:
+            call_last(trainer, Path(self.last_model_path), Path(self._newest))
         for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.after_save_checkpoint(proxy(self))
+        self._remove_surplus(trainer)
 
     def _name_last(self, trainer: L.Trainer) -> str:
         """Choose a name that no earlier run has."""
-        start, version = f"{self.dirpath}/{self.CHECKPOINT_NAME_LAST}", 0
-        name = f"{start}{self.FILE_EXTENSION}"
-        while self.file_exists(name, trainer):
-            version += 1
-            name = f"{start}-v{version}{self.FILE_EXTENSION}"
-        return name
+        start, ending = f"{self.dirpath}/{self.CHECKPOINT_NAME_LAST}", self.FILE_EXTENSION
+        names = (f"{start}{f'-v{version}' * (version > 0)}{ending}" for version in count())
+        return next(name for name in names if not self.file_exists(name, trainer))
 
     def _remove_surplus(self, trainer: L.Trainer) -> None:
         """Remove what ``save_top_k`` leaves no room for, as far as this callback saved it."""
@@ -394,7 +394,7 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         """Tell whether a checkpoint stays: it lies elsewhere, or the run was resumed from it."""
         if self._folder is None:
             return False
-        chosen = trainer.ckpt_path if self._found.path is None else None
-        if chosen is not None and Path(chosen).absolute() == Path(path).absolute():
+        place, chosen = Path(path).absolute(), trainer.ckpt_path
+        if chosen is not None and self._found.path is None and Path(chosen).absolute() == place:
             return True
-        return self._folder.absolute() not in Path(path).absolute().parents
+        return self._folder.absolute() not in place.parents

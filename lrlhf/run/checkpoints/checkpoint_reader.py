@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.tensor import DTensor
 
-from lrlhf.run.checkpoints.checksums import NotACheckpointError
+from lrlhf.run.checkpoints.checksums import NotACheckpointError, take_kept
 
 META_FILE = "meta.pt"
 TENSOR_MARK = "__tensor__"
@@ -32,8 +34,8 @@ def is_folder_checkpoint(path: str | os.PathLike[str]) -> bool:
 class StoredTensors(Mapping[str, Tensor]):
     """Tensors of a folder, each read when it is asked for; ``keys`` are theirs by their names."""
 
-    def __init__(self, folder: Path, keys: Mapping[str, str]) -> None:
-        self._reader = FolderReader(folder)
+    def __init__(self, reader: FolderReader, keys: Mapping[str, str]) -> None:
+        self._reader = reader
         self._keys = dict(keys)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -77,35 +79,39 @@ def read_folder(folder: Path, *, lazy: bool) -> dict[str, Any]:
             f"{folder} is no checkpoint: its {META_FILE} holds something else"
         )
     tensors = None
+    reader = FolderReader(folder, take_kept(folder))
     if not lazy:
-        reader = FolderReader(folder)
         tensors = _read(reader, list(reader.read_metadata().state_dict_metadata))
-    return {name: _put_back(part, folder, tensors) for name, part in rest.items()}
+    return {name: _put_back(part, reader, tensors) for name, part in rest.items()}
 
 
-def _put_back(value: Any, folder: Path, tensors: Mapping[str, Tensor] | None) -> Any:
+def _put_back(value: Any, reader: FolderReader, tensors: Mapping[str, Tensor] | None) -> Any:
     """Put tensors, read already or to be read, in the place of their marks."""
     if isinstance(value, dict):
         if TENSOR_MARK in value:
             key = value[TENSOR_MARK]
             if tensors is not None and key not in tensors:
-                raise NotACheckpointError(f"{folder} is damaged: it does not have {key}")
-            return StoredTensors(folder, {"": key})[""] if tensors is None else tensors[key]
+                raise NotACheckpointError(f"{reader.path} is damaged: it does not have {key}")
+            return StoredTensors(reader, {"": key})[""] if tensors is None else tensors[key]
         marked = [isinstance(part, dict) and TENSOR_MARK in part for part in value.values()]
         if tensors is None and marked and all(marked):
-            return StoredTensors(folder, {name: part[TENSOR_MARK] for name, part in value.items()})
-        return {name: _put_back(part, folder, tensors) for name, part in value.items()}
+            return StoredTensors(reader, {name: part[TENSOR_MARK] for name, part in value.items()})
+        return {name: _put_back(part, reader, tensors) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        parts = [_put_back(part, folder, tensors) for part in value]
+        parts = [_put_back(part, reader, tensors) for part in value]
         return parts if isinstance(value, list) else tuple(parts)
     return value
 
 
 class FolderReader(FileSystemReader):
-    """Reads a folder's list of tensors once, and nothing in it that could run code."""
+    """Reads a folder's list of tensors once, and nothing in it that could run code.
 
-    def __init__(self, folder: Path) -> None:
+    ``kept`` are files of it that are in memory, and are not read again.
+    """
+
+    def __init__(self, folder: Path, kept: Mapping[Path, bytes] = MappingProxyType({})) -> None:
         super().__init__(folder)
+        self.fs = _PartlyInMemory(kept)
         self._folder = folder
         self._list: Metadata | None = None
 
@@ -120,6 +126,19 @@ class FolderReader(FileSystemReader):
             found.storage_meta = found.storage_meta or StorageMeta()
             self._list = found
         return self._list
+
+
+class _PartlyInMemory(FileSystem):
+    def __init__(self, kept: Mapping[Path, bytes]) -> None:
+        self._kept = {os.fspath(path): content for path, content in kept.items()}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        if (content := self._kept.get(os.path.realpath(path))) is not None:
+            yield io.BytesIO(content)  # shares the bytes
+            return
+        with super().create_stream(path, mode) as stream:
+            yield stream
 
 
 # what PyTorch's list of tensors is made of, which it pickles; no part of it runs anything
@@ -180,13 +199,21 @@ def _fill(reader: FolderReader, targets: Mapping[str, Tensor]) -> None:
 @contextlib.contextmanager
 def without_remarks() -> Iterator[None]:
     """Leave out what PyTorch wraps around: a remark on single processes, and all exceptions."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), unwrapped():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            yield
-        except CheckpointException as error:
-            # itself no Exception; what it wraps may be an interrupt
-            raise next(iter(error.failures.values()))[0] from error
+        yield
+
+
+@contextlib.contextmanager
+def unwrapped() -> Iterator[None]:
+    """Raise what an exception of PyTorch's checkpoints, itself no ``Exception``, wraps.
+
+    That may be an interrupt.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error
 
 
 @contextlib.contextmanager

@@ -10,16 +10,19 @@ import errno
 import json
 import logging
 import pickle
+import re
 import struct
 import zipfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
 import torch
-from lightning.pytorch.strategies import Strategy
 
 from lrlhf.run.atomic import naming
+from lrlhf.run.checkpoints.background_saves import Ranks
 
 CHECKSUMS_FILE: Final = "checksums.json"
 _BLOCK: Final = 1 << 20
@@ -39,36 +42,39 @@ _UNREADABLE = (
 _logger = logging.getLogger(__name__)
 _whole: set[tuple[tuple[Path, int, int], ...]] = set()
 """Checkpoints that all ranks together have read to the end."""
+_kept: dict[Path, Mapping[Path, bytes]] = {}
+"""What this rank has read of the folder that was verified last, if it was not read by itself."""
 
 
 class NotACheckpointError(ValueError):
     """A path leads to no checkpoint, or to one that is damaged."""
 
 
-def write_checksums(folder: Path, strategy: Strategy | None, rank: int) -> None:
+def write_checksums(folder: Path, ranks: Ranks) -> None:
     """Write the list of a folder that was just filled; each rank measures what it wrote.
 
-    The files are named after the ranks that wrote them. Without a ``strategy`` there is one.
+    The files are named after the ranks that wrote them.
     """
     names = sorted(path.name for path in folder.iterdir())
-    own = [name for name in names if name.startswith(f"__{rank}_")]
-    if rank == 0:
+    own = [name for name in names if name.startswith(f"__{ranks.rank}_")]
+    if ranks.rank == 0:
         own += [name for name in names if not name.startswith("__")]
-    sums = {name: _measure(folder / name) for name in own}
-    parts = [sums]
-    if strategy is not None:
-        parts = [{} for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather_object(parts, sums)
-    if rank == 0:
+    parts = ranks.all(lambda: {name: _measure(folder / name) for name in own})
+
+    def write() -> None:
         files = {name: about for part in parts for name, about in sorted(part.items())}
         with naming(folder / CHECKSUMS_FILE):
             (folder / CHECKSUMS_FILE).write_text(json.dumps({"files": files}, indent=1) + "\n")
+
+    ranks.on_zero(write)
 
 
 def flaw_of(path: Path, *, index: int = 0, count: int = 1) -> str:
     """Say what is damaged in a checkpoint, in a few words; empty: nothing is.
 
     Of ``count`` shares of it the one at ``index`` is read; what was found whole is not read again.
+    The share of a folder is what the rank of that index wrote, and is going to load if there are
+    as many ranks as then: it stays in memory for `take_kept`.
 
     Raises:
         OSError: It is there and cannot be read now, which tells nothing of its bytes.
@@ -78,6 +84,7 @@ def flaw_of(path: Path, *, index: int = 0, count: int = 1) -> str:
         return f"it is {target}not there"
     if _stamp(path) in _whole:
         return ""
+    _kept.clear()
     flaw = (_folder_flaw if path.is_dir() else _file_flaw)(path, index, count)
     if not flaw and count == 1:
         remember_whole(path)
@@ -87,6 +94,11 @@ def flaw_of(path: Path, *, index: int = 0, count: int = 1) -> str:
 def remember_whole(path: Path) -> None:
     """Take it from all ranks, each of which has read its share, that nothing is damaged."""
     _whole.add(_stamp(path))
+
+
+def take_kept(folder: Path) -> Mapping[Path, bytes]:
+    """Hand over the files of a folder that this rank read to verify them, for the only time."""
+    return _kept.pop(folder.resolve(), {})
 
 
 def _stamp(path: Path) -> tuple[tuple[Path, int, int], ...]:
@@ -148,16 +160,41 @@ def _folder_flaw(folder: Path, index: int, count: int) -> str:
             raise ValueError(f"{outside[0]!r} is no name of a file")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {CHECKSUMS_FILE} cannot be read: {error}"
-    for name in sorted(files)[index::count]:
-        size, checksum = files[name]
-        if not (folder / name).exists():
+    own = {name: about for name, about in files.items() if _writer_of(name) % count == index}
+    keep = count > 1 and _have_room(sum(size for size, _ in own.values()) * count)
+    return _flaw_of_files(folder, own, keep=keep)
+
+
+def _flaw_of_files(folder: Path, files: Mapping[str, tuple[int, str]], *, keep: bool) -> str:
+    """Compare files of a folder with their sizes and checksums, and ``keep`` them in memory."""
+    kept: dict[Path, bytes] = {}
+    for name, (size, checksum) in sorted(files.items()):
+        file = folder / name
+        if not file.exists():
             return f"its {name} is not there"
-        found = (folder / name).stat().st_size
-        if found != size:
+        if (found := file.stat().st_size) != size:
             return f"its {name} has {found} bytes of {size}"
-        if _measure(folder / name)["crc32"] != checksum:
+        if keep:
+            content = kept[file.resolve()] = file.read_bytes()
+            read = f"{zlib.crc32(content):08x}"
+        else:
+            read = _measure(file)["crc32"]
+        if read != checksum:
             return f"its {name} has other bytes than were written"
+    if kept:
+        _kept[folder.resolve()] = kept
     return ""
+
+
+def _writer_of(name: str) -> int:
+    """Return the rank that wrote a file of a folder; rank zero has what is not split."""
+    named = re.match(r"__(\d+)_", name)
+    return int(named[1]) if named else 0
+
+
+def _have_room(size: int) -> bool:
+    """Tell whether main memory has room for so many bytes, half of what is free left alone."""
+    return bool(size <= psutil.virtual_memory().available / 2)
 
 
 def _measure(path: Path) -> dict[str, Any]:

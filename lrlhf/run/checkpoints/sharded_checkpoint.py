@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from lightning.pytorch.strategies import Strategy
@@ -33,6 +33,7 @@ from lrlhf.run.atomic import (
     remove_unclaimed,
     temporary_folder,
 )
+from lrlhf.run.checkpoints.background_saves import BackgroundSaves, Ranks
 from lrlhf.run.checkpoints.checkpoint_reader import (
     META_FILE,
     TENSOR_MARK,
@@ -40,6 +41,7 @@ from lrlhf.run.checkpoints.checkpoint_reader import (
     is_folder_checkpoint,
     read_checkpoint,
     read_folder,
+    unwrapped,
     without_remarks,
 )
 from lrlhf.run.checkpoints.checkpoint_search import check
@@ -84,6 +86,13 @@ class _Taken:
         return value
 
 
+class Snapshot(NamedTuple):
+    """What one rank writes of a checkpoint."""
+
+    tensors: Mapping[str, Tensor]
+    rest: bytes
+
+
 def save_folder(checkpoint: Mapping[str, Any], folder: Path, strategy: Strategy | None) -> None:
     """Write a checkpoint into an empty folder that exists on all ranks.
 
@@ -94,35 +103,52 @@ def save_folder(checkpoint: Mapping[str, Any], folder: Path, strategy: Strategy 
     Raises:
         ValueError: A tensor is on the meta device everywhere, or a name has another use.
     """
+    ranks = Ranks(several=strategy is not None and torch.distributed.is_initialized())
+    _write_snapshot(_snapshot(checkpoint, ranks), folder, ranks)
+
+
+def _snapshot(checkpoint: Mapping[str, Any], ranks: Ranks) -> Snapshot:
+    """Say what this rank writes; tensors are those of the checkpoint, where they are on the CPU."""
     taken = _Taken()
-    rest = taken.take(dict(checkpoint), "")
-    several = strategy is not None and torch.distributed.is_initialized()
+    marked, rest = taken.take(dict(checkpoint), ""), io.BytesIO()
+    if ranks.rank == 0:
+        torch.save(marked, rest)
     tensors = {
-        key: tensor if isinstance(tensor, DTensor) else tensor.cpu()
+        key: tensor
         for key, tensor in taken.tensors.items()
         if isinstance(tensor, DTensor) or not tensor.is_meta
     }
-    on_ranks = [set(tensors)]
-    if strategy is not None and several:
-        on_ranks *= torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(on_ranks, set(tensors))
-        held = strategy.broadcast({key for key, t in tensors.items() if not isinstance(t, DTensor)})
-        known = strategy.broadcast(set(taken.tensors))
-        if not strategy.is_global_zero:
-            # what rank zero has whole, it writes
-            tensors = {k: t for k, t in tensors.items() if k in known and k not in held}
-    else:
-        known = set(taken.tensors)
+    whole = {key for key, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+    on_ranks = ranks.all(lambda: set(tensors))
+    known, held = ranks.on_zero(lambda: (set(taken.tensors), whole))
+    if ranks.rank:
+        # what rank zero has whole, it writes
+        tensors = {k: t for k, t in tensors.items() if k in known and k not in held}
     if missing := sorted(known.difference(*on_ranks)):
         raise ValueError(f"no rank holds {missing[0]} ({len(missing)} such tensors)")
-    with without_remarks():
-        save_distributed(tensors, storage_writer=_Writer(folder), no_dist=not several)
-    if strategy is None or strategy.is_global_zero:
-        # torch tells of a full disk only where it did not open the file itself
-        with naming(folder / META_FILE), (folder / META_FILE).open("wb") as handle:
-            torch.save(rest, handle)
-    rank = torch.distributed.get_rank() if several else 0
-    write_checksums(folder, strategy if several else None, rank)
+    return Snapshot(tensors, rest.getvalue())
+
+
+def _write_snapshot(snapshot: Snapshot, folder: Path, ranks: Ranks) -> None:
+    tensors = {
+        key: tensor if isinstance(tensor, DTensor) else tensor.cpu()
+        for key, tensor in snapshot.tensors.items()
+    }
+    # warnings are left alone in the background, where other threads may look at them
+    with unwrapped() if ranks.several else without_remarks():
+        save_distributed(
+            tensors,
+            storage_writer=_Writer(folder),
+            process_group=ranks.group,
+            no_dist=not ranks.several,
+        )
+    ranks.on_zero(lambda: _write_rest(snapshot.rest, folder / META_FILE))
+    write_checksums(folder, ranks)
+
+
+def _write_rest(rest: bytes, path: Path) -> None:
+    with naming(path):
+        path.write_bytes(rest)
 
 
 class _Writer(FileSystemWriter):
@@ -161,6 +187,9 @@ class FolderCheckpoints(Strategy):
     """The part of a strategy that writes checkpoints from all ranks, and reads them."""
 
     checkpoint: Literal["sharded", "full"]
+    async_save = False
+    _background: BackgroundSaves | None = None
+    _may_wait = False
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -169,6 +198,29 @@ class FolderCheckpoints(Strategy):
     @property
     def _on_gpu(self) -> bool:
         return self.root_device.type != "cpu"
+
+    @contextlib.contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Have what is saved inside be written later, if ``async_save`` is on."""
+        self._may_wait = self.async_save
+        try:
+            yield
+        finally:
+            self._may_wait = False
+
+    def is_saving(self) -> bool:
+        """Tell, the same on all ranks, whether something is still being written."""
+        return self._background is not None and self.broadcast(self._background.is_busy())
+
+    def finish_saves(self) -> None:
+        """Wait until all that was saved is on the disk; raises on all ranks what came between."""
+        if self._background is not None:
+            self._background.finish()
+
+    def end_saves(self) -> None:
+        """Wait as `finish_saves` does, in a run that may have failed on some ranks only."""
+        if self._background is not None:
+            self._background.close()
 
     def save_checkpoint(
         self,
@@ -185,6 +237,7 @@ class FolderCheckpoints(Strategy):
                 "a folder that they share; set dirpath of RLCheckpoint to one"
             )
         path = Path(self.broadcast(filepath))
+        self.finish_saves()
 
         def prepare() -> None:
             recover_folder(path)
@@ -192,30 +245,37 @@ class FolderCheckpoints(Strategy):
             check_room(path, checkpoint)
 
         from_rank_zero(self, prepare)
-        own = temporary_folder(path, PARTS) if self.is_global_zero else contextlib.nullcontext()
-        with own as made:
-            fresh = self.broadcast(made)
-            assert fresh is not None, "rank zero has made it"
-            with naming(path, fresh):
-                self._save_parts(checkpoint, fresh, path)
-        self.barrier()
+        ranks = Ranks(several=torch.distributed.is_initialized())
+        snapshot = _snapshot(checkpoint, ranks)
+        if not self._may_wait:
+            self._write(snapshot, path, ranks)
+            return
+        if self._background is None:
+            self._background = BackgroundSaves(pinned=self._on_gpu)
+        copied = snapshot._replace(tensors=self._background.copy(snapshot.tensors))
+        self._background.start(lambda own: self._write(copied, path, own))
 
-    def _save_parts(self, checkpoint: dict[str, Any], fresh: Path, path: Path) -> None:
+    def _write(self, snapshot: Snapshot, path: Path, ranks: Ranks) -> None:
         """Fill a folder that all ranks see, and have what was asked for take its name."""
-        save_folder(checkpoint, fresh, self)
-        self.barrier()
-        if flaw := self.broadcast(_flaw(fresh) if self.is_global_zero else ""):
+        with contextlib.ExitStack() as made:
+            fresh = ranks.on_zero(lambda: made.enter_context(temporary_folder(path, PARTS)))
+            with naming(path, fresh):
+                _write_snapshot(snapshot, fresh, ranks)
+                ranks.on_zero(lambda: self._place(fresh, path))
+
+    def _place(self, fresh: Path, path: Path) -> None:
+        if flaw := _flaw(fresh):
             raise UnusableCheckpointError(f"{path} was not written: {flaw}")
-        if self.is_global_zero:
-            if self.checkpoint == "full":
-                _write_file(read_folder(fresh, lazy=False), path)
-            else:
-                place_folder(fresh, path)
+        if self.checkpoint == "full":
+            _write_file(read_folder(fresh, lazy=False), path)
+        else:
+            place_folder(fresh, path)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint of any kind; tensors are read when they are asked for."""
+        self.finish_saves()
         path = Path(self.broadcast(checkpoint_path))
         check(path, together=True)
         return read_checkpoint(path, weights_only=weights_only is not False)
