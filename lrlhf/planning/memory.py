@@ -82,9 +82,10 @@ def _add_reward_model_phases(phases: PhaseList, model: Any, data: Any, *, adds_u
     """
     options, pairs = options_of(model), int(options_of(data)["batch_size"])
     spec = spec_of(options["model"], ScoreModel)
-    body = skeleton(spec, body=True)
+    body = skeleton(spec, body=True, on_gpu=phases.on_gpu)
     network, plain = RewardNetwork(HeadedBackbone(body, spec.head_config())), plain_model(body)
     note_media(phases, plain)
+    phases.note_recomputing(spec, plain)
     # Lightning frees the gradients of a step after the forward pass of the next
     weights = weights_of(network, plain, quantization=spec.quantization)
     shares = phases.hold(weights, options_of(options["optimizer"]), accumulates=adds_up)
@@ -121,7 +122,7 @@ def _smaller(sections: Mapping[str, Any], phases: PhaseList) -> list[str]:
     """List what makes training need less, but for what the config has already."""
     model = options_of(sections["model"])
     options = options_of(model.get("policy", model.get("model")))
-    recomputes = bool(options.get("gradient_checkpointing"))
+    recomputes = phases.recomputes
     advice = {
         "gradient_checkpointing": not recomputes,
         "activation_offload": recomputes and not options.get("activation_offload"),

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from transformers import PreTrainedModel
+
+from lrlhf.models import PretrainedSpec
 from lrlhf.planning.config_entries import options_of
 from lrlhf.planning.dry_run import DryRun
 from lrlhf.planning.live_bytes import Usage
@@ -45,6 +48,7 @@ class PhaseList:
         resident: What stays in memory all the time.
         phases: The lines of the table.
         notes: What was assumed, and what is not counted.
+        recomputes: Activations of what is trained first are computed again.
     """
 
     dry_run: DryRun
@@ -54,6 +58,7 @@ class PhaseList:
     resident: Usage = field(default=Usage())
     phases: list[Phase] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    recomputes: bool = False
 
     def hold(self, weights: Weights, optimizer: Any = None, *, accumulates: bool = False) -> Shares:
         """Keep a model in memory from now on, and its ``optimizer``, where its options are given.
@@ -93,6 +98,12 @@ class PhaseList:
         """Add a note, once."""
         if line not in self.notes:
             self.notes.append(line)
+
+    def note_recomputing(self, spec: PretrainedSpec, plain: PreTrainedModel) -> None:
+        """See whether a model that is trained recomputes its activations, and say who chose it."""
+        self.recomputes = plain.is_gradient_checkpointing
+        if self.recomputes and spec.gradient_checkpointing == "auto":
+            self.note("gradient_checkpointing is auto: on, for a model of this size on a GPU")
 
     def tokens_of(self, data: Any, option: str, what: str) -> int:
         """Return an option of the data module that limits lengths, or assume it, and say so."""

@@ -65,8 +65,9 @@ class _PolicyMemory:
         self._prompt_tokens = prompt_tokens
         self._new_tokens = int(options_of(options["sampling"])["max_new_tokens"])
         self._spec = spec_of(options["policy"], CausalLM)
-        self._policy = skeleton(self._spec)
+        self._policy = skeleton(self._spec, on_gpu=phases.on_gpu)
         self._plain = plain_model(self._policy)
+        phases.note_recomputing(self._spec, self._plain)
         self._vocabulary = int(self._plain.config.get_text_config().vocab_size)
         critic = self._critic_options = options_of(options.get("critic"))
         self._critic: ValueNetwork | None = None
@@ -74,7 +75,7 @@ class _PolicyMemory:
         kind = critic.get("head", "linear")
         if critic.get("model") is not None:
             self._critic_spec = spec_of(critic["model"], ValueModel, head=kind)
-            body = skeleton(self._critic_spec, body=True)
+            body = skeleton(self._critic_spec, body=True, on_gpu=phases.on_gpu)
             self._critic = ValueNetwork(body, new_value_head(body, kind))
         elif critic:
             self._head = new_value_head(self._policy, kind)

@@ -20,7 +20,11 @@ from lrlhf.models.loading.pretrained import (
 
 
 def skeleton(
-    spec: PretrainedSpec, *, body: bool = False, trainable: bool = True
+    spec: PretrainedSpec,
+    *,
+    body: bool = False,
+    trainable: bool = True,
+    on_gpu: bool | None = None,
 ) -> PreTrainedModel | PeftModel:
     """Build what ``spec`` describes on torch's "meta" device, from the model's config alone.
 
@@ -28,6 +32,7 @@ def skeleton(
         spec: Its quantisation is left out: the weights have the shapes that they are computed with.
         body: Without an output head, as reward models and critics need it.
         trainable: False: every parameter is frozen, and there are no adapters.
+        on_gpu: Where it is going to be trained; None: on a GPU if this machine has one.
 
     Raises:
         ValueError: The source leads to no config, or an option does not fit the model.
@@ -50,7 +55,7 @@ def skeleton(
         if not body:
             allow_packing(model)
         task = "FEATURE_EXTRACTION" if body else "CAUSAL_LM"
-        return finish_for_training(model, spec, trainable=trainable, task_type=task)
+        return finish_for_training(model, spec, trainable=trainable, task_type=task, on_gpu=on_gpu)
 
 
 def model_config(spec: PretrainedSpec) -> PreTrainedConfig:

@@ -68,6 +68,10 @@ class LoRA:
     """Further modules that are trained in full, as a copy."""
 
 
+_LARGE = 3_000_000_000
+"""Weights of a model above which activations are what fills a GPU first."""
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PretrainedSpec:
     """Loading options that all pretrained models share."""
@@ -79,8 +83,9 @@ class PretrainedSpec:
     attn_implementation: str | None = None
     """``eager``, ``sdpa``, ``flash_attention_2``, ...; None: the model's default. ``eager`` stands
     in for ``sdpa`` where that leaves out what a model asks for (Gemma 2)."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass instead of keeping them. ``auto``: where there is
+    a GPU, for models of more than three billion weights."""
     activation_offload: bool = False
     """Keep what `gradient_checkpointing` recomputes from, the inputs of the blocks, in main memory:
     frees 2 bytes (in 16 bits) per token, layer and hidden unit of a GPU, and costs copies."""
@@ -209,11 +214,21 @@ def load_pretrained(spec: PretrainedSpec, auto_class: Any, *, trainable: bool) -
 
 
 def finish_for_training(
-    model: PreTrainedModel, spec: PretrainedSpec, *, task_type: str, trainable: bool = True
+    model: PreTrainedModel,
+    spec: PretrainedSpec,
+    *,
+    task_type: str,
+    trainable: bool = True,
+    on_gpu: bool | None = None,
 ) -> PreTrainedModel | peft.PeftModel:
     """Add the adapters, the activation recomputing and the freezing that ``spec`` asks for.
 
-    ``task_type`` is PEFT's name for what the model does. Not ``trainable``, all of it is frozen.
+    Args:
+        model: As it was loaded.
+        spec: What it asks for.
+        task_type: PEFT's name for what the model does.
+        trainable: False: all of it is frozen.
+        on_gpu: Where it is going to be trained; None: on a GPU if this machine has one.
     """
     if task_type != "CAUSAL_LM":  # it generates nothing: keys and values are not kept
         for config in (model.config, model.config.get_text_config()):
@@ -227,7 +242,7 @@ def finish_for_training(
     if spec.lora is not None:
         finished = _with_adapters(model, spec.lora, task_type, skip=_skipped(model, spec))
         check_mergeable(finished)
-    if spec.gradient_checkpointing:
+    if _recomputes(model, spec, on_gpu=torch.cuda.is_available() if on_gpu is None else on_gpu):
         # without an accelerator they are in main memory already, which cannot be pinned
         offload = spec.activation_offload and torch.accelerator.is_available()
         model.gradient_checkpointing_enable({"use_reentrant": False}, offload=offload)
@@ -235,6 +250,13 @@ def finish_for_training(
             # the inputs of the first block come from frozen embeddings
             model.enable_input_require_grads()  # type: ignore[no-untyped-call]
     return finished
+
+
+def _recomputes(model: nn.Module, spec: PretrainedSpec, *, on_gpu: bool) -> bool:
+    if spec.gradient_checkpointing != "auto":
+        return spec.gradient_checkpointing
+    number = sum(weight.numel() for weight in model.parameters())
+    return spec.activation_offload or (on_gpu and number > _LARGE)
 
 
 def _exotic(spec: PretrainedSpec) -> str | None:
