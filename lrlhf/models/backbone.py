@@ -26,6 +26,7 @@ from lrlhf.models.output_head import body_of, plain_model
 from lrlhf.models.packed.packed_attention import (
     COMPARED_ATTENTION,
     FUNCTIONS,
+    KEPT_SDPA,
     PACKED_ATTENTION,
     PACKED_NAMES,
     PACKED_OWN_ATTENTION,
@@ -43,6 +44,7 @@ from lrlhf.models.packed.packing import (
     pack,
     unfold,
 )
+from lrlhf.models.sharding import device_of
 from lrlhf.types import Media, SequenceBatch
 
 logger = logging.getLogger(__name__)
@@ -208,13 +210,14 @@ def keep_attention(model: PreTrainedModel, asked: str | None) -> None:
             FlexAttention too; flash attention goes on, on CPUs with ``sdpa`` in its place.
     """
     config = _attention_config(model)
-    if asked == "sdpa":
-        allow_packing(model, flex=False)
-    elif "flash" in config._attn_implementation:
-        config._attn_implementation = name_flash(config._attn_implementation)
+    name = config._attn_implementation
+    if name == asked == "sdpa":
+        config._attn_implementation = KEPT_SDPA
+    elif "flash" in name:
+        config._attn_implementation = name_flash(name)
 
 
-def allow_packing(model: PreTrainedModel | PeftModel, *, flex: bool = True) -> bool:
+def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
     """Let a model compute packed rows from now on, if a trial gives the same hidden states.
 
     It needs a causal model whose attention is ``sdpa``, ``flex_attention`` or a flash kernel,
@@ -229,7 +232,6 @@ def allow_packing(model: PreTrainedModel | PeftModel, *, flex: bool = True) -> b
         model: With its weights. Its config names another attention afterwards, which computes the
             same, and knows packed rows. On the meta device, where nothing can be tried, the trial
             is taken to succeed.
-        flex: Packed rows may go through FlexAttention, which ``sdpa`` leaves to CUDA.
 
     Returns:
         Whether it will.
@@ -239,9 +241,9 @@ def allow_packing(model: PreTrainedModel | PeftModel, *, flex: bool = True) -> b
     if packs(plain):
         return True
     reason, name = _obstacle(plain), config._attn_implementation
-    packing = PACKED_NAMES.get(name, PACKED_ATTENTION)
-    if packing == PACKED_ATTENTION and not flex:
-        packing = PACKED_SDPA
+    packing = PACKED_NAMES.get(name, name)
+    if name == KEPT_SDPA:
+        name = "sdpa"
     if plain.device.type == "meta":
         if reason is None:
             bounded = name == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None
@@ -367,10 +369,11 @@ def _trial(plain: PreTrainedModel) -> HiddenStates:
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = torch.tensor([ids[place % len(ids)] for place in text])
         mask[row, : len(text)] = True
+    device = device_of(plain)
     batch = SequenceBatch(
-        input_ids=tokens.to(plain.device),
-        attention_mask=mask.to(plain.device),
-        response_mask=mask.to(plain.device),
+        input_ids=tokens.to(device),
+        attention_mask=mask.to(device),
+        response_mask=mask.to(device),
         group_ids=torch.tensor([0, 0, 1]),
     )
     with evaluating(plain):

@@ -382,7 +382,17 @@ AttentionInterface.register(COMPARED_ATTENTION, compared_attention)
 AttentionMaskInterface.register(COMPARED_ATTENTION, sdpa_mask)
 
 
-PACKED_NAMES = {"sdpa": PACKED_ATTENTION, "flex_attention": PACKED_FLEX}
+KEPT_SDPA = "lrlhf_sdpa"
+"""Of ``sdpa`` that was asked for, and is to compute packed rows as well."""
+
+AttentionInterface.register(KEPT_SDPA, sdpa_attention_forward)
+AttentionMaskInterface.register(KEPT_SDPA, sdpa_mask)
+
+PACKED_NAMES = {
+    "sdpa": PACKED_ATTENTION,
+    KEPT_SDPA: PACKED_SDPA,
+    "flex_attention": PACKED_FLEX,
+}
 """Of attention for rows that are not packed: what takes its place where packed rows come too."""
 
 
