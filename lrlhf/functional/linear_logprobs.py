@@ -1,4 +1,8 @@
-"""Log-probabilities under a linear output head, in blocks of rows and columns of the logits."""
+"""Log-probabilities under a linear output head, in blocks of rows and columns of the logits.
+
+Why not ``torch.nn.functional.linear_cross_entropy`` (torch 2.13), which takes any gradient per token
+too? See ``docs/models.md``.
+"""
 
 from __future__ import annotations
 
