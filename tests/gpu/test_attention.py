@@ -50,11 +50,6 @@ from tests.modules.policy_runs import letters, sgd, weights
 # read at the first matrix product of the process
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
-
 SIZES = {
     "vocab_size": 50,
     "hidden_size": 128,
@@ -114,6 +109,7 @@ def by_turn(batch: SequenceBatch, model: PreTrainedModel) -> Callable[[], Tensor
 # ------------------------------------------------------------------ FlexAttention
 
 
+@pytest.mark.gpu_lines("lrlhf.models.backbone._wants_tour")
 @pytest.mark.parametrize("build", [llama, mistral])
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_packed_rows_and_their_gradients_are_those_of_padded_ones(
@@ -157,6 +153,7 @@ def test_attention_sinks_go_through_flex_attention_where_it_is_asked_for(
     assert flexed == [True, True]
 
 
+@pytest.mark.gpu_lines("lrlhf.models.packed.flex")
 @pytest.mark.parametrize("changed", ["small heads", "float64", "sdpa"])
 def test_what_it_does_not_compute_goes_through_sdpa(changed: str, flexed: list[bool]) -> None:
     model = on_gpu(small_heads if changed == "small heads" else llama)
@@ -219,6 +216,7 @@ def test_it_keeps_less_than_masks_and_copies_of_a_prompt_do(flexed: list[bool]) 
     assert kept[None] < kept["sdpa"]
 
 
+@pytest.mark.gpu_lines("lrlhf.models.packed.flash")
 def test_flash_attention_is_called_under_its_own_name(flexed: list[bool]) -> None:
     pytest.importorskip("flash_attn")
     model = on_gpu(llama).bfloat16()
@@ -237,16 +235,17 @@ def test_flash_attention_is_called_under_its_own_name(flexed: list[bool]) -> Non
 # ------------------------------------------------------------------ the output head
 
 
+@pytest.mark.gpu_lines("lrlhf.functional.linear_logprobs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy", [False, True])
 def test_log_probabilities_and_gradients_are_those_of_float64(
-    dtype: torch.dtype, entropy: bool
+    dtype: torch.dtype, entropy: bool, device: torch.device
 ) -> None:
     torch.manual_seed(1)
-    hidden = torch.randn(300, 64, device="cuda", dtype=dtype)
-    weight = torch.randn(5000, 64, device="cuda", dtype=dtype) / 8
-    targets = torch.randint(5000, (300,), device="cuda")
-    upstream = torch.randn(300, device="cuda", dtype=torch.float64)
+    hidden = torch.randn(300, 64, device=device, dtype=dtype)
+    weight = torch.randn(5000, 64, device=device, dtype=dtype) / 8
+    targets = torch.randint(5000, (300,), device=device)
+    upstream = torch.randn(300, device=device, dtype=torch.float64)
 
     def gradients_of(kind: torch.dtype, whole: bool) -> tuple[Tensor, ...]:
         h, w = (part.to(kind).requires_grad_() for part in (hidden, weight))
@@ -259,7 +258,9 @@ def test_log_probabilities_and_gradients_are_those_of_float64(
                 h, w, targets, temperature=0.7, chunk_size=128, return_entropy=True
             )
             found, chaos = both.logprobs, both.entropy
-        (found * upstream.to(found) + (chaos * upstream.to(found) if entropy else 0)).sum().backward()
+        (
+            found * upstream.to(found) + (chaos * upstream.to(found) if entropy else 0)
+        ).sum().backward()
         assert h.grad is not None
         assert w.grad is not None
         return found.detach(), chaos.detach(), h.grad, w.grad
@@ -285,7 +286,9 @@ def test_deterministic_runs_end_with_the_same_weights(
     prompts.write_text("\n".join(f'{{"prompt": "say {word}"}}' for word in "abcdefgh"))
     ends = []
     for number in range(2):
-        model = seeded(lambda: LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": len(tokenizer)})))
+        model = seeded(
+            lambda: LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": len(tokenizer)}))
+        )
         critic = {} if kind is RLOO else {"critic": Critic(optimizer=sgd(1e-2))}
         module = kind(
             model,
@@ -329,6 +332,7 @@ def test_whole_numbers_are_cumulated_where_cuda_refuses_fractions() -> None:
 # ------------------------------------------------------------------ devices
 
 
+@pytest.mark.gpu_lines("lrlhf.models.sharding.device_of")
 def test_a_sharded_model_computes_on_the_gpu_while_its_weights_rest_in_main_memory(
     tmp_path: Path,
 ) -> None:

@@ -212,6 +212,7 @@ def test_autocast_decides_the_precision_as_for_sdpa() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch, about its own compiler
 @torch.no_grad()
 def test_compiled_kernels_compute_the_same() -> None:
     model = seeded(llama)
