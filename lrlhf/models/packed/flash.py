@@ -36,7 +36,7 @@ class FlashAttention:
             window = options.get("sliding_window")
             mask = _whole_mask(attention_mask, query.shape[2], key.shape[2], window)
             return sdpa_attention_forward(module, query, key, value, mask, **options)
-        settings = {**vars(module.config), "_attn_implementation": self._kernel}  # type: ignore[arg-type]
+        settings = {**vars(module.config), "_attn_implementation": self._kernel}
         # it looks the kernel up by the name in the layer's config
         layer = SimpleNamespace(
             config=SimpleNamespace(**settings),

@@ -71,7 +71,7 @@ def flex_attention(
         return None
     if device == "cuda":  # rows of one block would get the kernels for generation
         options["kernel_options"] = {"BACKEND": "TRITON"}
-    with torch.compiler.config.patch(recompile_limit=_VARIANTS):
+    with torch.compiler.config.patch(recompile_limit=_VARIANTS):  # type: ignore[attr-defined]
         result: Tensor = flex_attention_forward(
             module, query, key, value, mask, scaling=scaling, **options
         )[0]

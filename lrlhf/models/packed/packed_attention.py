@@ -373,7 +373,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 """All that compute packed rows, by the name in a model's config."""
 
-_MASKS = {PACKED_FLEX: flex_attention_mask, PACKED_OWN_ATTENTION: eager_mask}
+_MASKS: dict[str, Callable[..., Any]] = {
+    PACKED_FLEX: flex_attention_mask,
+    PACKED_OWN_ATTENTION: eager_mask,
+}
 
 for _name, _function in FUNCTIONS.items():
     AttentionInterface.register(_name, _function)

@@ -142,7 +142,8 @@ class _TopP(TopPLogitsWarper):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not torch.are_deterministic_algorithms_enabled():
-            return super().__call__(input_ids, scores)
+            kept: Tensor = super().__call__(input_ids, scores)
+            return kept
         ordered, order = scores.sort(dim=-1)
         cut = _cumulated(ordered.double().softmax(dim=-1)) <= 1 - self.top_p
         cut[:, -self.min_tokens_to_keep :] = False
