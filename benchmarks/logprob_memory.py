@@ -6,6 +6,7 @@ Forward and backward pass for 8192 tokens, with the gradients of the hidden stat
 
 - ``naive``: all logits, a float32 log-softmax over them, the chosen entry;
 - ``rows``: all logits, then log-sum-exp for one text of 512 tokens after the other, as TRL does it;
+- ``torch``: ``torch.nn.functional.linear_cross_entropy`` in the chunks that it chooses itself;
 - ``lrlhf``: `lrlhf.functional.token_logprobs`.
 
 Every measurement has a process of its own; the methods take turns, and medians are shown. Memory is
@@ -39,8 +40,9 @@ from lrlhf.functional import token_logprobs
 
 TEXT_TOKENS = 512
 """Tokens in a text of the method ``rows``."""
-COPIES_OF_LOGITS = {"naive": 3, "rows": 5, "lrlhf": 1}
+COPIES_OF_LOGITS = {"naive": 3, "rows": 5, "torch": 1, "lrlhf": 1}
 """In float32, that are alive at the same time in the backward pass; ours are of a chunk only."""
+IN_CHUNKS = ("torch", "lrlhf")
 LogprobFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -102,6 +104,15 @@ def by_rows(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return chosen - normalizer
 
 
+def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Compute no more logits at once than torch thinks fit."""
+    options = torch.nn.LinearCrossEntropyOptions()
+    losses: Tensor = torch.nn.functional.linear_cross_entropy(
+        hidden, weight, targets, reduction="none", options=options
+    )
+    return -losses
+
+
 def measure(options: argparse.Namespace, method: str) -> Measurement:
     """Run one method once, in this process."""
     (vocabulary,) = options.vocabularies
@@ -127,7 +138,7 @@ def functions(options: argparse.Namespace) -> dict[str, LogprobFunction]:
     def ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return token_logprobs(hidden, weight, targets, chunk_size=options.chunk_size)
 
-    return {"naive": naive, "rows": by_rows, "lrlhf": ours}
+    return {"naive": naive, "rows": by_rows, "torch": in_chunks, "lrlhf": ours}
 
 
 def inputs(options: argparse.Namespace, vocabulary: int, tokens: int) -> tuple[Tensor, ...]:
@@ -205,7 +216,7 @@ def needed(options: argparse.Namespace, vocabulary: int, method: str) -> int:
     size = getattr(torch, options.dtype).itemsize
     weights = vocabulary * options.hidden * size * (1 if options.frozen_head else 2)
     copies = COPIES_OF_LOGITS[method]
-    rows = min(options.chunk_size, options.tokens) if method == "lrlhf" else options.tokens
+    rows = min(options.chunk_size, options.tokens) if method in IN_CHUNKS else options.tokens
     return weights + 2 * options.tokens * options.hidden * size + copies * rows * vocabulary * 4
 
 
@@ -289,7 +300,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeats", type=int, default=3)
-    methods = ["naive", "rows", "lrlhf"]
+    methods = ["naive", "rows", "torch", "lrlhf"]
     parser.add_argument("--methods", nargs="+", default=["naive", "lrlhf"], choices=methods)
     parser.add_argument("--frozen-head", action="store_true", help="as under LoRA")
     parser.add_argument("--out", type=Path, help="folder for the JSON file and the plot")

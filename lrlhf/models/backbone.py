@@ -26,10 +26,15 @@ from lrlhf.models.modes import ModelRefusalError, evaluating, refusals, trial
 from lrlhf.models.output_head import body_of, plain_model
 from lrlhf.models.packed.packed_attention import (
     COMPARED_ATTENTION,
+    FUNCTIONS,
+    KEPT_SDPA,
     PACKED_ATTENTION,
+    PACKED_NAMES,
     PACKED_OWN_ATTENTION,
+    PACKED_SDPA,
     SEGMENTS,
     comparing,
+    name_flash,
 )
 from lrlhf.models.packed.packing import (
     Chains,
@@ -40,6 +45,7 @@ from lrlhf.models.packed.packing import (
     pack,
     unfold,
 )
+from lrlhf.models.sharding import device_of
 from lrlhf.types import Media, SequenceBatch
 
 logger = logging.getLogger(__name__)
@@ -107,7 +113,8 @@ def hidden_states(
     if packs(plain, batch):
         marks = tuple(placeholder_ids(plain.config).values())
         trees = find_trees(rows, batch.group_ids if share else None, batch.media, marks)
-        packed = pack(rows, trees) if any(tree.tokens for tree in trees) else None
+        if any(tree.tokens for tree in trees):
+            packed = pack(rows, trees, tour=_wants_tour(plain, rows.input_ids.device))
     if packed is None:
         chains = unfold(rows)
         inputs = _padded_inputs(plain, chains, batch.media)
@@ -180,19 +187,44 @@ def _packed_inputs(
 
 def packs(plain: PreTrainedModel, batch: SequenceBatch | None = None) -> bool:
     """Tell whether rows, by default without images, go through a plain model as one packed row."""
-    packing = (PACKED_ATTENTION, PACKED_OWN_ATTENTION)
-    if _attention_config(plain)._attn_implementation not in packing:
+    if _attention_config(plain)._attn_implementation not in FUNCTIONS:
         return False
     # such models let the tokens of an image see each other, which only their own masks do
     return batch is None or batch.media is None or not _sees_images_both_ways(plain)
 
 
+def _wants_tour(plain: PreTrainedModel, device: torch.device) -> bool:
+    """Tell whether packed rows go through FlexAttention, where that computes them."""
+    name = _attention_config(plain)._attn_implementation
+    if name in (PACKED_SDPA, PACKED_OWN_ATTENTION):
+        return False
+    # on CPUs there is no backward pass, and compiling takes longer than most passes
+    return device.type == "cuda" or name != PACKED_ATTENTION
+
+
+def keep_attention(model: PreTrainedModel, asked: str | None) -> None:
+    """Note which attention a new model was asked to have, before anything goes through it.
+
+    Args:
+        model: As ``from_pretrained`` loads it.
+        asked: Its option ``attn_implementation``: with ``sdpa`` packed rows go without
+            FlexAttention too; flash attention goes on, on CPUs with ``sdpa`` in its place.
+    """
+    config = _attention_config(model)
+    name = config._attn_implementation
+    if name == asked == "sdpa":
+        config._attn_implementation = KEPT_SDPA
+    elif "flash" in name:
+        config._attn_implementation = name_flash(name)
+
+
 def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
     """Let a model compute packed rows from now on, if a trial gives the same hidden states.
 
-    It needs a causal model whose attention is ``sdpa``, through the interface of ``transformers``
-    for attention functions, without layers that read the sequence in another way (convolutions,
-    state spaces, chunks). What does not fit is computed in padded rows, and the log says so.
+    It needs a causal model whose attention is ``sdpa``, ``flex_attention`` or a flash kernel,
+    through the interface of ``transformers`` for attention functions, without layers that read the
+    sequence in another way (convolutions, state spaces, chunks). What does not fit is computed in
+    padded rows, and the log says so.
 
     A model that asks for more than ``sdpa`` computes, such as Gemma 2 for bounded scores, gets the
     attention of its own file instead, packed or not.
@@ -211,18 +243,30 @@ def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
         return True
     if waits(plain, allow_packing):
         return False
-    reason = _obstacle(plain)
+    reason, name = _obstacle(plain), config._attn_implementation
+    packing = PACKED_NAMES.get(name, name)
+    if name == KEPT_SDPA:
+        name = "sdpa"
     if plain.device.type == "meta":
         if reason is None:
-            bounded = getattr(config, "attn_logit_softcapping", None) is not None
-            config._attn_implementation = PACKED_OWN_ATTENTION if bounded else PACKED_ATTENTION
+            bounded = name == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None
+            config._attn_implementation = PACKED_OWN_ATTENTION if bounded else packing
         return reason is None
     # an encoder is not expected to pack, and other attention was asked for
-    expected = config._attn_implementation == "sdpa" and not _sees_what_follows(plain)
-    if config._attn_implementation == "sdpa":
-        padded, packed = _fitting(plain)
-        reason = reason or _difference(plain, padded, packed)
-        config._attn_implementation = padded if reason else packed
+    expected = name in PACKED_NAMES and not _sees_what_follows(plain)
+    if name in PACKED_NAMES:
+        padded, tried = "sdpa", PACKED_SDPA
+        if _asks_for_more(plain):
+            padded, tried = "eager", PACKED_OWN_ATTENTION
+        reason = reason or _difference(plain, padded, tried)
+        if name == "sdpa" and padded == "eager":
+            name, packing = padded, tried
+            logger.info(
+                "%s asks for more than sdpa computes: its attention is that of its own file, which "
+                "transformers calls eager and which takes more memory.",
+                type(plain).__name__,
+            )
+        config._attn_implementation = name if reason else packing
     if reason is not None:
         logger.log(
             logging.WARNING if expected else logging.INFO,
@@ -235,8 +279,8 @@ def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
     return reason is None
 
 
-def _fitting(plain: PreTrainedModel) -> tuple[str, str]:
-    """Name the attention that computes all that the layers ask for, in padded and packed rows."""
+def _asks_for_more(plain: PreTrainedModel) -> bool:
+    """Tell whether the layers ask for more than ``sdpa`` computes."""
     config = _attention_config(plain)
     asking: list[str] = []
     try:
@@ -247,19 +291,12 @@ def _fitting(plain: PreTrainedModel) -> tuple[str, str]:
         logger.debug("the attention of %s was not compared: %s", type(plain).__name__, error)
     finally:
         config._attn_implementation = "sdpa"
-    if not asking:
-        return "sdpa", PACKED_ATTENTION
-    logger.info(
-        "%s asks for more than sdpa computes: its attention is that of its own file, which "
-        "transformers calls eager and which takes more memory.",
-        type(plain).__name__,
-    )
-    return "eager", PACKED_OWN_ATTENTION
+    return bool(asking)
 
 
 def _obstacle(plain: PreTrainedModel) -> str | None:
     config = _attention_config(plain)
-    if config._attn_implementation != "sdpa":
+    if config._attn_implementation not in PACKED_NAMES:
         return f"its attention is {config._attn_implementation!r}, not 'sdpa'"
     if _sees_what_follows(plain):
         return "its tokens see what follows them"
@@ -335,10 +372,11 @@ def _trial(plain: PreTrainedModel) -> HiddenStates:
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = torch.tensor([ids[place % len(ids)] for place in text])
         mask[row, : len(text)] = True
+    device = device_of(plain)
     batch = SequenceBatch(
-        input_ids=tokens.to(plain.device),
-        attention_mask=mask.to(plain.device),
-        response_mask=mask.to(plain.device),
+        input_ids=tokens.to(device),
+        attention_mask=mask.to(device),
+        response_mask=mask.to(device),
         group_ids=torch.tensor([0, 0, 1]),
     )
     with evaluating(plain):

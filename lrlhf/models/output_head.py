@@ -15,7 +15,7 @@ from lrlhf.functional.linear_logprobs import LinearHead
 from lrlhf.models.loading.unread import waits
 from lrlhf.models.media_inputs import ruled_out_ids
 from lrlhf.models.modes import evaluating, trial
-from lrlhf.models.sharding import is_split
+from lrlhf.models.sharding import device_of, is_split
 
 
 def context_length(model: PreTrainedModel | PeftModel) -> int | None:
@@ -148,9 +148,10 @@ def check_output_head(model: PreTrainedModel | PeftModel) -> None:
     if waits(plain, check_output_head):
         return
     # of two ids at most one is the padding id, whose embedding may be all zero
-    tokens = torch.tensor([[1, 2]], device=plain.device)
-    padded = torch.tensor([[1, 2, 1]], device=plain.device)
-    seen = torch.tensor([[1, 1, 0]], device=plain.device)
+    device = device_of(plain)
+    tokens = torch.tensor([[1, 2]], device=device)
+    padded = torch.tensor([[1, 2, 1]], device=device)
+    seen = torch.tensor([[1, 1, 0]], device=device)
     with evaluating(plain):
         expected = plain(input_ids=tokens, use_cache=False).logits.float()
         body = body_of(plain)(input_ids=padded, attention_mask=seen, use_cache=False)

@@ -17,6 +17,7 @@ from lrlhf.models.media_inputs import media_modules
 from lrlhf.models.modes import trial
 from lrlhf.models.output_head import plain_model
 from lrlhf.models.packed.packing import compact
+from lrlhf.models.sharding import device_of
 from lrlhf.types import SequenceBatch
 
 
@@ -155,7 +156,7 @@ class HeadedBackbone(Scorer):
             for weight in doubtful if self.config.layer != -1 else ():
                 weight.requires_grad_(False)
             return
-        tokens = torch.zeros((1, 2), dtype=torch.long, device=plain.device)
+        tokens = torch.zeros((1, 2), dtype=torch.long, device=device_of(plain))
         mask = torch.ones_like(tokens, dtype=torch.bool)
         probe = SequenceBatch(input_ids=tokens, attention_mask=mask, response_mask=mask)
         with torch.enable_grad():

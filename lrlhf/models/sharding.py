@@ -70,6 +70,20 @@ def has_split_weights(model: nn.Module) -> bool:
     )
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device that a model computes on, and that its inputs belong on.
+
+    Weights that are split may rest in main memory, from where they are gathered.
+    """
+    for weight in model.parameters():
+        if zero.is_partitioned(weight):
+            return zero.device()
+        kind = weight.device_mesh.device_type if isinstance(weight, DTensor) else "cpu"
+        if kind != "cpu":
+            return torch.device(kind, torch.accelerator.current_device_index())
+    return next(model.parameters()).device
+
+
 def settle(model: nn.Module) -> None:
     """Free what was gathered, so that the model's parameters are the parts that are trained.
 

@@ -22,6 +22,7 @@ from lrlhf.models.loading.unread import device_for_new, waits
 from lrlhf.models.modes import evaluating, trial
 from lrlhf.models.output_head import plain_model
 from lrlhf.models.scorers import HeadedBackbone
+from lrlhf.models.sharding import device_of
 from lrlhf.models.token_logprobs import sequence_values
 from lrlhf.types import SequenceBatch
 
@@ -156,7 +157,7 @@ def _check_causal(model: PreTrainedModel) -> None:
         return
     if model.device.type == "meta":  # a plan of a run's memory: there is nothing to compare
         return
-    tokens = torch.tensor([[1, 1], [1, 2]], device=model.device)
+    tokens = torch.tensor([[1, 1], [1, 2]], device=device_of(model))
     with evaluating(model):
         output = model.base_model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
     hidden = output.last_hidden_state.float()

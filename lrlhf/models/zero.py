@@ -58,6 +58,11 @@ def is_partitioned(weight: Tensor) -> bool:
     return "ds_id" in vars(weight)
 
 
+def device() -> torch.device:
+    """Return the device that split weights are gathered on, wherever their pieces lie."""
+    return torch.device(load_deepspeed().accelerator.get_accelerator().current_device_name())
+
+
 def shape_of(weight: Tensor) -> torch.Size:
     """Return a weight's shape, which a split one does not show."""
     return torch.Size(weight.ds_shape) if is_partitioned(weight) else weight.shape  # type: ignore[attr-defined]
@@ -102,8 +107,7 @@ def partition_of(weight: Tensor, full: Tensor) -> Tensor:
 def whole_of_partitions(weight: Tensor, part: Tensor) -> Tensor:
     """Put all ranks' pieces, of a weight or of one value per entry, together in its shape."""
     split: Any = weight
-    device = load_deepspeed().accelerator.get_accelerator().current_device_name()
-    own = part.detach().to(device).contiguous()
+    own = part.detach().to(device()).contiguous()
     pieces = own.new_empty(split.ds_zero_partition_world_size * own.numel())
     torch.distributed.all_gather_into_tensor(pieces, own, group=split.ds_process_group)
     return pieces[: split.ds_numel].view(split.ds_shape)

@@ -22,6 +22,7 @@ from lrlhf.models import (
     ruled_out_ids,
 )
 from lrlhf.models.loading.pretrained import DType
+from lrlhf.models.sharding import device_of
 from lrlhf.rewards.dispatch import while_wanted
 from lrlhf.rewards.function import (
     Completion,
@@ -143,7 +144,7 @@ class LearnedReward(RewardFunction):
         Raises:
             ValueError: It has no such head, or several and none was chosen.
         """
-        device = next(network.parameters()).device
+        device = device_of(network)
         reward = cls("in memory", head=head, batch_size=batch_size, device=str(device))
         reward._loaded = reward._with(network, tokenizer, processor)
         return reward

@@ -62,4 +62,4 @@ def test_on_a_cpu_nothing_is_copied(model_folder: str) -> None:
 
 def test_without_recomputing_there_is_nothing_to_copy() -> None:
     with pytest.raises(ValueError, match="set gradient_checkpointing: true too"):
-        CausalLM(source="any", activation_offload=True)
+        CausalLM(source="any", activation_offload=True, gradient_checkpointing=False)

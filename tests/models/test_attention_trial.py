@@ -15,7 +15,17 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lrlhf.models import allow_packing, backbone, packs, sequence_logprobs
+from lrlhf.models import (
+    HeadConfig,
+    HeadedBackbone,
+    allow_packing,
+    backbone,
+    packs,
+    sequence_logprobs,
+)
+from lrlhf.models.output_head import check_output_head
+from lrlhf.models.value_network import _check_causal
+from lrlhf.rollout.engines.generation_batches import trial_prompts
 from lrlhf.types import SequenceBatch
 from tests.models.families import _SIZES, llama, right_padded, seeded
 
@@ -86,3 +96,23 @@ def test_what_packed_rows_do_not_know_of_a_layer_keeps_them_padded(
         assert not allow_packing(model)
     assert "its attention is given 'indices'" in caplog.text
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_trials_put_their_tokens_where_the_model_computes_not_where_its_weights_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # with weights in main memory ``device`` says "cpu" and the model computes on a GPU: here it
+    # computes on the CPU, and ``device`` names what does not exist
+    monkeypatch.setattr(PreTrainedModel, "device", torch.device("cuda:7"))
+    model = seeded(llama)
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(1, device=model.device)
+    assert allow_packing(model)
+    check_output_head(model)
+    _check_causal(model)
+    assert trial_prompts(model).input_ids.device.type == "cpu"
+    monkeypatch.setattr(torch.nn.ModuleDict, "to", lambda heads, _: heads)  # heads are new weights
+    body = seeded(llama).base_model
+    body.extra = torch.nn.Linear(2, 2)  # of no block: whether it is used is tried
+    HeadedBackbone(body, HeadConfig(names=("a",), layer=2))
+    assert not body.extra.weight.requires_grad

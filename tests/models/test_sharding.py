@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from lrlhf.models import zero
 from lrlhf.models.sharding import (
     CheckpointMismatchError,
+    device_of,
     gathered,
     has_split_weights,
     load_state,
@@ -127,3 +132,30 @@ def test_other_shapes_are_refused_even_if_they_would_broadcast(
         load_state(model, stored)
     assert str(shape) in str(caught.value)
     assert "(3, 2) in the model" in str(caught.value)
+
+
+def test_a_model_computes_where_its_weights_are(model: Model) -> None:
+    assert device_of(model) == torch.device("cpu")
+    assert device_of(model.to("meta")) == torch.device("meta")
+
+
+def test_weights_that_rest_in_main_memory_are_computed_with_where_they_are_gathered(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # what `fully_shard` with offloading makes of a weight
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    mesh = DeviceMesh("cuda", [0], _init_backend=False, _rank=0)
+    weight = model.head.weight.detach()
+    form = TensorMeta(weight.shape, weight.stride(), weight.dtype)
+    split = DTensor(weight, DTensorSpec(mesh, (Replicate(),), form), requires_grad=True)
+    model.head.weight = nn.Parameter(split)
+    assert model.head.weight.device == torch.device("cpu")
+    assert device_of(model) == torch.device("cuda:3")
+
+
+def test_pieces_of_weights_are_computed_with_where_deepspeed_gathers_them(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zero, "device", lambda: torch.device("cuda:2"))
+    model.head.weight.ds_id = 1
+    assert device_of(model) == torch.device("cuda:2")

@@ -39,7 +39,7 @@ def skeleton(
     """
     config = model_config(spec)
     attention = spec.attn_implementation
-    if attention is not None and attention.startswith("flash"):
+    if attention is not None and attention.startswith(("flash", "flex")):
         attention = "sdpa"  # keeps the same tensors for the backward pass, and is always there
     stored = config.dtype or torch.float32
     auto_class: Any = AutoModel if body else language_model_class(config)

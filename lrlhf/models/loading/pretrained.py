@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from lrlhf.arguments import brief
-from lrlhf.models.backbone import allow_packing
+from lrlhf.models.backbone import allow_packing, keep_attention
 from lrlhf.models.compiling import compile_layers
 from lrlhf.models.loading.export import check_mergeable
 from lrlhf.models.loading.model_sources import (
@@ -81,8 +81,9 @@ class PretrainedSpec:
     dtype: DType = "float32"
     """Of the weights. ``auto``: as stored. Adapters on a 16-bit model stay float32."""
     attn_implementation: str | None = None
-    """``eager``, ``sdpa``, ``flash_attention_2``, ...; None: the model's default. ``eager`` stands
-    in for ``sdpa`` where that leaves out what a model asks for (Gemma 2)."""
+    """``sdpa``, ``flex_attention``, ``flash_attention_2``, ``eager``, ...; None: the model's own.
+    Packed rows go through FlexAttention, but not with ``sdpa``, nor with None on CPUs. ``eager``
+    stands in for ``sdpa`` where that leaves out what a model asks for (Gemma 2)."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass instead of keeping them. ``auto``: where there is
     a GPU, for models of more than three billion weights."""
@@ -208,6 +209,7 @@ def load_pretrained(spec: PretrainedSpec, auto_class: Any, *, trainable: bool) -
     _keep_4_bit_layout(model)
     if not spec.dropout:
         silence_dropout(model)
+    keep_attention(model, spec.attn_implementation)
     if spec.compile:
         compile_layers(model)
     return model

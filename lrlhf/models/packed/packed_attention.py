@@ -2,7 +2,11 @@
 
 It is registered with ``transformers`` under names of its own. Without the segments of a packed
 row, as in generation, it is the library's ``sdpa``, or for models that ask for more than that
-computes (Gemma 2's bounded scores) the attention that is written in the model's own file.
+computes (Gemma 2's bounded scores) the attention that is written in the model's own file, or the
+library's ``flex_attention`` or a flash kernel where that was asked for.
+
+Packed rows go through FlexAttention where their segments come with a tour, else segment by segment.
+Flash kernels know rows, no trees: each branch would need a copy of its prefix.
 """
 
 from __future__ import annotations
@@ -17,14 +21,29 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    eager_mask,
+    flex_attention_mask,
+    sdpa_mask,
+)
 
 from lrlhf.models.modes import in_trial
+from lrlhf.models.packed.flash import FlashAttention
+from lrlhf.models.packed.flex import COMPUTED, flex_attention
 from lrlhf.models.packed.packing import Segments
 
 PACKED_ATTENTION = "lrlhf_packed"
-"""The name in a model's config of attention that computes segments with ``sdpa``."""
+"""The name in a model's config of attention that computes packed rows with FlexAttention or, where
+that cannot, segment by segment with ``sdpa``."""
+
+PACKED_SDPA = "lrlhf_packed_sdpa"
+"""Of the one that always computes them with ``sdpa``."""
+
+PACKED_FLEX = "lrlhf_packed_flex"
+"""As `PACKED_ATTENTION`, with the library's ``flex_attention`` for rows that are not packed."""
 
 PACKED_OWN_ATTENTION = "lrlhf_packed_own"
 """Of the one that computes them as the model's own file does."""
@@ -51,6 +70,51 @@ _IRRELEVANT = {
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
 }
 """Keywords that reach an attention function and say nothing that packed rows do not know."""
+
+_SETTINGS = {SEGMENTS, "dropout", "scaling", "sliding_window"}
+"""Keywords that they do."""
+
+
+class FlexibleAttention:
+    """Computes packed rows with FlexAttention where they have a tour and it can.
+
+    Args:
+        other: Computes rows that are not packed.
+    """
+
+    def __init__(self, other: Callable[..., Any]) -> None:
+        self._other = other
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Float[Tensor, "B Q N D"],
+        key: Float[Tensor, "B K N D"],
+        value: Float[Tensor, "B K N D"],
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Float[Tensor, "B N Q D"], None]:
+        """Compute attention as ``transformers`` asks its attention functions to."""
+        segments: Segments | None = options.get(SEGMENTS)
+        if segments is None:
+            return self._other(module, query, key, value, attention_mask, **options)[0], None
+        given = {name for name, option in options.items() if option is not None}
+        asked = given & set(COMPUTED)
+        if segments.tour is not None and given <= _IRRELEVANT | _SETTINGS | set(COMPUTED):
+            window = options.get("sliding_window")
+            found = flex_attention(
+                module,
+                (query, key, value),
+                segments.tour.mask(window),
+                dropout=options.get("dropout", 0.0),
+                scaling=options.get("scaling"),
+                **{name: options[name] for name in asked},
+            )
+            if found is not None:
+                segments.windows.append(window)
+                return found, None
+        by_segment = own_attention if asked else packed_attention
+        return by_segment(module, query, key, value, attention_mask, **options)
 
 
 def packed_attention(
@@ -302,12 +366,47 @@ def compared_attention(
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    PACKED_ATTENTION: packed_attention,
+    PACKED_ATTENTION: FlexibleAttention(sdpa_attention_forward),
+    PACKED_SDPA: packed_attention,
+    PACKED_FLEX: FlexibleAttention(flex_attention_forward),
     PACKED_OWN_ATTENTION: own_attention,
 }
+"""All that compute packed rows, by the name in a model's config."""
+
+_MASKS: dict[str, Callable[..., Any]] = {
+    PACKED_FLEX: flex_attention_mask,
+    PACKED_OWN_ATTENTION: eager_mask,
+}
+
 for _name, _function in FUNCTIONS.items():
     AttentionInterface.register(_name, _function)
-AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)
-AttentionMaskInterface.register(PACKED_OWN_ATTENTION, eager_mask)
+    AttentionMaskInterface.register(_name, _MASKS.get(_name, sdpa_mask))
 AttentionInterface.register(COMPARED_ATTENTION, compared_attention)
 AttentionMaskInterface.register(COMPARED_ATTENTION, sdpa_mask)
+
+
+KEPT_SDPA = "lrlhf_sdpa"
+"""Of ``sdpa`` that was asked for, and is to compute packed rows as well."""
+
+AttentionInterface.register(KEPT_SDPA, sdpa_attention_forward)
+AttentionMaskInterface.register(KEPT_SDPA, sdpa_mask)
+
+PACKED_NAMES = {
+    "sdpa": PACKED_ATTENTION,
+    KEPT_SDPA: PACKED_SDPA,
+    "flex_attention": PACKED_FLEX,
+}
+"""Of attention for rows that are not packed: what takes its place where packed rows come too."""
+
+
+def name_flash(kernel: str) -> str:
+    """Register a flash kernel that CPUs can stand in for; see also `PACKED_NAMES`."""
+    name, packed = f"lrlhf_{kernel}", f"lrlhf_packed_{kernel}"
+    if name not in PACKED_NAMES:
+        unpacked = FlashAttention(kernel)
+        PACKED_NAMES[name] = packed
+        FUNCTIONS[packed] = FlexibleAttention(unpacked)
+        for each, function in ((name, unpacked), (packed, FUNCTIONS[packed])):
+            AttentionInterface.register(each, function)
+            AttentionMaskInterface.register(each, ALL_MASK_ATTENTION_FUNCTIONS[kernel])
+    return name

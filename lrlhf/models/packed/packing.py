@@ -20,6 +20,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from lrlhf.models.packed.tour import Tour, walk
 from lrlhf.types import Media
 
 
@@ -159,7 +160,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Where the segments lie in a packed row: all prefixes, then all branches, tree by tree.
+    """Where the segments lie in a packed row: of each tree the prefix, then the branches.
 
     Attention functions read it. It is no tensor, so nothing casts, splits or copies it.
     """
@@ -171,6 +172,8 @@ class Segments:
     """Made by the first layer that needs them, read by the others."""
     windows: list[int | None] = field(default_factory=list)
     """How far each layer said that it sees, as it was computed."""
+    tour: Tour | None = None
+    """Of the tokens, for FlexAttention; None: the parts are computed one after another."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,8 +261,8 @@ def _tree(rows: Sequence[int], prefix: int, lengths: Sequence[int]) -> Tree:
     return Tree(tuple(ordered), prefix, branches)
 
 
-def pack(rows: Compacted, trees: Sequence[Tree]) -> Packed:
-    """Lay the trees of `find_trees` one after another."""
+def pack(rows: Compacted, trees: Sequence[Tree], *, tour: bool = False) -> Packed:
+    """Lay the trees of `find_trees` one after another, perhaps with a `Tour` of them."""
     width = rows.input_ids.shape[1]
     source: list[Tensor] = []
     index = torch.zeros(rows.input_ids.shape, dtype=torch.long)
@@ -269,24 +272,24 @@ def pack(rows: Compacted, trees: Sequence[Tree]) -> Packed:
         source.append(tree.rows[0] * width + columns[: tree.prefix])
         index[list(tree.rows), : tree.prefix] = start + columns[: tree.prefix]
         start += tree.prefix
-    for tree in trees:
         for row, length in zip(tree.rows, tree.branches, strict=False):
             own = columns[tree.prefix : tree.prefix + length]
             source.append(row * width + own)
             index[row, tree.prefix : tree.prefix + length] = start + columns[:length]
             start += length
-    device = rows.input_ids.device
+    device, joined = rows.input_ids.device, torch.cat(source)
     cut = _cut(rows)
+    segments = _segments(trees, index, cut)
     depths = columns.expand(index.shape).clone()
     for row, parts in cut.items():
         for part in parts:
             depths[row, part.start : part.end] += part.depth - part.start
     return Packed(
         trees=tuple(trees),
-        source=torch.cat(source).to(device),
+        source=joined.to(device),
         index=index.to(device),
         depths=depths.to(device),
-        segments=_segments(trees, index, cut, device),
+        segments=_laid_out(segments, len(joined), device, tour=tour),
     )
 
 
@@ -300,11 +303,9 @@ def _cut(rows: Compacted) -> dict[int, list[Stretch]]:
 
 
 def _segments(
-    trees: Sequence[Tree],
-    index: Int[Tensor, "B T"],
-    cut: Mapping[int, Sequence[Stretch]],
-    device: torch.device,
-) -> Segments:
+    trees: Sequence[Tree], index: Int[Tensor, "B T"], cut: Mapping[int, Sequence[Stretch]]
+) -> list[_Segment]:
+    """Return all prefixes, then all branches, of at least one token each."""
     prefixes, branches = [], []
     for tree in trees:
         alone = not tree.branches
@@ -316,15 +317,20 @@ def _segments(
             end = tree.prefix + length
             for part in cut.get(row, (Stretch(0, end, ()),)):
                 branches.append(_segment(index[row], _behind(part, tree.prefix)))
-    parts = [_part(alike) for alike in _alike(one for one in prefixes + branches if len(one.own))]
+    return [one for one in prefixes + branches if len(one.own)]
+
+
+def _laid_out(
+    segments: Sequence[_Segment], end: int, device: torch.device, *, tour: bool
+) -> Segments:
+    parts = [_part(alike) for alike in _alike(segments)]
     # the first place that a token has among the flattened parts is its own
     flat = torch.cat([torch.empty(0, dtype=torch.long), *(part.own.flatten() for part in parts)])
-    end = sum(tree.tokens for tree in trees)
     back = torch.full((end,), len(flat)).scatter_reduce(
         0, flat, torch.arange(len(flat)), reduce="amin"
     )
     moved = (Part(*(places.to(device) for places in part)) for part in parts)
-    return Segments(tuple(moved), back.to(device))
+    return Segments(tuple(moved), back.to(device), tour=walk(segments, device) if tour else None)
 
 
 def _behind(part: Stretch, prefix: int) -> Stretch:

@@ -162,13 +162,13 @@ def _deviations(counted: dict[str, list[float]]) -> dict[str, float]:
 
 def _percentiles(name: str, histogram: Tensor) -> dict[str, float]:
     """Read percentiles off a histogram of logarithms."""
-    cumulated = histogram.double().cumsum(dim=0)
+    cumulated = histogram.long().cumsum(dim=0)
     count = int(cumulated[-1])
     if count == 0:
         return {}
 
     def ranked(index: int) -> float:
-        found = torch.searchsorted(cumulated, float(index), right=True)
+        found = torch.searchsorted(cumulated, index, right=True)
         return math.exp((int(found) - _MIDDLE) * BIN_WIDTH)
 
     results = {}

@@ -15,6 +15,7 @@ from lrlhf.datamodules.rows.collate import PromptRow, collate_prompts
 from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.datamodules.rows.prompt_rows import PromptParser
 from lrlhf.models import context_length
+from lrlhf.models.sharding import device_of
 from lrlhf.modules.policy.load_policy import LoadedPolicy
 from lrlhf.modules.prompt_forms import refusal, rows_of
 from lrlhf.rewards.function import did_you_mean
@@ -88,7 +89,7 @@ class TextGenerator:
             seeds: One per response, those of one prompt consecutive.
         """
         tokenizer = self._policy.tokenizer
-        device = next(self._policy.model.parameters()).device
+        device = device_of(self._policy.model)
         prompts = collate_prompts(rows, pad_token_id=_pad_id(tokenizer.pad_token_id)).to(device)
         self._engine.attach(*self._policy)
         n = len(seeds) // len(rows)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from lrlhf.models import ruled_out_ids
 from lrlhf.models.modes import ModelRefusalError, refusals
+from lrlhf.models.sharding import device_of
 from lrlhf.rollout.responses import untold_prompts
 from lrlhf.types import PromptBatch
 
@@ -108,4 +109,4 @@ def trial_prompts(model: PreTrainedModel) -> PromptBatch:
     known = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
     marks = set(ruled_out_ids(model.config))
     ids = [token for token in range(min(known, 64)) if token not in marks]
-    return untold_prompts([ids[-6:], ids[-9:-6], ids[-1:]]).to(model.device)
+    return untold_prompts([ids[-6:], ids[-9:-6], ids[-1:]]).to(device_of(model))

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.media import MediaProcessor
 from lrlhf.models import evaluating, sequence_logprobs
+from lrlhf.models.sharding import device_of
 from lrlhf.rollout.engines.engine import (
     Capabilities,
     ProbeGap,
@@ -346,7 +347,7 @@ class SyncedEngine(RolloutEngine):
 
     @property
     def _device(self) -> torch.device:
-        return next(self._policy.parameters()).device
+        return device_of(self._policy)
 
     def _check_room(self, requests: Sequence[Request]) -> None:
         longest = max(requests, key=lambda one: len(one.prompt_ids) + one.max_tokens)

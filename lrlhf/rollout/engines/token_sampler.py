@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -44,7 +45,7 @@ class TokenSampler(LogitsProcessor):
         if sampling.top_k > 0:
             self._warpers.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
-            self._warpers.append(TopPLogitsWarper(sampling.top_p))
+            self._warpers.append(_TopP(sampling.top_p))
         if sampling.min_p > 0:
             self._warpers.append(MinPLogitsWarper(sampling.min_p))
         self._logprobs: list[Tensor] = []
@@ -130,7 +131,31 @@ class Ending(StoppingCriteria):
 def _inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Pick the token at which the cumulated probability passes ``uniform``."""
     # float32 sums over a large vocabulary would drift by more than a rare token's probability
-    cumulated = logprobs.double().exp().cumsum(dim=-1)
+    cumulated = _cumulated(logprobs.double().exp())
     target = uniform[:, None] * cumulated[:, -1:]
     chosen = torch.searchsorted(cumulated, target, right=True)[:, 0]
     return chosen.clamp(max=logprobs.shape[1] - 1)
+
+
+class _TopP(TopPLogitsWarper):
+    """Keeps what its parent keeps, with sums that CUDA computes in the same order every time."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not torch.are_deterministic_algorithms_enabled():
+            kept: Tensor = super().__call__(input_ids, scores)
+            return kept
+        ordered, order = scores.sort(dim=-1)
+        cut = _cumulated(ordered.double().softmax(dim=-1)) <= 1 - self.top_p
+        cut[:, -self.min_tokens_to_keep :] = False
+        return scores.masked_fill(torch.zeros_like(cut).scatter(1, order, cut), self.filter_value)
+
+
+def _cumulated(probabilities: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+    """Cumulate float64 numbers whose sum is about 1.
+
+    CUDA adds them up in any order, and refuses to where algorithms are to be deterministic. Then
+    they are rounded to multiples of 2⁻⁵², and whole numbers are added up.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        return probabilities.cumsum(dim=-1)
+    return (probabilities * 2.0**52).round().long().cumsum(dim=-1).double() / 2.0**52
