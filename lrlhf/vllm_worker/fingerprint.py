@@ -54,7 +54,7 @@ def as_text(fingerprints: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 @torch.no_grad()
-def fingerprint(tensor: Tensor, *, turn: int) -> Tensor:
+def fingerprint(tensor: Tensor, *, turn: int | None = None) -> Tensor:
     """Sum the bits of a tensor in integer arithmetic that wraps around.
 
     Words ``x`` have one, two or four bytes, as integers with a sign where they have more than one.
@@ -65,18 +65,18 @@ def fingerprint(tensor: Tensor, *, turn: int) -> Tensor:
     runs on any device, and does not depend on the order in which a device adds. It is no defence
     against someone who looks for a collision.
 
-    Of a tensor of more than 2^18 words every seventh counts, and with ``turn`` the first of them
+    With a ``turn``, of a tensor of more than 2^18 words every seventh counts, and the first of them
     moves on: one stretch of seven other words shows at once, and any single bit within seven turns.
 
     Args:
         tensor: Any shape and type; a view in another memory layout gives the same number.
-        turn: Number of the push, which both sides have to agree on.
+        turn: Number of the push, which both sides have to agree on. None: every word counts.
 
     Returns:
         One int64, on the device of the tensor, for which nothing is waited for.
     """
     words = tensor.contiguous().view(-1).view(_WORDS.get(tensor.element_size(), torch.int32))
-    if len(words) > _WHOLE:
+    if turn is not None and len(words) > _WHOLE:
         words = words[turn % _EVERY :: _EVERY].contiguous()
     weights = _weights(_ROW, tensor.device).int()
     whole = len(words) // _ROW * _ROW

@@ -10,7 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import (
+    BroadcastOptions,
+    PrefixStore,  # type: ignore[attr-defined]  # documented to be there
+    ProcessGroupGloo,
+    TCPStore,  # type: ignore[attr-defined]
+)
 
 BUCKET = 2**26
 """Bytes that are sent at once; a larger tensor goes alone."""
@@ -31,11 +36,12 @@ class GlooGroup:
     def __init__(
         self, store: TCPStore, *, host: str, token: str, rank: int, size: int, timeout: float
     ) -> None:
-        options = ProcessGroupGloo._Options()
+        gloo: Any = ProcessGroupGloo  # of which PyTorch declares the half
+        options = gloo._Options()
         options._timeout = timedelta(seconds=timeout)
         address = host if rank == 0 else _own_address(host, store.port)
-        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-        self._group = ProcessGroupGloo(PrefixStore(token, store), rank, size, options)
+        options._devices = [gloo.create_device(hostname=address)]
+        self._group = gloo(PrefixStore(token, store), rank, size, options)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         """Send a tensor, or fill it with what is sent; returns when that is done."""
@@ -96,7 +102,7 @@ def unpack(data: Tensor, kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> 
         data: Bytes.
         kinds: Type and shape of each tensor.
     """
-    parts = data.split([size_of(*kind) for kind in kinds])
+    parts: tuple[Tensor, ...] = torch.split(data, [size_of(*kind) for kind in kinds])
     return [
         # behind one with an odd number of smaller words a tensor could not be a view
         (part if part.storage_offset() % dtype.itemsize == 0 else part.clone())

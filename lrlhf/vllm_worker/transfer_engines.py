@@ -27,8 +27,8 @@ from lrlhf.vllm_worker.model_repair import repair
 class Noting:
     """Notes the fingerprint of every tensor as it arrives, before any is loaded.
 
-    What the trainer says of an update has a field more than vLLM knows: ``turn``, see
-    `fingerprint`.
+    What the trainer says has fields that vLLM does not know: ``trainer``, a token of its own, and
+    of an update the ``turn``, see `fingerprint`.
     """
 
     device: Any
@@ -36,16 +36,25 @@ class Noting:
     vllm_config: Any
     _seen: dict[str, Tensor]
     _turn: int
+    _trainer: str
 
     def start_weight_update(self) -> None:
         """Begin with nothing noted."""
         self._seen = {}
         super().start_weight_update()  # type: ignore[misc]
 
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
+        """Remember who connects."""
+        known = dict(init_dict)
+        self._trainer = known.pop("trainer")
+        return super().parse_init_info(known)  # type: ignore[misc]
+
     def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
-        """Take the field away that vLLM does not know."""
+        """Refuse who is not connected: nothing would come from where tensors are awaited."""
         known = dict(update_dict)
         self._turn = known.pop("turn")
+        if known.pop("trainer") != self._trainer:
+            raise RuntimeError("another trainer has connected to this engine meanwhile")
         return super().parse_update_info(known)  # type: ignore[misc]
 
     def receive_weights(self, update_info: Any) -> None:

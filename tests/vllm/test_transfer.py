@@ -243,6 +243,83 @@ def test_another_trainer_takes_the_workers_over(connected, ends: ModuleType) -> 
     )
     version = second.push(passing(weights))
     assert workers.version == version
-    with pytest.raises(EngineFailure):
+    started = time.monotonic()
+    with pytest.raises(EngineFailure, match="another trainer has connected to this engine"):
         first.push(passing(weights))
+    assert time.monotonic() - started < 1.0  # nothing was waited for
     second.close()
+
+
+class Blocking:
+    """A group whose members never come."""
+
+    def __init__(self) -> None:
+        self.ended, self.calls = threading.Event(), 0
+
+    def broadcast(self, tensor: Tensor, src: int, stream: str) -> None:
+        assert (src, stream) == (0, "a stream")
+        self.calls += 1
+        assert self.ended.wait(20)
+
+    def destroy(self) -> None:
+        assert not self.ended.is_set(), "given up twice"
+        self.ended.set()
+
+
+def test_a_broadcast_that_nobody_takes_is_freed_from_another_thread(
+    ends: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as NCCL waits inside a kernel, or before it, until its communicator is given up
+    monkeypatch.setattr(ends, "_LOCK_SECONDS", 0.1)
+    inner = Blocking()
+    group = ends.BreakableGroup(inner)
+    timer = threading.Timer(0.2, group.break_off, [EngineFailure("too late")])
+    timer.start()
+    for _ in range(3):
+        group.broadcast(torch.zeros(1), src=0, stream="a stream")
+    timer.join()
+    assert inner.calls == 1
+    assert str(group.failure) == "too late"
+    group.destroy()
+    assert str(group.failure) == "too late"
+
+
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+def test_what_vllms_own_engines_are_told(
+    ends: ModuleType,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    transport: str,
+) -> None:
+    engine = SimpleNamespace(model_update_group=Blocking(), send_weights=lambda: None)
+    if transport == "ipc":
+        del engine.model_update_group
+    told: list[Any] = []
+
+    def init(info: Any, *, client: Any, source: Any) -> Any:
+        assert client.failure is None
+        told.append((info, source.metadata()))
+        return engine
+
+    emptied: list[bool] = []
+    monkeypatch.setattr(ends.WeightTransferTrainerFactory, "trainer_init", init)
+    monkeypatch.setattr(ends, "_BUFFER", 1000)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append(device))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    weights = PolicyWeights(build_policy(tokenizer))
+    transfer = ends.WeightTransfer(
+        transport, Workers(2), weights, torch.bfloat16, host="127.0.0.1", workers=2, timeout=5.0
+    )
+    device, (info, metadata) = told
+    assert device == torch.device("cuda:3")  # of a thread of its own
+    assert info.backend == transport
+    assert info.is_sender
+    assert info.packed
+    assert info.packed_buffer_size_bytes == 260 * 64 * 2  # the embedding, in bfloat16
+    assert {one.dtype for one in metadata} == {torch.bfloat16}
+    if transport == "nccl":
+        assert (info.master_address, info.world_size) == ("127.0.0.1", 3)
+        assert isinstance(engine.model_update_group, ends.BreakableGroup)
+    transfer.push(passing(weights))
+    assert emptied == ([True] if transport == "ipc" else [])

@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
@@ -35,7 +36,7 @@ from lrlhf.vllm_worker.fingerprint import Fingerprinted
 from lrlhf.vllm_worker.gloo import GlooGroup, buckets, open_store, pack, size_of
 
 _LOCK_SECONDS = 5.0
-_IPC_BUFFER = 2**28
+_BUFFER = 2**28
 
 
 class PolicySource(WeightSource):  # type: ignore[misc]
@@ -124,6 +125,7 @@ class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
         self.failure: Exception | None = None
         self.version = ""
         self.turn = 0
+        self._trainer = secrets.token_hex(16)
 
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
         if self.failure is not None:
@@ -136,6 +138,10 @@ class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
                 # workers that never come to a broadcast would be waited for
                 self.group.break_off(error)
 
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have the workers connect to this trainer, and to no other any more."""
+        super().init_weight_transfer_engine({**init_info, "trainer": self._trainer})
+
     def start_weight_update(self) -> None:
         """Stop what runs, whose answers would come from two policies, and begin.
 
@@ -147,7 +153,7 @@ class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Have the workers receive, and tell them which words fingerprints look at."""
-        super().update_weights({**update_info, "turn": self.turn})
+        super().update_weights({**update_info, "turn": self.turn, "trainer": self._trainer})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Finish, and give the weights their version."""
@@ -181,7 +187,7 @@ class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
         host, timeout = init_info.host, init_info.timeout
         store, token = open_store(host, timeout), secrets.token_hex(32)
         size = init_info.workers + 1
-        shared = {"host": host, "token": token, "size": size, "timeout": timeout}
+        shared: dict[str, Any] = {"host": host, "token": token, "size": size, "timeout": timeout}
         told = in_background(
             lambda: client.init_weight_transfer_engine({**shared, "port": store.port}),
             name="vllm-rendezvous",
@@ -250,15 +256,15 @@ class WeightTransfer:
             )
 
         # beside this thread, as NCCL waits for its members without an end
-        opened = in_background(connect, name="vllm-transfer")
-        try:
-            self._engine = opened.result(timeout)
-        except TimeoutError as error:
-            raise EngineFailure(
-                f"vLLM's workers did not come for weights at {host} within {timeout:g} s "
-                "(engine.sync_timeout)"
-            ) from error
+        opened, deadline = in_background(connect, name="vllm-transfer"), time.monotonic() + timeout
+        while not (wait([opened], 0.05).done or self._client.failure):
+            if time.monotonic() > deadline:
+                raise EngineFailure(
+                    f"vLLM's workers did not come for weights at {host} within {timeout:g} s "
+                    "(engine.sync_timeout)"
+                )
         self._raise_failure()
+        self._engine = opened.result()
         group = getattr(self._engine, "model_update_group", None)
         if group is not None:
             self._client.group = self._engine.model_update_group = BreakableGroup(group)
@@ -267,10 +273,12 @@ class WeightTransfer:
         rank = distributed.get_rank() if distributed.is_initialized() else 0
         if transport == "gloo":
             return GlooTrainerInitInfo(host, workers, timeout, rank=rank)
-        if transport == "nccl":
-            return NCCLTrainerInitInfo(host, free_port(host), workers + 1, rank=rank)
+        # no tensor may be larger than the buffer, of which there is one or two
         largest = max(size_of(one.dtype, one.shape) for one in self._source.metadata())
-        return IPCTrainerInitInfo(True, max(_IPC_BUFFER, largest), rank=rank)
+        buffer: dict[str, Any] = {"packed": True, "packed_buffer_size_bytes": max(_BUFFER, largest)}
+        if transport == "ipc":
+            return IPCTrainerInitInfo(**buffer, rank=rank)
+        return NCCLTrainerInitInfo(host, free_port(host), workers + 1, **buffer, rank=rank)
 
     def push(self, tensors: Fingerprinted) -> str:
         """Send all weights, and leave the server paused.
