@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import (
+from torch.distributed import (  # type: ignore[attr-defined]  # documented to be there
     BroadcastOptions,
-    PrefixStore,  # type: ignore[attr-defined]  # documented to be there
+    PrefixStore,
     ProcessGroupGloo,
-    TCPStore,  # type: ignore[attr-defined]
+    TCPStore,
 )
 
 BUCKET = 2**26

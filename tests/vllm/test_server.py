@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -45,7 +46,8 @@ def test_a_server_that_someone_started_takes_weights_too(
     assert server._client is not None
     token = server._client._http.headers["Authorization"].removeprefix("Bearer ")
     monkeypatch.setenv("VLLM_API_KEY", token)
-    policy = build_policy(tokenizer, seed=7)
+    adapters = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    policy = get_peft_model(build_policy(tokenizer, seed=7), adapters)
     guest = VLLMServerEngine(url=server._client.url, start_timeout=10)
     guest.attach(policy, tokenizer)
     guest.push(3)
