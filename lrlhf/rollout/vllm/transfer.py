@@ -53,7 +53,7 @@ class PolicySource(WeightSource):  # type: ignore[misc]
             ParamMeta(name, tensor.dtype, tuple(tensor.shape))
             for name, tensor in weights.layout(dtype)
         ]
-        self._device = device
+        self.device = device
         self.tensors: Fingerprinted
         """What the next pass goes through."""
 
@@ -64,7 +64,7 @@ class PolicySource(WeightSource):  # type: ignore[misc]
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Go through the weights; all ranks must, where they are split."""
         for name, tensor in self.tensors:
-            yield name, tensor.to(self._device)
+            yield name, tensor.to(self.device)
 
 
 class BreakableGroup:
@@ -291,6 +291,9 @@ class WeightTransfer:
         """
         self._source.tensors = tensors
         self._client.version, self._client.turn = secrets.token_hex(16), tensors.turn
+        if self._source.device.type == "cuda":
+            # weights are read on other streams than the one that the optimizer's step runs on
+            torch.cuda.synchronize(self._source.device)
         if self._shares_gpu:
             # what this process keeps for later, the engine's copies of the weights may need
             torch.cuda.empty_cache()
