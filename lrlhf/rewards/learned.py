@@ -339,7 +339,9 @@ class LearnedReward(RewardFunction):
 def _fingerprint(network: RewardNetwork, settings: str) -> str:
     digest = hashlib.blake2b(settings.encode("utf-8", "surrogatepass"), digest_size=8)
     for name, weight in sorted(network.state_dict().items()):
-        digest.update(f"{name} {weight.dtype} {[*weight.shape]} {fingerprint(weight)}".encode())
+        digest.update(
+            f"{name} {weight.dtype} {[*weight.shape]} {int(fingerprint(weight))}".encode()
+        )
     return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
 """What runs inside vLLM's own processes: receiving weights, and guarding the server.
 
-It imports torch only, so that a worker starts without the rest of the library.
+It imports torch and vLLM only, so that a worker starts without the rest of the library.
 """

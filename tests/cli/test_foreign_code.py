@@ -87,8 +87,9 @@ def test_what_is_dangerous_is_told_from_what_is_not(source: str, dangerous: bool
 
 def callables() -> Iterator[tuple[str, inspect.Signature]]:
     for found in pkgutil.walk_packages(lrlhf.__path__, "lrlhf."):
-        # vLLM's part runs in its workers only
-        if found.name.startswith("lrlhf.vllm_worker") or found.name.endswith("__main__"):
+        # built on vLLM, which need not be there
+        beside_vllm = found.name.startswith(("lrlhf.vllm_worker", "lrlhf.rollout.vllm.transfer"))
+        if beside_vllm or found.name.endswith("__main__"):
             continue
         for name, member in vars(import_module(found.name)).items():
             inner = inspect.getmembers(member, inspect.isroutine) if inspect.isclass(member) else []

@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +20,7 @@ from lrlhf.rollout import (
 )
 from lrlhf.rollout.engines.synced_engine import Request
 from lrlhf.rollout.responses import untold_prompts
-from lrlhf.vllm_worker.fingerprint import fingerprint
+from lrlhf.vllm_worker.fingerprint import Fingerprinted, fingerprint
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class CopyEngine(SyncedEngine):
         self._copy = self._cached = None
         self._broken = False
 
-    def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
+    def _send(self, tensors: Fingerprinted) -> list[dict[str, str]]:
         self._count("send")
         arrived = {}
         for name, tensor in tensors:
@@ -116,7 +116,11 @@ class CopyEngine(SyncedEngine):
         unknown = self._model.load_state_dict(arrived, strict=False).unexpected_keys
         assert not unknown, unknown
         self.pushed.append(arrived)
-        return [{name: str(fingerprint(tensor)) for name, tensor in arrived.items()}]
+        self._reset_caches()
+        turn = tensors.turn
+        return [
+            {name: str(int(fingerprint(tensor, turn=turn))) for name, tensor in arrived.items()}
+        ]
 
     def _reset_caches(self) -> None:
         self.calls["reset_caches"] += 1

@@ -99,6 +99,20 @@ def test_a_push_puts_the_weights_together_once(language_model, tokenizer, monkey
     assert len(read) == len(set(read)) == len(dict(language_model.named_parameters()))
 
 
+def test_every_push_looks_at_other_words_of_large_weights(
+    language_model, tokenizer, monkeypatch
+) -> None:
+    engine = attached(language_model, tokenizer)
+    turns: list[int] = []
+    send = engine._send
+    monkeypatch.setattr(
+        engine, "_send", lambda tensors: turns.append(tensors.turn) or send(tensors)
+    )
+    for version in (10, 17, 24, 31, 38, 45, 52):  # versions that come seven apart
+        engine.push(version)
+    assert {turn % 7 for turn in turns} == set(range(7))
+
+
 def test_without_recovery_the_first_failure_is_told(language_model, tokenizer, prompts) -> None:
     engine = attached(language_model, tokenizer, fail={"respond": [1]})
     engine.push(0)

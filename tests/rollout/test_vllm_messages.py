@@ -76,13 +76,13 @@ def test_a_missing_package_says_what_to_install(monkeypatch) -> None:
 def test_versions_that_were_tried_are_imported(monkeypatch) -> None:
     # what the user has set stays
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    for version in ("0.27.1+cpu", "0.33.9"):
+    for version in ("0.29.1+cpu", "0.33.9"):
         module = installed(monkeypatch, version)
         assert support.import_vllm() is module
     assert support.os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
-    for version in ("0.26.9", "0.34.0"):
+    for version in ("0.28.9", "0.34.0"):
         installed(monkeypatch, version)
-        with pytest.raises(ImportError, match=r"is not supported: .* from 0\.27 to below 0\.34"):
+        with pytest.raises(ImportError, match=r"is not supported: .* from 0\.29 to below 0\.34"):
             support.import_vllm()
 
 
@@ -95,6 +95,17 @@ def test_options_out_of_range_are_refused() -> None:
         (VLLMEngine, {"gpu_memory_utilization": 1.5}, r"engine\.gpu_memory_utilization is 1\.5"),
         (VLLMServerEngine, {"max_restarts": -1}, r"engine\.max_restarts is -1"),
         (VLLMServerEngine, {"stall_timeout": 0}, r"engine\.stall_timeout is 0"),
+        (VLLMEngine, {"transport": "gloo"}, r"which VLLMEngine cannot do: .* auto, inproc"),
+        (
+            VLLMServerEngine,
+            {"transport": "inproc"},
+            r"VLLMServerEngine cannot do: .*ipc, gloo",
+        ),
+        (
+            VLLMServerEngine,
+            {"transport": "nccl"},
+            r"transport is 'nccl', which needs a GPU",
+        ),
         (VLLMEngine, {"sleep": True}, r"engine\.sleep .* there is no GPU: drop it"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -128,6 +139,7 @@ def option(command: list[str], name: str) -> str:
                 "max-num-seqs": "7",
                 "block-size": "64",
                 "kv-cache-memory-bytes": "1073741824",  # 1 GiB
+                "weight-transfer-config": '{"backend": "lrlhf_gloo"}',
                 "enforce-eager": None,
                 "enable-prefix-caching": None,
             },
@@ -138,6 +150,7 @@ def option(command: list[str], name: str) -> str:
             {
                 "dtype": "bfloat16",
                 "gpu-memory-utilization": "0.9",
+                "weight-transfer-config": '{"backend": "lrlhf_ipc"}',
                 "kv-cache-memory-bytes": "536870912",
                 "tensor-parallel-size": "2",
                 "max-model-len": "128",
@@ -264,12 +277,32 @@ def test_a_server_that_does_not_start_says_what_to_change(
 
 
 def test_another_server_is_refused(attached) -> None:
-    for mode, version, error, message in (
-        ("raw_logprobs", "0.32.0", EngineStartError, "logprobs_mode 'raw_logprobs', .* processed"),
-        ("processed_logprobs", "0.19.0", ImportError, r"vLLM 0\.19\.0 is not supported"),
+    good = {"logprobs_mode": "processed_logprobs", "vllm": "0.32.0", "transfer": "lrlhf_nccl"}
+    attached()._check_description(good)
+    for options, change, error, message in (
+        ({}, {"logprobs_mode": "raw_logprobs"}, EngineStartError, "'raw_logprobs', .* processed"),
+        ({}, {"vllm": "0.19.0"}, ImportError, r"vLLM 0\.19\.0 is not supported"),
+        ({}, {"transfer": None}, EngineStartError, "takes weights by None, and engine.transport"),
+        ({"transport": "gloo"}, {}, EngineStartError, "by lrlhf_nccl, .* is gloo; start it with"),
     ):
         with pytest.raises(error, match=message):
-            attached()._check_description({"logprobs_mode": mode, "vllm": version})
+            attached(**options)._check_description(good | change)
+
+
+@pytest.mark.parametrize(
+    ("options", "transport"),
+    [({}, "ipc"), ({"visible_devices": "1"}, "nccl"), ({"url": "http://there:1"}, "nccl")],
+)
+def test_a_server_on_the_trainers_gpus_shares_their_memory(
+    attached, monkeypatch, options: dict[str, Any], transport: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    engine = attached(**options)
+    expected = f'{{"backend": "lrlhf_{transport}"}}'
+    assert option(engine.command(1), "weight-transfer-config") == expected
+    # pickled handles are read only where they are needed
+    allowed = engine._environment(SECRET).get("VLLM_ALLOW_INSECURE_SERIALIZATION")
+    assert allowed == ("1" if transport == "ipc" else None)
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -56,6 +56,8 @@ def test_adapters_are_merged_as_peft_merges_them(
     changed = "model.layers.1.mlp.down_proj"
     base = before[f"base_model.model.{changed}.base_layer.weight"]
     assert not torch.allclose(tensors[f"{changed}.weight"], base, atol=1e-3)
+    layout = {name: one.shape for name, one in PolicyWeights(policy).layout(torch.float32)}
+    assert list(layout.items()) == [(name, one.shape) for name, one in tensors.items()]
     # and the adapters are as they were
     after = policy.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -110,10 +112,16 @@ def test_names_and_values_are_those_of_the_files_of_an_export(
         policy = adapted(policy, target_modules="all-linear")
     save_model(policy, tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
-    tensors = dict(PolicyWeights(policy).tensors())
+    weights = PolicyWeights(policy)
+    tensors = dict(weights.tensors())
     assert sorted(tensors) == sorted(expected)
     for name, value in expected.items():
         assert torch.equal(tensors[name], value), name
+    # and known before any is put together, in the order in which they come
+    told = [(name, one.shape, one.dtype) for name, one in weights.layout(torch.bfloat16)]
+    sent = [(name, one.shape, one.dtype) for name, one in weights.tensors(torch.bfloat16)]
+    assert told == sent
+    assert all(one.is_meta for _, one in weights.layout(torch.bfloat16))
 
 
 # ------------------------------------------------------------------ comparison

@@ -79,7 +79,7 @@ def test_a_stop_string_ends_a_response_and_stays_in_it(
     assert all(text[-1] in "bcgh" and not set(text[:-1]) & set("bcgh") for text in stopped)
 
 
-@pytest.mark.parametrize("broken", ["_reset_caches", "lrlhf.vllm_worker.extension._repack"])
+@pytest.mark.parametrize("broken", ["_reset_caches", "lrlhf.vllm_worker.model_repair._repack"])
 def test_cached_states_and_a_stale_output_layer_show_in_the_probe(
     engine: VLLMEngine, policy: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:

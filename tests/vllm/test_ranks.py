@@ -30,6 +30,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     [
         ("vllm", "ddp"),
         ("vllm_server", "ddp"),
+        ("vllm_server", "fsdp2"),
         ("vllm", "fsdp2"),
         ("vllm_server", "deepspeed_zero3"),
     ],

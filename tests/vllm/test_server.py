@@ -1,12 +1,13 @@
 """A vLLM server beside the trainer, and what becomes of a run when it dies."""
 
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +18,7 @@ from tests.vllm.models import LONG, assert_pushes_arrive, build_policy, prompts_
 STEPS = 5
 
 
-def test_pushes_through_the_socket_agree_with_the_policy_each_time(
+def test_pushes_agree_with_the_policy_each_time(
     server: VLLMServerEngine, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     policy = server._policy
@@ -45,7 +46,8 @@ def test_a_server_that_someone_started_takes_weights_too(
     assert server._client is not None
     token = server._client._http.headers["Authorization"].removeprefix("Bearer ")
     monkeypatch.setenv("VLLM_API_KEY", token)
-    policy = build_policy(tokenizer, seed=7)
+    adapters = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    policy = get_peft_model(build_policy(tokenizer, seed=7), adapters)
     guest = VLLMServerEngine(url=server._client.url, start_timeout=10)
     guest.attach(policy, tokenizer)
     guest.push(3)
@@ -89,20 +91,21 @@ def test_a_server_that_is_killed_is_started_again_and_gives_the_same_responses(
         sampling = Sampling(max_new_tokens=12)
         return server.generate(prompts, sampling, num_generations=2, seeds=range(4)).input_ids
 
-    def killing(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for index, pair in enumerate(tensors):
+    def killing(self: Any) -> Iterator[tuple[str, Tensor]]:
+        for index, pair in enumerate(read(self)):
             if index == 2 and not killed:
                 killed.append(True)
                 signal_server(server, signal.SIGKILL)
             yield pair
 
     server.push(9)
-    expected, restarts, send = ask(), server.restarts, server._send
+    source = type(server._transfer._source)
+    expected, restarts, read = ask(), server.restarts, source.__iter__
     killed: list[bool] = []
     client = server._client
     assert client is not None
     if during == "a push":
-        monkeypatch.setattr(server, "_send", lambda tensors: send(killing(tensors)))
+        monkeypatch.setattr(source, "__iter__", killing)
         server.push(9)
     elif during == "generation":
         checked = client._checked

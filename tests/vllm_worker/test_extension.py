@@ -1,6 +1,5 @@
 import sys
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from lrlhf.vllm_worker.extension import WeightReceiver
 from lrlhf.vllm_worker.fingerprint import Fingerprinted, fingerprint
-from lrlhf.vllm_worker.stream import Sender
 
 
 class LogprobsMode(Enum):
@@ -52,6 +50,7 @@ class Worker(WeightReceiver):
                 logprobs_mode="processed_logprobs",
             ),
             parallel_config=SimpleNamespace(world_size=2),
+            weight_transfer_config=SimpleNamespace(backend="lrlhf_gloo"),
         )
 
     def reload_weights(self, *, weights_iterator: Iterable[tuple[str, Tensor]]) -> None:
@@ -62,20 +61,16 @@ class Worker(WeightReceiver):
                 return
 
 
-def test_weights_of_the_same_process_are_not_looked_at_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    taken: list[int] = []
-    monkeypatch.setattr(
-        "lrlhf.vllm_worker.fingerprint.fingerprint",
-        lambda tensor: taken.append(tensor.numel()) or tensor.numel(),
-    )
-    passing = Fingerprinted({"a": torch.ones(1), "b": torch.ones(2), "c": torch.ones(3)}.items())
-    arrived = Worker(takes=2).lrlhf_load(passing)
-    assert arrived == {"a": "1", "b": "2"}
+def load(worker: Worker, weights: dict[str, Tensor]) -> tuple[dict[str, str], Fingerprinted]:
+    passing = Fingerprinted(weights.items(), turn=0)
+    return worker.lrlhf_load(passing), passing
+
+
+def test_fingerprints_tell_what_was_loaded_and_not_what_was_left() -> None:
+    weights = {"a": torch.ones(1), "b": torch.ones(2), "c": torch.ones(3)}
+    arrived, passing = load(Worker(takes=2), weights)
+    assert arrived == {name: str(int(fingerprint(weights[name], turn=0))) for name in "ab"}
     assert [name for name, _ in passing] == ["c"]
-    assert passing.seen == {"a": "1", "b": "2", "c": "3"}
-    assert taken == [1, 2, 3]
 
 
 @pytest.fixture(autouse=True)
@@ -85,29 +80,10 @@ def _some_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.30.1", raising=False)
 
 
-def test_the_last_push_is_known_by_its_token_once_it_is_whole() -> None:
-    worker = Worker()
-    assert worker.lrlhf_last_push() == ""
-    with Sender("127.0.0.1", receivers=1, timeout=10.0) as sender, ThreadPoolExecutor(1) as threads:
-        arrived = threads.submit(
-            worker.lrlhf_receive, "127.0.0.1", str(sender.port), sender.token, "10.0"
-        )
-        weights = {name: torch.randn(50) for name in "abcdef"}
-        sender.send(weights.items())
-        numbers = arrived.result(10)
-    assert worker.lrlhf_last_push() == sender.token
-    assert numbers == {name: str(fingerprint(tensor)) for name, tensor in weights.items()}
-    assert all(torch.equal(worker.loaded[name], tensor) for name, tensor in weights.items())
-    worker.packer.packed.clear()
-    with pytest.raises(ConnectionError):
-        worker.lrlhf_receive("127.0.0.1", str(sender.port), "another", "1.0")
-    assert worker.lrlhf_last_push() == ""
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_on_a_cpu_packed_copies_of_weights_are_made_again(device: str) -> None:
     worker = Worker(device=device)
-    worker.lrlhf_load([("a", torch.ones(1))])
+    load(worker, {"a": torch.ones(1)})
     # neither the layer without a packed copy nor the one whose weight was given up for it
     assert worker.packer.packed == ([worker.packed_layer] if device == "cpu" else [])
 
@@ -130,5 +106,6 @@ def test_the_engine_is_described_in_plain_json_types(served: Any, name: str, mod
         "max_model_len": 256,
         "logprobs_mode": "processed_logprobs",
         "workers": 2,
+        "transfer": "lrlhf_gloo",
         "vllm": "0.30.1",
     }

@@ -3,12 +3,16 @@ import torch
 from torch import Tensor
 
 from lrlhf.vllm_worker import fingerprint as module
-from lrlhf.vllm_worker.fingerprint import fingerprint
+from lrlhf.vllm_worker.fingerprint import Fingerprinted, as_text
 
 WRAP = 2**64
 MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
 SIZES = {torch.uint8: 1, torch.bool: 1, torch.bfloat16: 2, torch.float16: 2}
 DTYPES = [*SIZES, torch.float32, torch.int32, torch.float64, torch.int64]
+
+
+def fingerprint(tensor: Tensor, turn: int = 0) -> int:
+    return int(module.fingerprint(tensor, turn=turn))
 
 
 def signed(number: int, bits: int) -> int:
@@ -107,3 +111,62 @@ def test_a_view_agrees_with_its_contiguous_copy() -> None:
     whole = torch.nn.Parameter(torch.randn(60, 70))
     for view in (whole.T, whole[::2, ::3], whole[0].expand(9, 70), whole.unfold(1, 4, 2)):
         assert fingerprint(view) == fingerprint(view.clone(memory_format=torch.contiguous_format))
+
+
+WHOLE, EVERY = 2**18, 7
+LARGE = 512, 600  # of which 43885 or 43886 words count
+
+
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have tensors of more than 100 words count as large."""
+    monkeypatch.setattr(module, "_WHOLE", 100)
+
+
+@pytest.mark.parametrize("turn", [0, 3, 6, 9])
+def test_of_a_large_tensor_every_seventh_word_counts_from_another_on_each_turn(
+    turn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few(monkeypatch)
+    words = some(torch.int32, 101)
+    sampled = torch.stack([words[place] for place in range(turn % 7, 101, 7)])
+    assert fingerprint(words, turn) == slow_fingerprint(sampled)
+    assert fingerprint(words[:100], turn) == slow_fingerprint(words[:100])
+
+
+def test_every_bit_of_a_large_tensor_shows_within_seven_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few(monkeypatch)
+    words = some(torch.int16, 130)
+    for place in range(130):
+        other = words.clone()
+        other[place] ^= 1 << 14
+        seen = [turn for turn in range(7) if fingerprint(words, turn) != fingerprint(other, turn)]
+        assert seen == [place % 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_large_tensor_that_is_stale_transposed_or_shifted_shows_in_every_turn(
+    dtype: torch.dtype,
+) -> None:
+    tensor = some(dtype, *LARGE)
+    assert tensor.numel() * max(1, tensor.element_size() // 4) > WHOLE
+    one_row = tensor.clone()
+    one_row[200] += 1  # as where an update touches the embedding of one token
+    one_column = tensor.clone()
+    one_column[:, 7] += 1
+    wrong = [one_row, one_column, tensor.T.contiguous(), tensor.flatten().roll(1)]
+    for turn in range(EVERY):
+        right = fingerprint(tensor, turn)
+        assert all(fingerprint(other, turn) != right for other in wrong)
+
+
+def test_fingerprints_are_read_all_at_once_and_noted_where_one_says() -> None:
+    weights = {"a": torch.ones(3), "b": torch.zeros(2, dtype=torch.int64)}
+    seen: dict[str, Tensor] = {"earlier": torch.tensor(-5)}
+    passed = list(Fingerprinted(weights.items(), turn=2, seen=seen))
+    assert [name for name, _ in passed] == ["a", "b"]
+    assert all(tensor is weights[name] for name, tensor in passed)
+    found = {"earlier": "-5", "a": str(fingerprint(weights["a"])), "b": "0"}
+    assert as_text(seen) == found
+    assert as_text({}) == {}

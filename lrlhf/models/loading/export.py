@@ -114,17 +114,26 @@ def merged_weights(model: nn.Module, *, tied_once: bool = False) -> Iterator[tup
         inside_another = any(name.startswith(f"{outer}.") for outer in changed)
         if not inside_another and _differs_when_saved(module):
             changed[name] = module
-    prefixes = tuple(f"{name}." for name in changed)
     seen: set[int] = set()
     for key, tensor in model.state_dict(keep_vars=True).items():
-        if key.startswith(prefixes) or (tied_once and id(tensor) in seen):
-            continue
-        seen.add(id(tensor))
-        yield key, whole(tensor).detach()
-    for name, module in changed.items():
-        with torch.no_grad(), whole_weights(module):
-            parts = _as_saved(module)
-        yield from ((f"{name}.{key}", tensor) for key, tensor in parts.items())
+        if owner := next((name for name in _above(key) if name in changed), None):
+            # in its place, so that the order is that of the model without adapters
+            module = changed[owner]
+            if id(module) not in seen:
+                seen.add(id(module))
+                with torch.no_grad(), whole_weights(module):
+                    parts = _as_saved(module)
+                yield from ((f"{owner}.{name}", part) for name, part in parts.items())
+        elif not tied_once or id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield key, whole(tensor).detach()
+
+
+def _above(name: str) -> Iterator[str]:
+    """Yield the names of what something is inside of, the innermost first."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def check_mergeable(model: nn.Module) -> None:

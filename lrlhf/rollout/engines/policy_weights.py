@@ -34,7 +34,8 @@ class PolicyWeights:
             raise TypeError(f"the policy is no transformers model but {type(policy).__name__}")
         self.model = plain_model(policy)
         self._check_tied_head()
-        self._names = CheckpointNames(self.model, skeleton_of(self.model).state_dict())
+        self._skeleton = skeleton_of(self.model)
+        self._names = CheckpointNames(self.model, self._skeleton.state_dict())
 
     def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Go through the weights under the names that checkpoints of the family have.
@@ -47,6 +48,11 @@ class PolicyWeights:
         for name, tensor in self._names.convert(merged_weights(self.model, tied_once=True)):
             floating = dtype is not None and tensor.is_floating_point()
             yield name, tensor.to(dtype) if floating else tensor
+
+    def layout(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Go through what `tensors` yields, without memory behind it and without other ranks."""
+        for name, tensor in self._names.convert(merged_weights(self._skeleton, tied_once=True)):
+            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     @property
     def are_split(self) -> bool:

@@ -33,7 +33,7 @@ from lrlhf.rollout.engines.policy_weights import (
 from lrlhf.rollout.responses import Response, assemble_rollout, prompt_token_ids, untold_prompts
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import Media, PromptBatch, Rollout
-from lrlhf.vllm_worker.fingerprint import Fingerprinted
+from lrlhf.vllm_worker.fingerprint import Fingerprinted, as_text
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,7 @@ class SyncedEngine(RolloutEngine):
         self.max_restarts = max_restarts
         self._version: int | None = None
         self._policy_version = 0
+        self._turn = 0
         self.restarts = 0
         self._running = False
 
@@ -119,8 +120,12 @@ class SyncedEngine(RolloutEngine):
         """End, whatever state it is in; leaves nothing behind."""
 
     @abstractmethod
-    def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
-        """Replace all weights; returns each worker's fingerprints of what it was given."""
+    def _send(self, tensors: Fingerprinted) -> list[dict[str, str]]:
+        """Replace all weights, and forget what the old ones computed.
+
+        Returns:
+            Each worker's fingerprints of what it was given, as `as_text` writes them.
+        """
 
     @abstractmethod
     def _reset_caches(self) -> None:
@@ -269,7 +274,8 @@ class SyncedEngine(RolloutEngine):
         # adapters are merged in the precision of the weights, whatever the training step casts to
         with torch.autocast(self._device.type, enabled=False):
             self._start_together()
-            tensors = Fingerprinted(self._weights.tensors(self.dtype))
+            self._turn += 1
+            tensors = Fingerprinted(self._weights.tensors(self.dtype), turn=self._turn)
             try:
                 arrived = self._send(tensors)
             except Exception:
@@ -278,9 +284,9 @@ class SyncedEngine(RolloutEngine):
                 raise
             for _ in tensors:
                 pass  # what the engine did not ask for was to arrive too
-            self._reset_caches()
+        expected = as_text(tensors.seen)
         for fingerprints in arrived:
-            compare_fingerprints(tensors.seen, fingerprints)
+            compare_fingerprints(expected, fingerprints)
         self._version = version
 
     def _start_together(self) -> None:

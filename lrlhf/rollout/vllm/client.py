@@ -65,10 +65,18 @@ class ServerClient:
             ValueError: It refuses what was asked.
             PermissionError: It wants another token.
         """
+        return self._ask("POST", path, body, timeout)
+
+    def get(self, path: str, *, timeout: float | None = None) -> Any:
+        """Ask for something; see `post`."""
+        return self._ask("GET", path, None, timeout)
+
+    def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout: float | None
+    ) -> Any:
+        limits = httpx.Timeout(30.0, read=timeout, pool=None)
         try:
-            answer = self._http.post(
-                path, json=body, timeout=httpx.Timeout(30.0, read=timeout, pool=None)
-            )
+            answer = self._http.request(method, path, json=body, timeout=limits)
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: closed meanwhile
             raise _unanswered(path, error) from error
         return self._checked(answer)

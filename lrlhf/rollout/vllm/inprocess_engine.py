@@ -6,18 +6,18 @@ import contextlib
 import importlib
 import os
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.vllm.support import import_vllm, is_cpu, media_argument, sampling_arguments
-from lrlhf.rollout.vllm.vllm_base import VLLMBase, read_response
+from lrlhf.rollout.vllm.vllm_base import VLLMBase, check_transport, read_response
+from lrlhf.vllm_worker.fingerprint import Fingerprinted
 
 
 class VLLMEngine(VLLMBase):
@@ -28,6 +28,7 @@ class VLLMEngine(VLLMBase):
         inexact_video: Show videos to vLLM, although it computes with them otherwise than
             ``transformers`` (other positions or features; log-probabilities of random tiny models
             differed by 0.001 to 0.2 nats, where those of images agree to 1e-6).
+        transport: How weights get there: as tensors of this process, either way.
         engine: The other arguments of `VLLMBase`.
     """
 
@@ -35,8 +36,16 @@ class VLLMEngine(VLLMBase):
     _alone: ClassVar[int] = 0
     """Running engines of this process that are in no process group of the trainer's."""
 
-    def __init__(self, *, sleep: bool = False, inexact_video: bool = False, **engine: Any) -> None:
+    def __init__(
+        self,
+        *,
+        sleep: bool = False,
+        inexact_video: bool = False,
+        transport: Literal["auto", "inproc"] = "auto",
+        **engine: Any,
+    ) -> None:
         super().__init__(**engine)
+        check_transport(type(self).__name__, transport, ("auto", "inproc"))
         self.inexact_video = inexact_video
         if sleep and is_cpu():
             raise ValueError("engine.sleep gives GPU memory back, and there is no GPU: drop it")
@@ -100,14 +109,17 @@ class VLLMEngine(VLLMBase):
             self._llm.sleep(level=2)
             self._asleep, self._version = True, None
 
-    def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
+    def _send(self, tensors: Fingerprinted) -> list[dict[str, str]]:
         with self._failing("a push of weights"):
             if self._asleep:
+                # what the update has freed, the trainer would else keep for itself
+                torch.cuda.empty_cache()
                 self._llm.wake_up(tags=["weights"])
             arrived: list[dict[str, str]] = self._llm.collective_rpc("lrlhf_load", args=(tensors,))
             if self._asleep:
                 self._llm.wake_up(tags=["kv_cache"])
             self._asleep = False
+        self._reset_caches()
         return arrived
 
     def _reset_caches(self) -> None:

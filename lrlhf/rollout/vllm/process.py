@@ -167,3 +167,11 @@ def _living_members(group: int) -> list[int]:
             if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
                 living.append(process.pid)
     return living
+
+
+def root_cause(log: str) -> str | None:
+    """Find the error in a server's log that the others follow from."""
+    raised = re.findall(r"\b([A-Z]\w*(?:Error|Exception): .+)$", log, re.MULTILINE)
+    # processes that wait for the one that failed only say that it did
+    causes = [line for line in raised if "root cause" not in line]
+    return causes[-1] if causes else None

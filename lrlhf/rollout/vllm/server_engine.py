@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import secrets
 import shlex
 import shutil
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from torch import Tensor, distributed
+from torch import distributed
 
 from lrlhf.background import in_background
 from lrlhf.rollout.engines.engine import Capabilities
@@ -25,21 +21,25 @@ from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.vllm.client import ServerClient
-from lrlhf.rollout.vllm.process import ServerProcess, ServerStartError
+from lrlhf.rollout.vllm.process import ServerProcess, ServerStartError, root_cause
 from lrlhf.rollout.vllm.support import (
     QUIET_ENVIRONMENT,
     check_installed,
+    command_line,
+    free_port,
+    import_transfer,
     is_cpu,
     sampling_arguments,
 )
-from lrlhf.rollout.vllm.vllm_base import EngineStartError, VLLMBase
+from lrlhf.rollout.vllm.vllm_base import EngineStartError, VLLMBase, check_transport
 from lrlhf.threads import spin_not_at_all
 from lrlhf.vllm_worker.access import TOKEN_VARIABLE
-from lrlhf.vllm_worker.stream import Sender, StreamError
+from lrlhf.vllm_worker.fingerprint import Fingerprinted
 
 ResultT = TypeVar("ResultT")
 
 _RESET_SECONDS = 10.0
+_SENDS = ("nccl", "ipc", "gloo")
 _SERVER = "vllm.entrypoints.openai.api_server"
 _GUARD = "lrlhf.vllm_worker.access.TokenGuard"
 _TRAINERS_OWN = (
@@ -66,22 +66,26 @@ class VLLMServerEngine(VLLMBase):
             start one. ``docs/rollouts.md`` has the command.
         sync_host: Address of this machine that the server's workers can reach.
         tensor_parallel_size: GPUs that the model is split over.
+        transport: How weights get there: ``nccl`` from GPU to GPU, ``ipc`` where both are on the
+            same GPUs, ``gloo`` through main memory. "auto": what a server that runs already was
+            started for; else gloo on a CPU, ipc without ``visible_devices``, and nccl with them.
         visible_devices: GPUs of the server, as in CUDA_VISIBLE_DEVICES; None: the trainer's.
         start_timeout: Seconds until a started server, or one that went away, answers.
         stall_timeout: Seconds without a finished response after which the server counts as hung.
-        sync_timeout: Seconds that a push may take.
+        sync_timeout: Seconds that each step of a push may take.
         log_file: Where a started server writes; None: into a temporary folder.
         engine: The other arguments of `VLLMBase`.
     """
 
     default_gpu_memory_utilization = 0.9
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  each is an option of the config
         self,
         *,
         url: str | None = None,
         sync_host: str = "127.0.0.1",
         tensor_parallel_size: int = 1,
+        transport: Literal["auto", "nccl", "ipc", "gloo"] = "auto",
         visible_devices: str | None = None,
         start_timeout: float = 900.0,
         stall_timeout: float = 600.0,
@@ -90,6 +94,7 @@ class VLLMServerEngine(VLLMBase):
         **engine: Any,
     ) -> None:
         super().__init__(**engine)
+        check_transport(type(self).__name__, transport, ("auto", *_SENDS))
         for name, value in (
             ("tensor_parallel_size", tensor_parallel_size),
             ("start_timeout", start_timeout),
@@ -101,6 +106,7 @@ class VLLMServerEngine(VLLMBase):
         self.url = url
         self.sync_host = sync_host
         self.tensor_parallel_size = tensor_parallel_size
+        self.transport = transport
         self.visible_devices = visible_devices
         self.start_timeout = start_timeout
         self.stall_timeout = stall_timeout
@@ -109,6 +115,7 @@ class VLLMServerEngine(VLLMBase):
         self._process: ServerProcess | None = None
         self._client: ServerClient | None = None
         self._last_push = ""
+        self._transfer: Any = None
         self._log_folder: Path | None = None
 
     @property
@@ -119,11 +126,32 @@ class VLLMServerEngine(VLLMBase):
     # ------------------------------------------------------------------ life of the server
 
     def _start(self) -> None:
+        # which takes seconds, as long as a server starts anyway
+        loading = None if self.url else in_background(import_transfer, name="vllm-import")
         url, token = self._led(self._start_server if self.url is None else self._find_server)
         self._client = self._client or self._connect(url, token)
         self._check_description(self._led(self._describe))
 
+        def connect() -> None:
+            transfer = loading.result() if loading else import_transfer()
+            self._transfer = transfer.WeightTransfer(
+                str(self._described["transfer"]).removeprefix("lrlhf_"),
+                self._connected,
+                self._weights,
+                self.dtype,
+                host=self.sync_host,
+                workers=int(self._described["workers"]),
+                timeout=self.sync_timeout,
+            )
+
+        self._led(connect)
+        if not _leads():
+            connect()
+
     def _stop(self) -> None:
+        if self._transfer is not None:
+            self._transfer.close()
+            self._transfer = None
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -138,7 +166,7 @@ class VLLMServerEngine(VLLMBase):
     def _start_server(self) -> tuple[str, str]:
         check_installed()
         token = secrets.token_hex(32)
-        port = _free_port()
+        port = free_port("127.0.0.1")
         if self.log_file is None and self._log_folder is None:
             self._log_folder = Path(tempfile.mkdtemp(prefix="lrlhf-vllm-log-"))
         log_file = Path(self.log_file or f"{self._log_folder}/vllm.log")
@@ -175,6 +203,16 @@ class VLLMServerEngine(VLLMBase):
             time.sleep(1.0)
         return self.url, token
 
+    def _check_description(self, described: dict[str, Any]) -> None:
+        super()._check_description(described)
+        # of a server that runs already, "auto" is what that was started for
+        wanted = [f"lrlhf_{name}" for name in _SENDS if self.transport in ("auto", name)]
+        if described["transfer"] not in wanted:
+            raise EngineStartError(
+                f"the vLLM server takes weights by {described['transfer']}, and engine.transport "
+                f"is {self.transport}; start it with\n{self._command_for_users()}"
+            )
+
     def _describe(self) -> dict[str, Any]:
         try:
             described = self._connected.call_workers("lrlhf_describe", timeout=60.0)
@@ -195,9 +233,18 @@ class VLLMServerEngine(VLLMBase):
             "port": port,
             "tensor_parallel_size": self.tensor_parallel_size,
             "middleware": _GUARD,
+            "weight_transfer_config": {"backend": f"lrlhf_{self._server_transport()}"},
         }
         # not the console script: the CPU build has none that works
         return [python, "-m", _SERVER, *command_line(arguments)]
+
+    def _server_transport(self) -> str:
+        """What a server is started for."""
+        if self.transport != "auto":
+            return self.transport
+        if is_cpu():
+            return "gloo"
+        return "ipc" if self.url is None and self.visible_devices is None else "nccl"
 
     def _command_for_users(self) -> str:
         command = self.command(8000, "python")
@@ -217,42 +264,37 @@ class VLLMServerEngine(VLLMBase):
         if self.visible_devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.visible_devices
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        if self._server_transport() == "ipc":
+            # vLLM pickles the handles of shared memory; only the holder of the token is heard
+            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         return environment | {"VLLM_SERVER_DEV_MODE": "1", TOKEN_VARIABLE: token}
 
     # ------------------------------------------------------------------ weights and responses
 
-    def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
+    def _send(self, tensors: Fingerprinted) -> list[dict[str, str]]:
+        error: Exception | None = None
         if not _leads():
-            # brings its parts of split weights; and takes the fingerprints of its own meanwhile
-            for _ in tensors:
-                pass
-
-        def stream() -> list[dict[str, str]]:
             try:
-                return self._stream(tensors)
+                self._transfer.push(tensors)
+            except Exception as raised:  # noqa: BLE001  raised again once rank 0 is through
+                error = raised
+
+        def push() -> list[dict[str, str]]:
+            try:
+                self._last_push = self._transfer.push(tensors)
             finally:
                 # before the other ranks hear how it went: until then they bring their parts
                 self._bring_parts(tensors)
+            client = self._connected
+            arrived = client.call_workers("lrlhf_arrived", timeout=self.sync_timeout)
+            self._reset_server_caches()
+            client.post("/resume", timeout=self.sync_timeout)
+            return arrived
 
-        return self._led(stream)
-
-    def _stream(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, str]]:
-        client, workers = self._connected, int(self._described["workers"])
-        with Sender(self.sync_host, receivers=workers, timeout=self.sync_timeout) as sender:
-            self._last_push = sender.token
-            access = (self.sync_host, str(sender.port), sender.token, str(self.sync_timeout))
-
-            def receive() -> list[dict[str, str]]:
-                return client.call_workers("lrlhf_receive", *access, timeout=self.sync_timeout)
-
-            arrived = in_background(receive, name="vllm-push")
-            try:
-                sender.send(tensors, give_up=arrived.done)
-            except StreamError as error:
-                raise EngineFailure(
-                    f"a push of weights broke off: {error}{_told(arrived)}"
-                ) from error
-            return arrived.result()
+        arrived = self._led(push)
+        if error is not None:
+            raise error
+        return arrived
 
     def _reset_caches(self) -> None:
         self._led(self._reset_server_caches)
@@ -289,8 +331,8 @@ class VLLMServerEngine(VLLMBase):
         """Make sure that the server was not started anew, or given weights by someone else."""
         if not _leads():
             return
-        found = self._connected.call_workers("lrlhf_last_push", timeout=self.sync_timeout)
-        if set(found) != {self._last_push}:
+        found = self._connected.get("/weight_info", timeout=self.sync_timeout)["weight_version"]
+        if found != self._last_push:
             raise EngineFailure("the vLLM server has other weights than it was given here")
 
     @property
@@ -329,45 +371,3 @@ class VLLMServerEngine(VLLMBase):
 def _leads() -> bool:
     """Whether this process starts, feeds and ends the server."""
     return not distributed.is_initialized() or distributed.get_rank() == 0
-
-
-def command_line(arguments: dict[str, Any]) -> list[str]:
-    """Write engine arguments the way vLLM's command line has them."""
-    words: list[str] = []
-    for name, value in arguments.items():
-        option = name.replace("_", "-")
-        if value is True:
-            words.append(f"--{option}")
-        elif value is False:
-            words.append(f"--no-{option}")
-        elif isinstance(value, dict):
-            words += [f"--{option}", json.dumps(value)]
-        elif isinstance(value, list | tuple):
-            words += [f"--{option}", *map(str, value)]
-        elif value is not None:
-            words += [f"--{option}", str(value)]
-    return words
-
-
-def root_cause(log: str) -> str | None:
-    """Find the error in a server's log that the others follow from."""
-    raised = re.findall(r"\b([A-Z]\w*(?:Error|Exception): .+)$", log, re.MULTILINE)
-    # processes that wait for the one that failed only say that it did
-    causes = [line for line in raised if "root cause" not in line]
-    return causes[-1] if causes else None
-
-
-def _told(answer: Future[Any]) -> str:
-    """Return the server's own complaint, which says more than a broken connection."""
-    try:
-        error = answer.exception(timeout=5.0)
-    except TimeoutError:
-        return ""
-    return "" if error is None else f"; {error}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

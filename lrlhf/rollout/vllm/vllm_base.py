@@ -180,6 +180,24 @@ class VLLMBase(SyncedEngine):
         return EngineStartError(f"vLLM did not start: {reason}{advice}")
 
 
+def check_transport(engine: str, transport: str, possible: Sequence[str]) -> None:
+    """Refuse a way for weights that an engine does not have.
+
+    Raises:
+        ValueError: It is none of ``possible``, or there is no GPU for it.
+    """
+    if transport not in possible:
+        raise ValueError(
+            f"engine.transport is {transport!r}, which {engine} cannot do: take one of "
+            f"{', '.join(possible)}"
+        )
+    if transport in ("nccl", "ipc") and is_cpu():
+        raise ValueError(
+            f"engine.transport is {transport!r}, which needs a GPU, and there is none: take gloo, "
+            "or auto"
+        )
+
+
 def read_response(
     token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str | None
 ) -> Response:

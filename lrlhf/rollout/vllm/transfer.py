@@ -1,0 +1,320 @@
+"""The trainer's end of vLLM's weight transfer. Importing it loads vLLM, which takes seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import wait
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, distributed
+from vllm.distributed.weight_transfer import (
+    HTTPVLLMWeightSyncClient,
+    ParamMeta,
+    WeightSource,
+    WeightTransferTrainerFactory,
+)
+from vllm.distributed.weight_transfer.base import TrainerInitInfo
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLTrainerInitInfo,
+    NCCLTrainerWeightTransferEngine,
+)
+
+from lrlhf.background import in_background
+from lrlhf.rollout.engines.policy_weights import PolicyWeights
+from lrlhf.rollout.engines.synced_engine import EngineFailure
+from lrlhf.rollout.vllm.client import ServerClient
+from lrlhf.rollout.vllm.support import free_port
+from lrlhf.vllm_worker.fingerprint import Fingerprinted
+from lrlhf.vllm_worker.gloo import GlooGroup, buckets, open_store, pack, size_of
+
+_LOCK_SECONDS = 5.0
+_BUFFER = 2**28
+
+
+class PolicySource(WeightSource):  # type: ignore[misc]
+    """The policy's weights, as vLLM's transfer engines ask for them.
+
+    Args:
+        weights: Of the policy.
+        dtype: What floating-point weights are cast to.
+        device: Where they are sent from.
+    """
+
+    def __init__(self, weights: PolicyWeights, dtype: torch.dtype, device: torch.device) -> None:
+        self._metadata = [
+            ParamMeta(name, tensor.dtype, tuple(tensor.shape))
+            for name, tensor in weights.layout(dtype)
+        ]
+        self.device = device
+        self.tensors: Fingerprinted
+        """What the next pass goes through."""
+
+    def metadata(self) -> list[ParamMeta]:
+        """Tell what will come, which takes no other rank."""
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Go through the weights; all ranks must, where they are split."""
+        for name, tensor in self.tensors:
+            yield name, tensor.to(self.device)
+
+
+class BreakableGroup:
+    """A group that does nothing any more once something went wrong, so that ranks stay in step.
+
+    Args:
+        group: `GlooGroup`, or vLLM's communicator for NCCL.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._lock = threading.Lock()
+        self.failure: Exception | None = None
+
+    def broadcast(self, tensor: Tensor, src: int = 0, **options: Any) -> None:
+        """Send a tensor, unless the group is broken."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            try:
+                self._group.broadcast(tensor, src=src, **options)
+            except RuntimeError as error:
+                if self.failure is None:
+                    self.failure = error
+                    self._group.destroy()
+
+    def break_off(self, reason: Exception) -> None:
+        """Have the other members fail, and whoever waits for them here; from any thread."""
+        first, self.failure = self.failure is None, self.failure or reason
+        # NCCL must not be called while its communicator is given up, but one that waits inside a
+        # broadcast is only freed by that
+        held = self._lock.acquire(timeout=_LOCK_SECONDS)
+        if first:
+            self._group.destroy()
+        if held:
+            self._lock.release()
+
+    def destroy(self) -> None:
+        """Leave the group."""
+        self.break_off(EngineFailure("the connection for weights was closed"))
+
+
+class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
+    """Asks the server for the steps of an update, until one of them fails.
+
+    The error is kept instead of raised: ranks that put weights together go through all of them,
+    whatever becomes of the engine.
+
+    Args:
+        client: Of the server.
+        timeout: Seconds that each step may take.
+    """
+
+    def __init__(self, client: ServerClient, timeout: float) -> None:
+        super().__init__(client.url, timeout)
+        self._client = client
+        self.group: BreakableGroup | None = None
+        self.failure: Exception | None = None
+        self.version = ""
+        self.turn = 0
+        self._trainer = secrets.token_hex(16)
+
+    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+        if self.failure is not None:
+            return
+        try:
+            self._client.post(f"/{path}", json, timeout=self.timeout)
+        except Exception as error:  # noqa: BLE001  raised again once the ranks are through
+            self.failure = error
+            if self.group is not None:
+                # workers that never come to a broadcast would be waited for
+                self.group.break_off(error)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have the workers connect to this trainer, and to no other any more."""
+        super().init_weight_transfer_engine({**init_info, "trainer": self._trainer})
+
+    def start_weight_update(self) -> None:
+        """Stop what runs, whose answers would come from two policies, and begin.
+
+        From here on the weights are of no version: an update that breaks off leaves them mixed.
+        """
+        self._post("pause?mode=abort&clear_cache=false")
+        self._post("update_weight_version", {"new_version": f"{self.version}, incomplete"})
+        super().start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Have the workers receive, and tell them which words fingerprints look at."""
+        super().update_weights({**update_info, "turn": self.turn, "trainer": self._trainer})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Finish, and give the weights their version."""
+        super().finish_weight_update(weight_version or self.version)
+
+
+@dataclass
+class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
+    """What the sending end has to know; see `GlooGroup`."""
+
+    backend: ClassVar[str] = "lrlhf_gloo"
+
+    host: str
+    workers: int
+    timeout: float
+
+
+class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
+    """Sends through gloo, in the order of calls that vLLM's engine for NCCL has."""
+
+    init_info_cls = GlooTrainerInitInfo
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: GlooTrainerInitInfo, *, client: SyncClient, source: PolicySource
+    ) -> GlooTrainerEngine:
+        """Open a store, and a group when all workers have come to it."""
+        engine = cls(client=client, source=source, is_sender=init_info.is_sender)
+        if not engine.is_sender:
+            return engine
+        host, timeout = init_info.host, init_info.timeout
+        store, token = open_store(host, timeout), secrets.token_hex(32)
+        size = init_info.workers + 1
+        shared: dict[str, Any] = {"host": host, "token": token, "size": size, "timeout": timeout}
+        told = in_background(
+            lambda: client.init_weight_transfer_engine({**shared, "port": store.port}),
+            name="vllm-rendezvous",
+        )
+        while not store.check([f"{token}/{rank}" for rank in range(1, size)]):
+            if told.done():
+                raise client.failure or EngineFailure("a worker of vLLM did not come for weights")
+            time.sleep(0.01)
+        engine.model_update_group = GlooGroup(store, rank=0, **shared)
+        told.result()
+        return engine
+
+    def _broadcast(self, source: PolicySource, meta: list[ParamMeta]) -> None:
+        if not self.is_sender:
+            super()._broadcast(source, meta)
+            return
+        pairs = self._checked_iter(source, meta)
+        for count in buckets(size_of(one.dtype, one.shape) for one in meta):
+            bucket = [tensor for _, tensor in islice(pairs, count)]
+            self.model_update_group.broadcast(pack(bucket))
+        for _ in pairs:
+            pass  # raises for a tensor too many
+
+
+WeightTransferTrainerFactory.register_engine("lrlhf_gloo", GlooTrainerEngine)
+
+
+class WeightTransfer:
+    """Sends the policy's weights to a server's workers, push after push.
+
+    All ranks have one; rank 0 talks to the server.
+
+    Args:
+        transport: ``gloo``, ``nccl`` or ``ipc``.
+        client: Of the server.
+        weights: Of the policy.
+        dtype: What the engine keeps weights in.
+        host: Address of this machine that the workers can reach.
+        workers: How many there are.
+        timeout: Seconds that the workers and the trainer may wait for each other.
+    """
+
+    def __init__(
+        self,
+        transport: str,
+        client: ServerClient,
+        weights: PolicyWeights,
+        dtype: torch.dtype,
+        *,
+        host: str,
+        workers: int,
+        timeout: float,
+    ) -> None:
+        cpu = transport == "gloo"
+        device = torch.device("cpu" if cpu else f"cuda:{torch.cuda.current_device()}")
+        self._source = PolicySource(weights, dtype, device)
+        self._client = SyncClient(client, timeout)
+        self._shares_gpu = transport == "ipc"
+        info = self._init_info(transport, host, workers, timeout)
+
+        def connect() -> Any:
+            if not cpu:
+                torch.cuda.set_device(device)  # each thread has its own
+            return WeightTransferTrainerFactory.trainer_init(
+                info, client=self._client, source=self._source
+            )
+
+        # beside this thread, as NCCL waits for its members without an end
+        opened, deadline = in_background(connect, name="vllm-transfer"), time.monotonic() + timeout
+        while not (wait([opened], 0.05).done or self._client.failure):
+            if time.monotonic() > deadline:
+                raise EngineFailure(
+                    f"vLLM's workers did not come for weights at {host} within {timeout:g} s "
+                    "(engine.sync_timeout)"
+                )
+        self._raise_failure()
+        self._engine = opened.result()
+        group = getattr(self._engine, "model_update_group", None)
+        if group is not None:
+            self._client.group = self._engine.model_update_group = BreakableGroup(group)
+
+    def _init_info(self, transport: str, host: str, workers: int, timeout: float) -> Any:
+        rank = distributed.get_rank() if distributed.is_initialized() else 0
+        if transport == "gloo":
+            return GlooTrainerInitInfo(host, workers, timeout, rank=rank)
+        # no tensor may be larger than the buffer, of which there is one or two
+        largest = max(size_of(one.dtype, one.shape) for one in self._source.metadata())
+        buffer: dict[str, Any] = {"packed": True, "packed_buffer_size_bytes": max(_BUFFER, largest)}
+        if transport == "ipc":
+            return IPCTrainerInitInfo(**buffer, rank=rank)
+        return NCCLTrainerInitInfo(host, free_port(host), workers + 1, **buffer, rank=rank)
+
+    def push(self, tensors: Fingerprinted) -> str:
+        """Send all weights, and leave the server paused.
+
+        Returns:
+            The version that the server has them under.
+
+        Raises:
+            EngineFailure: They did not arrive. By then all tensors were gone through.
+        """
+        self._source.tensors = tensors
+        self._client.version, self._client.turn = secrets.token_hex(16), tensors.turn
+        if self._source.device.type == "cuda":
+            # weights are read on other streams than the one that the optimizer's step runs on
+            torch.cuda.synchronize(self._source.device)
+        if self._shares_gpu:
+            # what this process keeps for later, the engine's copies of the weights may need
+            torch.cuda.empty_cache()
+        try:
+            self._engine.send_weights()
+        except Exception as error:
+            if self._client.group is not None:
+                self._client.group.break_off(error)
+            raise  # of the policy, which no new engine would mend
+        self._raise_failure()
+        return self._client.version
+
+    def _raise_failure(self) -> None:
+        """Raise what went wrong; what the server says of it tells more than a lost connection."""
+        if self._client.failure is not None:
+            raise self._client.failure
+        group = self._client.group
+        if group is not None and group.failure is not None:
+            raise EngineFailure(f"a push of weights broke off ({group.failure})") from group.failure
+
+    def close(self) -> None:
+        """Leave the workers."""
+        with contextlib.suppress(RuntimeError):  # of a group that is broken
+            self._engine.shutdown()

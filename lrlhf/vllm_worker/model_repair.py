@@ -1,0 +1,51 @@
+"""What vLLM leaves behind when the weights of a running model are replaced."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def repair(model: nn.Module, vllm_config: Any, device: torch.device) -> None:
+    """Make a model whole whose weights have been replaced."""
+    _restore_normalization(model, vllm_config)
+    if device.type == "cpu":
+        _repack(model)
+
+
+def _restore_normalization(model: nn.Module, vllm_config: Any) -> None:
+    """Give the model back the mean and deviation by which it normalises pixels.
+
+    They come from the processor, and a start without weights overwrites them with random numbers,
+    as it does with all that a checkpoint would bring (vLLM 0.32).
+    """
+    name = "vllm.model_executor.layers.fusion.mm_input_norm"
+    try:
+        source = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        return  # an older version, whose processor normalises
+    for module in model.modules():
+        if isinstance(module, source.FusedMMInputNorm):
+            with importlib.import_module("vllm.config").set_current_vllm_config(vllm_config):
+                fresh = source.build_mm_input_norm(vllm_config.model_config)
+            for buffer, value in fresh.named_buffers():
+                module.get_buffer(buffer).copy_(value)
+
+
+def _repack(model: nn.Module) -> None:
+    """Build the CPU kernels' own copy of weights that a reload left behind.
+
+    vLLM keeps Linear weights packed for its CPU kernels. Reloading packs them anew, except those
+    of an output layer that is tied to the embedding, which would go on computing with the old ones
+    (vLLM 0.27 to 0.32).
+    """
+    module: Any
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.numel() > 0 and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)

@@ -1,0 +1,152 @@
+"""The receiving ends of vLLM's weight transfer, as a worker has them.
+
+vLLM makes one of them with the worker's model; see `register` in `lrlhf.vllm_worker.extension`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLWeightTransferEngine,
+    NCCLWeightTransferUpdateInfo,
+)
+
+from lrlhf.vllm_worker.fingerprint import Fingerprinted, as_text
+from lrlhf.vllm_worker.gloo import GlooGroup, buckets, join_store, size_of, unpack
+from lrlhf.vllm_worker.model_repair import repair
+
+
+class Noting:
+    """Notes the fingerprint of every tensor as it arrives, before any is loaded.
+
+    What the trainer says has fields that vLLM does not know: ``trainer``, a token of its own, and
+    of an update the ``turn``, see `fingerprint`.
+    """
+
+    device: Any
+    model: Any
+    vllm_config: Any
+    _seen: dict[str, Tensor]
+    _turn: int
+    _trainer: str
+
+    def start_weight_update(self) -> None:
+        """Begin with nothing noted."""
+        self._seen = {}
+        super().start_weight_update()  # type: ignore[misc]
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
+        """Remember who connects."""
+        known = dict(init_dict)
+        self._trainer = known.pop("trainer")
+        return super().parse_init_info(known)  # type: ignore[misc]
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
+        """Refuse who is not connected: nothing would come from where tensors are awaited."""
+        known = dict(update_dict)
+        self._turn = known.pop("turn")
+        if known.pop("trainer") != self._trainer:
+            raise RuntimeError("another trainer has connected to this engine meanwhile")
+        return super().parse_update_info(known)  # type: ignore[misc]
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Receive tensors through vLLM's own engine, which only calls ``model.load_weights``."""
+        model = self.model
+
+        def load(tensors: Any) -> Any:
+            return model.load_weights(Fingerprinted(tensors, turn=self._turn, seen=self._seen))
+
+        self.model = SimpleNamespace(load_weights=load)
+        try:
+            super().receive_weights(update_info)  # type: ignore[misc]
+        except BaseException:
+            # the trainer would wait for a worker that takes nothing any more
+            self.shutdown()  # type: ignore[attr-defined]
+            raise
+        finally:
+            self.model = model
+
+    def finish_weight_update(self) -> None:
+        """Finish, and mend what vLLM leaves behind."""
+        super().finish_weight_update()  # type: ignore[misc]
+        repair(self.model, self.vllm_config, self.device)
+
+    def arrived(self) -> dict[str, str]:
+        """Return the fingerprints of the last update by name."""
+        return as_text(self._seen)
+
+
+@dataclass(kw_only=True)
+class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Where a worker finds the trainer."""
+
+    host: str
+    port: int
+    token: str
+    size: int
+    """Trainer and workers."""
+    timeout: float
+    """Seconds that they may wait for each other."""
+
+
+class GlooReceiver(NCCLWeightTransferEngine):  # type: ignore[misc]
+    """Receives through gloo what the NCCL engine receives through NCCL."""
+
+    init_info_cls = GlooInitInfo
+    model_update_group: GlooGroup | None
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        """Join the trainer's group, and leave the one that was joined before."""
+        self.shutdown()
+        store = join_store(init_info.host, init_info.port, init_info.timeout)
+        parallel = self.parallel_config
+        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        store.set(f"{init_info.token}/{rank}", "here")
+        self.model_update_group = GlooGroup(
+            store,
+            host=init_info.host,
+            token=init_info.token,
+            rank=rank,
+            size=init_info.size,
+            timeout=init_info.timeout,
+        )
+
+    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
+        """Load one bucket after the other."""
+        if self.model_update_group is None:
+            raise RuntimeError("the trainer's connection is gone")
+        self.model.load_weights(self._received(update_info))
+
+    def _received(self, update_info: NCCLWeightTransferUpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        assert self.model_update_group is not None
+        dtypes = [getattr(torch, name) for name in update_info.dtype_names]
+        kinds = list(zip(dtypes, update_info.shapes, strict=True))
+        sizes = [size_of(*kind) for kind in kinds]
+        start = 0
+        for count in buckets(sizes):
+            end = start + count
+            data = torch.empty(sum(sizes[start:end]), dtype=torch.uint8)
+            self.model_update_group.broadcast(data)
+            tensors = unpack(data, kinds[start:end])
+            yield from zip(update_info.names[start:end], tensors, strict=True)
+            start = end
+
+
+class GlooEngine(Noting, GlooReceiver):
+    """Gloo, noting what arrives."""
+
+
+class NCCLEngine(Noting, NCCLWeightTransferEngine):  # type: ignore[misc]
+    """NCCL, noting what arrives."""
+
+
+class IPCEngine(Noting, IPCWeightTransferEngine):  # type: ignore[misc]
+    """CUDA IPC, noting what arrives."""

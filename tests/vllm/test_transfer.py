@@ -1,0 +1,327 @@
+"""Both ends of a weight transfer, with vLLM's classes and without its server."""
+
+import importlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.rollout import EngineFailure, PolicyWeights
+from lrlhf.rollout.engines.policy_weights import compare_fingerprints
+from lrlhf.rollout.vllm.support import import_transfer
+from lrlhf.vllm_worker import gloo
+from lrlhf.vllm_worker.fingerprint import Fingerprinted, as_text
+from tests.vllm.models import build_policy
+
+SECONDS = 2.0
+NORM = "model.norm.weight"
+
+
+class Keeps(nn.Module):
+    """A worker's model, which keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: dict[str, Tensor] = {}
+        self.fault: Callable[[str], Any] = lambda name: None
+
+    def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.fault(name)
+            self.loaded[name] = tensor
+
+
+class Workers:
+    """Stands for a server and its client: every worker takes each step in a thread of its own."""
+
+    url = "http://nowhere"
+
+    def __init__(self, count: int) -> None:
+        from lrlhf.vllm_worker.transfer_engines import GlooEngine  # noqa: PLC0415  loads vLLM
+
+        self.models = [Keeps() for _ in range(count)]
+        self.steps: list[str] = []
+        self.version = "none yet"
+        self.fails: dict[str, Exception] = {}
+        self.engines = []
+        for rank, model in enumerate(self.models):
+            parallel = SimpleNamespace(data_parallel_index=0, world_size=count, rank=rank)
+            config = SimpleNamespace(parallel_config=parallel, model_config=None)
+            self.engines.append(GlooEngine(None, config, torch.device("cpu"), model))
+
+    def post(self, path: str, body: dict[str, Any] | None = None, *, timeout: float) -> None:
+        self.steps.append(path)
+        if path in self.fails:
+            raise self.fails[path]
+        if path == "/update_weight_version":
+            self.version = (body or {})["new_version"]
+        errors: list[Exception] = []
+
+        def step(engine: Any) -> None:
+            try:
+                self._step(engine, path, body or {})
+            except Exception as error:  # noqa: BLE001  as the server would tell of it
+                errors.append(error)
+
+        threads = [threading.Thread(target=step, args=(engine,)) for engine in self.engines]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout)
+        if any(thread.is_alive() for thread in threads):
+            raise EngineFailure(f"{path} took longer than {timeout} s")
+        if errors:
+            raise EngineFailure(f"{path} answered with 500: {errors[0]}") from errors[0]
+        if path == "/finish_weight_update":
+            self.version = (body or {})["weight_version"]
+
+    def _step(self, engine: Any, path: str, body: dict[str, Any]) -> None:
+        if path == "/init_weight_transfer_engine":
+            engine.init_transfer_engine(engine.parse_init_info(body["init_info"]))
+        elif path == "/start_weight_update":
+            engine.start_weight_update()
+        elif path == "/update_weights":
+            engine.receive_weights(engine.parse_update_info(body["update_info"]))
+        elif path == "/finish_weight_update":
+            engine.finish_weight_update()
+
+
+@pytest.fixture(scope="module")
+def ends() -> ModuleType:
+    # what an update imports for the first time takes longer than a step may
+    for name in ("model_loader.reload", "layers.fusion.mm_input_norm"):
+        importlib.import_module(f"vllm.model_executor.{name}")
+    return import_transfer()
+
+
+@pytest.fixture
+def connected(
+    ends: ModuleType, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[Any, Workers, PolicyWeights]]]:
+    """The trainer's end, the workers, and the policy's weights."""
+    # several buckets, and a tensor that is larger than one
+    monkeypatch.setattr(gloo, "BUCKET", 40_000)
+    opened = []
+
+    def build(count: int = 1) -> tuple[Any, Workers, PolicyWeights]:
+        workers, weights = Workers(count), PolicyWeights(build_policy(tokenizer))
+        transfer = ends.WeightTransfer(
+            "gloo",
+            workers,
+            weights,
+            torch.float32,
+            host="127.0.0.1",
+            workers=count,
+            timeout=SECONDS,
+        )
+        opened.append(transfer)
+        return transfer, workers, weights
+
+    yield build
+    for transfer in opened:
+        transfer.close()
+
+
+def passing(weights: PolicyWeights, turn: int = 1) -> Fingerprinted:
+    return Fingerprinted(weights.tensors(torch.float32), turn=turn)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_worker_gets_every_weight_and_the_version_says_which(connected, count: int) -> None:
+    transfer, workers, weights = connected(count)
+    workers.steps.clear()
+    for turn in (1, 2):
+        tensors = passing(weights, turn)
+        version = transfer.push(tensors)
+        assert workers.version == version
+        for model, engine in zip(workers.models, workers.engines, strict=True):
+            compare_fingerprints(as_text(tensors.seen), engine.arrived())
+            expected = dict(weights.tensors(torch.float32))
+            assert list(model.loaded) == list(expected)
+            assert all(torch.equal(model.loaded[name], one) for name, one in expected.items())
+    # nothing computes while weights are mixed, and they have no version meanwhile
+    assert workers.steps == 2 * [
+        "/pause?mode=abort&clear_cache=false",
+        "/update_weight_version",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+    ]
+
+
+def test_fingerprints_are_those_of_what_arrives_not_of_what_was_sent(
+    connected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer, workers, weights = connected()
+    pack = gloo.pack
+
+    def flipped(tensors: list[Tensor]) -> Tensor:
+        data = pack(tensors).clone()
+        data[5] ^= 1
+        return data
+
+    monkeypatch.setattr("lrlhf.rollout.vllm.transfer.pack", flipped)
+    tensors = passing(weights)
+    transfer.push(tensors)
+    with pytest.raises(RuntimeError, match=r"other values of the weight model\.embed_tokens"):
+        compare_fingerprints(as_text(tensors.seen), workers.engines[0].arrived())
+
+
+def raising(error: Exception, at: str) -> Callable[[str], Any]:
+    def check(name: str) -> None:
+        if name == at:
+            raise error
+
+    return check
+
+
+@pytest.mark.parametrize("step", ["/start_weight_update", "/update_weights", "worker", "hang"])
+def test_a_push_that_fails_goes_through_all_tensors_and_ends_in_time(connected, step: str) -> None:
+    transfer, workers, weights = connected(2)
+    if step == "worker":
+        workers.models[1].fault = raising(KeyError("no such layer"), at=NORM)
+        told = "/update_weights answered with 500: 'no such layer'"
+    elif step == "hang":
+        workers.models[1].fault = lambda name: time.sleep(3 * SECONDS)
+        told = "/update_weights"
+    else:
+        workers.fails[step] = EngineFailure(f"{step} broke")
+        told = f"{step} broke"
+    tensors = passing(weights)
+    started = time.monotonic()
+    with pytest.raises(EngineFailure, match=told):
+        transfer.push(tensors)
+    # other ranks may need this one's parts of each
+    assert len(tensors.seen) == len(list(weights.layout(torch.float32)))
+    assert time.monotonic() - started < (1.0 if step not in ("hang",) else 2.5 * SECONDS)
+    assert workers.version.endswith("incomplete")
+
+
+def test_a_policy_that_cannot_be_read_is_told_as_it_is(connected) -> None:
+    transfer, workers, weights = connected()
+
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights.tensors(torch.float32):
+            if name == NORM:
+                raise IndexError("no shard")
+            yield name, tensor
+
+    with pytest.raises(IndexError, match="no shard"):
+        transfer.push(Fingerprinted(broken(), turn=1))
+    assert workers.version.endswith("incomplete")
+
+
+def test_weights_that_are_not_as_announced_are_refused(connected) -> None:
+    transfer, _, weights = connected()
+    tensors = [(name, one) for name, one in weights.tensors(torch.float32) if name != NORM]
+    with pytest.raises(ValueError, match="yielded"):
+        transfer.push(Fingerprinted(tensors, turn=1))
+
+
+def test_workers_that_do_not_come_are_told_of(
+    ends: ModuleType, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    workers, weights = Workers(1), PolicyWeights(build_policy(tokenizer))
+    for error in (EngineFailure("there is no engine"), ValueError("unknown field")):
+        workers.fails["/init_weight_transfer_engine"] = error
+        with pytest.raises(type(error), match=str(error)):
+            ends.WeightTransfer(
+                "gloo", workers, weights, torch.float32, host="127.0.0.1", workers=1, timeout=5.0
+            )
+
+
+def test_another_trainer_takes_the_workers_over(connected, ends: ModuleType) -> None:
+    first, workers, weights = connected()
+    second = ends.WeightTransfer(
+        "gloo", workers, weights, torch.float32, host="127.0.0.1", workers=1, timeout=SECONDS
+    )
+    version = second.push(passing(weights))
+    assert workers.version == version
+    started = time.monotonic()
+    with pytest.raises(EngineFailure, match="another trainer has connected to this engine"):
+        first.push(passing(weights))
+    assert time.monotonic() - started < 1.0  # nothing was waited for
+    second.close()
+
+
+class Blocking:
+    """A group whose members never come."""
+
+    def __init__(self) -> None:
+        self.ended, self.calls = threading.Event(), 0
+
+    def broadcast(self, tensor: Tensor, src: int, stream: str) -> None:
+        assert (src, stream) == (0, "a stream")
+        self.calls += 1
+        assert self.ended.wait(20)
+
+    def destroy(self) -> None:
+        assert not self.ended.is_set(), "given up twice"
+        self.ended.set()
+
+
+def test_a_broadcast_that_nobody_takes_is_freed_from_another_thread(
+    ends: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as NCCL waits inside a kernel, or before it, until its communicator is given up
+    monkeypatch.setattr(ends, "_LOCK_SECONDS", 0.1)
+    inner = Blocking()
+    group = ends.BreakableGroup(inner)
+    timer = threading.Timer(0.2, group.break_off, [EngineFailure("too late")])
+    timer.start()
+    for _ in range(3):
+        group.broadcast(torch.zeros(1), src=0, stream="a stream")
+    timer.join()
+    assert inner.calls == 1
+    assert str(group.failure) == "too late"
+    group.destroy()
+    assert str(group.failure) == "too late"
+
+
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+def test_what_vllms_own_engines_are_told(
+    ends: ModuleType,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    transport: str,
+) -> None:
+    engine = SimpleNamespace(model_update_group=Blocking(), send_weights=lambda: None)
+    if transport == "ipc":
+        del engine.model_update_group
+    told: list[Any] = []
+
+    def init(info: Any, *, client: Any, source: Any) -> Any:
+        assert client.failure is None
+        told.append((info, source.metadata()))
+        return engine
+
+    done: list[Any] = []
+    monkeypatch.setattr(ends.WeightTransferTrainerFactory, "trainer_init", init)
+    monkeypatch.setattr(ends, "_BUFFER", 1000)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append(device))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "synchronize", done.append)
+    weights = PolicyWeights(build_policy(tokenizer))
+    transfer = ends.WeightTransfer(
+        transport, Workers(2), weights, torch.bfloat16, host="127.0.0.1", workers=2, timeout=5.0
+    )
+    device, (info, metadata) = told
+    assert device == torch.device("cuda:3")  # of a thread of its own
+    assert info.backend == transport
+    assert info.is_sender
+    assert info.packed
+    assert info.packed_buffer_size_bytes == 260 * 64 * 2  # the embedding, in bfloat16
+    assert {one.dtype for one in metadata} == {torch.bfloat16}
+    if transport == "nccl":
+        assert (info.master_address, info.world_size) == ("127.0.0.1", 3)
+        assert isinstance(engine.model_update_group, ends.BreakableGroup)
+    transfer.push(passing(weights))
+    # the optimizer's step is over before other streams read; and memory is there for the engine
+    assert done == [device, *(["emptied"] if transport == "ipc" else [])]
