@@ -243,6 +243,26 @@ def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
         return True
     if waits(plain, allow_packing):
         return False
+    # an encoder is not expected to pack, and other attention was asked for
+    expected = config._attn_implementation in PACKED_NAMES and not _sees_what_follows(plain)
+    reason = _pack_if_possible(plain)
+    if plain.device.type == "meta":
+        return reason is None
+    if reason is not None:
+        logger.log(
+            logging.WARNING if expected else logging.INFO,
+            "%s pads its rows and computes a prefix that rows share once for each: %s.",
+            type(plain).__name__,
+            reason,
+        )
+    elif _sees_images_both_ways(plain):
+        logger.info("%s pads its rows where there are images.", type(plain).__name__)
+    return reason is None
+
+
+def _pack_if_possible(plain: PreTrainedModel) -> str | None:
+    """Have a model compute packed rows; returns why it cannot, if so."""
+    config = _attention_config(plain)
     reason, name = _obstacle(plain), config._attn_implementation
     packing = PACKED_NAMES.get(name, name)
     if name == KEPT_SDPA:
@@ -251,9 +271,7 @@ def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
         if reason is None:
             bounded = name == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None
             config._attn_implementation = PACKED_OWN_ATTENTION if bounded else packing
-        return reason is None
-    # an encoder is not expected to pack, and other attention was asked for
-    expected = name in PACKED_NAMES and not _sees_what_follows(plain)
+        return reason
     if name in PACKED_NAMES:
         padded, tried = "sdpa", PACKED_SDPA
         if _asks_for_more(plain):
@@ -267,16 +285,7 @@ def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
                 type(plain).__name__,
             )
         config._attn_implementation = name if reason else packing
-    if reason is not None:
-        logger.log(
-            logging.WARNING if expected else logging.INFO,
-            "%s pads its rows and computes a prefix that rows share once for each: %s.",
-            type(plain).__name__,
-            reason,
-        )
-    elif _sees_images_both_ways(plain):
-        logger.info("%s pads its rows where there are images.", type(plain).__name__)
-    return reason is None
+    return reason
 
 
 def _asks_for_more(plain: PreTrainedModel) -> bool:

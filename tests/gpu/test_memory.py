@@ -24,6 +24,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.gpu_lines("lrlhf.run.gradient_reduction.device_memory")
 def test_the_memory_of_a_gpu_is_all_of_it() -> None:
     _, total = torch.cuda.mem_get_info()
     assert device_memory(torch.device("cuda")) == pytest.approx(total, rel=0.05)
@@ -41,6 +42,7 @@ def test_copies_for_a_background_save_are_pinned_and_do_not_follow_the_weights()
     saves.close()
 
 
+@pytest.mark.gpu_lines("lrlhf.models.loading.recomputing")
 def test_inputs_of_blocks_leave_the_gpu_until_the_backward_pass(tmp_path: Path) -> None:
     layers, hidden, rows, tokens = 8, 512, 8, 1024
     config = LlamaConfig(

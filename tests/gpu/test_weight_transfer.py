@@ -83,6 +83,11 @@ def server(
     engine.close()
 
 
+@pytest.mark.gpu_lines(
+    "lrlhf.rollout.vllm.server_engine",
+    "lrlhf.rollout.vllm.transfer",
+    "lrlhf.rollout.vllm.vllm_base",
+)
 @pytest.mark.vllm
 def test_pushes_to_a_server_arrive_and_their_buffers_are_given_back(
     server: VLLMServerEngine, policy: PreTrainedModel
@@ -153,6 +158,11 @@ def test_a_server_that_fails_in_a_push_is_started_again_in_time(
     assert torch.equal(ask(), expected)
 
 
+@pytest.mark.gpu_lines(
+    "lrlhf.rollout.vllm.inprocess_engine",
+    "lrlhf.rollout.vllm.support",
+    "lrlhf.vllm_worker.model_repair",
+)
 @pytest.mark.vllm
 def test_an_engine_that_slept_has_the_weights_of_the_push_that_woke_it(
     policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
@@ -175,6 +185,7 @@ def test_an_engine_that_slept_has_the_weights_of_the_push_that_woke_it(
     engine.close()
 
 
+@pytest.mark.gpu_lines("lrlhf.vllm_worker.fingerprint.fingerprint")
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
 @pytest.mark.parametrize("shape", [(), (7,), (33, 31), (900, 1000)])
 def test_a_fingerprint_on_a_gpu_is_that_of_the_copy_on_a_cpu(
@@ -187,6 +198,7 @@ def test_a_fingerprint_on_a_gpu_is_that_of_the_copy_on_a_cpu(
         assert int(found) == int(fingerprint(tensor, turn=turn))
 
 
+@pytest.mark.gpu_lines("lrlhf.vllm_worker.fingerprint._weights")
 def test_fingerprints_taken_on_several_streams_agree() -> None:
     tensor = torch.randn(3000, 1000)
     expected = int(fingerprint(tensor, turn=1))

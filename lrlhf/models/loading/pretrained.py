@@ -32,6 +32,7 @@ from transformers import (
 from lrlhf.arguments import brief
 from lrlhf.models.backbone import allow_packing, keep_attention
 from lrlhf.models.compiling import compile_layers
+from lrlhf.models.loading.dropout import clear_dropout, silence_dropout
 from lrlhf.models.loading.export import check_mergeable
 from lrlhf.models.loading.model_sources import (
     explained,
@@ -39,6 +40,7 @@ from lrlhf.models.loading.model_sources import (
     resolve_source,
     warn_of_remote_code,
 )
+from lrlhf.models.loading.recomputing import recompute
 from lrlhf.models.loading.tokenization import load_processor, load_tokenizer
 from lrlhf.models.loading.unread import build_unread, standing_in
 from lrlhf.models.media_inputs import vision_encoder
@@ -47,8 +49,6 @@ from lrlhf.models.output_head import body_of, check_output_head, is_tied
 logger = logging.getLogger(__name__)
 
 DType = Literal["float32", "bfloat16", "float16", "auto"]
-
-_DROPOUT_WORDS = ("dropout", "pdrop", "layerdrop", "drop_path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,6 @@ class LoRA:
     output head, routers of a kind of their own, and what state spaces read without calling it."""
     modules_to_save: list[str] | None = None
     """Further modules that are trained in full, as a copy."""
-
-
-_LARGE = 3_000_000_000
-"""Weights of a model above which activations are what fills a GPU first."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -244,21 +240,14 @@ def finish_for_training(
     if spec.lora is not None:
         finished = _with_adapters(model, spec.lora, task_type, skip=_skipped(model, spec))
         check_mergeable(finished)
-    if _recomputes(model, spec, on_gpu=torch.cuda.is_available() if on_gpu is None else on_gpu):
-        # without an accelerator they are in main memory already, which cannot be pinned
-        offload = spec.activation_offload and torch.accelerator.is_available()
-        model.gradient_checkpointing_enable({"use_reentrant": False}, offload=offload)
-        if spec.lora is not None:
-            # the inputs of the first block come from frozen embeddings
-            model.enable_input_require_grads()  # type: ignore[no-untyped-call]
+    recompute(
+        model,
+        spec.gradient_checkpointing,
+        offload=spec.activation_offload,
+        has_adapters=spec.lora is not None,
+        on_gpu=on_gpu,
+    )
     return finished
-
-
-def _recomputes(model: nn.Module, spec: PretrainedSpec, *, on_gpu: bool) -> bool:
-    if spec.gradient_checkpointing != "auto":
-        return spec.gradient_checkpointing
-    number = sum(weight.numel() for weight in model.parameters())
-    return spec.activation_offload or (on_gpu and number > _LARGE)
 
 
 def _exotic(spec: PretrainedSpec) -> str | None:
@@ -285,22 +274,6 @@ def freeze_modules(model: nn.Module, patterns: Sequence[str]) -> None:
             )
         for module in matching:
             module.requires_grad_(False)
-
-
-def clear_dropout(config: PreTrainedConfig) -> None:
-    """Set every dropout probability of a config, and of the configs inside it, to 0."""
-    for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
-            clear_dropout(value)
-        elif isinstance(value, float) and any(word in name for word in _DROPOUT_WORDS):
-            setattr(config, name, 0.0)
-
-
-def silence_dropout(model: nn.Module) -> None:
-    """Set the probability of every dropout layer to 0."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
 
 
 def _skipped(model: PreTrainedModel, spec: PretrainedSpec) -> str | None:
