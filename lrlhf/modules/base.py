@@ -97,10 +97,7 @@ class TrainingModule(L.LightningModule):
         self.gradients = Updater(self)
         self.token_budget = TokenBudget()
         """Of a forward and backward pass, where nothing else says how large it may be."""
-        self.stateful: dict[str, Stateful] = {
-            "guard": self.step_guard,
-            "token_budget": self.token_budget,
-        }
+        self.stateful: dict[str, Stateful] = {"guard": self.step_guard}
         """Parts whose state is saved under ``checkpoint["lrlhf"]``, by name."""
 
     def trainable_models(self) -> dict[str, nn.Module]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.models import frozen_reference
+from lrlhf.models import TokenBudget, frozen_reference
 from lrlhf.modules import Advantage, Reference, Update
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.load_policy import LoadedPolicy
@@ -47,8 +47,10 @@ def iteration(rank: int = 0, world_size: int = 1) -> Iteration:
         strategy=SimpleNamespace(root_device=torch.device("cpu")),
         estimated_stepping_batches=10,
     )
-    device = torch.device("cpu")
-    return Iteration(SimpleNamespace(trainer=trainer, device=device, global_step=2))  # type: ignore[arg-type]
+    module = SimpleNamespace(
+        trainer=trainer, device=torch.device("cpu"), global_step=2, token_budget=TokenBudget()
+    )
+    return Iteration(module)  # type: ignore[arg-type]
 
 
 def prompts_of(tokenizer: PreTrainedTokenizerBase, *texts: str) -> PromptBatch:

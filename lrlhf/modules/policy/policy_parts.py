@@ -93,6 +93,7 @@ class PolicyParts:
             "kl": _KLState(module, settings.kl_coef),
             "moments": self.moments,
             "sampler": self.sampler,
+            "token_budget": module.token_budget,
             "reference": _ReferenceState(self.reference, settings),
         }
 
