@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,9 @@ _SETTLED = 1.05
 class DeviceMemory(Protocol):
     """What a device tells of its memory, in bytes."""
 
+    def size(self) -> int:
+        """All of it."""
+
     def room(self) -> int:
         """What tensors of this process could still take."""
 
@@ -41,6 +45,9 @@ class CudaMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    def size(self) -> int:
+        return torch.cuda.get_device_properties(self._device).total_memory
 
     def room(self) -> int:
         free: int = torch.cuda.mem_get_info(self._device)[0]
@@ -63,13 +70,25 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
     return CudaMemory(device) if device.type == "cuda" else None
 
 
+@dataclass
+class Computed:
+    """What is measured.
+
+    Attributes:
+        tokens: How many tokens went through together, padding included.
+    """
+
+    tokens: int
+
+
 class TokenBudget:
     """Finds out how many tokens fit, from the memory that some took.
 
     It starts small. What ``n`` tokens take is ``a + b·n`` bytes or a little more; of a room of
     ``R`` bytes the next attempt uses ``n·R / (a + b·n)`` tokens, which never passes what fits, and
-    comes closer to it each time. Once it would grow by less than a twentieth, it stays. It is
-    part of a checkpoint, so that a resumed run cuts its rows as the run before would have.
+    comes closer to it each time. Once it would grow by less than a twentieth, it stays. A run that
+    is resumed on as much memory goes on with what was found. Where algorithms are to be
+    deterministic it stays as small as it starts: what is free differs from run to run.
 
     Args:
         memory: Tells of a device's memory.
@@ -79,6 +98,8 @@ class TokenBudget:
         self._memory = memory
         self._tokens = FIRST_TOKENS
         self._proposals: list[float] = []
+        self._size: int | None = None
+        """Bytes of the device that it was found on."""
         self._warm = False
 
     def limit(self, given: int | str | None, device: torch.device) -> int | None:
@@ -91,25 +112,34 @@ class TokenBudget:
         """
         if given != "auto":
             return given  # type: ignore[return-value]  # "auto" is the only word
-        return None if self._memory(device) is None else self._tokens
+        memory = self._memory(device)
+        if memory is None:
+            return None
+        if self._size not in (None, memory.size()):
+            self._tokens = FIRST_TOKENS  # found on another device
+        self._size = memory.size()
+        return self._tokens
 
     @contextlib.contextmanager
-    def measuring(self, tokens: int, device: torch.device) -> Iterator[None]:
-        """See what so many tokens take inside.
+    def measuring(self, tokens: int, device: torch.device) -> Iterator[Computed]:
+        """See what so many tokens take inside, or as many as are known to have come by the end.
 
         The first time is not counted: optimizers make their states only after it.
         """
-        memory = self._memory(device)
-        if memory is None:
-            yield
+        computed, memory = Computed(tokens), self._memory(device)
+        if memory is None or torch.are_deterministic_algorithms_enabled():
+            yield computed
             return
         room, before = memory.room(), memory.allocated()
         memory.reset_peak()
-        yield
+        yield computed
         taken = memory.peak() - before
-        # of fewer tokens the part that does not depend on them would say too much
-        if self._warm and taken > 0 and 2 * tokens >= self._tokens:
-            self._proposals.append(tokens * _SHARE * room / taken)
+        if self._warm and taken > 0:
+            fits = computed.tokens * _SHARE * room / taken
+            # of a few tokens the part that does not depend on them says too much: no reason to
+            # shrink
+            if fits > self._tokens or 2 * computed.tokens >= self._tokens:
+                self._proposals.append(fits)
         self._warm = True
 
     def settle(self, least: Callable[[float], float] = lambda own: own) -> None:
@@ -131,8 +161,8 @@ class TokenBudget:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs."""
-        return {"tokens": self._tokens}
+        return {"tokens": self._tokens, "device_bytes": self._size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state``."""
-        self._tokens = state["tokens"]
+        self._tokens, self._size = state["tokens"], state["device_bytes"]

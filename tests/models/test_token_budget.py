@@ -15,11 +15,14 @@ class LinearDevice:
     """A device on which ``n`` tokens take ``fixed + each * n`` bytes of a room of ``size``."""
 
     def __init__(self, size: int, fixed: int, each: int) -> None:
-        self.size, self.fixed, self.each = size, fixed, each
+        self.left, self.fixed, self.each = size, fixed, each
         self.highest = self.resident = 5000
 
+    def size(self) -> int:
+        return 1 << 30
+
     def room(self) -> int:
-        return self.size
+        return self.left
 
     def allocated(self) -> int:
         return self.resident
@@ -32,7 +35,7 @@ class LinearDevice:
 
     def run(self, tokens: int) -> None:
         taken = self.fixed + self.each * tokens
-        assert taken <= self.size, "out of memory"
+        assert taken <= self.left, "out of memory"
         self.highest = max(self.highest, self.resident + taken)
 
 
@@ -91,7 +94,7 @@ def test_it_shrinks_when_others_take_the_memory() -> None:
         budget.settle()
     assert budget.limit("auto", GPU) == 90_000
     run(budget, device, 90_000)
-    device.size = 5_000_000
+    device.left = 5_000_000
     with budget.measuring(49_000, GPU):  # rows of this length happened to come
         device.run(49_000)
     budget.settle()
@@ -125,6 +128,45 @@ def test_a_rank_without_a_measurement_follows_the_others() -> None:
     run(budget, device, 10)
     budget.settle(lambda own: min(own, 4096.0))
     assert budget.limit("auto", GPU) == 4096
+
+
+def test_responses_that_end_early_do_not_let_it_grow_beyond_what_long_ones_take() -> None:
+    device = LinearDevice(10_000_000, 0, 100)  # 90,000 tokens fit
+    budget = budget_on(device)
+    for _ in range(12):
+        rows = max(1, budget.limit("auto", GPU) // 1280)
+        with budget.measuring(rows * 1280, GPU) as computed:
+            device.run(rows * 320)  # of up to 1,280 tokens each
+            computed.tokens = rows * 320
+        budget.settle()
+    assert 50_000 < budget.limit("auto", GPU) <= 90_000
+    device.run(budget.limit("auto", GPU))  # one of full length: every row is as long
+
+
+def test_on_another_device_it_starts_anew() -> None:
+    device = LinearDevice(10_000_000, 0, 100)
+    budget = budget_on(device)
+    for _ in range(4):
+        run(budget, device, budget.limit("auto", GPU))
+        budget.settle()
+    smaller = LinearDevice(1_000_000, 0, 100)
+    smaller.size = lambda: 1 << 29  # type: ignore[method-assign]
+    again = budget_on(smaller)
+    again.load_state_dict(budget.state_dict())
+    assert again.limit("auto", GPU) == 2048
+
+
+def test_deterministic_runs_measure_nothing() -> None:
+    device = LinearDevice(10_000_000, 0, 100)
+    budget = budget_on(device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(3):
+            run(budget, device, budget.limit("auto", GPU))
+            budget.settle()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert budget.limit("auto", GPU) == 2048
 
 
 @pytest.mark.parametrize(("given", "expected"), [(100, 100), (None, None), ("auto", None)])

@@ -168,8 +168,11 @@ class TransformersEngine(RolloutEngine):
                 asked = prompts.select(torch.tensor([alike[one] for one in chosen]))
                 numbers = [alike[one // copies] * copies + one % copies for one in wanted]
                 own = [seeds[one] for one in numbers]
-                with self._budget.measuring(len(own) * longest, device):
+                with self._budget.measuring(len(own) * longest, device) as computed:
                     answers = self._respond(way, asked, sampling.at_most(limit), own)
+                    # most batches end before their limit
+                    came = max(len(answer.segments[0].token_ids) for answer in answers)
+                    computed.tokens = len(own) * (prompts.input_ids.shape[1] + came)
                 self._budget.settle()
                 answered.update(zip(numbers, answers, strict=True))
         return [answered[response] for response in range(len(seeds))]
