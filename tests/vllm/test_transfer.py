@@ -4,15 +4,19 @@ import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rollout import EngineFailure, PolicyWeights
+from lrlhf.rollout.engines.adapter_weights import AdapterWeights
 from lrlhf.rollout.engines.policy_weights import compare_fingerprints
 from lrlhf.rollout.vllm.support import import_transfer
 from lrlhf.vllm_worker import gloo
@@ -248,6 +252,49 @@ def test_another_trainer_takes_the_workers_over(connected, ends: ModuleType) -> 
         first.push(passing(weights))
     assert time.monotonic() - started < 1.0  # nothing was waited for
     second.close()
+
+
+def test_an_adapter_comes_before_the_weights_or_alone(
+    ends: ModuleType,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    begun: list[nn.Module] = []
+    engines = importlib.import_module("lrlhf.vllm_worker.transfer_engines")
+    receiver = engines.NCCLWeightTransferEngine
+    monkeypatch.setattr(receiver, "start_weight_update", lambda self: begun.append(self.model))
+    monkeypatch.setattr(gloo, "BUCKET", 5_000)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    weights = PolicyWeights(get_peft_model(build_policy(tokenizer), config))
+    adapter, workers = AdapterWeights(weights), Workers(1)
+    model, engine = workers.models[0], workers.engines[0]
+    transfer = ends.WeightTransfer(
+        "gloo",
+        workers,
+        weights,
+        torch.float32,
+        host="127.0.0.1",
+        workers=1,
+        timeout=SECONDS,
+        adapter=adapter,
+    )
+    base = dict(weights.tensors(torch.float32, adapters=False))
+    for whole in (True, False):
+        parts = {**dict(adapter.tensors(torch.float32)), **(base if whole else {})}
+        tensors = Fingerprinted(parts.items(), turn=1)
+        transfer.push(tensors, whole=whole)
+        compare_fingerprints(as_text(tensors.seen), engine.arrived())
+        # the model is given none of it, and without weights is not even touched
+        assert list(model.loaded) == (list(base) if whole else [])
+        assert begun == [model]
+        model.loaded.clear()
+        kept = load_file(engine.adapter.write("token", "{}") / "adapter_model.safetensors")
+        expected = dict(adapter.tensors(torch.float32))
+        assert kept.keys() == expected.keys()
+        assert all(torch.equal(kept[name], one) for name, one in expected.items())
+    transfer.close()
 
 
 class Blocking:
