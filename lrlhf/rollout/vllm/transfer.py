@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import wait
 from dataclasses import dataclass
 from itertools import islice
@@ -57,12 +57,8 @@ class PolicySource(WeightSource):  # type: ignore[misc]
         device: torch.device,
         adapter: AdapterWeights | None,
     ) -> None:
-        self._adapter, self._weights = (
-            [ParamMeta(name, one.dtype, tuple(one.shape)) for name, one in part.layout(dtype)]
-            if part
-            else []
-            for part in (adapter, weights)
-        )
+        self._weights = _metadata(weights.layout(dtype))
+        self._adapter = _metadata(adapter.layout(dtype)) if adapter else []
         self._device = device
         self.whole = True
         """Whether the next pass has the weights, or the adapter alone."""
@@ -77,6 +73,10 @@ class PolicySource(WeightSource):  # type: ignore[misc]
         """Go through the weights; all ranks must, where they are split."""
         for name, tensor in self.tensors:
             yield name, tensor.to(self._device)
+
+
+def _metadata(layout: Iterable[tuple[str, Tensor]]) -> list[ParamMeta]:
+    return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in layout]
 
 
 class BreakableGroup:
