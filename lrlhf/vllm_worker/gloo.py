@@ -17,8 +17,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # documented to b
     TCPStore,
 )
 
-BUCKET = 2**26
-"""Bytes that are sent at once; a larger tensor goes alone."""
+BUCKET = 2**24
+"""Bytes that are sent at once; a larger tensor goes alone. Memory of twice that size and more is
+given back to the system and cleared anew for every bucket, which takes as long as sending it."""
 
 
 class GlooGroup:

@@ -348,12 +348,13 @@ def test_what_vllms_own_engines_are_told(
         told.append((info, source.metadata()))
         return engine
 
-    emptied: list[bool] = []
+    done: list[Any] = []
     monkeypatch.setattr(ends.WeightTransferTrainerFactory, "trainer_init", init)
     monkeypatch.setattr(ends, "_BUFFER", 1000)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append(device))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "synchronize", done.append)
     weights = PolicyWeights(build_policy(tokenizer))
     transfer = ends.WeightTransfer(
         transport, Workers(2), weights, torch.bfloat16, host="127.0.0.1", workers=2, timeout=5.0
@@ -369,4 +370,5 @@ def test_what_vllms_own_engines_are_told(
         assert (info.master_address, info.world_size) == ("127.0.0.1", 3)
         assert isinstance(engine.model_update_group, ends.BreakableGroup)
     transfer.push(passing(weights))
-    assert emptied == ([True] if transport == "ipc" else [])
+    # the optimizer's step is over before other streams read; and memory is there for the engine
+    assert done == [device, *(["emptied"] if transport == "ipc" else [])]

@@ -73,7 +73,7 @@ class VLLMServerEngine(VLLMBase):
         visible_devices: GPUs of the server, as in CUDA_VISIBLE_DEVICES; None: the trainer's.
         start_timeout: Seconds until a started server, or one that went away, answers.
         stall_timeout: Seconds without a finished response after which the server counts as hung.
-        sync_timeout: Seconds that a push may take.
+        sync_timeout: Seconds that each step of a push may take.
         log_file: Where a started server writes; None: into a temporary folder.
         engine: The other arguments of `VLLMBase`.
     """

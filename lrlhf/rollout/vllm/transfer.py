@@ -59,7 +59,7 @@ class PolicySource(WeightSource):  # type: ignore[misc]
     ) -> None:
         self._weights = _metadata(weights.layout(dtype))
         self._adapter = _metadata(adapter.layout(dtype)) if adapter else []
-        self._device = device
+        self.device = device
         self.whole = True
         """Whether the next pass has the weights, or the adapter alone."""
         self.tensors: Fingerprinted
@@ -72,7 +72,7 @@ class PolicySource(WeightSource):  # type: ignore[misc]
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Go through the weights; all ranks must, where they are split."""
         for name, tensor in self.tensors:
-            yield name, tensor.to(self._device)
+            yield name, tensor.to(self.device)
 
 
 def _metadata(layout: Iterable[tuple[str, Tensor]]) -> list[ParamMeta]:
@@ -305,6 +305,9 @@ class WeightTransfer:
         """
         self._source.tensors, self._source.whole = tensors, whole
         self._client.version, self._client.turn = secrets.token_hex(16), tensors.turn
+        if self._source.device.type == "cuda":
+            # weights are read on other streams than the one that the optimizer's step runs on
+            torch.cuda.synchronize(self._source.device)
         if self._shares_gpu:
             # what this process keeps for later, the engine's copies of the weights may need
             torch.cuda.empty_cache()
