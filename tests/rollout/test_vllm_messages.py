@@ -297,30 +297,40 @@ def lora_policy(language_model: PreTrainedModel) -> PeftModel:
     return get_peft_model(language_model, LoraConfig(r=9, target_modules=["q_proj"]))
 
 
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("lora", ["auto", "adapter", "merged"])
+@pytest.mark.parametrize(
+    ("gpu", "lora", "apart"),
+    [
+        (True, "auto", True),
+        (True, "merged", False),
+        (False, "adapter", True),
+        (False, "auto", False),
+    ],
+)
 def test_room_is_made_for_an_adapter_that_is_not_merged(
-    lora_policy, tokenizer, caplog, lora: Any
+    lora_policy, tokenizer, caplog, monkeypatch, gpu: bool, lora: Any, apart: bool
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     engine = VLLMServerEngine(lora=lora)
     with caplog.at_level("INFO"):
         engine.attach(lora_policy, tokenizer)
     command = engine.command(1)
     engine._remove_folder()
-    assert ("--enable-lora" in command) == (lora != "merged")
-    if lora != "merged":
+    assert ("--enable-lora" in command) == apart
+    if apart:
         # the least of what vLLM takes
         assert option(command, "max-lora-rank") == "16"
     assert engine._environment(SECRET)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
-    assert not caplog.messages
+    slow = "merged in every push: vLLM computes several times slower" in caplog.text
+    assert slow == (not gpu and lora == "auto")
 
 
 DESCRIBED = {"logprobs_mode": "processed_logprobs", "vllm": "0.32.0", "transfer": "lrlhf_gloo"}
 
 
 def test_an_adapter_that_cannot_be_pushed_is_merged_or_refused(
-    lora_policy, tokenizer, caplog
+    lora_policy, tokenizer, caplog, monkeypatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     # the running engine has too little room
     engine = VLLMServerEngine(lora="auto", transport="gloo")
     engine.attach(lora_policy, tokenizer)

@@ -88,7 +88,7 @@ def policy(_first: PeftModel) -> Iterator[PeftModel]:
 
 @pytest.fixture(scope="module")
 def _started(_first: PeftModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[VLLMEngine]:
-    engine = VLLMEngine(max_model_len=128, kv_cache_gib=0.05)
+    engine = VLLMEngine(max_model_len=128, kv_cache_gib=0.05, lora="adapter")
     engine.attach(_first, tokenizer)
     yield engine
     engine.close()
@@ -172,7 +172,7 @@ def test_the_weights_under_the_adapter_come_again(
 def server(
     _first: PeftModel, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VLLMServerEngine]:
-    engine = new_server(tmp_path_factory.mktemp("adapters"))
+    engine = new_server(tmp_path_factory.mktemp("adapters"), lora="adapter")
     engine.attach(_first, tokenizer)
     engine.push(0)
     yield engine

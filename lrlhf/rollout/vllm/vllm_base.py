@@ -53,7 +53,8 @@ class VLLMBase(SyncedEngine):
         lora: How a policy with a LoRA adapter is pushed. ``adapter``: its frozen weights once, and
             then the adapter alone, which vLLM adds as it computes. ``merged``: all weights with the
             adapter in them, every time. "auto": adapter, if it is plain LoRA on linear layers of
-            the decoder and nothing else is trained; else merged, and the log says why.
+            the decoder and nothing else is trained; else, and on a CPU, where vLLM computes slowly
+            with adapters, merged, and the log says why.
         options: Further engine arguments of vLLM by name, such as ``{seed: 1}``.
         max_restarts: How often in a row a call may start the engine anew before it gives up.
     """
@@ -145,6 +146,9 @@ class VLLMBase(SyncedEngine):
 
     def _adapter_to_push(self, policy: nn.Module) -> AdapterWeights | None:
         if self.lora == "merged" or (self.lora == "auto" and not isinstance(policy, PeftModel)):
+            return None
+        if self.lora == "auto" and is_cpu():
+            self._merge_instead("vLLM computes several times slower with adapters on a CPU")
             return None
         try:
             return AdapterWeights(self._weights)
