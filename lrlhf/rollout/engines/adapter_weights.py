@@ -55,17 +55,17 @@ class AdapterWeights:
             raise ValueError(f"{len(active)} adapters are active, not one")
         if len(scalings) > 1:
             raise ValueError("the adapter is scaled by other factors in some layers than in others")
-        self._check_what_else_is_trained()
         (self._scaling,) = scalings
-        self.rank = max(whole_shape(first.weight)[0] for first, _ in self._layers.values())
+        firsts = (first.get_parameter("weight") for first, _ in self._layers.values())
+        self.rank = max(whole_shape(weight)[0] for weight in firsts)
         if self.rank > LARGEST_RANK:
             raise ValueError(f"its rank is {self.rank}, and vLLM's limit is {LARGEST_RANK}")
+        self._check_what_else_is_trained()
 
     def _check_what_else_is_trained(self) -> None:
-        decoder = self._model.get_decoder()
+        decoder: nn.Module = self._model.get_decoder()  # type: ignore[no-untyped-call]
         inside = {id(weight) for weight in decoder.parameters()}
-        pairs = self._layers.values()
-        own = {id(part.weight) for pair in pairs for part in pair}
+        own = {id(weight) for _, weight in self._parameters()}
         if not own <= inside:
             raise ValueError("a part of the adapter is outside of the decoder")
         for name, weight in self._model.named_parameters():
