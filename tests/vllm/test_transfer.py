@@ -113,8 +113,10 @@ def connected(
     monkeypatch.setattr(gloo, "BUCKET", 40_000)
     opened = []
 
-    def build(count: int = 1) -> tuple[Any, Workers, PolicyWeights]:
-        workers, weights = Workers(count), PolicyWeights(build_policy(tokenizer))
+    def build(count: int = 1, lora: LoraConfig | None = None) -> tuple[Any, Workers, PolicyWeights]:
+        policy = build_policy(tokenizer)
+        weights = PolicyWeights(get_peft_model(policy, lora) if lora else policy)
+        workers = Workers(count)
         transfer = ends.WeightTransfer(
             "gloo",
             workers,
@@ -123,6 +125,7 @@ def connected(
             host="127.0.0.1",
             workers=count,
             timeout=SECONDS,
+            adapter=AdapterWeights(weights) if lora else None,
         )
         opened.append(transfer)
         return transfer, workers, weights
@@ -255,31 +258,16 @@ def test_another_trainer_takes_the_workers_over(connected, ends: ModuleType) -> 
 
 
 def test_an_adapter_comes_before_the_weights_or_alone(
-    ends: ModuleType,
-    tokenizer: PreTrainedTokenizerBase,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    connected, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    transfer, workers, weights = connected(lora=config)
+    adapter, model, engine = AdapterWeights(weights), workers.models[0], workers.engines[0]
     begun: list[nn.Module] = []
     engines = importlib.import_module("lrlhf.vllm_worker.transfer_engines")
     receiver = engines.NCCLWeightTransferEngine
     monkeypatch.setattr(receiver, "start_weight_update", lambda self: begun.append(self.model))
-    monkeypatch.setattr(gloo, "BUCKET", 5_000)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-    weights = PolicyWeights(get_peft_model(build_policy(tokenizer), config))
-    adapter, workers = AdapterWeights(weights), Workers(1)
-    model, engine = workers.models[0], workers.engines[0]
-    transfer = ends.WeightTransfer(
-        "gloo",
-        workers,
-        weights,
-        torch.float32,
-        host="127.0.0.1",
-        workers=1,
-        timeout=SECONDS,
-        adapter=adapter,
-    )
     base = dict(weights.tensors(torch.float32, adapters=False))
     for whole in (True, False):
         parts = {**dict(adapter.tensors(torch.float32)), **(base if whole else {})}
@@ -294,7 +282,6 @@ def test_an_adapter_comes_before_the_weights_or_alone(
         expected = dict(adapter.tensors(torch.float32))
         assert kept.keys() == expected.keys()
         assert all(torch.equal(kept[name], one) for name, one in expected.items())
-    transfer.close()
 
 
 class Blocking:
