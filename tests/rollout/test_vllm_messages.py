@@ -1,5 +1,6 @@
 """What is said before vLLM runs, and what it is asked; vLLM itself may or may not be there."""
 
+import copy
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -352,6 +353,19 @@ def test_an_adapter_that_cannot_be_pushed_is_merged_or_refused(
     with caplog.at_level("INFO"):
         VLLMServerEngine().attach(lora_policy, tokenizer)
     assert "merged in every push: model.norm.weight, which is not the adapter's" in caplog.text
+
+
+def test_an_engine_that_could_not_end_takes_the_adapter_of_the_next_policy(
+    lora_policy, tokenizer
+) -> None:
+    engine = VLLMEngine(lora="adapter")
+    engine.attach(lora_policy, tokenizer)
+    engine._check_description(DESCRIBED | {"max_lora_rank": 16})
+    first, engine._in_trainers_group, engine._has_base = engine._adapter_apart, True, True
+    engine.attach(copy.deepcopy(lora_policy), tokenizer)
+    engine._start()
+    assert engine._adapter_apart is engine._adapter is not first
+    assert not engine._has_base
 
 
 @pytest.mark.parametrize(

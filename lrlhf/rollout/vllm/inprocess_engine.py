@@ -64,7 +64,8 @@ class VLLMEngine(VLLMBase):
                     "an engine inside a training of several processes cannot be started a second "
                     "time; VLLMServerEngine can"
                 )
-            # it was closed, but could not be ended
+            # it was closed, but could not be ended; the policy may be another one since
+            self._check_description(self._described)
             return
         grouped = torch.distributed.is_initialized()
         single = not grouped or torch.distributed.get_world_size() == 1
@@ -120,6 +121,7 @@ class VLLMEngine(VLLMBase):
             arrived: list[dict[str, str]] = self._llm.collective_rpc("lrlhf_load", args=(tensors,))
             if self._asleep:
                 self._llm.wake_up(tags=["kv_cache"])
+            self._lora_request = None
             if self._adapter_apart is not None:
                 self._load_adapter(self._adapter_apart.settings)
             self._asleep = False
