@@ -11,6 +11,7 @@ from lrlhf.models.loading.export import (
     merged_weights,
     save_model,
     skeleton_of,
+    unmergeable,
 )
 from lrlhf.models.loading.model_sources import SourceError, cache_dir, load_config, resolve_source
 from lrlhf.models.loading.pretrained import CausalLM, LoRA, PretrainedSpec
@@ -94,4 +95,5 @@ __all__ = [
     "sequence_outputs",
     "sequence_values",
     "skeleton_of",
+    "unmergeable",
 ]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
 import sys
 from typing import Any
 
+from lrlhf.vllm_worker.adapter import ReceivedAdapter, folder_of
 from lrlhf.vllm_worker.fingerprint import Fingerprinted, as_text
 from lrlhf.vllm_worker.model_repair import repair
 
@@ -15,6 +18,10 @@ TRANSFER_ENGINES = {
     "lrlhf_ipc": "IPCEngine",
 }
 """Backends of vLLM's weight transfer, and the classes behind them."""
+
+
+LORA_UPDATES = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+"""Without this variable of the environment a server loads no adapter."""
 
 
 def register() -> None:
@@ -42,12 +49,16 @@ class WeightReceiver:
     vllm_config: Any
     weight_transfer_engine: Any
     reload_weights: Any
+    _lrlhf_adapter: ReceivedAdapter
 
     def lrlhf_describe(self) -> dict[str, Any]:
         """Tell the trainer what it needs to know of this engine."""
         model = self.vllm_config.model_config
         served = model.served_model_name
         transfer = self.vllm_config.weight_transfer_config
+        lora = self.vllm_config.lora_config
+        # inside the training process nothing has to be allowed
+        takes_adapters = transfer is None or os.environ.get(LORA_UPDATES) in ("1", "true")
         return {
             "model": served[0] if isinstance(served, list) else served or model.model,
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -55,6 +66,7 @@ class WeightReceiver:
             "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
             "workers": int(self.vllm_config.parallel_config.world_size),
             "transfer": None if transfer is None else str(transfer.backend),
+            "max_lora_rank": int(lora.max_lora_rank) if lora and takes_adapters else 0,
             "vllm": str(importlib.import_module("vllm").__version__),
         }
 
@@ -66,10 +78,26 @@ class WeightReceiver:
     def lrlhf_load(self, tensors: Fingerprinted) -> dict[str, str]:
         """Load tensors of this process, of which the fingerprints are taken on the way.
 
+        Those of an adapter are kept aside.
+
         Returns:
             The fingerprint of every tensor as it arrived, by name; as text.
         """
-        self.reload_weights(weights_iterator=tensors)
+        self._lrlhf_adapter = ReceivedAdapter()
+        weights = self._lrlhf_adapter.apart(tensors)
+        if weights is not None:
+            self.reload_weights(weights_iterator=weights)
         arrived = as_text(tensors.seen)
-        repair(self.model_runner.get_model(), self.vllm_config, self.device)
+        if weights is not None:
+            repair(self.model_runner.get_model(), self.vllm_config, self.device)
         return arrived
+
+    def lrlhf_write_adapter(self, token: str, settings: str) -> str:
+        """Write the adapter that came last to where vLLM can load it from, and return where."""
+        engine = getattr(self, "weight_transfer_engine", None)
+        received = self._lrlhf_adapter if engine is None else engine.adapter
+        return str(received.write(token, settings))
+
+    def lrlhf_remove_adapter(self, token: str) -> None:
+        """Remove what `lrlhf_write_adapter` has written, once vLLM has loaded it."""
+        shutil.rmtree(folder_of(token), ignore_errors=True)

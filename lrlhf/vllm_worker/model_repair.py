@@ -46,6 +46,7 @@ def _repack(model: nn.Module) -> None:
     """
     module: Any
     for module in model.modules():
-        weight = getattr(module, "weight", None)
+        # its own: a layer that adapters are added to shows those of the one inside it too
+        weight = module._parameters.get("weight")
         if isinstance(weight, Tensor) and weight.numel() > 0 and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)

@@ -19,13 +19,14 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
+from lrlhf.vllm_worker.adapter import ReceivedAdapter
 from lrlhf.vllm_worker.fingerprint import Fingerprinted, as_text
 from lrlhf.vllm_worker.gloo import GlooGroup, buckets, join_store, size_of, unpack
 from lrlhf.vllm_worker.model_repair import repair
 
 
 class Noting:
-    """Notes the fingerprint of every tensor as it arrives, before any is loaded.
+    """Notes the fingerprint of every tensor as it arrives, and keeps those of an adapter aside.
 
     What the trainer says has fields that vLLM does not know: ``trainer``, a token of its own, and
     of an update the ``turn``, see `fingerprint`.
@@ -37,11 +38,12 @@ class Noting:
     _seen: dict[str, Tensor]
     _turn: int
     _trainer: str
+    _begun: bool
+    adapter: ReceivedAdapter
 
     def start_weight_update(self) -> None:
-        """Begin with nothing noted."""
-        self._seen = {}
-        super().start_weight_update()  # type: ignore[misc]
+        """Begin with nothing noted, and leave the model alone: its weights may stay."""
+        self._seen, self._begun, self.adapter = {}, False, ReceivedAdapter()
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
         """Remember who connects."""
@@ -62,7 +64,14 @@ class Noting:
         model = self.model
 
         def load(tensors: Any) -> Any:
-            return model.load_weights(Fingerprinted(tensors, turn=self._turn, seen=self._seen))
+            noted = Fingerprinted(tensors, turn=self._turn, seen=self._seen)
+            weights = self.adapter.apart(noted)
+            if weights is None:
+                return None
+            if not self._begun:
+                self._begun, self.model = True, model
+                super(Noting, self).start_weight_update()  # type: ignore[misc]
+            return model.load_weights(weights)
 
         self.model = SimpleNamespace(load_weights=load)
         try:
@@ -75,9 +84,10 @@ class Noting:
             self.model = model
 
     def finish_weight_update(self) -> None:
-        """Finish, and mend what vLLM leaves behind."""
-        super().finish_weight_update()  # type: ignore[misc]
-        repair(self.model, self.vllm_config, self.device)
+        """Finish, and mend what vLLM leaves behind, where the model was given weights."""
+        if self._begun:
+            super().finish_weight_update()  # type: ignore[misc]
+            repair(self.model, self.vllm_config, self.device)
 
     def arrived(self) -> dict[str, str]:
         """Return the fingerprints of the last update by name."""
@@ -150,3 +160,8 @@ class NCCLEngine(Noting, NCCLWeightTransferEngine):  # type: ignore[misc]
 
 class IPCEngine(Noting, IPCWeightTransferEngine):  # type: ignore[misc]
     """CUDA IPC, noting what arrives."""
+
+    def finish_weight_update(self) -> None:
+        """Finish, and give the trainer its memory back, also after an adapter alone."""
+        super().finish_weight_update()
+        self._packed_importer.close()

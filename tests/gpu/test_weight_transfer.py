@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -98,6 +99,75 @@ def test_pushes_to_a_server_arrive_and_their_buffers_are_given_back(
     for version in range(10, 15):
         server.push(version)
     assert torch.cuda.memory_allocated() <= before
+
+
+def adapted(policy: PreTrainedModel) -> PeftModel:
+    config = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(policy, config).to("cuda:0")
+
+
+@torch.no_grad()
+def disturb_adapter(policy: PeftModel, seed: int) -> None:
+    disturb(nn.ParameterList(one for one in policy.parameters() if one.requires_grad), seed)
+
+
+@pytest.mark.vllm
+def test_an_adapter_arrives_alone_and_its_buffers_are_given_back(
+    server: VLLMServerEngine, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with_adapter = adapted(policy)
+    server.attach(with_adapter, tokenizer)
+    server.push(0)
+    assert server._adapter_apart is not None
+    for version in range(1, 4):
+        disturb_adapter(with_adapter, version)
+        server.push(version)
+        assert server.probe().typical < CLOSE
+    # of what the engine computes the adapter is no small part
+    with with_adapter.disable_adapter():
+        assert server.probe().typical > 2 * CLOSE
+    assert server.restarts == 0
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for version in range(10, 15):
+        server.push(version)
+    assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.vllm
+@two_gpus
+def test_an_adapter_reaches_both_gpus_of_a_server(
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    with_adapter = adapted(policy)
+    engine = new_server(
+        tmp_path, tensor_parallel_size=2, transport="gloo", gpu_memory_utilization=0.3
+    )
+    engine.attach(with_adapter, tokenizer)
+    for version in range(3):
+        disturb_adapter(with_adapter, version)
+        engine.push(version)
+        assert engine.probe().typical < CLOSE
+    engine.close()
+
+
+@pytest.mark.vllm
+def test_an_engine_that_slept_has_weights_and_adapter_again(
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with_adapter = adapted(policy)
+    engine = VLLMEngine(sleep=True, max_model_len=128, kv_cache_gib=0.5, lora="adapter")
+    engine.attach(with_adapter, tokenizer)
+    engine.push(0)
+    for version in (1, 2):
+        assert engine.probe().typical < CLOSE
+        engine.sleep()
+        disturb_adapter(with_adapter, version)
+        engine.push(version)
+        assert engine.probe().typical < CLOSE
+        disturb_adapter(with_adapter, 10 + version)
+        engine.push(version)
+    engine.close()
 
 
 @pytest.mark.vllm

@@ -53,6 +53,7 @@ def test_every_request_but_the_health_check_shows_the_token(client_of) -> None:
 )
 def test_what_a_status_means(client_of, status: int, error: type[Exception], message: str) -> None:
     assert client_of(lambda _: httpx.Response(200)).post("/reset_mm_cache") is None
+    assert client_of(lambda _: httpx.Response(200, text="Success: done")).post("/path") is None
     client = client_of(lambda _: httpx.Response(status, text="what happened"))
     with pytest.raises(error, match=message) as raised:
         client.post("/path", {})

@@ -1,5 +1,6 @@
 """What is said before vLLM runs, and what it is asked; vLLM itself may or may not be there."""
 
+import copy
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.modules import RLOO
@@ -106,6 +108,7 @@ def test_options_out_of_range_are_refused() -> None:
             {"transport": "nccl"},
             r"transport is 'nccl', which needs a GPU",
         ),
+        (VLLMEngine, {"lora": "both"}, r"engine\.lora is 'both'; take auto, adapter or merged"),
         (VLLMEngine, {"sleep": True}, r"engine\.sleep .* there is no GPU: drop it"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -258,6 +261,7 @@ LOG = """(EngineCore pid=7)   File "core.py", line 1, in __init__
         ("larger than the maximum tokens in KV cache", "", r"raise the first or lower the second"),
         ("CUDA out of Memory", "", r"engine\.gpu_memory_utilization is 0\.9: lower it"),
         # the first cause is found in the server's log
+        ("X does not support LoRA yet.", "", r"LoRA yet\. \(set engine\.lora: merged\)"),
         ("ended", LOG, r"start: ValueError: No available.*kv_cache_gib is 0\.25, .*max_model_len"),
     ],
 )
@@ -289,6 +293,81 @@ def test_another_server_is_refused(attached) -> None:
             attached(**options)._check_description(good | change)
 
 
+@pytest.fixture
+def lora_policy(language_model: PreTrainedModel) -> PeftModel:
+    return get_peft_model(language_model, LoraConfig(r=9, target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "lora", "apart"),
+    [
+        (True, "auto", True),
+        (True, "merged", False),
+        (False, "adapter", True),
+        (False, "auto", False),
+    ],
+)
+def test_room_is_made_for_an_adapter_that_is_not_merged(
+    lora_policy, tokenizer, caplog, monkeypatch, gpu: bool, lora: Any, apart: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    engine = VLLMServerEngine(lora=lora)
+    with caplog.at_level("INFO"):
+        engine.attach(lora_policy, tokenizer)
+    command = engine.command(1)
+    engine._remove_folder()
+    assert ("--enable-lora" in command) == apart
+    if apart:
+        # the least of what vLLM takes
+        assert option(command, "max-lora-rank") == "16"
+    assert engine._environment(SECRET)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    slow = "merged in every push: vLLM computes several times slower" in caplog.text
+    assert slow == (not gpu and lora == "auto")
+
+
+DESCRIBED = {"logprobs_mode": "processed_logprobs", "vllm": "0.32.0", "transfer": "lrlhf_gloo"}
+
+
+def test_an_adapter_that_cannot_be_pushed_is_merged_or_refused(
+    lora_policy, tokenizer, caplog, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    # the running engine has too little room
+    engine = VLLMServerEngine(lora="auto", transport="gloo")
+    engine.attach(lora_policy, tokenizer)
+    engine._check_description(DESCRIBED | {"max_lora_rank": 16})
+    assert engine._adapter_apart is not None
+    with caplog.at_level("INFO"):
+        engine._check_description(DESCRIBED | {"max_lora_rank": 8})
+    assert engine._adapter_apart is None
+    assert "merged in every push: its rank is 9, and the running vLLM" in caplog.text
+    engine = VLLMServerEngine(lora="adapter", transport="gloo")
+    engine.attach(lora_policy, tokenizer)
+    with pytest.raises(EngineStartError, match=r"at most 0 \(enable_lora.*engine\.lora: merged"):
+        engine._check_description(DESCRIBED | {"max_lora_rank": 0})
+    # the policy is of another kind
+    lora_policy.get_parameter("base_model.model.model.norm.weight").requires_grad_(True)
+    with pytest.raises(EngineStartError, match=r"engine\.lora is adapter, .*norm\.weight, which"):
+        VLLMServerEngine(lora="adapter").attach(lora_policy, tokenizer)
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        VLLMServerEngine().attach(lora_policy, tokenizer)
+    assert "merged in every push: model.norm.weight, which is not the adapter's" in caplog.text
+
+
+def test_an_engine_that_could_not_end_takes_the_adapter_of_the_next_policy(
+    lora_policy, tokenizer
+) -> None:
+    engine = VLLMEngine(lora="adapter")
+    engine.attach(lora_policy, tokenizer)
+    engine._check_description(DESCRIBED | {"max_lora_rank": 16})
+    first, engine._in_trainers_group, engine._has_base = engine._adapter_apart, True, True
+    engine.attach(copy.deepcopy(lora_policy), tokenizer)
+    engine._start()
+    assert engine._adapter_apart is engine._adapter is not first
+    assert not engine._has_base
+
+
 @pytest.mark.parametrize(
     ("options", "transport"),
     [({}, "ipc"), ({"visible_devices": "1"}, "nccl"), ({"url": "http://there:1"}, "nccl")],
@@ -316,7 +395,8 @@ def test_a_url_where_nobody_answers_tells_the_command_without_the_token(
         engine.push(0)
     said = str(raised.value)
     assert "at http://127.0.0.1:9 for 0.05 s (engine.start_timeout)" in said
-    assert "\nVLLM_SERVER_DEV_MODE=1 VLLM_API_KEY=TOKEN python -m vllm.entrypoints" in said
+    variables = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_API_KEY=TOKEN"
+    assert f"\n{variables} python -m vllm.entrypoints" in said
     assert "--middleware lrlhf.vllm_worker.access.TokenGuard" in said
     assert SECRET not in said
 

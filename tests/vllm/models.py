@@ -1,6 +1,7 @@
 """Models that vLLM's CPU kernels take, and what is compared with them."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,13 +84,14 @@ def assert_pushes_arrive(
         assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-def new_server(folder: Path) -> VLLMServerEngine:
+def new_server(folder: Path, **options: Any) -> VLLMServerEngine:
     return VLLMServerEngine(
         max_model_len=128,
         kv_cache_gib=0.05,
         log_file=str(folder / "vllm.log"),
         start_timeout=400,
         stall_timeout=120,
+        **options,
     )
 
 

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
 
 from lrlhf.media import MediaProcessor
 from lrlhf.models import load_processor, ruled_out_ids, sequence_logprobs
 from lrlhf.rollout import Sampling, VLLMEngine, VLLMServerEngine
+from lrlhf.rollout.vllm.vllm_base import EngineStartError
 from lrlhf.types import PromptBatch, Rollout
 from tests.vllm.models import disturb
 from tests.vlms import Row, Vlm, build_vlm, prompts_of, row, save_vlm
@@ -132,3 +135,35 @@ def test_videos_are_refused_unless_a_mismatch_is_accepted(shown: tuple[VLLMEngin
     rollout = engine.generate(prompts, Sampling(max_new_tokens=4), num_generations=1, seeds=[0])
     engine.inexact_video = False
     assert rollout.response_mask.sum() > 0
+
+
+@pytest.mark.parametrize(
+    "family", [FAMILIES[0], *(pytest.param(f, marks=pytest.mark.exhaustive) for f in FAMILIES[1:])]
+)
+def test_an_adapter_of_the_decoder_is_pushed_alone_and_one_of_the_encoder_merged(
+    family: str, tmp_path: Path
+) -> None:
+    vlm = as_loaded(family, tmp_path)
+    decoder = vlm.model.get_decoder()
+    inside = next(name for name, module in vlm.model.named_modules() if module is decoder)
+    options = {"r": 4, "lora_alpha": 16, "init_lora_weights": False}
+    config = LoraConfig(target_modules=rf"{inside}\..*_proj", **options)
+    policy = get_peft_model(vlm.model, config)
+    engine = VLLMEngine(max_model_len=512, kv_cache_gib=0.1, lora="adapter")
+    engine.attach(policy, vlm.tokenizer, vlm.processor)
+    engine.push(0)
+    adapter = nn.ParameterList(one for one in policy.parameters() if one.requires_grad)
+    for version in range(1, 3):
+        disturb(adapter, seed=version, scale=0.02)
+        engine.push(version)
+        rollout = engine.generate(
+            mixed_prompts(vlm), Sampling(max_new_tokens=8), num_generations=3, seeds=list(range(9))
+        )
+        assert gap(vlm, rollout, 1.0) < 1e-4
+        assert engine.probe().mean < 1e-4
+    engine.close()
+    encoder = get_peft_model(
+        build_vlm(family).model, LoraConfig(target_modules="all-linear", **options)
+    )
+    with pytest.raises(EngineStartError, match=r"a part of the adapter is outside of the decoder"):
+        engine.attach(encoder, vlm.tokenizer, vlm.processor)

@@ -24,6 +24,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return state
 
 
+@pytest.fixture(scope="module")
+def adapted_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    (state,) = trained(tmp_path_factory.mktemp("adapted"), "vllm", "lora")
+    return state
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("engine", "strategy"),
@@ -38,7 +44,20 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_two_processes_train_as_one(
     engine: str, strategy: str, alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    ranks = trained(tmp_path, engine, strategy)
+    assert_equal(trained(tmp_path, engine, "whole", strategy), alone)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("engine", "strategy"), [("vllm_server", "fsdp2"), ("vllm", "deepspeed_zero3")]
+)
+def test_two_processes_train_one_adapter(
+    engine: str, strategy: str, adapted_alone: dict[str, Any], tmp_path: Path
+) -> None:
+    assert_equal(trained(tmp_path, engine, "lora", strategy), adapted_alone)
+
+
+def assert_equal(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     assert len(ranks) == 2
     for rank in ranks:
         assert rank["metrics"]["mismatch/max"] < 1e-4

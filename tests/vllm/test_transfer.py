@@ -4,15 +4,19 @@ import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rollout import EngineFailure, PolicyWeights
+from lrlhf.rollout.engines.adapter_weights import AdapterWeights
 from lrlhf.rollout.engines.policy_weights import compare_fingerprints
 from lrlhf.rollout.vllm.support import import_transfer
 from lrlhf.vllm_worker import gloo
@@ -109,8 +113,10 @@ def connected(
     monkeypatch.setattr(gloo, "BUCKET", 40_000)
     opened = []
 
-    def build(count: int = 1) -> tuple[Any, Workers, PolicyWeights]:
-        workers, weights = Workers(count), PolicyWeights(build_policy(tokenizer))
+    def build(count: int = 1, lora: LoraConfig | None = None) -> tuple[Any, Workers, PolicyWeights]:
+        policy = build_policy(tokenizer)
+        weights = PolicyWeights(get_peft_model(policy, lora) if lora else policy)
+        workers = Workers(count)
         transfer = ends.WeightTransfer(
             "gloo",
             workers,
@@ -119,6 +125,7 @@ def connected(
             host="127.0.0.1",
             workers=count,
             timeout=SECONDS,
+            adapter=AdapterWeights(weights) if lora else None,
         )
         opened.append(transfer)
         return transfer, workers, weights
@@ -248,6 +255,33 @@ def test_another_trainer_takes_the_workers_over(connected, ends: ModuleType) -> 
         first.push(passing(weights))
     assert time.monotonic() - started < 1.0  # nothing was waited for
     second.close()
+
+
+def test_an_adapter_comes_before_the_weights_or_alone(
+    connected, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    transfer, workers, weights = connected(lora=config)
+    adapter, model, engine = AdapterWeights(weights), workers.models[0], workers.engines[0]
+    begun: list[nn.Module] = []
+    engines = importlib.import_module("lrlhf.vllm_worker.transfer_engines")
+    receiver = engines.NCCLWeightTransferEngine
+    monkeypatch.setattr(receiver, "start_weight_update", lambda self: begun.append(self.model))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    base = dict(weights.tensors(torch.float32, adapters=False))
+    for whole in (True, False):
+        parts = {**dict(adapter.tensors(torch.float32)), **(base if whole else {})}
+        tensors = Fingerprinted(parts.items(), turn=1)
+        transfer.push(tensors, whole=whole)
+        compare_fingerprints(as_text(tensors.seen), engine.arrived())
+        # the model is given none of it, and without weights is not even touched
+        assert list(model.loaded) == (list(base) if whole else [])
+        assert begun == [model]
+        model.loaded.clear()
+        kept = load_file(engine.adapter.write("token", "{}") / "adapter_model.safetensors")
+        expected = dict(adapter.tensors(torch.float32))
+        assert kept.keys() == expected.keys()
+        assert all(torch.equal(kept[name], one) for name, one in expected.items())
 
 
 class Blocking:

@@ -1,11 +1,15 @@
 """A short run of RLOO on one or two processes, as a program: vLLM and a fork do not go together.
 
-python -m tests.vllm.two_ranks FOLDER vllm|vllm_server [STRATEGY]
+python -m tests.vllm.two_ranks FOLDER vllm|vllm_server [lora|whole [STRATEGY]]
 """
 
 import sys
 import warnings
 from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
 
 from lrlhf.modules import RLOO, OptimizerConfig, Reference
 from lrlhf.rewards import Rewards
@@ -16,14 +20,23 @@ from tests.modules.policy_runs import letters
 from tests.vllm.models import build_policy
 
 
-def main(folder: Path, engine: str, strategy: str | None = None) -> None:
+def main(folder: Path, engine: str, weights: str = "whole", strategy: str | None = None) -> None:
     tokenizer = build_tokenizer()
+    policy: nn.Module = build_policy(tokenizer)
+    if weights == "lora":
+        torch.manual_seed(0)
+        config = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear")
+        policy = get_peft_model(policy, config)
     kind = VLLMEngine if engine == "vllm" else VLLMServerEngine
     module = RLOO(
-        build_policy(tokenizer),
+        policy,
         Rewards([letters]),
         tokenizer=tokenizer,
-        engine=kind(max_model_len=128, kv_cache_gib=0.05),
+        engine=kind(
+            max_model_len=128,
+            kv_cache_gib=0.05,
+            lora="adapter" if weights == "lora" else "auto",
+        ),
         num_generations=2,
         sampling=Sampling(max_new_tokens=6),
         reference=Reference(kl_coef=0.01),

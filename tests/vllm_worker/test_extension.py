@@ -1,11 +1,14 @@
+import stat
 import sys
 from collections.abc import Iterable
 from enum import Enum
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lrlhf.vllm_worker.extension import WeightReceiver
@@ -51,6 +54,7 @@ class Worker(WeightReceiver):
             ),
             parallel_config=SimpleNamespace(world_size=2),
             weight_transfer_config=SimpleNamespace(backend="lrlhf_gloo"),
+            lora_config=None,
         )
 
     def reload_weights(self, *, weights_iterator: Iterable[tuple[str, Tensor]]) -> None:
@@ -107,5 +111,68 @@ def test_the_engine_is_described_in_plain_json_types(served: Any, name: str, mod
         "logprobs_mode": "processed_logprobs",
         "workers": 2,
         "transfer": "lrlhf_gloo",
+        "max_lora_rank": 0,
         "vllm": "0.30.1",
     }
+
+
+@pytest.mark.parametrize(
+    ("server", "variable", "rank"), [(True, "1", 16), (True, "0", 0), (False, "0", 16)]
+)
+def test_a_server_takes_adapters_only_where_it_is_allowed_to(
+    monkeypatch: pytest.MonkeyPatch, server: bool, variable: str, rank: int
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", variable)
+    worker = Worker()
+    worker.vllm_config.lora_config = SimpleNamespace(max_lora_rank=16)
+    if not server:
+        worker.vllm_config.weight_transfer_config = None
+    assert worker.lrlhf_describe()["max_lora_rank"] == rank
+
+
+class Wrapping(nn.Module):
+    """A layer that an adapter is added to: what it lacks it takes from the one inside."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = inner
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self.__dict__["_modules"].get("base_layer")
+        return inner if name == "base_layer" else getattr(inner, name)
+
+
+def test_a_layer_with_an_adapter_is_packed_once_and_inside() -> None:
+    worker = Worker()
+    worker.model = nn.Sequential(Wrapping(worker.packed_layer))
+    load(worker, {"a": torch.ones(1)})
+    assert worker.packer.packed == [worker.packed_layer]
+
+
+def test_an_adapter_is_written_and_removed_and_no_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    worker = Worker()
+    name = "base_model.model.layer.lora_A.weight"
+    sent = torch.arange(6.0).view(2, 3)
+    arrived, _ = load(worker, {name: sent})
+    assert arrived == {name: str(int(fingerprint(sent, turn=0)))}
+    sent.zero_()  # a buffer that is used again
+    assert not worker.loaded
+    assert not worker.packer.packed
+    folder = Path(worker.lrlhf_write_adapter("abc", '{"r": 2}'))
+    assert folder.parent == tmp_path
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert (folder / "adapter_config.json").read_text() == '{"r": 2}'
+    stored = load_file(folder / "adapter_model.safetensors")
+    assert stored.keys() == {name}
+    assert torch.equal(stored[name], torch.arange(6.0).view(2, 3))
+    worker.lrlhf_remove_adapter("abc")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="other characters"):
+        worker.lrlhf_remove_adapter("../abc")

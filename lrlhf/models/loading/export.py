@@ -103,10 +103,13 @@ def merged_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tenso
     return weights
 
 
-def merged_weights(model: nn.Module, *, tied_once: bool = False) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(
+    model: nn.Module, *, tied_once: bool = False, adapters: bool = True
+) -> Iterator[tuple[str, Tensor]]:
     """Go through what `merged_state_dict` returns; merged layers exist one at a time.
 
-    ``tied_once`` leaves out further names of a tensor that came before.
+    ``tied_once`` leaves out further names of a tensor that came before. Without ``adapters`` the
+    layers that have some are as they are without them.
     """
     settle(model)
     changed: dict[str, nn.Module] = {}
@@ -122,7 +125,7 @@ def merged_weights(model: nn.Module, *, tied_once: bool = False) -> Iterator[tup
             if id(module) not in seen:
                 seen.add(id(module))
                 with torch.no_grad(), whole_weights(module):
-                    parts = _as_saved(module)
+                    parts = _as_saved(module, adapters=adapters)
                 yield from ((f"{owner}.{name}", part) for name, part in parts.items())
         elif not tied_once or id(tensor) not in seen:
             seen.add(id(tensor))
@@ -139,14 +142,15 @@ def _above(name: str) -> Iterator[str]:
 def check_mergeable(model: nn.Module) -> None:
     """Raise `ValueError` for the first adapter that cannot be added to the weights."""
     for name, layer in model.named_modules():
-        if isinstance(layer, BaseTunerLayer) and (obstacle := _unmergeable(layer)):
+        if isinstance(layer, BaseTunerLayer) and (obstacle := unmergeable(layer)):
             raise ValueError(
                 f"The adapter of {name} cannot be merged into the model for an export or an "
                 f"engine: {obstacle}. Use plain LoRA."
             )
 
 
-def _unmergeable(layer: BaseTunerLayer) -> str | None:
+def unmergeable(layer: BaseTunerLayer) -> str | None:
+    """Tell why an adapter is no plain LoRA that could be added to a weight; None: it is."""
     if not isinstance(layer, LoraLayer):
         return f"it is of the kind {type(layer).__name__}"
     if layer.lora_variant:
@@ -168,7 +172,7 @@ def _is_quantised(module: nn.Module) -> bool:
     return bool(kinds & {"Params4bit", "Int8Params"})
 
 
-def _as_saved(module: nn.Module) -> dict[str, Tensor]:
+def _as_saved(module: nn.Module, *, adapters: bool) -> dict[str, Tensor]:
     if isinstance(module, ModulesToSaveWrapper):
         return merged_state_dict(module.modules_to_save[module.active_adapters[0]])
     if not isinstance(module, BaseTunerLayer):
@@ -176,8 +180,8 @@ def _as_saved(module: nn.Module) -> dict[str, Tensor]:
     parts = _dense(module.get_base_layer())
     layer: nn.Module = module
     # adapters of several weights of one module, such as experts, lie one around the other
-    while isinstance(layer, BaseTunerLayer):
-        if obstacle := _unmergeable(layer):
+    while adapters and isinstance(layer, BaseTunerLayer):
+        if obstacle := unmergeable(layer):
             raise ValueError(f"An adapter cannot be merged: {obstacle}. Use plain LoRA.")
         name = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
         for adapter in layer.active_adapters:
@@ -239,6 +243,11 @@ class CheckpointNames:
             if len(waiting[renamed]) == self._sizes[renamed]:
                 yield from revert_weight_conversion(self._model, waiting.pop(renamed)).items()
         assert not waiting, f"weights that wait for others: {sorted(waiting)}"
+
+    def alone(self, name: str) -> str | None:
+        """Return the new name of a weight that nothing else is done to; None: something is."""
+        renamed, source = self._renamed(name)
+        return renamed if source is None else None
 
     def _renamed(self, name: str) -> tuple[str, str | None]:
         """Return a weight's new name, or that of a group, and what in it is converted."""

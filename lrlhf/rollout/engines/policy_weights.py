@@ -35,23 +35,27 @@ class PolicyWeights:
         self.model = plain_model(policy)
         self._check_tied_head()
         self._skeleton = skeleton_of(self.model)
-        self._names = CheckpointNames(self.model, self._skeleton.state_dict())
+        self.names = CheckpointNames(self.model, self._skeleton.state_dict())
 
-    def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def tensors(
+        self, dtype: torch.dtype | None = None, *, adapters: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Go through the weights under the names that checkpoints of the family have.
 
         If they are split over ranks, all ranks must go through all of them.
 
         Args:
             dtype: Cast floating-point weights to it; None: as they are.
+            adapters: Merge LoRA adapters into the weights; else these are as they are without.
         """
-        for name, tensor in self._names.convert(merged_weights(self.model, tied_once=True)):
+        weights = merged_weights(self.model, tied_once=True, adapters=adapters)
+        for name, tensor in self.names.convert(weights):
             floating = dtype is not None and tensor.is_floating_point()
             yield name, tensor.to(dtype) if floating else tensor
 
     def layout(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Go through what `tensors` yields, without memory behind it and without other ranks."""
-        for name, tensor in self._names.convert(merged_weights(self._skeleton, tied_once=True)):
+        for name, tensor in self.names.convert(merged_weights(self._skeleton, tied_once=True)):
             yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     @property

@@ -275,7 +275,7 @@ class SyncedEngine(RolloutEngine):
         with torch.autocast(self._device.type, enabled=False):
             self._start_together()
             self._turn += 1
-            tensors = Fingerprinted(self._weights.tensors(self.dtype), turn=self._turn)
+            tensors = Fingerprinted(self._tensors(), turn=self._turn)
             try:
                 arrived = self._send(tensors)
             except Exception:
@@ -288,6 +288,10 @@ class SyncedEngine(RolloutEngine):
         for fingerprints in arrived:
             compare_fingerprints(expected, fingerprints)
         self._version = version
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Go through what a push brings; all ranks must, where weights are split."""
+        return self._weights.tensors(self.dtype)
 
     def _start_together(self) -> None:
         """Start, and where ranks put weights together for each other, only if all did."""

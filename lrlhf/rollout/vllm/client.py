@@ -53,7 +53,7 @@ class ServerClient:
     def post(
         self, path: str, body: dict[str, Any] | None = None, *, timeout: float | None = None
     ) -> Any:
-        """Send a request and return the JSON of the answer; None if it is empty.
+        """Send a request and return the JSON of the answer; None if it is none.
 
         Args:
             path: Route, with its query.
@@ -94,7 +94,9 @@ class ServerClient:
             )
         if answer.is_error:
             raise ValueError(f"the vLLM server refused {path}: {answer.text[:500]}")
-        return answer.json() if answer.content else None
+        # some routes answer with words
+        told = answer.headers.get("content-type", "").startswith("application/json")
+        return answer.json() if told else None
 
     def call_workers(self, method: str, *args: str, timeout: float | None = None) -> list[Any]:
         """Call a method of every worker and return their results."""

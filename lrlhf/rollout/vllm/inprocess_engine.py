@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import random
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -52,6 +53,7 @@ class VLLMEngine(VLLMBase):
         self.sleeps = sleep
         self._asleep = False
         self._llm: Any = None
+        self._lora_request: Any = None
         self._in_trainers_group = False
         self._broken = False
 
@@ -62,7 +64,8 @@ class VLLMEngine(VLLMBase):
                     "an engine inside a training of several processes cannot be started a second "
                     "time; VLLMServerEngine can"
                 )
-            # it was closed, but could not be ended
+            # it was closed, but could not be ended; the policy may be another one since
+            self._check_description(self._described)
             return
         grouped = torch.distributed.is_initialized()
         single = not grouped or torch.distributed.get_world_size() == 1
@@ -107,7 +110,7 @@ class VLLMEngine(VLLMBase):
         """
         if self.sleeps and self._running and not self._asleep:
             self._llm.sleep(level=2)
-            self._asleep, self._version = True, None
+            self._asleep, self._version, self._has_base = True, None, False
 
     def _send(self, tensors: Fingerprinted) -> list[dict[str, str]]:
         with self._failing("a push of weights"):
@@ -118,9 +121,22 @@ class VLLMEngine(VLLMBase):
             arrived: list[dict[str, str]] = self._llm.collective_rpc("lrlhf_load", args=(tensors,))
             if self._asleep:
                 self._llm.wake_up(tags=["kv_cache"])
+            self._lora_request = None
+            if self._adapter_apart is not None:
+                self._load_adapter(self._adapter_apart.settings)
             self._asleep = False
         self._reset_caches()
         return arrived
+
+    def _load_adapter(self, settings: str) -> None:
+        """Compute with what was sent from now on."""
+        token = secrets.token_hex(16)
+        folder = self._llm.collective_rpc("lrlhf_write_adapter", args=(token, settings))[0]
+        request = importlib.import_module("vllm.lora.request").LoRARequest
+        # under a new number, as one that is there already would not be read again
+        self._lora_request = request(token, self._turn, folder)
+        self._llm.llm_engine.add_lora(self._lora_request)
+        self._llm.collective_rpc("lrlhf_remove_adapter", args=(token,))
 
     def _reset_caches(self) -> None:
         if not self._llm.reset_prefix_cache():
@@ -158,7 +174,9 @@ class VLLMEngine(VLLMBase):
         # responses have seeds of their own, but vLLM takes numbers from the global stream besides
         forked = torch.random.fork_rng(_current_devices())
         with self._failing("generation"), forked, torch.inference_mode():
-            answers = self._llm.generate(prompts, parameters, use_tqdm=False)
+            answers = self._llm.generate(
+                prompts, parameters, use_tqdm=False, lora_request=self._lora_request
+            )
         for request, answer in zip(requests, answers, strict=True):
             if list(answer.prompt_token_ids) != request.prompt_ids:
                 raise EngineFailure(

@@ -34,6 +34,7 @@ from lrlhf.rollout.vllm.support import (
 from lrlhf.rollout.vllm.vllm_base import EngineStartError, VLLMBase, check_transport
 from lrlhf.threads import spin_not_at_all
 from lrlhf.vllm_worker.access import TOKEN_VARIABLE
+from lrlhf.vllm_worker.extension import LORA_UPDATES
 from lrlhf.vllm_worker.fingerprint import Fingerprinted
 
 ResultT = TypeVar("ResultT")
@@ -126,6 +127,7 @@ class VLLMServerEngine(VLLMBase):
     # ------------------------------------------------------------------ life of the server
 
     def _start(self) -> None:
+        self._last_push = ""
         # which takes seconds, as long as a server starts anyway
         loading = None if self.url else in_background(import_transfer, name="vllm-import")
         url, token = self._led(self._start_server if self.url is None else self._find_server)
@@ -142,6 +144,7 @@ class VLLMServerEngine(VLLMBase):
                 host=self.sync_host,
                 workers=int(self._described["workers"]),
                 timeout=self.sync_timeout,
+                adapter=self._adapter_apart,
             )
 
         self._led(connect)
@@ -250,7 +253,8 @@ class VLLMServerEngine(VLLMBase):
         command = self.command(8000, "python")
         # the folder that is written for a server of one's own is gone by then
         command[command.index("--model") + 1] = "MODEL"
-        return f"VLLM_SERVER_DEV_MODE=1 {TOKEN_VARIABLE}=TOKEN {shlex.join(command)}"
+        variables = f"VLLM_SERVER_DEV_MODE=1 {LORA_UPDATES}=1 {TOKEN_VARIABLE}=TOKEN"
+        return f"{variables} {shlex.join(command)}"
 
     def _environment(self, token: str) -> dict[str, str]:
         # its own limit of 4 is meant for strangers; inside the process there is none
@@ -267,7 +271,7 @@ class VLLMServerEngine(VLLMBase):
         if self._server_transport() == "ipc":
             # vLLM pickles the handles of shared memory; only the holder of the token is heard
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-        return environment | {"VLLM_SERVER_DEV_MODE": "1", TOKEN_VARIABLE: token}
+        return environment | {"VLLM_SERVER_DEV_MODE": "1", LORA_UPDATES: "1", TOKEN_VARIABLE: token}
 
     # ------------------------------------------------------------------ weights and responses
 
@@ -275,26 +279,40 @@ class VLLMServerEngine(VLLMBase):
         error: Exception | None = None
         if not _leads():
             try:
-                self._transfer.push(tensors)
+                self._transfer.push(tensors, whole=not self._has_base)
             except Exception as raised:  # noqa: BLE001  raised again once rank 0 is through
                 error = raised
 
-        def push() -> list[dict[str, str]]:
+        def push() -> tuple[str, list[dict[str, str]]]:
             try:
-                self._last_push = self._transfer.push(tensors)
+                version: str = self._transfer.push(tensors, whole=not self._has_base)
             finally:
                 # before the other ranks hear how it went: until then they bring their parts
                 self._bring_parts(tensors)
             client = self._connected
             arrived = client.call_workers("lrlhf_arrived", timeout=self.sync_timeout)
+            if self._adapter_apart is not None:
+                self._load_adapter(version, self._adapter_apart.settings)
             self._reset_server_caches()
             client.post("/resume", timeout=self.sync_timeout)
-            return arrived
+            return version, arrived
 
-        arrived = self._led(push)
+        self._last_push, arrived = self._led(push)
         if error is not None:
             raise error
         return arrived
+
+    def _load_adapter(self, version: str, settings: str) -> None:
+        """Have the server compute with what was sent, for requests that name this version."""
+        client, seconds = self._connected, self.sync_timeout
+        folder, *_ = client.call_workers("lrlhf_write_adapter", version, settings, timeout=seconds)
+        # under a new name, as one that is replaced under its old would be read at every step
+        body = {"lora_name": version, "lora_path": folder}
+        client.post("/v1/load_lora_adapter", body, timeout=seconds)
+        client.call_workers("lrlhf_remove_adapter", version, timeout=seconds)
+        if self._last_push:
+            body = {"lora_name": self._last_push}
+            client.post("/v1/unload_lora_adapter", body, timeout=seconds)
 
     def _reset_caches(self) -> None:
         self._led(self._reset_server_caches)
@@ -312,6 +330,8 @@ class VLLMServerEngine(VLLMBase):
     def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
         shared = sampling_arguments(sampling, self._weights.model, self._tokenizer)
         shared |= {"return_token_ids": True, "model": self._described["model"]}
+        if self._adapter_apart is not None:
+            shared["model"] = self._last_push
         bodies = [
             {
                 **shared,

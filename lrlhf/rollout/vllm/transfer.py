@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import wait
 from dataclasses import dataclass
 from itertools import islice
@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from lrlhf.background import in_background
+from lrlhf.rollout.engines.adapter_weights import AdapterWeights
 from lrlhf.rollout.engines.policy_weights import PolicyWeights
 from lrlhf.rollout.engines.synced_engine import EngineFailure
 from lrlhf.rollout.vllm.client import ServerClient
@@ -46,25 +47,36 @@ class PolicySource(WeightSource):  # type: ignore[misc]
         weights: Of the policy.
         dtype: What floating-point weights are cast to.
         device: Where they are sent from.
+        adapter: What comes before them, or alone; None: nothing.
     """
 
-    def __init__(self, weights: PolicyWeights, dtype: torch.dtype, device: torch.device) -> None:
-        self._metadata = [
-            ParamMeta(name, tensor.dtype, tuple(tensor.shape))
-            for name, tensor in weights.layout(dtype)
-        ]
+    def __init__(
+        self,
+        weights: PolicyWeights,
+        dtype: torch.dtype,
+        device: torch.device,
+        adapter: AdapterWeights | None,
+    ) -> None:
+        self._weights = _metadata(weights.layout(dtype))
+        self._adapter = _metadata(adapter.layout(dtype)) if adapter else []
         self.device = device
+        self.whole = True
+        """Whether the next pass has the weights, or the adapter alone."""
         self.tensors: Fingerprinted
         """What the next pass goes through."""
 
     def metadata(self) -> list[ParamMeta]:
         """Tell what will come, which takes no other rank."""
-        return self._metadata
+        return self._adapter + (self._weights if self.whole else [])
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Go through the weights; all ranks must, where they are split."""
         for name, tensor in self.tensors:
             yield name, tensor.to(self.device)
+
+
+def _metadata(layout: Iterable[tuple[str, Tensor]]) -> list[ParamMeta]:
+    return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in layout]
 
 
 class BreakableGroup:
@@ -228,6 +240,7 @@ class WeightTransfer:
         host: Address of this machine that the workers can reach.
         workers: How many there are.
         timeout: Seconds that the workers and the trainer may wait for each other.
+        adapter: What is sent beside the weights; None: these have it in them.
     """
 
     def __init__(
@@ -240,10 +253,11 @@ class WeightTransfer:
         host: str,
         workers: int,
         timeout: float,
+        adapter: AdapterWeights | None = None,
     ) -> None:
         cpu = transport == "gloo"
         device = torch.device("cpu" if cpu else f"cuda:{torch.cuda.current_device()}")
-        self._source = PolicySource(weights, dtype, device)
+        self._source = PolicySource(weights, dtype, device, adapter)
         self._client = SyncClient(client, timeout)
         self._shares_gpu = transport == "ipc"
         info = self._init_info(transport, host, workers, timeout)
@@ -280,8 +294,8 @@ class WeightTransfer:
             return IPCTrainerInitInfo(**buffer, rank=rank)
         return NCCLTrainerInitInfo(host, free_port(host), workers + 1, **buffer, rank=rank)
 
-    def push(self, tensors: Fingerprinted) -> str:
-        """Send all weights, and leave the server paused.
+    def push(self, tensors: Fingerprinted, *, whole: bool = True) -> str:
+        """Send all weights, or the adapter alone, and leave the server paused.
 
         Returns:
             The version that the server has them under.
@@ -289,7 +303,7 @@ class WeightTransfer:
         Raises:
             EngineFailure: They did not arrive. By then all tensors were gone through.
         """
-        self._source.tensors = tensors
+        self._source.tensors, self._source.whole = tensors, whole
         self._client.version, self._client.turn = secrets.token_hex(16), tensors.turn
         if self._source.device.type == "cuda":
             # weights are read on other streams than the one that the optimizer's step runs on

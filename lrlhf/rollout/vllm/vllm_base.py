@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
+from lrlhf.media import MediaProcessor
 from lrlhf.models import skeleton_of
+from lrlhf.rollout.engines.adapter_weights import LARGEST_RANK, AdapterWeights
 from lrlhf.rollout.engines.synced_engine import PROBE_RESPONSE, EngineFailure, SyncedEngine
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.vllm.support import EXTENSION, check_version, is_cpu
+from lrlhf.vllm_worker.extension import LORA_UPDATES
+
+logger = logging.getLogger(__name__)
 
 EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -40,13 +50,18 @@ class VLLMBase(SyncedEngine):
         max_num_seqs: Responses that are computed at the same time.
         enforce_eager: Compile nothing. None: on a GPU compile, on a CPU, where it takes over a
             minute at every start, do not.
+        lora: How a policy with a LoRA adapter is pushed. ``adapter``: its frozen weights once, and
+            then the adapter alone, which vLLM adds as it computes. ``merged``: all weights with the
+            adapter in them, every time. "auto": adapter, if it is plain LoRA on linear layers of
+            the decoder and nothing else is trained; else, and on a CPU, where vLLM computes slowly
+            with adapters, merged, and the log says why.
         options: Further engine arguments of vLLM by name, such as ``{seed: 1}``.
         max_restarts: How often in a row a call may start the engine anew before it gives up.
     """
 
     default_gpu_memory_utilization: float
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  each is an option of the config
         self,
         *,
         dtype: EngineDtype = "auto",
@@ -55,10 +70,13 @@ class VLLMBase(SyncedEngine):
         gpu_memory_utilization: float | None = None,
         max_num_seqs: int = 256,
         enforce_eager: bool | None = None,
+        lora: Literal["auto", "adapter", "merged"] = "auto",
         options: dict[str, Any] | None = None,
         max_restarts: int = 2,
     ) -> None:
         super().__init__(max_restarts=max_restarts)
+        if lora not in ("auto", "adapter", "merged"):
+            raise ValueError(f"engine.lora is {lora!r}; take auto, adapter or merged")
         for name, value in (
             ("max_model_len", max_model_len),
             ("kv_cache_gib", kv_cache_gib),
@@ -83,7 +101,13 @@ class VLLMBase(SyncedEngine):
         self.gpu_memory_utilization = gpu_memory_utilization
         self.max_num_seqs = max_num_seqs
         self.enforce_eager = enforce_eager
+        self.lora = lora
         self.options = dict(options or {})
+        self._adapter: AdapterWeights | None = None
+        self._adapter_apart: AdapterWeights | None = None
+        """The adapter, where the running engine adds it itself; None: it is merged, if any."""
+        self._has_base = False
+        """Whether the running engine has the weights that an adapter is added to."""
         self._described: dict[str, Any] = {}
         self._folder: Path | None = None
 
@@ -101,6 +125,58 @@ class VLLMBase(SyncedEngine):
     def max_model_len(self) -> int:
         """Tokens of the longest prompt and response together."""
         return int(self._described["max_model_len"])
+
+    # ------------------------------------------------------------------ adapters
+
+    def attach(
+        self,
+        policy: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: MediaProcessor | None = None,
+    ) -> None:
+        new = policy is not getattr(self, "_policy", None)
+        super().attach(policy, tokenizer, processor)
+        if new:
+            self._adapter = self._adapter_to_push(policy)
+
+    def outdate(self) -> None:
+        super().outdate()
+        # frozen weights change only where others are read into the policy
+        self._has_base = False
+
+    def _adapter_to_push(self, policy: nn.Module) -> AdapterWeights | None:
+        if self.lora == "merged" or (self.lora == "auto" and not isinstance(policy, PeftModel)):
+            return None
+        if self.lora == "auto" and is_cpu():
+            self._merge_instead("vLLM computes several times slower with adapters on a CPU")
+            return None
+        try:
+            return AdapterWeights(self._weights)
+        except ValueError as error:
+            self._merge_instead(str(error))
+            return None
+
+    def _merge_instead(self, reason: str) -> None:
+        if self.lora == "adapter":
+            raise EngineStartError(
+                f"engine.lora is adapter, and vLLM cannot be given the policy's: {reason}; take "
+                "engine.lora: merged, or auto"
+            )
+        logger.info("the policy's LoRA adapter is merged in every push: %s", reason)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        if self._adapter_apart is None:
+            return super()._tensors()
+        adapter = self._adapter_apart.tensors(self.dtype)
+        if self._has_base:
+            return adapter
+        return chain(adapter, self._weights.tensors(self.dtype, adapters=False))
+
+    def _push_once(self, version: int) -> None:
+        super()._push_once(version)
+        self._has_base = self._adapter_apart is not None
+
+    # ------------------------------------------------------------------ start
 
     def _launch_arguments(self) -> dict[str, Any]:
         """Engine arguments by vLLM's names; the weights come with the first push."""
@@ -126,6 +202,8 @@ class VLLMBase(SyncedEngine):
             "enforce_eager": is_cpu() if self.enforce_eager is None else self.enforce_eager,
             "enable_prefix_caching": True,
         }
+        if self._adapter is not None:
+            arguments |= {"enable_lora": True, "max_lora_rank": vllm_rank(self._adapter.rank)}
         if is_cpu():
             arguments["block_size"] = _CPU_BLOCK
             cache_gib = cache_gib or _CPU_CACHE_GIB
@@ -164,9 +242,18 @@ class VLLMBase(SyncedEngine):
                 "processed_logprobs"
             )
         self._described = described
+        self._has_base, self._adapter_apart = False, self._adapter
+        if self._adapter is not None and described["max_lora_rank"] < self._adapter.rank:
+            self._merge_instead(
+                f"its rank is {self._adapter.rank}, and the running vLLM takes adapters of at most "
+                f"{described['max_lora_rank']} (enable_lora, max_lora_rank, {LORA_UPDATES})"
+            )
+            self._adapter_apart = None
 
     def _start_error(self, reason: str) -> EngineStartError:
         """Turn vLLM's complaint into what to change."""
+        if "does not support LoRA" in reason:
+            reason += " (set engine.lora: merged)"
         advice, share = "", f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}"
         if "cache" in reason:
             own = is_cpu() or self.kv_cache_gib
@@ -178,6 +265,11 @@ class VLLMBase(SyncedEngine):
         elif "memory" in reason.lower():
             advice = f" ({share}: lower it, or free memory of the GPU)"
         return EngineStartError(f"vLLM did not start: {reason}{advice}")
+
+
+def vllm_rank(rank: int) -> int:
+    """Return the smallest rank that vLLM makes room for, and that an adapter fits into."""
+    return min(one for one in (8, 16, 32, 64, 128, 256, 320, LARGEST_RANK) if one >= rank)
 
 
 def check_transport(engine: str, transport: str, possible: Sequence[str]) -> None:
