@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import importlib.util
 import json
 import os
@@ -141,10 +142,17 @@ def _write_model(size: Size, folder: Path, options: argparse.Namespace) -> int:
     )
     device = "cuda" if options.accelerator == "gpu" else "cpu"
     torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+        model = Qwen2ForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder)
-    return sum(weight.numel() for weight in model.parameters())
+    number = sum(weight.numel() for weight in model.parameters())
+    del model
+    if device == "cuda":  # the run is another process, which needs all of it
+        gc.collect()
+        torch.cuda.empty_cache()
+    return number
 
 
 def _config(folder: Path, size: Size, options: argparse.Namespace) -> dict[str, Any]:
@@ -214,8 +222,10 @@ class Row:
     size: str
     weights: int
     planned: str
+    left_out: str = ""
+    """Why there are no figures."""
     generate: float | None = None
-    """Tokens per second; None: by the plan it does not fit, and was left out."""
+    """Tokens per second."""
     update: float | None = None
     mfu: float | None = None
     peak: float | None = None
@@ -240,8 +250,11 @@ def _measure(name: str, weights: int, folder: Path, options: argparse.Namespace)
     ).stdout
     row = Row(name, weights, _planned(plan))
     if "does not fit" in plan:
+        row.left_out = "by the plan it does not fit"
         return row
-    subprocess.run([*lrlhf, "fit", *given], check=True, env=environment)
+    if (status := subprocess.run([*lrlhf, "fit", *given], env=environment).returncode) != 0:
+        row.left_out = f"the run ended with status {status}"
+        return row
     with (folder / "run" / "timings.csv").open() as file:
         logged = [row for row in csv.DictReader(file) if row.get("perf/update_s")][WARM_UP:]
     seconds = {
@@ -319,11 +332,7 @@ def _table(rows: list[Row], options: argparse.Namespace) -> str:
             f"| {_shown(row.update, ',.0f')} | {_shown(row.mfu, '.0%')} "
             f"| {_shown(row.peak, '.1f')} | {row.planned} |"
         )
-    lines += [
-        f"\n{row.size} was left out: by the plan it does not fit"
-        for row in rows
-        if row.generate is None
-    ]
+    lines += [f"\n{row.size} has no figures: {row.left_out}" for row in rows if row.left_out]
     if options.tests is not None:
         lines += ["", "## Tests", "", *_tests(options.tests)]
     return "\n".join(lines) + "\n"

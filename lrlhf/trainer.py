@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, ProgressBar
+from lightning.pytorch.plugins.precision import Precision
 
 from lrlhf.callbacks import (
     EvalJSONL,
@@ -49,7 +50,8 @@ class Trainer(ReusableTrainer):
         options: Those of ``lightning.Trainer``. ``log_every_n_steps`` is 1 where none is given,
             ``enable_model_summary`` false, as `PhaseProgress` says what is trained,
             ``use_distributed_sampler`` false, as the data modules share the rows out themselves,
-            ``logger`` a `ResumingCSVLogger`, and ``precision`` bf16-mixed on GPUs that have it.
+            ``logger`` a `ResumingCSVLogger`, and ``precision`` bf16-mixed on GPUs that have it,
+            unless processes are forked (``ddp_notebook``).
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Trainer(ReusableTrainer):
         options.setdefault("use_distributed_sampler", False)
         if options.get("enable_model_summary") is None:
             options["enable_model_summary"] = False
-        if options.get("precision") is None and not options.get("plugins"):
+        if options.get("precision") is None and not _chooses_precision(options):
             options["precision"] = default_precision(options.get("accelerator") or "auto")
         self._adds_callbacks = default_callbacks
         for logger in _as_list(options["logger"]) if options["logger"] else ():
@@ -193,9 +195,19 @@ def default_precision(accelerator: Any) -> str | None:
     weights, gradients and optimizer states stay float32 with ``bf16-mixed``.
     """
     on_gpu = isinstance(accelerator, CUDAAccelerator) or accelerator in ("auto", "gpu", "cuda")
-    if on_gpu and CUDAAccelerator.is_available() and torch.cuda.is_bf16_supported():
-        return GPU_PRECISION
+    if on_gpu and CUDAAccelerator.is_available():
+        multiplies = torch.cuda.is_bf16_supported(including_emulation=False)
+        return GPU_PRECISION if multiplies else None
     return None
+
+
+def _chooses_precision(options: dict[str, Any]) -> bool:
+    """Whether a plugin names one, or processes are forked: to ask a GPU would be too early then."""
+    plugins = _as_list(options.get("plugins"))
+    named = any(isinstance(each, Precision) for each in plugins)
+    strategy = options.get("strategy")
+    start = getattr(strategy, "start_method", None) or getattr(strategy, "_start_method", None)
+    return named or "fork" in str(start or strategy) or "notebook" in str(strategy)
 
 
 def _defaults_for(model: L.LightningModule) -> Iterator[Callback]:

@@ -19,6 +19,8 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lrlhf import Trainer
 from lrlhf.callbacks import EvalJSONL, RLCheckpoint, RolloutLog
@@ -31,6 +33,7 @@ from lrlhf.rewards import ExactMatch, Rewards
 from lrlhf.rollout import Sampling
 from lrlhf.run.quiet_output import quiet
 from lrlhf.run.supervision.interrupts import Interrupted
+from lrlhf.strategies import FSDP2
 from lrlhf.trainer import default_precision
 
 FILES = {
@@ -464,7 +467,11 @@ def test_functions_alone_are_rewards_and_other_batches_are_refused(
 def test_precision_where_none_is_given(accelerator, gpu, bfloat16, expected, monkeypatch) -> None:
     available = "lightning.pytorch.accelerators.CUDAAccelerator.is_available"
     monkeypatch.setattr(available, staticmethod(lambda: gpu))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: bfloat16)
+
+    def supported(including_emulation: bool = True) -> bool:  # as of a GPU of 2018
+        return bfloat16 or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     assert default_precision(accelerator) == expected
 
 
@@ -472,3 +479,18 @@ def test_a_precision_that_is_given_stays(monkeypatch) -> None:
     monkeypatch.setattr("lrlhf.trainer.default_precision", lambda _: "bf16-mixed")
     made = [Trainer(accelerator="cpu", precision=given) for given in (None, "32-true")]
     assert [one.precision for one in made] == ["bf16-mixed", "32-true"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "bf16-mixed"),
+        ({"plugins": [LightningEnvironment()]}, "bf16-mixed"),
+        ({"plugins": [DoublePrecision()]}, "64-true"),
+        ({"strategy": "ddp_notebook"}, "32-true"),  # a GPU that was asked cannot be forked with
+        ({"strategy": FSDP2(start_method="fork")}, "32-true"),
+    ],
+)
+def test_what_else_decides_the_precision(options, expected, monkeypatch) -> None:
+    monkeypatch.setattr("lrlhf.trainer.default_precision", lambda _: "bf16-mixed")
+    assert Trainer(accelerator="cpu", devices=1, **options).precision == expected

@@ -4,8 +4,9 @@
     python tools/gpu_lines.py --check    # fails if a line has no test
 
 A function counts if it names CUDA, NCCL, CUDA IPC or a GPU, or asks whether a device is the CPU.
-Tests say with ``pytest.mark.gpu_lines("module.function")`` what they run, a module or a class
-standing for all of it; only those that are skipped without a GPU count.
+Tests say with ``pytest.mark.gpu_lines("module.function")`` what they are written for, a module or a
+class standing for all of it; only those that are skipped without a GPU count. Whether a line is
+reached is known once ``make gpu`` has run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 _DEVICES = {"cuda", "nccl", "ipc", "gpu"}
-_ATTRIBUTES = {"cuda", "is_cuda", "is_cpu", "_on_gpu"}
+_ATTRIBUTES = {"cuda", "accelerator", "is_cuda", "is_cpu", "_on_gpu"}
 _NAMES = {"CUDAAccelerator", "is_cpu"}
 PAGE = ROOT / "docs" / "gpu.md"
 HEADER = "| function | tests |"

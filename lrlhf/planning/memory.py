@@ -94,7 +94,7 @@ def _add_reward_model_phases(phases: PhaseList, model: Any, data: Any, *, adds_u
         lambda batch: network(batch).sum(),
         Shape(2 * pairs, phases.tokens_of(data, "max_tokens", "texts")),
         accumulates=True,
-        offloads=spec.activation_offload,
+        offloads=spec.activation_offload and phases.on_gpu,
     )
     phases.add_update("reward model", shares, usage, f"data.batch_size (now {pairs})")
 

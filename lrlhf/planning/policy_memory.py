@@ -108,7 +108,7 @@ class _PolicyMemory:
             self._loss,
             update,
             accumulates=exist,
-            offloads=self._spec.activation_offload,
+            offloads=self._spec.activation_offload and phases.on_gpu,
         )
         phases.add_update("policy", policy, usage, option)
         if (network := self._critic) is not None:
@@ -117,7 +117,7 @@ class _PolicyMemory:
                 lambda batch: network(batch).sum(),
                 update,
                 accumulates=exist,
-                offloads=self._critic_spec.activation_offload,
+                offloads=self._critic_spec.activation_offload and phases.on_gpu,
             )
             phases.add_update("critic", critic, usage, option)
 

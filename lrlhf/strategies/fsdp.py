@@ -138,6 +138,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         self._refuse_loss_scaler()
+        self._reduces_each = None  # a trainer may fit one module after another
         leave_inference_mode(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         for model in trained_models(self.lightning_module).values():

@@ -8,6 +8,8 @@ import shutil
 import sys
 from typing import Any
 
+import torch
+
 from lrlhf.vllm_worker.adapter import ReceivedAdapter, folder_of
 from lrlhf.vllm_worker.fingerprint import Fingerprinted, as_text
 from lrlhf.vllm_worker.model_repair import repair
@@ -49,6 +51,7 @@ class WeightReceiver:
     vllm_config: Any
     weight_transfer_engine: Any
     reload_weights: Any
+    _weight_update_active: bool
     _lrlhf_adapter: ReceivedAdapter
 
     def lrlhf_describe(self) -> dict[str, Any]:
@@ -69,6 +72,17 @@ class WeightReceiver:
             "max_lora_rank": int(lora.max_lora_rank) if lora and takes_adapters else 0,
             "vllm": str(importlib.import_module("vllm").__version__),
         }
+
+    def lrlhf_await_trainer(self) -> str | None:
+        """Get ready for a trainer, whatever one before left unfinished.
+
+        Returns:
+            Which GPU this worker has; None: it computes on the CPU.
+        """
+        self._weight_update_active = False
+        if self.device.type != "cuda":
+            return None
+        return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def lrlhf_arrived(self) -> dict[str, str]:
         """Return the fingerprints of what the last weight transfer brought, by name."""

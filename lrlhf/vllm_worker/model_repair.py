@@ -16,6 +16,19 @@ def repair(model: nn.Module, vllm_config: Any, device: torch.device) -> None:
         _repack(model)
 
 
+def forget_broken_update(model: nn.Module) -> None:
+    """Forget what an update that broke off had loaded of a layer.
+
+    vLLM counts the numbers that a layer was given, and takes it for whole too early if those of an
+    update before are among them (0.29 to 0.32).
+    """
+    source = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
+    for layer in model.modules():
+        info = source.get_layerwise_info(layer)
+        info.load_numel = 0
+        info.loaded_weights.clear()
+
+
 def _restore_normalization(model: nn.Module, vllm_config: Any) -> None:
     """Give the model back the mean and deviation by which it normalises pixels.
 

@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 from lrlhf.vllm_worker.adapter import ReceivedAdapter
 from lrlhf.vllm_worker.fingerprint import Fingerprinted, as_text
 from lrlhf.vllm_worker.gloo import GlooGroup, buckets, join_store, size_of, unpack
-from lrlhf.vllm_worker.model_repair import repair
+from lrlhf.vllm_worker.model_repair import forget_broken_update, repair
 
 
 class Noting:
@@ -51,6 +51,11 @@ class Noting:
         self._trainer = known.pop("trainer")
         return super().parse_init_info(known)  # type: ignore[misc]
 
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Connect to a trainer, and leave the one before."""
+        self.shutdown()  # type: ignore[attr-defined]
+        super().init_transfer_engine(init_info)  # type: ignore[misc]
+
     def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
         """Refuse who is not connected: nothing would come from where tensors are awaited."""
         known = dict(update_dict)
@@ -71,6 +76,7 @@ class Noting:
             if not self._begun:
                 self._begun, self.model = True, model
                 super(Noting, self).start_weight_update()  # type: ignore[misc]
+                forget_broken_update(model)
             return model.load_weights(weights)
 
         self.model = SimpleNamespace(load_weights=load)
@@ -114,8 +120,7 @@ class GlooReceiver(NCCLWeightTransferEngine):  # type: ignore[misc]
     model_update_group: GlooGroup | None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Join the trainer's group, and leave the one that was joined before."""
-        self.shutdown()
+        """Join the trainer's group."""
         store = join_store(init_info.host, init_info.port, init_info.timeout)
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank

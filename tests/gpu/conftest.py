@@ -15,7 +15,8 @@ import torch
 FOLDER = Path(__file__).parent
 STANDS_IN = bool(os.environ.get("LRLHF_GPU_STAND_IN")) and not torch.cuda.is_available()
 
-pytest_plugins: list[str] = []
+# cuBLAS reads it once, at its first product in a process
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

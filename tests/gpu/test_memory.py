@@ -30,8 +30,11 @@ def test_the_memory_of_a_gpu_is_all_of_it() -> None:
     assert device_memory(torch.device("cuda")) == pytest.approx(total, rel=0.05)
 
 
+@pytest.mark.gpu_lines(
+    "lrlhf.run.checkpoints.background_saves", "lrlhf.run.checkpoints.sharded_checkpoint"
+)
 def test_copies_for_a_background_save_are_pinned_and_do_not_follow_the_weights() -> None:
-    saves = BackgroundSaves(pinned=True)
+    saves = BackgroundSaves(torch.device("cuda"))
     weight = torch.arange(1 << 16, dtype=torch.float32, device="cuda")
     copy = saves.copy({"w": weight})["w"]
     weight.zero_()

@@ -85,9 +85,11 @@ def server(
 
 
 @pytest.mark.gpu_lines(
+    "lrlhf.rollout.vllm.leading",
     "lrlhf.rollout.vllm.server_engine",
     "lrlhf.rollout.vllm.transfer",
     "lrlhf.rollout.vllm.vllm_base",
+    "lrlhf.vllm_worker.extension",
 )
 @pytest.mark.vllm
 def test_pushes_to_a_server_arrive_and_their_buffers_are_given_back(

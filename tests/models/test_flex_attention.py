@@ -252,7 +252,10 @@ def test_what_flex_attention_does_not_compute_goes_through_sdpa_and_the_log_says
         ({}, None),
     ],
 )
-def test_each_obstacle_has_a_name(changed: dict[str, Any], said: str | None) -> None:
+def test_each_obstacle_has_a_name(
+    changed: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex, "tried", lambda *_: None)
     # the meta device stands in for CUDA, whose kernels know fewer sizes
     size, dtype = changed.get("size", 32), changed.get("dtype", torch.float32)
     head = torch.zeros(1, 2, 4, size, dtype=dtype, device=changed.get("device", "cpu"))
@@ -321,3 +324,30 @@ def test_flash_attention_sees_a_window_on_cpus_too() -> None:
     mask = _whole_mask(attended, 2, 4, 2)[0, 0]
     assert mask.tolist() == [[False, True, True, False], [False, False, True, False]]
     assert _whole_mask(None, 2, 2, None)[0, 0].tolist() == [[True, False], [True, True]]
+
+
+@pytest.mark.usefixtures("with_gradients")
+@pytest.mark.parametrize("fault", ["compiler", "numbers", None])
+def test_where_the_kernel_does_not_work_sdpa_computes(
+    fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = of_transformers.compile_friendly_flex_attention
+
+    def broken(*inputs: Any, **options: Any) -> Tensor:
+        if fault == "compiler":
+            raise RuntimeError("no C compiler was found\nand more")
+        return 2 * whole(*inputs, **options)
+
+    if fault:
+        monkeypatch.setattr(of_transformers, "compile_friendly_flex_attention", broken)
+    flex.tried.cache_clear()
+    found = flex.tried(((4, 16), (2, 16), (2, 16)), torch.float32, torch.device("cpu"))
+    flex.tried.cache_clear()
+    assert (
+        found
+        == {
+            "compiler": "anything here (RuntimeError: no C compiler was found)",
+            "numbers": "attention here as sdpa does",
+            None: None,
+        }[fault]
+    )

@@ -361,10 +361,14 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
 
     def _settle(self, trainer: L.Trainer) -> None:
         """Do what follows a save when it is on the disk, which is waited for."""
-        finish_saves(trainer.strategy)
-        if not self._unsettled:
+        unsettled, self._unsettled = self._unsettled, False
+        try:
+            finish_saves(trainer.strategy)
+        except Exception:
+            self._newest, self._newest_step = "", 0  # it is not there
+            raise
+        if not unsettled:
             return
-        self._unsettled = False
         if self.save_last and self._folder is not None and self._newest != self.last_model_path:
             call_last(trainer, Path(self.last_model_path), Path(self._newest))
         for logger in trainer.loggers if trainer.is_global_zero else ():

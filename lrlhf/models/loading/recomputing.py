@@ -30,7 +30,7 @@ def recompute(
     """
     if choice == "auto":
         on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
-        large = sum(weight.numel() for weight in model.parameters()) > _LARGE
+        large = model.num_parameters() > _LARGE  # knows weights that are packed
         choice = offload or (on_gpu and large and model.supports_gradient_checkpointing)
     if not choice:
         return

@@ -294,7 +294,7 @@ class SyncedEngine(RolloutEngine):
         return self._weights.tensors(self.dtype)
 
     def _start_together(self) -> None:
-        """Start, and where ranks put weights together for each other, only if all did."""
+        """Start, and where ranks act together, only if all did."""
         if self._running:
             return
         self._running = True
@@ -302,10 +302,10 @@ class SyncedEngine(RolloutEngine):
             self._start()
         except BaseException as error:
             self.close()
-            if self._weights.are_split and isinstance(error, Exception):
+            if self._acts_with_ranks and isinstance(error, Exception):
                 self._worst_of_ranks(1 if isinstance(error, EngineFailure) else 2)
             raise
-        if self._weights.are_split and self._worst_of_ranks(0) > 0:
+        if self._worst_of_ranks(0) > 0:
             raise EngineFailure("the engine did not start on another rank")
 
     def _with_restarts(self, call: Callable[[], ResultT], *, repush: bool = True) -> ResultT:

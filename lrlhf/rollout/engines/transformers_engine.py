@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -33,7 +34,8 @@ from lrlhf.models import (
     sequence_logprobs,
 )
 from lrlhf.models.modes import ModelRefusalError, in_trial, refusals, trial
-from lrlhf.models.sharding import gathered, gathered_bytes, has_split_weights
+from lrlhf.models.sharding import device_of, gathered, gathered_bytes, has_split_weights
+from lrlhf.models.token_budget import memory_of
 from lrlhf.rollout.engines.engine import Capabilities, RolloutEngine, check_seeds, pad_token_id
 from lrlhf.rollout.engines.generation_batches import Way, best_way, parts, trial_prompts
 from lrlhf.rollout.engines.kept_prefixes import KeptPrefixes
@@ -367,12 +369,16 @@ def _check_room(policy: nn.Module) -> None:
     needed = gathered_bytes(policy)
     if not needed:
         return
-    if torch.distributed.get_backend() != "gloo":
-        place, unused = "GPU", torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        free = torch.cuda.mem_get_info()[0] + unused
+    memory = memory_of(device_of(policy))
+    if memory is not None:
+        place, free = "GPU", memory.room()
     else:
         place = "main memory for each process"
-        free = psutil.virtual_memory().available // torch.distributed.get_world_size()
+        free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if torch.distributed.is_initialized():  # all ranks go on, or none
+        rooms = [free] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(rooms, free)
+        free = min(rooms)
     if needed > _SHARE_OF_FREE * free:
         raise ValueError(
             f"TransformersEngine gathers the whole policy on every process to generate, "

@@ -9,9 +9,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from torch import distributed
 
@@ -21,6 +22,7 @@ from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.vllm.client import ServerClient
+from lrlhf.rollout.vllm.leading import check_gpus, leads, led
 from lrlhf.rollout.vllm.process import ServerProcess, ServerStartError, root_cause
 from lrlhf.rollout.vllm.support import (
     QUIET_ENVIRONMENT,
@@ -37,12 +39,12 @@ from lrlhf.vllm_worker.access import TOKEN_VARIABLE
 from lrlhf.vllm_worker.extension import LORA_UPDATES
 from lrlhf.vllm_worker.fingerprint import Fingerprinted
 
-ResultT = TypeVar("ResultT")
-
 _RESET_SECONDS = 10.0
 _SENDS = ("nccl", "ipc", "gloo")
 _SERVER = "vllm.entrypoints.openai.api_server"
 _GUARD = "lrlhf.vllm_worker.access.TokenGuard"
+_PICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+_SHARE_BESIDE_TRAINER = 0.3
 _TRAINERS_OWN = (
     "RANK",
     "LOCAL_RANK",
@@ -56,11 +58,11 @@ _TRAINERS_OWN = (
 
 
 class VLLMServerEngine(VLLMBase):
-    """A vLLM server, shared by all ranks: on GPUs of its own, or beside the trainer on a CPU.
+    """A vLLM server, shared by all ranks: on GPUs of its own, on the trainer's, or on a CPU.
 
     Without ``url`` the server is started on the first push and ends with the run, however that
     ends. It listens on this machine only and asks for a token that no one else knows. Weights go
-    to it through a socket on ``sync_host``.
+    to it through vLLM's own weight transfer, see ``transport``.
 
     Args:
         url: A server that runs already; its token is the environment's ``VLLM_API_KEY``. None:
@@ -104,6 +106,11 @@ class VLLMServerEngine(VLLMBase):
         ):
             if not value > 0:
                 raise ValueError(f"engine.{name} is {value}; it must be above 0")
+        if int(self.options.get("data_parallel_size") or 1) > 1:
+            raise ValueError(
+                "engine.options.data_parallel_size is above 1, and weights reach one replica only: "
+                "drop it, or split the model with engine.tensor_parallel_size"
+            )
         self.url = url
         self.sync_host = sync_host
         self.tensor_parallel_size = tensor_parallel_size
@@ -113,6 +120,8 @@ class VLLMServerEngine(VLLMBase):
         self.stall_timeout = stall_timeout
         self.sync_timeout = sync_timeout
         self.log_file = log_file
+        if engine.get("gpu_memory_utilization") is None and self._server_transport() == "ipc":
+            self.gpu_memory_utilization = _SHARE_BESIDE_TRAINER
         self._process: ServerProcess | None = None
         self._client: ServerClient | None = None
         self._last_push = ""
@@ -130,14 +139,17 @@ class VLLMServerEngine(VLLMBase):
         self._last_push = ""
         # which takes seconds, as long as a server starts anyway
         loading = None if self.url else in_background(import_transfer, name="vllm-import")
-        url, token = self._led(self._start_server if self.url is None else self._find_server)
+        url, token = led(self._start_server if self.url is None else self._find_server)
         self._client = self._client or self._connect(url, token)
-        self._check_description(self._led(self._describe))
+        self._check_description(led(self._describe))
+        transport = str(self._described["transfer"]).removeprefix("lrlhf_")
+        await_trainer = partial(self._connected.call_workers, "lrlhf_await_trainer", timeout=60.0)
+        check_gpus(transport, led(await_trainer))
 
         def connect() -> None:
             transfer = loading.result() if loading else import_transfer()
             self._transfer = transfer.WeightTransfer(
-                str(self._described["transfer"]).removeprefix("lrlhf_"),
+                transport,
                 self._connected,
                 self._weights,
                 self.dtype,
@@ -147,8 +159,8 @@ class VLLMServerEngine(VLLMBase):
                 adapter=self._adapter_apart,
             )
 
-        self._led(connect)
-        if not _leads():
+        led(connect)
+        if not leads():
             connect()
 
     def _stop(self) -> None:
@@ -254,6 +266,8 @@ class VLLMServerEngine(VLLMBase):
         # the folder that is written for a server of one's own is gone by then
         command[command.index("--model") + 1] = "MODEL"
         variables = f"VLLM_SERVER_DEV_MODE=1 {LORA_UPDATES}=1 {TOKEN_VARIABLE}=TOKEN"
+        if self._server_transport() == "ipc":
+            variables += f" {_PICKLES}=1"
         return f"{variables} {shlex.join(command)}"
 
     def _environment(self, token: str) -> dict[str, str]:
@@ -270,18 +284,20 @@ class VLLMServerEngine(VLLMBase):
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         if self._server_transport() == "ipc":
             # vLLM pickles the handles of shared memory; only the holder of the token is heard
-            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+            environment[_PICKLES] = "1"
         return environment | {"VLLM_SERVER_DEV_MODE": "1", LORA_UPDATES: "1", TOKEN_VARIABLE: token}
 
     # ------------------------------------------------------------------ weights and responses
 
     def _send(self, tensors: Fingerprinted) -> list[dict[str, str]]:
         error: Exception | None = None
-        if not _leads():
+        if not leads():
             try:
                 self._transfer.push(tensors, whole=not self._has_base)
             except Exception as raised:  # noqa: BLE001  raised again once rank 0 is through
                 error = raised
+                # which rank 0 puts together meanwhile, whatever became of this rank
+                self._bring_parts(tensors)
 
         def push() -> tuple[str, list[dict[str, str]]]:
             try:
@@ -297,7 +313,7 @@ class VLLMServerEngine(VLLMBase):
             client.post("/resume", timeout=self.sync_timeout)
             return version, arrived
 
-        self._last_push, arrived = self._led(push)
+        self._last_push, arrived = led(push)
         if error is not None:
             raise error
         return arrived
@@ -315,7 +331,7 @@ class VLLMServerEngine(VLLMBase):
             client.post("/v1/unload_lora_adapter", body, timeout=seconds)
 
     def _reset_caches(self) -> None:
-        self._led(self._reset_server_caches)
+        led(self._reset_server_caches)
 
     def _reset_server_caches(self) -> None:
         deadline = time.monotonic() + _RESET_SECONDS
@@ -349,7 +365,7 @@ class VLLMServerEngine(VLLMBase):
 
     def _check_last_push(self) -> None:
         """Make sure that the server was not started anew, or given weights by someone else."""
-        if not _leads():
+        if not leads():
             return
         found = self._connected.get("/weight_info", timeout=self.sync_timeout)["weight_version"]
         if found != self._last_push:
@@ -366,28 +382,3 @@ class VLLMServerEngine(VLLMBase):
     def _acts_with_ranks(self) -> bool:
         """All of them share the server."""
         return distributed.is_initialized()
-
-    def _led(self, act: Callable[[], ResultT]) -> ResultT:
-        """Act on rank 0 only; what comes of it, also an error, comes to every rank."""
-        outcome: list[Any] = [None, None]
-        error: Exception | None = None
-        if _leads():
-            try:
-                outcome[0] = act()
-            except Exception as raised:  # noqa: BLE001  raised again once every rank knows of it
-                error = raised
-                # not itself: what it holds may not survive the way to another process
-                fails = isinstance(error, EngineFailure)
-                outcome[1] = (EngineFailure if fails else EngineStartError)(str(error))
-        if distributed.is_initialized():
-            distributed.broadcast_object_list(outcome, src=0)
-        value, told = outcome
-        if told is not None:
-            raise error or told
-        result: ResultT = value
-        return result
-
-
-def _leads() -> bool:
-    """Whether this process starts, feeds and ends the server."""
-    return not distributed.is_initialized() or distributed.get_rank() == 0

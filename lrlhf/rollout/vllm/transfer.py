@@ -60,6 +60,8 @@ class PolicySource(WeightSource):  # type: ignore[misc]
         self._weights = _metadata(weights.layout(dtype))
         self._adapter = _metadata(adapter.layout(dtype)) if adapter else []
         self.device = device
+        self.sends = True
+        """Whether this rank's tensors are sent, or only put together with others'."""
         self.whole = True
         """Whether the next pass has the weights, or the adapter alone."""
         self.tensors: Fingerprinted
@@ -72,7 +74,7 @@ class PolicySource(WeightSource):  # type: ignore[misc]
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Go through the weights; all ranks must, where they are split."""
         for name, tensor in self.tensors:
-            yield name, tensor.to(self.device)
+            yield name, tensor.to(self.device) if self.sends else tensor
 
 
 def _metadata(layout: Iterable[tuple[str, Tensor]]) -> list[ParamMeta]:
@@ -257,7 +259,9 @@ class WeightTransfer:
     ) -> None:
         cpu = transport == "gloo"
         device = torch.device("cpu" if cpu else f"cuda:{torch.cuda.current_device()}")
+        self._rank = distributed.get_rank() if distributed.is_initialized() else 0
         self._source = PolicySource(weights, dtype, device, adapter)
+        self._source.sends = transport == "ipc" or self._rank == 0
         self._client = SyncClient(client, timeout)
         self._shares_gpu = transport == "ipc"
         info = self._init_info(transport, host, workers, timeout)
@@ -284,7 +288,7 @@ class WeightTransfer:
             self._client.group = self._engine.model_update_group = BreakableGroup(group)
 
     def _init_info(self, transport: str, host: str, workers: int, timeout: float) -> Any:
-        rank = distributed.get_rank() if distributed.is_initialized() else 0
+        rank = self._rank
         if transport == "gloo":
             return GlooTrainerInitInfo(host, workers, timeout, rank=rank)
         # no tensor may be larger than the buffer, of which there is one or two
@@ -292,7 +296,8 @@ class WeightTransfer:
         buffer: dict[str, Any] = {"packed": True, "packed_buffer_size_bytes": max(_BUFFER, largest)}
         if transport == "ipc":
             return IPCTrainerInitInfo(**buffer, rank=rank)
-        return NCCLTrainerInitInfo(host, free_port(host), workers + 1, **buffer, rank=rank)
+        port = free_port(host) if rank == 0 else 0  # of that rank's machine
+        return NCCLTrainerInitInfo(host, port, workers + 1, **buffer, rank=rank)
 
     def push(self, tensors: Fingerprinted, *, whole: bool = True) -> str:
         """Send all weights, or the adapter alone, and leave the server paused.

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -68,12 +70,16 @@ class BackgroundSaves:
     All ranks must call all methods but `close` and `is_busy` in the same order.
 
     Args:
-        pinned: Copies lie in main memory that GPUs copy to directly.
+        device: Of this rank; from a GPU copies go to main memory that it writes to directly.
+        timeout: How long ranks wait for each other; None: as long as torch lets them.
     """
 
-    def __init__(self, *, pinned: bool) -> None:
+    def __init__(self, device: torch.device, *, timeout: timedelta | None = None) -> None:
         several = torch.distributed.is_initialized()
-        group = torch.distributed.new_group(backend="gloo") if several else None
+        group = None
+        if several:
+            group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+        pinned = device.type != "cpu"
         self._ranks = Ranks(several=several, group=group)
         options = StagingOptions(
             use_pinned_memory=pinned,
@@ -82,7 +88,12 @@ class BackgroundSaves:
             use_non_blocking_copy=pinned,
         )
         self._stager = DefaultStager(options)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="checkpoint",
+            # each thread begins with the first GPU
+            initializer=partial(torch.cuda.set_device, device) if device.type == "cuda" else None,
+        )
         self._saving: Future[None] | None = None
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -196,6 +197,11 @@ class FolderCheckpoints(Strategy):
         return True
 
     @property
+    def _timeout_of_ranks(self) -> timedelta | None:
+        """How long ranks wait for each other; None: as long as torch lets them."""
+        return getattr(self, "_timeout", None)  # of Lightning's strategies for several processes
+
+    @property
     def _on_gpu(self) -> bool:
         return self.root_device.type != "cpu"
 
@@ -221,6 +227,7 @@ class FolderCheckpoints(Strategy):
         """Wait as `finish_saves` does, in a run that may have failed on some ranks only."""
         if self._background is not None:
             self._background.close()
+            self._background = None  # a further fit has connections of its own
 
     def save_checkpoint(
         self,
@@ -251,7 +258,7 @@ class FolderCheckpoints(Strategy):
             self._write(snapshot, path, ranks)
             return
         if self._background is None:
-            self._background = BackgroundSaves(pinned=self._on_gpu)
+            self._background = BackgroundSaves(self.root_device, timeout=self._timeout_of_ranks)
         copied = snapshot._replace(tensors=self._background.copy(snapshot.tensors))
         self._background.start(lambda own: self._write(copied, path, own))
 
