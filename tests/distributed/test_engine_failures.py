@@ -43,7 +43,10 @@ def process(rank: int, folder: Path) -> None:
         generate(10_000 if rank == 1 else 4)
     except (EngineFailure, ValueError) as error:
         raised = error
-    found = {"ids": ids.tolist(), "calls": calls, "restarts": restarts}
+    late = SharedEngine(fail={"start": [1]} if rank == 1 else {})
+    late.attach(engine._policy, tokenizer)
+    late.push(0)
+    found = {"ids": ids.tolist(), "calls": calls, "restarts": restarts, "late": late.restarts}
     torch.save({**found, "raised": repr(raised)}, folder / f"rank{rank}.pt")
     distributed.destroy_process_group()
 
@@ -57,6 +60,8 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
         assert rank["restarts"] == 1
         assert {rank["calls"][name] for name in ("start", "send", "respond")} == {2}
     assert first["ids"] == second["ids"]
+    # nor does one rank go on with an engine that another could not start
+    assert first["late"] == second["late"] == 1
     # what no restart mends ends both
     assert first["raised"].startswith("EngineFailure('the engine failed on another rank, which ")
     assert "max_new_tokens is 10000" in second["raised"]

@@ -332,7 +332,7 @@ def test_whole_numbers_are_cumulated_where_cuda_refuses_fractions() -> None:
 # ------------------------------------------------------------------ devices
 
 
-@pytest.mark.gpu_lines("lrlhf.models.sharding.device_of")
+@pytest.mark.gpu_lines("lrlhf.models.sharding.device_of", "lrlhf.models.zero.device")
 def test_a_sharded_model_computes_on_the_gpu_while_its_weights_rest_in_main_memory(
     tmp_path: Path,
 ) -> None:

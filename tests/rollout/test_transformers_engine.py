@@ -248,12 +248,17 @@ def test_a_split_policy_that_leaves_no_room_is_refused_before_it_generates(
 ) -> None:
     module = "lrlhf.rollout.engines.transformers_engine"
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    monkeypatch.setattr("torch.distributed.get_backend", lambda: "gloo")
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=20 * 2**30))
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+
+    def gather(found: list[int], own: int) -> None:
+        found[:] = [own, 10 * 2**30]  # the other has less
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=24 * 2**30))
     engine = TransformersEngine()
     engine.attach(language_model, tokenizer)  # which is whole
     monkeypatch.setattr(f"{module}.gathered_bytes", lambda _: 8 * 2**30)
-    engine.attach(language_model, tokenizer)  # 0.8 of 10 GiB for each of two processes
+    engine.attach(language_model, tokenizer)  # 0.8 of 10 GiB
     monkeypatch.setattr(f"{module}.gathered_bytes", lambda _: 8 * 2**30 + 1)
     with pytest.raises(ValueError, match=r"8\.0 GiB, and 10\.0 GiB .*VLLMServerEngine"):
         engine.attach(language_model, tokenizer)

@@ -20,6 +20,7 @@ from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, VLLMEngine, VLLMServerEngine
 from lrlhf.rollout.vllm import server_engine as server
 from lrlhf.rollout.vllm import support
+from lrlhf.rollout.vllm.leading import check_gpus
 from lrlhf.rollout.vllm.process import ServerStartError
 from lrlhf.rollout.vllm.server_engine import command_line
 from lrlhf.rollout.vllm.vllm_base import EngineStartError
@@ -152,7 +153,7 @@ def option(command: list[str], name: str) -> str:
             {"kv_cache_gib": 0.5, "tensor_parallel_size": 2, "max_model_len": 128},
             {
                 "dtype": "bfloat16",
-                "gpu-memory-utilization": "0.9",
+                "gpu-memory-utilization": "0.3",
                 "weight-transfer-config": '{"backend": "lrlhf_ipc"}',
                 "kv-cache-memory-bytes": "536870912",
                 "tensor-parallel-size": "2",
@@ -436,3 +437,32 @@ def test_training_on_cut_distributions_needs_an_engine_that_tells_the_kept_mass(
             sampling=Sampling(top_p=0.9),
             allow_truncated_sampling=True,
         )
+
+
+@pytest.mark.parametrize(
+    ("transport", "taken", "own", "refused"),
+    [
+        ("ipc", ["a"], "a", None),
+        ("ipc", ["a", "b"], "a", "no rank of the trainer has"),
+        ("nccl", ["b"], "a", None),
+        ("nccl", ["b", "a"], "a", "cannot connect a GPU with itself"),
+        ("gloo", ["a"], "a", None),
+    ],
+)
+def test_gpus_that_a_transport_cannot_connect_are_named(
+    transport: str, taken: list[str | None], own: str, refused: str | None, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    about = SimpleNamespace(uuid=own)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
+    if refused is None:
+        check_gpus(transport, taken)
+        return
+    with pytest.raises(EngineStartError, match=refused):
+        check_gpus(transport, taken)
+
+
+def test_several_replicas_in_one_server_are_refused() -> None:
+    with pytest.raises(ValueError, match="weights reach one replica only"):
+        VLLMServerEngine(options={"data_parallel_size": 2})

@@ -16,6 +16,8 @@ import torch
 from lrlhf.callbacks import EMA, RLCheckpoint
 from lrlhf.run.checkpoints import sharded_checkpoint
 from lrlhf.run.checkpoints.checkpoint_search import newest_intact
+from lrlhf.strategies import FSDP2
+from tests.distributed.strategy_runs import data_of
 from tests.strategies.test_fsdp import assert_close, at_a_constant_rate, fit, forked
 
 pytestmark = [
@@ -139,3 +141,26 @@ def test_a_kill_while_one_is_written_leaves_the_one_before(
     assert found.path.resolve().name == "step=000001.ckpt"
     assert found.passed == {}
     assert torch.load(found.path / "meta.pt", weights_only=True)["global_step"] == 1
+
+
+def test_a_trainer_that_fits_twice_saves_both_times(model_folder: str, tmp_path: Path) -> None:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=FSDP2(async_save=True),
+        max_steps=1,
+        max_epochs=-1,
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=saving(tmp_path),
+    )
+    module = at_a_constant_rate(model_folder)
+    data = data_of(module, tmp_path, 1)
+    trainer.fit(module, datamodule=data)
+    trainer.fit_loop.epoch_loop.max_steps = 2
+    trainer.fit(module, datamodule=data)
+    saved = sorted(path.name for path in (tmp_path / "ck").glob("step=*"))
+    assert saved == ["step=000001.ckpt", "step=000002.ckpt"]

@@ -21,6 +21,7 @@ from lrlhf.rollout.engines.policy_weights import compare_fingerprints
 from lrlhf.rollout.vllm.support import import_transfer
 from lrlhf.vllm_worker import gloo
 from lrlhf.vllm_worker.fingerprint import Fingerprinted, as_text
+from lrlhf.vllm_worker.model_repair import forget_broken_update
 from tests.vllm.models import build_policy
 
 SECONDS = 2.0
@@ -359,3 +360,39 @@ def test_what_vllms_own_engines_are_told(
     transfer.push(passing(weights))
     # the optimizer's step is over before other streams read; and memory is there for the engine
     assert done == [device, *(["emptied"] if transport == "ipc" else [])]
+
+
+class Fused(nn.Module):
+    """A layer whose weight comes in three parts, as vLLM's of queries, keys and values do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight: Any = nn.Parameter(torch.zeros(6, 2), requires_grad=False)
+
+        def take(param: Tensor, part: Tensor, place: int) -> None:  # vLLM asks for this name
+            param.data[2 * place : 2 * place + 2].copy_(part)
+
+        self.weight.weight_loader = take
+
+
+def test_a_push_after_one_that_broke_off_inside_a_layer_is_whole(ends: ModuleType) -> None:
+    del ends
+    reload = importlib.import_module("vllm.model_executor.model_loader.reload")
+    model = nn.Sequential(Fused(), Fused())
+    reload.record_metadata_for_reloading(model)
+
+    def push(value: float, parts: int = 6) -> None:
+        reload.initialize_layerwise_reload(model)
+        forget_broken_update(model)
+        weights: list[Any] = [weight for _, weight in model.named_parameters()]
+        for number in range(parts):
+            weight = weights[number // 3]
+            weight.weight_loader(weight, torch.full((2, 2), value + number % 3), number % 3)
+        if parts == 6:
+            reload.finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+
+    push(10.0)
+    push(20.0, parts=4)  # one of the second layer's three
+    push(30.0)
+    expected = torch.tensor([30.0, 30, 31, 31, 32, 32])
+    assert all(torch.equal(layer.weight[:, 0], expected) for layer in model)  # type: ignore[index]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -369,14 +368,15 @@ def _check_room(policy: nn.Module) -> None:
     needed = gathered_bytes(policy)
     if not needed:
         return
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     memory = memory_of(device_of(policy))
     if memory is not None:
         place, free = "GPU", memory.room()
     else:
         place = "main memory for each process"
-        free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if torch.distributed.is_initialized():  # all ranks go on, or none
-        rooms = [free] * torch.distributed.get_world_size()
+        free = psutil.virtual_memory().available // ranks
+    if ranks > 1:  # all go on, or none
+        rooms = [free] * ranks
         torch.distributed.all_gather_object(rooms, free)
         free = min(rooms)
     if needed > _SHARE_OF_FREE * free:
