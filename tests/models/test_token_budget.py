@@ -48,6 +48,14 @@ def run(budget: TokenBudget, device: LinearDevice, tokens: int) -> None:
         device.run(tokens)
 
 
+def grow(budget: TokenBudget, device: LinearDevice, times: int) -> int:
+    """Use the budget so often; returns what it is in the end."""
+    for _ in range(times):
+        run(budget, device, budget.limit("auto", GPU) or 0)
+        budget.settle()
+    return budget.limit("auto", GPU) or 0
+
+
 @pytest.mark.parametrize(
     ("size", "fixed", "each"),
     [(10_000_000, 0, 100), (10_000_000, 4_000_000, 100), (900_000, 100_000, 200)],
@@ -89,9 +97,7 @@ def test_the_first_time_does_not_count() -> None:
 def test_it_shrinks_when_others_take_the_memory() -> None:
     device = LinearDevice(10_000_000, 0, 100)
     budget = budget_on(device)
-    for _ in range(5):
-        run(budget, device, budget.limit("auto", GPU))
-        budget.settle()
+    grow(budget, device, 5)
     assert budget.limit("auto", GPU) == 90_000
     run(budget, device, 90_000)
     device.left = 5_000_000
@@ -104,9 +110,7 @@ def test_it_shrinks_when_others_take_the_memory() -> None:
 def test_few_tokens_say_nothing() -> None:
     device = LinearDevice(10_000_000, 4_000_000, 100)
     budget = budget_on(device)
-    for _ in range(8):
-        run(budget, device, budget.limit("auto", GPU))
-        budget.settle()
+    grow(budget, device, 8)
     settled = budget.limit("auto", GPU)
     run(budget, device, 10)
     budget.settle()
@@ -146,9 +150,7 @@ def test_responses_that_end_early_do_not_let_it_grow_beyond_what_long_ones_take(
 def test_on_another_device_it_starts_anew() -> None:
     device = LinearDevice(10_000_000, 0, 100)
     budget = budget_on(device)
-    for _ in range(4):
-        run(budget, device, budget.limit("auto", GPU))
-        budget.settle()
+    grow(budget, device, 4)
     smaller = LinearDevice(1_000_000, 0, 100)
     smaller.size = lambda: 1 << 29  # type: ignore[method-assign]
     again = budget_on(smaller)
@@ -183,9 +185,7 @@ def test_on_a_cpu_only_a_number_limits(given, expected) -> None:
 def test_a_resumed_run_cuts_rows_as_before() -> None:
     device = LinearDevice(10_000_000, 0, 100)
     budget = budget_on(device)
-    for _ in range(4):
-        run(budget, device, budget.limit("auto", GPU))
-        budget.settle()
+    grow(budget, device, 4)
     again = budget_on(device)
     again.load_state_dict(budget.state_dict())
     assert again.limit("auto", GPU) == budget.limit("auto", GPU) == 90_000
