@@ -55,7 +55,7 @@ def client(model_folder: str, record: Path) -> Iterator[OpenAI]:
             # what a script has put in the background ignores interrupts, as a shell means it to
             ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
             process.send_signal(signal.SIGTERM if ignored else signal.SIGINT)
-            assert process.wait(30) == (143 if ignored else 130)
+            assert process.wait(30) == (-signal.SIGTERM if ignored else 130)
 
 
 def recorded(record: Path) -> list[dict[str, Any]]:
