@@ -192,6 +192,7 @@ def test_only_the_adapter_is_sent_again_to_a_server(
     assert not list(Path(tempfile.gettempdir()).glob("lrlhf-adapter-*"))
 
 
+@pytest.mark.exhaustive  # a start more; whole weights are tried so in every run
 def test_a_server_that_is_killed_gets_weights_and_adapter_again(
     server: VLLMServerEngine,
     policy: PeftModel,
