@@ -24,8 +24,8 @@ from lrlhf.models.media_inputs import (
 )
 from lrlhf.models.modes import ModelRefusalError, evaluating, refusals, trial
 from lrlhf.models.output_head import body_of, plain_model
+from lrlhf.models.packed.compared_attention import COMPARED_ATTENTION, comparing
 from lrlhf.models.packed.packed_attention import (
-    COMPARED_ATTENTION,
     FUNCTIONS,
     KEPT_SDPA,
     PACKED_ATTENTION,
@@ -33,7 +33,6 @@ from lrlhf.models.packed.packed_attention import (
     PACKED_OWN_ATTENTION,
     PACKED_SDPA,
     SEGMENTS,
-    comparing,
     name_flash,
 )
 from lrlhf.models.packed.packing import (

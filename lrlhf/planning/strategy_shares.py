@@ -190,9 +190,8 @@ class Strategy:
         whole, trained = weights.whole, weights.trained
         around, block = self._used(weights.around), self._used(weights.block)
         gradients = 0 if self.offloads_weights else trained.size // self.ranks
-        if accumulates and not self.reduces_each(
-            weights
-        ):  # unreduced until the last micro-batch, in full precision
+        waits = accumulates and not self.reduces_each(weights)
+        if waits:  # unreduced until the last micro-batch, in full precision
             gradients += trained.size
         else:
             learning = trained.size / max(1, whole.size)

@@ -6,6 +6,8 @@ from typing import Final, Literal
 
 import torch
 
+from lrlhf.models.token_budget import memory_of
+
 _SHARE: Final = 0.25
 """Of a device's memory that whole gradients may take between micro-batches."""
 
@@ -30,6 +32,5 @@ def reduces_each(
 
 def device_memory(device: torch.device) -> int | None:
     """Return the bytes of memory that a GPU has in all; None: it is no GPU of CUDA."""
-    if device.type != "cuda":
-        return None
-    return int(torch.cuda.get_device_properties(device).total_memory)
+    memory = memory_of(device)
+    return None if memory is None else memory.size()

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.gpu_lines("lrlhf.run.gradient_reduction.device_memory")
+@pytest.mark.gpu_lines("lrlhf.models.token_budget.CudaMemory.size")
 def test_the_memory_of_a_gpu_is_all_of_it() -> None:
     _, total = torch.cuda.mem_get_info()
     assert device_memory(torch.device("cuda")) == pytest.approx(total, rel=0.05)

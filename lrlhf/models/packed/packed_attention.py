@@ -11,10 +11,8 @@ Flash kernels know rows, no trees: each branch would need a copy of its prefix.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -48,17 +46,8 @@ PACKED_FLEX = "lrlhf_packed_flex"
 PACKED_OWN_ATTENTION = "lrlhf_packed_own"
 """Of the one that computes them as the model's own file does."""
 
-COMPARED_ATTENTION = "lrlhf_compared"
-"""Of the one that computes with ``sdpa``, and compares it with the model's own, layer by layer."""
-
 SEGMENTS = "packed_segments"
 """Keyword of a forward pass under which the segments travel to the attention."""
-
-_TOLERANCE = 1e-4
-_LARGE = 30.0
-"""Queries of trained models make scores of this size, those of new ones far smaller."""
-
-_differing: ContextVar[list[str]] = ContextVar("differing_attention")
 
 _BLOCK = 512
 """Queries of a long branch that are computed together: each block sees no key behind its end."""
@@ -314,57 +303,6 @@ def _mask(
     return segments.masks[name]
 
 
-# ------------------------------------------------------------------ whether sdpa is enough
-
-# ``transformers`` hands every attention function whatever the model passes on, and ``sdpa`` leaves
-# out what it does not know without a word: Gemma 2's bounded scores (``softcap``), attention sinks.
-# What a model means is the function in its own file, which the library calls ``eager``.
-
-
-@contextlib.contextmanager
-def comparing() -> Iterator[list[str]]:
-    """Note which layers ask for more than ``sdpa`` computes, by class, during the block."""
-    found: list[str] = []
-    token = _differing.set(found)
-    try:
-        yield found
-    finally:
-        _differing.reset(token)
-
-
-def compared_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention in a trial, see `COMPARED_ATTENTION`.
-
-    The two are compared in float32 on random queries and keys, small and large, whatever the
-    precision and the weights of the model are.
-    """
-    own = own_function(module)
-    options["dropout"] = 0.0
-    if own is not None:
-        mask = attention_mask
-        if mask is not None and mask.dtype != torch.bool:
-            mask = mask.float()
-        numbers = torch.Generator().manual_seed(0)
-        q, k, v = (
-            torch.randn(part.shape, generator=numbers).to(part.device)
-            for part in (query, key, value)
-        )
-        q[:1] *= _LARGE
-        bias = additive(module, q, k, mask, is_causal=options.get("is_causal", True))
-        expected = own(module, q, k, v, bias, **options)[0]
-        actual = sdpa_attention_forward(module, q, k, v, bias, **options)[0]
-        if not torch.allclose(actual, expected, rtol=0, atol=_TOLERANCE * float(v.abs().max())):
-            _differing.get().append(type(module).__name__)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-
-
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     PACKED_ATTENTION: FlexibleAttention(sdpa_attention_forward),
     PACKED_SDPA: packed_attention,
@@ -381,8 +319,6 @@ _MASKS: dict[str, Callable[..., Any]] = {
 for _name, _function in FUNCTIONS.items():
     AttentionInterface.register(_name, _function)
     AttentionMaskInterface.register(_name, _MASKS.get(_name, sdpa_mask))
-AttentionInterface.register(COMPARED_ATTENTION, compared_attention)
-AttentionMaskInterface.register(COMPARED_ATTENTION, sdpa_mask)
 
 
 KEPT_SDPA = "lrlhf_sdpa"
