@@ -243,7 +243,11 @@ class Rollout(SequenceBatch):
     kept_mass: Float[Tensor, "B T"] | None = None
     """Probability that top_p, top_k and min_p left at each token; None: nothing was cut off."""
     weight_version: Int[Tensor, " B"] | None = None
-    """Training iterations behind the weights that sampled each response; None: the policy's own."""
+    """Training iterations behind the oldest weights that sampled any of a response; None: the
+    policy's own."""
+    token_versions: Int[Tensor, "B T"] | None = None
+    """Training iterations behind the weights that sampled each token, 0 outside the response; None:
+    each response is of one version."""
     prompt_lengths: Int[Tensor, " B"] | None = None
     """Tokens before each response of episodes, which may change the prompts; None: nothing did."""
     turn_rewards: Float[Tensor, "B T"] | None = None

@@ -27,12 +27,15 @@ class Segment:
             was cut off.
         fork: Tokens of the row right before it that it does not follow, see
             `lrlhf.types.SequenceBatch.forks`.
+        versions: `[L]`, training iterations behind the weights that sampled each token. None: all
+            of one version, that of the response.
     """
 
     token_ids: Int[Tensor, " L"]
     logprobs: Float[Tensor, " L"] | None = None
     kept_mass: Float[Tensor, " L"] | None = None
     fork: int = 0
+    versions: Int[Tensor, " L"] | None = None
 
     @property
     def sampled(self) -> bool:
@@ -104,6 +107,7 @@ class Response:
             token_ids=whole.token_ids[:length],
             logprobs=None if whole.logprobs is None else whole.logprobs[:length],
             kept_mass=None if whole.kept_mass is None else whole.kept_mass[:length],
+            versions=None if whole.versions is None else whole.versions[:length],
         )
         return replace(self, segments=(kept,), truncated=True)
 
@@ -160,9 +164,10 @@ def assemble_rollout(
         _row(contexts[index // num_generations], response, device)
         for index, response in enumerate(responses)
     ]
-    ids, sampled, logprobs, masses, forks = map(list, zip(*rows, strict=True))
+    ids, sampled, logprobs, masses, forks, sources = map(list, zip(*rows, strict=True))
     cut = any(one.kept_mass is not None for each in responses for one in each.segments)
     forking = any(one.fork for each in responses for one in each.segments)
+    mixed = any(one.versions is not None for each in responses for one in each.segments)
     input_ids = pad_sequence(ids, batch_first=True, padding_value=pad_id)
     lengths = torch.tensor([len(row) for row in ids], device=device)
     return Rollout(
@@ -176,12 +181,13 @@ def assemble_rollout(
         truncated=torch.tensor([response.truncated for response in responses], device=device),
         weight_version=torch.tensor(versions, device=device) if versions else None,
         forks=pad_sequence(forks, batch_first=True) if forking else None,
+        token_versions=pad_sequence(sources, batch_first=True) if mixed else None,
     )
 
 
 def _row(context: Tensor, response: Response, device: torch.device) -> Iterator[Tensor]:
-    """Go through a prompt's and response's ids, mask, log-probabilities, mass and forks, `[L]`."""
-    parts = []
+    """Go through `[L]` of a row: ids, mask, log-probabilities, mass, forks and versions."""
+    parts, version = [], response.weight_version or 0
     for one in (Segment(token_ids=context), *response.segments):
         ids = one.token_ids.to(device)
         nothing = torch.zeros(len(ids), device=device)
@@ -192,6 +198,9 @@ def _row(context: Tensor, response: Response, device: torch.device) -> Iterator[
                 nothing if one.logprobs is None else one.logprobs.to(device),
                 nothing + 1 if one.kept_mass is None else one.kept_mass.to(device),
                 torch.tensor([one.fork, *[0] * len(ids)], device=device)[: len(ids)],
+                torch.full_like(ids, version if one.sampled else 0)
+                if one.versions is None
+                else one.versions.to(device),
             )
         )
     return (torch.cat(column) for column in zip(*parts, strict=True))
@@ -204,7 +213,7 @@ def responses_of(rollout: Rollout, prompts: PromptBatch) -> list[Response]:
         rollout: Without forks. Rows of one prompt are consecutive.
         prompts: That it answers.
     """
-    versions, masses = rollout.weight_version, rollout.kept_mass
+    versions, masses, mixed = rollout.weight_version, rollout.kept_mass, rollout.token_versions
 
     def segment(row: int, run: Run) -> Segment:
         columns = slice(run.start, run.end)
@@ -212,6 +221,7 @@ def responses_of(rollout: Rollout, prompts: PromptBatch) -> list[Response]:
             token_ids=rollout.input_ids[row, columns],
             logprobs=rollout.sampling_logprobs[row, columns] if run.sampled else None,
             kept_mass=masses[row, columns] if run.sampled and masses is not None else None,
+            versions=mixed[row, columns] if run.sampled and mixed is not None else None,
         )
 
     return [

@@ -21,7 +21,14 @@ FORMAT = "lrlhf-rollout-1"
 
 _NAME = re.compile(r"step_(\d+)\.rank_(\d+)\.safetensors")
 _MEDIA = "media."
-_OPTIONAL = {"kept_mass", "weight_version", "prompt_lengths", "turn_rewards", "forks"}
+_OPTIONAL = {
+    "kept_mass",
+    "weight_version",
+    "prompt_lengths",
+    "turn_rewards",
+    "forks",
+    "token_versions",
+}
 _REQUIRED = {*ROLLOUT_TENSORS, "scores", "records"} - _OPTIONAL
 
 

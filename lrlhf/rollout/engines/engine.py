@@ -28,6 +28,8 @@ class Capabilities:
             find that out knows it once it has generated.
         tells_kept_mass: It says how much probability top_p, top_k, min_p and min_new_tokens left.
         media: It takes prompts with images or videos.
+        updates_in_flight: It takes new weights while it generates, goes on with them, and says of
+            each token which weights sampled it.
     """
 
     holds_copy: bool = False
@@ -35,6 +37,7 @@ class Capabilities:
     exact: bool = False
     tells_kept_mass: bool = True
     media: bool = True
+    updates_in_flight: bool = False
 
 
 class RendersChat(Protocol):
