@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rewards import CompletionText, RewardResult
@@ -69,6 +70,7 @@ def rollout_records(
                 "finish_reason": "length" if bool(rollout.truncated[row]) else "stop",
                 **({} if episode is None else _played(episode)),
                 "weight_version": weight_version if version is None else int(version[row]),
+                **_versions(rollout, row),
                 "columns": plain_json(prompts.columns[group]),
                 **({} if shown is None else {"media": list(shown.names)}),
                 "extras": {
@@ -112,6 +114,17 @@ def _played(episode: Episode) -> dict[str, Any]:
     if episode.failure:
         told["failure"] = episode.failure
     return told
+
+
+def _versions(rollout: Rollout, row: int) -> dict[str, Any]:
+    """Return how many tokens in a row each version of the weights has sampled, if several have."""
+    if rollout.token_versions is None:
+        return {}
+    of_tokens = rollout.token_versions[row, rollout.response_mask[row]]
+    versions, counts = of_tokens.unique_consecutive(return_counts=True)
+    if len(versions) < 2:
+        return {}
+    return {"weight_versions": torch.stack([versions, counts], dim=1).tolist()}
 
 
 def _messages(prompt: Prompt) -> dict[str, Any]:

@@ -241,8 +241,13 @@ class SyncedEngine(RolloutEngine):
         responses = self._with_restarts(respond) if _recovers.get() else respond()
         return assemble_rollout(
             prompts,
-            # a restart may have brought newer weights
-            [replace(response, weight_version=self._version) for response in responses],
+            # a restart may have brought newer weights; an engine that took some meanwhile says so
+            [
+                replace(response, weight_version=self._version)
+                if response.weight_version is None
+                else response
+                for response in responses
+            ],
             num_generations=num_generations,
             pad_id=pad_token_id(self._tokenizer),
         )
