@@ -32,7 +32,7 @@ def stale(build: Any) -> Callable[..., RLOO]:
             "reference": Reference(kl_coef=0.0),
             "seed": 5,
         }
-        engine = engine or FlightEngine(delay=0.01, seed=3)
+        engine = engine or FlightEngine(patience=0.5)
         module: RLOO = build(engine=engine, max_staleness=staleness, **(defaults | options))
         return module
 
@@ -62,7 +62,8 @@ def ages(run: Run, first: int = 0) -> list[list[int]]:
 
 @pytest.mark.parametrize("staleness", range(5))
 def test_no_token_is_older_than_it_may_be(stale, run, staleness: int) -> None:
-    engine = FlightEngine(delay=0.01, seed=staleness)
+    patience = 0.5 if staleness > 1 else 0.0
+    engine = FlightEngine(delay=0.005, seed=staleness, patience=patience)
     result = run(stale(staleness, engine))
     everything = ages(result)
     assert len(everything) == STEPS
@@ -82,7 +83,7 @@ def test_no_token_is_older_than_it_may_be(stale, run, staleness: int) -> None:
 
 
 def test_records_say_which_weights_sampled_how_many_tokens(stale, run) -> None:
-    result = run(stale(2, FlightEngine(delay=0.02, seed=1)))
+    result = run(stale(2, FlightEngine(patience=0.5)))
     mixed = 0
     for experience, records in zip(result.watcher.experiences, result.watcher.records, strict=True):
         for row, record in enumerate(records):
@@ -95,7 +96,7 @@ def test_records_say_which_weights_sampled_how_many_tokens(stale, run) -> None:
 
 
 def test_each_token_is_weighed_against_the_weights_that_sampled_it(stale, run) -> None:
-    engine = FlightEngine(delay=0.02, seed=1)
+    engine = FlightEngine(patience=0.5)
     result = run(stale(2, engine, update=Update(loss="dapo", num_minibatches=2)))
     for step, experience in enumerate(result.watcher.experiences[1:], start=1):
         # the update is clipped around the policy before it, whatever the age of a token
@@ -120,7 +121,7 @@ def test_an_evaluation_waits_for_what_is_in_the_making(stale, run) -> None:
             self.averages += average.stands_in
             return super()._send(tensors)
 
-    engine = Refuses(delay=0.01, seed=2)
+    engine = Refuses(patience=0.5)
     result = run(stale(3, engine), average, limit_val_batches=1, val_check_interval=2)
     assert engine.averages == STEPS // 2
     assert all(min(tokens) >= 0 and max(tokens) <= 3 for tokens in ages(result))
@@ -144,7 +145,7 @@ def test_all_that_a_failed_engine_was_making_is_generated_again(stale, run, capl
 
 def test_a_resumed_run_generates_again_what_was_not_finished(stale, run, tmp_path) -> None:
     checkpoint = tmp_path / "middle.ckpt"
-    whole = run(stale(3, FlightEngine(delay=0.03, seed=6)), SaveAfter(3, checkpoint))
+    whole = run(stale(3, FlightEngine(patience=0.5)), SaveAfter(3, checkpoint))
     state = torch.load(checkpoint, weights_only=False)["lrlhf"]["sampler"]["queue"]
     assert len(state["pending"]) < 3, "nothing was in the making"
     engine = FlightEngine(delay=0.01, seed=7)

@@ -45,10 +45,14 @@ class FlightEngine(CopyEngine):
     Args:
         delay: Seconds that a token takes beside its computation, on average.
         seed: Of the delays, which are anything between none and twice that; None: all are equal.
+        patience: Seconds that a response waits in its middle for newer weights than it began with,
+            so that there are some however slow the machine is.
         options: See `CopyEngine`; a failing ``respond`` does so after its first token.
     """
 
-    def __init__(self, *, delay: float = 0.0, seed: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, delay: float = 0.0, seed: int | None = None, patience: float = 0.0, **options: Any
+    ) -> None:
         super().__init__(concurrent=True, **options)
         self.allowed = False
         self.generated: list[Generated] = []
@@ -56,7 +60,9 @@ class FlightEngine(CopyEngine):
         self.busy = 0
         self._delay = delay
         self._random = None if seed is None else random.Random(seed)
+        self._patience = patience
         self._weights_lock = threading.RLock()
+        self._updated = threading.Condition(self._weights_lock)
         self._held = 0
 
     @property
@@ -76,6 +82,7 @@ class FlightEngine(CopyEngine):
         self.pushes_in_flight += self.busy > 0
         arrived = super()._send(tensors)
         self._held = self._coming
+        self._updated.notify_all()
         return arrived
 
     def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
@@ -101,6 +108,8 @@ class FlightEngine(CopyEngine):
         generators = [torch.Generator().manual_seed(one.seed) for one in requests]
         while len(columns) < sampling.max_new_tokens and not ended.all():
             self._wait()
+            if len(columns) == sampling.max_new_tokens // 2:
+                self._wait_for_more_than(columns[0].version)
             logits, version = self._logits(model, ids, mask, cache)
             if not columns:
                 with self._weights_lock:
@@ -117,6 +126,10 @@ class FlightEngine(CopyEngine):
     def _wait(self) -> None:
         factor = 1.0 if self._random is None else 2 * self._random.random()
         time.sleep(factor * self._delay)
+
+    def _wait_for_more_than(self, version: int) -> None:
+        with self._updated:
+            self._updated.wait_for(lambda: self._held > version, timeout=self._patience)
 
     def _logits(
         self, model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: DynamicCache
