@@ -169,15 +169,15 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "lrlhf"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    print("| staleness | score of each seed | mean | s per iteration | hidden | age | mixed |")
-    print("|---|---|---|---|---|---|---|")
+    head = "| staleness | score of each seed | mean | s per iteration | hidden | age | mixed |"
+    print(f"{head}\n|---|---|---|---|---|---|---|")  # noqa: T201
     for staleness in asked.staleness:
         options = {"iterations": asked.iterations, "lr": asked.lr, "delay": asked.delay}
         runs = [run(staleness, seed, **options) for seed in asked.seeds]
         mean, width = interval([one.score for one in runs])
         scores = ", ".join(f"{one.score:.3f}" for one in runs)
         columns = Result(*(sum(column) / len(runs) for column in zip(*runs, strict=True)))
-        print(
+        print(  # noqa: T201
             f"| {staleness} | {scores} | {mean:.3f} ± {width:.3f} | {columns.seconds:.2f} | "
             f"{columns.hidden:.0%} | {columns.age:.2f} | {columns.mixed:.0%} |",
             flush=True,

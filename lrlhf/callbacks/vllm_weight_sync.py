@@ -121,8 +121,8 @@ class VLLMWeightSync(KeepsArguments, RolloutListener, L.Callback):
             return
         assert isinstance(module, SamplesResponses)
         allowed = self.every_n_steps - 1 + module.settings.max_staleness
-        for version in experience.versions[experience.response_mask].unique().tolist():
-            age = trainer.global_step - version
+        ages = trainer.global_step - experience.versions[experience.response_mask]
+        for age in (int(ages.min()), int(ages.max())) if len(ages) else ():
             if not 0 <= age <= allowed:
                 raise WeightSyncError(
                     f"a token was sampled with weights {age} iterations old, and at most {allowed} "

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rewards import CompletionText, RewardResult
@@ -120,11 +120,9 @@ def _versions(rollout: Rollout, row: int) -> dict[str, Any]:
     """Return how many tokens in a row each version of the weights has sampled, if several have."""
     if rollout.token_versions is None:
         return {}
-    of_tokens = rollout.token_versions[row, rollout.response_mask[row]]
-    versions, counts = of_tokens.unique_consecutive(return_counts=True)
-    if len(versions) < 2:
-        return {}
-    return {"weight_versions": torch.stack([versions, counts], dim=1).tolist()}
+    of_tokens = rollout.token_versions[row, rollout.response_mask[row]].tolist()
+    spans = [[version, len(list(tokens))] for version, tokens in groupby(of_tokens)]
+    return {"weight_versions": spans} if len(spans) > 1 else {}
 
 
 def _messages(prompt: Prompt) -> dict[str, Any]:

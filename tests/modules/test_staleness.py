@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from itertools import groupby
 from typing import Any
 
 import pytest
@@ -88,7 +87,9 @@ def test_records_say_which_weights_sampled_how_many_tokens(stale, run) -> None:
     for experience, records in zip(result.watcher.experiences, result.watcher.records, strict=True):
         for row, record in enumerate(records):
             own = experience.token_versions[row, experience.response_mask[row]].tolist()
-            spans = [[version, len(list(tokens))] for version, tokens in groupby(own)]
+            spans = torch.stack(
+                torch.tensor(own).unique_consecutive(return_counts=True), dim=1
+            ).tolist()
             assert record["weight_version"] == min(own) == int(experience.weight_version[row])
             assert record.get("weight_versions", [[own[0], len(own)]]) == spans
             mixed += len(spans) > 1

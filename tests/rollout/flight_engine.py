@@ -54,7 +54,6 @@ class FlightEngine(CopyEngine):
         self, *, delay: float = 0.0, seed: int | None = None, patience: float = 0.0, **options: Any
     ) -> None:
         super().__init__(concurrent=True, **options)
-        self.allowed = False
         self.generated: list[Generated] = []
         self.pushes_in_flight = 0
         self.busy = 0
@@ -69,16 +68,13 @@ class FlightEngine(CopyEngine):
     def capabilities(self) -> Capabilities:
         return replace(super().capabilities, updates_in_flight=True)
 
-    def allow_updates_in_flight(self, allow: bool) -> None:
-        self.allowed = allow
-
     def push(self, version: int) -> None:
         with self._weights_lock:
             self._coming = version
             super().push(version)
 
     def _send(self, tensors: Fingerprinted) -> list[dict[str, str]]:
-        assert self.allowed or not self.busy, "weights changed under responses in the making"
+        assert self._in_flight or not self.busy, "weights changed under responses in the making"
         self.pushes_in_flight += self.busy > 0
         arrived = super()._send(tensors)
         self._held = self._coming
