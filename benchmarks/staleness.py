@@ -19,6 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -33,7 +34,7 @@ from lrlhf.rollout import RolloutListener, Sampling, TransformersEngine, respons
 from lrlhf.rollout.responses import untold_prompts
 from lrlhf.types import Experience
 from tests.conftest import build_language_model, build_tokenizer
-from tests.modules.policy_runs import letters
+from tests.modules.policy_runs import fit, letters
 from tests.rollout.flight_engine import FlightEngine, Generated
 
 PROMPTS = [f"say {letter}" for letter in "abcdefghijklmnop"]
@@ -96,20 +97,16 @@ def run(staleness: int, seed: int, *, iterations: int, lr: float, delay: float) 
         seed=seed,
     )
     with tempfile.TemporaryDirectory() as folder:
-        trainer = L.Trainer(
-            accelerator="cpu",
-            max_steps=iterations,
-            max_epochs=-1,
-            default_root_dir=folder,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[VLLMWeightSync(probe_every=0), watch],
-        )
         rows = [{"prompt": text} for text in PROMPTS]
         started = time.perf_counter()
-        trainer.fit(module, datamodule=PromptDataModule(rows, batch_size=8, seed=seed))
+        fit(
+            module,
+            Path(folder),
+            Path(folder),
+            steps=iterations,
+            callbacks=[VLLMWeightSync(probe_every=0), watch],
+            data=PromptDataModule(rows, batch_size=8, seed=seed),
+        )
         seconds = time.perf_counter() - started
     return Result(
         score=final_score(module, seed),
