@@ -24,6 +24,7 @@ RENAMED_KEYS: Mapping[str, str] = {
     "reference_column": "columns",
     "names": "functions",
     "max_failures_in_a_row": "max_failures",
+    "rollout_ahead": "max_staleness",
 }
 """The present name by the old one, both below ``model.init_args`` (or whichever class has them).
 

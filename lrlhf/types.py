@@ -257,6 +257,13 @@ class Rollout(SequenceBatch):
     """What happened in each row, until it is scored; None: single responses, or all is scored."""
 
     @property
+    def versions(self) -> Int[Tensor, "B T"] | None:
+        """Training iterations behind the weights that sampled each token of the responses."""
+        if self.token_versions is not None or self.weight_version is None:
+            return self.token_versions
+        return self.weight_version[:, None].expand_as(self.input_ids)
+
+    @property
     def engine_logprobs(self) -> Float[Tensor, "B T"]:
         """What the engine gave each token over the whole vocabulary.
 
@@ -285,6 +292,8 @@ class StoredRollout(TensorBatch):
     """One readable line per response, as `RolloutLog` writes them."""
     pretraining: SequenceBatch | None = None
     """See `PromptBatch.pretraining`."""
+    as_recorded: bool = False
+    """Train as the earlier run has trained on it, see `lrlhf.datamodules.ReplayDataModule`."""
 
     def __len__(self) -> int:
         return len(self.rollout)

@@ -115,18 +115,19 @@ class VLLMWeightSync(KeepsArguments, RolloutListener, L.Callback):
         experience: Experience,
         records: Sequence[dict[str, Any]],
     ) -> None:
-        """Make sure that no response is older than it may be."""
+        """Make sure that no token is older than it may be."""
         # stored rollouts are as old as they are
-        if experience.weight_version is None or "stored_step" in records[0]:
+        if experience.versions is None or "stored_step" in records[0]:
             return
         assert isinstance(module, SamplesResponses)
-        allowed = self.every_n_steps - 1 + module.settings.rollout_ahead
-        age = trainer.global_step - int(experience.weight_version.min())
-        if not 0 <= age <= allowed:
-            raise WeightSyncError(
-                f"a response was sampled with weights {age} iterations old, and at most {allowed} "
-                "are allowed (every_n_steps of VLLMWeightSync, rollout_ahead)"
-            )
+        allowed = self.every_n_steps - 1 + module.settings.max_staleness
+        ages = trainer.global_step - experience.versions[experience.response_mask]
+        for age in (int(ages.min()), int(ages.max())) if len(ages) else ():
+            if not 0 <= age <= allowed:
+                raise WeightSyncError(
+                    f"a token was sampled with weights {age} iterations old, and at most {allowed} "
+                    "are allowed (every_n_steps of VLLMWeightSync, max_staleness)"
+                )
 
     def _probe(self, engine: RolloutEngine, trainer: L.Trainer) -> None:
         gap, limit = engine.probe(), self.tolerance

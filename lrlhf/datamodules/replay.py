@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -32,6 +34,9 @@ class ReplayDataModule(RowDataModule[Path, StoredRollout]):
         shuffle: Shuffle the files in each epoch; else they come oldest first.
         seed: Of the order.
         max_rollouts: Take only so many files, the newest; None: all.
+        as_recorded: Repeat the updates of the earlier run, whose configuration the rest of this one
+            must be: with the log-probabilities that the policy has before each update as the old
+            ones, and importance weights against the engine's. Else the old ones are the engine's.
         accept_changed_data: Resume although the files are not those of the checkpoint.
 
     Raises:
@@ -44,10 +49,12 @@ class ReplayDataModule(RowDataModule[Path, StoredRollout]):
         shuffle: bool = True,
         seed: int = 0,
         max_rollouts: int | None = None,
+        as_recorded: bool = False,
         accept_changed_data: bool = False,
     ) -> None:
         if max_rollouts is not None and max_rollouts < 1:
             raise ValueError(f"max_rollouts={max_rollouts}: give at least 1")
+        self._as_recorded = as_recorded
         super().__init__(
             self._rollouts,
             RolloutFolder(folder, max_rollouts),
@@ -61,7 +68,7 @@ class ReplayDataModule(RowDataModule[Path, StoredRollout]):
         world = data_ranks(trainer).world
         return RowKind(
             parse=lambda row, _: row["path"],
-            collate=load_only,
+            collate=partial(load_only, as_recorded=self._as_recorded),
             check=lambda split, _: _checked(split, world),
         )
 
@@ -124,7 +131,7 @@ class RolloutFolder(Source):
         return [{"path": file.path} for file in chosen]
 
 
-def load_only(paths: Sequence[Path]) -> StoredRollout:
+def load_only(paths: Sequence[Path], *, as_recorded: bool) -> StoredRollout:
     """Collate one path: read its file."""
     (path,) = paths
     if not path.is_file():
@@ -133,7 +140,7 @@ def load_only(paths: Sequence[Path]) -> StoredRollout:
             "writes to the same place has set the folder aside. Move it back, and give RolloutLog "
             "another dirpath"
         )
-    return load_rollout(path)
+    return replace(load_rollout(path), as_recorded=as_recorded)
 
 
 def _group_sizes(path: Path) -> list[int]:

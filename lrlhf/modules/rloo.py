@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from peft import PeftModel
@@ -64,8 +64,10 @@ class RLOO(TrainingModule):
         optimizer: AdamW and its schedule, counted in iterations.
         guard: What counts as an anomaly, whose step is left out, and when to give up.
         dynamic_sampling: Train on groups with different scores only; None: on all.
-        rollout_ahead: 1: generate the next iteration's responses while this one trains, with
-            weights that are then one update old; needs an engine in a process of its own
+        max_staleness: Iterations that the weights which sample a token may be behind those that
+            train on it. 0: each iteration generates its own responses. 1: those of the next one are
+            generated while this one trains. Above 1: those of so many, by an engine that takes new
+            weights while it generates. Above 0 needs an engine in a process of its own
             (`VLLMServerEngine`).
         allow_truncated_sampling: Train on responses sampled with top_p, top_k or min_p, although
             their distribution is not the policy's.
@@ -104,7 +106,7 @@ class RLOO(TrainingModule):
         optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6),  # noqa: B008  frozen
         guard: Guard = Guard(),  # noqa: B008  frozen
         dynamic_sampling: DynamicSampling | None = None,
-        rollout_ahead: Literal[0, 1] = 0,
+        max_staleness: int = 0,
         allow_truncated_sampling: bool = False,
         episodes: Episodes | None = None,
         seed: int | None = None,
@@ -122,7 +124,7 @@ class RLOO(TrainingModule):
             update=update,
             importance_sampling=importance_sampling,
             dynamic_sampling=dynamic_sampling,
-            rollout_ahead=rollout_ahead,
+            max_staleness=max_staleness,
             allow_truncated_sampling=allow_truncated_sampling,
             episodes=episodes,
         )

@@ -30,7 +30,7 @@ from lrlhf.rollout.responses import (
     response_ids,
     responses_of,
 )
-from lrlhf.rollout.rollout_ahead import RolloutAhead
+from lrlhf.rollout.rollout_queue import RolloutQueue
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.storage import load_rollout, save_rollout
 from lrlhf.rollout.vllm import VLLMEngine, VLLMServerEngine
@@ -45,9 +45,9 @@ __all__ = [
     "PolicyWeights",
     "ProbeGap",
     "Response",
-    "RolloutAhead",
     "RolloutEngine",
     "RolloutListener",
+    "RolloutQueue",
     "Sampling",
     "Segment",
     "SyncedEngine",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -69,6 +70,7 @@ def rollout_records(
                 "finish_reason": "length" if bool(rollout.truncated[row]) else "stop",
                 **({} if episode is None else _played(episode)),
                 "weight_version": weight_version if version is None else int(version[row]),
+                **_versions(rollout, row),
                 "columns": plain_json(prompts.columns[group]),
                 **({} if shown is None else {"media": list(shown.names)}),
                 "extras": {
@@ -112,6 +114,15 @@ def _played(episode: Episode) -> dict[str, Any]:
     if episode.failure:
         told["failure"] = episode.failure
     return told
+
+
+def _versions(rollout: Rollout, row: int) -> dict[str, Any]:
+    """Return how many tokens in a row each version of the weights has sampled, if several have."""
+    if rollout.token_versions is None:
+        return {}
+    of_tokens = rollout.token_versions[row, rollout.response_mask[row]].tolist()
+    spans = [[version, len(list(tokens))] for version, tokens in groupby(of_tokens)]
+    return {"weight_versions": spans} if len(spans) > 1 else {}
 
 
 def _messages(prompt: Prompt) -> dict[str, Any]:

@@ -1,7 +1,10 @@
 """A policy and an engine with a copy of it, through whole runs on a model of 27,000 parameters."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -21,6 +24,7 @@ from lrlhf.rollout import (
     WeightSyncError,
 )
 from tests.modules.policy_runs import Watcher, fit, letters
+from tests.modules.test_policy_objective import random_experience
 from tests.rollout.copy_engine import CopyEngine, Draw
 
 NORM = "model.norm.weight"
@@ -35,7 +39,10 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def build(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, engine: RolloutEngine | None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: RolloutEngine | None,
+    **options: Any,
 ) -> RLOO:
     return RLOO(
         model,
@@ -46,6 +53,7 @@ def build(
         sampling=Sampling(max_new_tokens=4),
         optimizer=OptimizerConfig(lr=1e-2),
         reference=Reference(kl_coef=0.0),
+        **options,
     )
 
 
@@ -251,6 +259,28 @@ def test_responses_that_are_too_old_or_from_the_future_stop_the_run(
         WeightSyncError, match=rf"weights {-by} iterations old, and at most {every_n_steps - 1} are"
     ):
         fit(module, prompts, tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("versions", "told"),
+    [([3, 3, 4], None), ([3, 2, 4], "weights 2 iterations old"), ([3, 5, 4], "weights -1 iter")],
+)
+def test_every_token_of_a_response_is_checked(
+    language_model, tokenizer, versions: list[int], told: str | None
+) -> None:
+    module = build(language_model, tokenizer, CopyEngine(concurrent=True), max_staleness=1)
+    tokens = torch.tensor([[0, *versions, 0]])
+    mask = torch.tensor([[False, True, True, True, False]])
+    experience = replace(
+        random_experience(rows=1),
+        input_ids=tokens,
+        response_mask=mask,
+        weight_version=torch.tensor([3]),
+        token_versions=tokens,
+    )
+    trainer: Any = SimpleNamespace(global_step=4)
+    with nullcontext() if told is None else pytest.raises(WeightSyncError, match=told):
+        VLLMWeightSync().on_rollout(trainer, module, experience, [{}])
 
 
 def test_an_engine_without_weights_and_options_out_of_range_are_refused(

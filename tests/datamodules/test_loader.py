@@ -134,3 +134,14 @@ def test_the_upcoming_batch_is_the_one_that_comes_next(options: dict[str, Any]) 
     # through the ends of passes and of epochs
     assert len(seen) > len(loader)
     assert foretold[:-1] == seen
+
+
+@pytest.mark.parametrize("options", [{}, {"pass_limit": 2}, {"ranks": Ranks(1, 2)}])
+def test_several_upcoming_batches_are_those_that_come_next(options: dict[str, Any]) -> None:
+    count = 2 * len(train_loader(**options)) + 1  # through the ends of two epochs
+    loader = train_loader(**options)
+    foretold = [loader.upcoming(skip) for skip in range(count)]
+    seen: list[Any] = []
+    while len(seen) < count:
+        seen.extend(loader)
+    assert foretold == seen[:count]

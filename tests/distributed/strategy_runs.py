@@ -114,9 +114,9 @@ def lora(folder: Path) -> Any:
     return from_folder(folder, 3e-3, lora=LoRA(r=2), gradient_checkpointing=True)
 
 
-def through_an_engine(_folder: Path, engine: CopyEngine | None = None) -> Any:
+def through_an_engine(_folder: Path, engine: CopyEngine | None = None, **options: Any) -> Any:
     reference = Reference(kl_coef=0.05, offload=True)
-    return policy(RLOO, engine=engine or CopyEngine(), reference=reference)
+    return policy(RLOO, engine=engine or CopyEngine(), reference=reference, **options)
 
 
 class Asks(TextEnvironment):

@@ -10,6 +10,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lrlhf.callbacks import EMA, VLLMWeightSync
 from lrlhf.modules import RLOO, OptimizerConfig, RewardModel
+from lrlhf.rollout import RolloutListener
 from lrlhf.run.checkpoints.checkpoint_reader import read_checkpoint
 from lrlhf.strategies import FSDP2, DeepSpeed
 from tests.distributed.strategy_runs import (
@@ -19,6 +20,7 @@ from tests.distributed.strategy_runs import (
     through_an_engine,
 )
 from tests.rollout.copy_engine import CopyEngine
+from tests.rollout.flight_engine import FlightEngine
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,7 +46,7 @@ def trained(module: L.LightningModule, folder: Path, strategy: Any, **options: A
         accelerator="cpu",
         devices=2,
         strategy=strategy,
-        max_steps=2,
+        max_steps=options.pop("steps", 2),
         max_epochs=-1,
         default_root_dir=folder,
         logger=False,
@@ -74,6 +76,48 @@ def test_an_engine_that_fails_on_one_rank_is_started_again_on_all(tmp_path: Path
     assert sound.keys() == failing.keys()
     for key, value in sound.items():
         assert torch.equal(failing[key], value), key
+
+
+class FlightOfRanks(FailsOnRankOne, FlightEngine):
+    pass
+
+
+class KeepsVersions(RolloutListener, L.Callback):
+    """Writes the versions of the tokens that each rank has trained on, and a checkpoint's queue."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.versions = folder, []
+
+    def on_rollout(self, trainer: L.Trainer, module: Any, experience: Any, records: Any) -> None:
+        tokens = experience.token_versions[experience.response_mask]
+        self.versions.append(sorted(set(tokens.tolist())))
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        kept = {"versions": self.versions, "queue": module.parts.sampler.state_dict()["queue"]}
+        torch.save(kept, self.folder / f"versions{trainer.global_rank}.pt")
+
+
+@pytest.mark.parametrize("fail", [{}, {"respond": [4]}])
+def test_no_rank_trains_on_older_tokens_than_allowed(tmp_path: Path, fail: Any) -> None:
+    steps, staleness = 5, 2
+    engine = FlightOfRanks(patience=2.0, fail=fail)
+    trained(
+        through_an_engine(tmp_path, engine, max_staleness=staleness),
+        tmp_path,
+        FSDP2(start_method="fork", timeout=120.0),
+        steps=steps,
+        callbacks=[VLLMWeightSync(probe_every=2), KeepsVersions(tmp_path)],
+    )
+    mixed = False
+    for rank in range(2):
+        kept = torch.load(tmp_path / f"versions{rank}.pt")
+        assert len(kept["versions"]) == steps
+        for step, versions in enumerate(kept["versions"]):
+            assert max(0, step - staleness) <= versions[0] <= versions[-1] <= step
+            mixed = mixed or len(versions) > 1
+        # rank 0 would write the responses of its own prompts only
+        assert kept["queue"] is None
+    assert mixed
 
 
 class LosesItsPart(FSDP2):

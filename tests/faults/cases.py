@@ -193,7 +193,7 @@ _SYNC = named("lrlhf.callbacks.VLLMWeightSync", probe_every=3)
 _ENGINE = {"engine": named("lrlhf.rollout.VLLMEngine", max_model_len=128, kv_cache_gib=0.05)}
 _AHEAD = {
     "engine": named("lrlhf.rollout.VLLMServerEngine", max_model_len=128, kv_cache_gib=0.05),
-    "rollout_ahead": 1,
+    "max_staleness": 1,
 }
 _TURNS = {
     "episodes": {"environment": "tests.faults.environments.Letters", "max_turn_tokens": 5},

@@ -327,6 +327,17 @@ def test_only_the_responses_of_older_weights_are_weighed() -> None:
     assert found is not None
     torch.testing.assert_close(found[0], torch.where(aged.response_mask[0], 1.5, 1.0))
     assert found[1:].eq(1).all()
+    # a response that older weights began is weighed in all of its tokens, the fresh ones by 1
+    begun = torch.tensor([[0, 4, 4, 4, 5, 5, 5, 5]]).expand(3, -1)
+    fresh = begun == 5
+    mixed = replace(aged, token_versions=begun, sampling_logprobs=sampling.masked_fill(fresh, 0.0))
+    found = with_importance_weights(
+        mixed, torch.zeros(3, 8), None, exact=True, step=5
+    ).importance_weights
+    assert found is not None
+    older = aged.response_mask[0] & ~fresh[0]
+    assert older.any()
+    torch.testing.assert_close(found[0], torch.where(older, 1.5, 1.0))
 
 
 def test_what_the_engine_cut_off_is_not_weighed() -> None:

@@ -30,7 +30,7 @@ def settings_of(**options: Any) -> PolicySettings:
         "update": Update(),
         "importance_sampling": None,
         "dynamic_sampling": None,
-        "rollout_ahead": 0,
+        "max_staleness": 0,
         "allow_truncated_sampling": False,
         "episodes": None,
     }
@@ -130,8 +130,8 @@ def test_responses_do_not_depend_on_how_many_ranks_there_are(sample) -> None:
 
 
 def test_a_loader_that_cannot_look_ahead_is_refused(sample) -> None:
-    with pytest.raises(ValueError, match="a NoneType does not tell it"):
-        sample(iteration(), "one", rollout_ahead=1)
+    with pytest.raises(ValueError, match="a NoneType does not tell them"):
+        sample(iteration(), "one", max_staleness=1)
 
 
 @torch.no_grad()

@@ -173,7 +173,11 @@ def test_what_is_sampled_beside_follows_the_advantages(
             r"not known to subtract inputs\.kl",
         ),
         (RLOO, {"advantage": Advantage(estimator="gae")}, r"use lrlhf\.modules\.PPO"),
-        (RLOO, {"algorithm": "remax", "rollout_ahead": 1}, "samples greedy beside the responses"),
+        (
+            RLOO,
+            {"algorithm": "remax", "max_staleness": 1},
+            "samples greedy beside them with",
+        ),
         (RLOO, {"algorithm": "grop"}, "did you mean 'grpo'"),
         (PPO, {"critic": None}, "needs a critic, and critic is null"),
         (PPO, {"advantage": Advantage(estimator="rloo")}, "set critic: null"),

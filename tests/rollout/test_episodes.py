@@ -22,8 +22,8 @@ from lrlhf.rewards import RewardError, Rewards
 from lrlhf.rollout import (
     Collector,
     EngineFailure,
-    RolloutAhead,
     RolloutEngine,
+    RolloutQueue,
     Sampling,
     TransformersEngine,
 )
@@ -564,10 +564,10 @@ def test_episodes_played_ahead_are_in_a_checkpoint(tmp_path: Path) -> None:
     )
     episodes.attach(None, TOKENIZER)  # type: ignore[arg-type]
     prompts = prompt_batch("say ", word=["a"])
-    ahead = RolloutAhead(episodes)
+    ahead = RolloutQueue(episodes, 1)
     ahead.start(1, prompts, HUNDRED, num_generations=2, seeds=range(2))
     torch.save(ahead.state_dict(), tmp_path / "state.pt")
-    resumed = RolloutAhead(episodes)
+    resumed = RolloutQueue(episodes, 1)
     resumed.load_state_dict(
         torch.load(tmp_path / "state.pt", weights_only=True), torch.device("cpu")
     )

@@ -293,7 +293,7 @@ def test_a_run_goes_on_where_its_server_was_killed_in_the_middle(
                 environment=ending(server, signal.SIGKILL, kill_after), max_turn_tokens=9
             ),
             engine=server,
-            rollout_ahead=ahead,
+            max_staleness=ahead,
             optimizer=sgd(0.05),
         )
         fit(

@@ -133,20 +133,22 @@ class TrainLoader(Generic[RowT, BatchT]):
         left = self._per_pass - self._done % self._per_pass if self._resumed else self._per_pass
         self._resumed = False
         while left:
-            batches = self._rest_of_epoch()[:left]
+            batches = self._rest_of_epoch(self._done)[:left]
             for batch in self._fetching.batches(self._rows, batches):
                 number = self._done
                 self._done += 1  # before the step: a checkpoint within it counts this batch
                 left -= 1
                 yield batch if self._companion is None else self._companion(batch, number)
 
-    def upcoming(self) -> BatchT:
-        """Return the batch that comes next, and leave the position where it is."""
-        batch = self._fetching.batch(self._rows, self._rest_of_epoch()[0])
-        return batch if self._companion is None else self._companion(batch, self._done)
+    def upcoming(self, skip: int = 0) -> BatchT:
+        """Return the batch after the next ``skip`` ones, and leave the position where it is."""
+        number = self._done + skip
+        batch = self._fetching.batch(self._rows, self._rest_of_epoch(number)[0])
+        return batch if self._companion is None else self._companion(batch, number)
 
-    def _rest_of_epoch(self) -> list[list[int]]:
-        epoch, first = divmod(self._done, self._size)
+    def _rest_of_epoch(self, number: int) -> list[list[int]]:
+        """Return the rows of batch ``number`` of the stream, and of those behind it."""
+        epoch, first = divmod(number, self._size)
         order = self._order.epoch(epoch)
         own, all_ranks = self.batch_size, self.batch_size * self._ranks.world
         starts = [index * all_ranks + self._ranks.rank * own for index in range(first, self._size)]

@@ -44,7 +44,7 @@ class PolicySettings:
     """Optimizer steps per epoch over a rollout where ``update`` names no number."""
     importance_sampling: ImportanceSampling | None
     dynamic_sampling: DynamicSampling | None
-    rollout_ahead: Literal[0, 1]
+    max_staleness: int
     allow_truncated_sampling: bool
     episodes: Episodes | None
 
@@ -85,7 +85,7 @@ def complete_settings(  # noqa: PLR0913  what the constructors take
     update: Update,
     importance_sampling: ImportanceSampling | None,
     dynamic_sampling: DynamicSampling | None,
-    rollout_ahead: Literal[0, 1],
+    max_staleness: int,
     allow_truncated_sampling: bool,
     episodes: Episodes | None,
 ) -> PolicySettings:
@@ -103,7 +103,7 @@ def complete_settings(  # noqa: PLR0913  what the constructors take
         update: See `RLOO`.
         importance_sampling: See `RLOO`.
         dynamic_sampling: See `RLOO`.
-        rollout_ahead: See `RLOO`.
+        max_staleness: See `RLOO`.
         allow_truncated_sampling: See `RLOO`.
         episodes: See `RLOO`.
 
@@ -128,7 +128,7 @@ def complete_settings(  # noqa: PLR0913  what the constructors take
         default_minibatches=default_minibatches,
         importance_sampling=importance_sampling,
         dynamic_sampling=dynamic_sampling,
-        rollout_ahead=rollout_ahead,
+        max_staleness=max_staleness,
         allow_truncated_sampling=allow_truncated_sampling,
         episodes=episodes,
     )
@@ -254,15 +254,22 @@ def _check_sampling(settings: PolicySettings) -> None:
                 f"algorithm {settings.algorithm.name!r} samples {name!r} beside the responses "
                 f"with options {dict(options)} that Sampling does not take: {error}"
             ) from error
-    if settings.rollout_ahead and settings.algorithm.beside:
+    _check_staleness(settings)
+
+
+def _check_staleness(settings: PolicySettings) -> None:
+    """Refuse to generate ahead what depends on the weights or the scores of its iteration."""
+    if settings.max_staleness < 0:
+        raise ValueError(f"max_staleness is {settings.max_staleness}; it must be 0 or more")
+    if settings.max_staleness and settings.algorithm.beside:
         raise ValueError(
-            f"rollout_ahead samples one iteration ahead, and algorithm {settings.algorithm.name!r} "
-            f"samples {', '.join(settings.algorithm.beside)} beside the responses with the same "
-            "weights: set rollout_ahead: 0"
+            "max_staleness above 0 generates responses ahead, and algorithm "
+            f"{settings.algorithm.name!r} samples {', '.join(settings.algorithm.beside)} beside "
+            "them with the same weights: set max_staleness: 0"
         )
-    if settings.rollout_ahead and settings.dynamic_sampling is not None:
+    if settings.max_staleness and settings.dynamic_sampling is not None:
         raise ValueError(
-            "rollout_ahead generates responses before the present ones are scored, and "
+            "max_staleness above 0 generates responses before the present ones are scored, and "
             "dynamic_sampling decides by scores how many to generate: drop one of the two"
         )
 

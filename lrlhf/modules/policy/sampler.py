@@ -23,14 +23,14 @@ from lrlhf.rewards import Rewards
 from lrlhf.rollout import (
     Collected,
     Collector,
-    RolloutAhead,
     RolloutEngine,
+    RolloutQueue,
     Sampling,
     collect_different,
 )
 from lrlhf.run import sample_seeds
 from lrlhf.run.step_numbers import model_step
-from lrlhf.types import PromptBatch, StoredRollout
+from lrlhf.types import PromptBatch, Rollout, StoredRollout
 
 _EVAL_STREAM = 1_000_003
 """Keeps the random numbers of validation apart from those of any training step."""
@@ -40,10 +40,10 @@ _BESIDE_STREAM = 1_000_033
 
 @runtime_checkable
 class LooksAhead(Protocol):
-    """A loader that knows its next batch before it is asked for."""
+    """A loader that knows its next batches before it is asked for them."""
 
-    def upcoming(self) -> PromptBatch:
-        """Return the next batch, and leave the position where it is."""
+    def upcoming(self, skip: int = 0) -> PromptBatch:
+        """Return the batch after the next ``skip`` ones, and leave the position where it is."""
         ...
 
 
@@ -77,17 +77,19 @@ class Sampler:
         self._seed = seed
         self._ready = False
         _check_engine(engine, settings)
-        ahead = settings.rollout_ahead and settings.episodes is not None
+        ahead = settings.max_staleness and settings.episodes is not None
         if ahead and (names := rewards.asking_for("environments")):
             raise ValueError(
                 f"the reward function {names[0]} reads the environments, which a resumed run has "
-                "not for responses that were generated ahead: set rollout_ahead: 0, or give the "
+                "not for responses that were generated ahead: set max_staleness: 0, or give the "
                 "environment get_reward() and take environment_reward"
             )
         self._collector = Collector(
             engine, rewards, policy.tokenizer, shows_media=policy.processor is not None
         )
-        self._ahead = RolloutAhead(engine) if settings.rollout_ahead else None
+        self._queue = (
+            RolloutQueue(engine, settings.max_staleness) if settings.max_staleness else None
+        )
 
     # ---- training
 
@@ -98,9 +100,9 @@ class Sampler:
             batch: Prompts of this rank, or what an earlier iteration stored.
             it: The iteration; measures the responses.
         """
-        stored = isinstance(batch, StoredRollout)
+        stored = isinstance(batch, StoredRollout) and not batch.as_recorded
         if isinstance(batch, StoredRollout):
-            self._check_stored(batch)
+            self._check_stored(batch, it)
             trained, filler = as_collected(batch, step=it.number)
             measured = trained
         elif self._settings.dynamic_sampling is not None:
@@ -108,9 +110,8 @@ class Sampler:
         else:
             trained = measured = self._sample_batch(batch, it)
             filler = torch.zeros_like(trained.rollout.truncated)
-        version = trained.rollout.weight_version
-        if version is not None and not stored:
-            it.metrics.add_values("sync/age", (it.step - version).double())
+        if not stored:
+            _measure_age(trained.rollout, it)
         measure_rollout(
             measured.rollout,
             measured.rewards,
@@ -120,7 +121,7 @@ class Sampler:
         self._engine.sleep()
         return _as_sample(trained, filler, stored=stored)
 
-    def _check_stored(self, batch: StoredRollout) -> None:
+    def _check_stored(self, batch: StoredRollout, it: Iteration) -> None:
         settings = self._settings
         if settings.dynamic_sampling is not None:
             raise ValueError(
@@ -133,11 +134,13 @@ class Sampler:
             temperature=settings.sampling.temperature,
             allow_truncated_sampling=settings.allow_truncated_sampling,
             beside=settings.algorithm.beside,
+            step=it.number,
+            holds_copy=self._engine.capabilities.holds_copy,
         )
 
     def _sample_batch(self, batch: PromptBatch, it: Iteration) -> Collected:
-        if self._ahead is not None:
-            return self._sample_with_ahead(self._ahead, batch, it)
+        if self._queue is not None:
+            return self._sample_from_queue(self._queue, batch, it)
         return self._sample_part(batch, it.ranks.rank * len(batch), it)
 
     def _sample_part(self, prompts: PromptBatch, first: int, it: Iteration) -> Collected:
@@ -190,14 +193,20 @@ class Sampler:
             record["filler"] = fills
         return filtered.collected, filler, filtered.everything
 
-    def _sample_with_ahead(
-        self, ahead: RolloutAhead, batch: PromptBatch, it: Iteration
+    def _sample_from_queue(
+        self, queue: RolloutQueue, batch: PromptBatch, it: Iteration
     ) -> Collected:
         """Take the responses that were generated ahead, and have the next ones generated."""
         settings = self._settings
         size = settings.num_generations
+        if queue.updates_in_flight:
+            # what is in the making goes on with the new weights, and the engine never waits
+            self._prepare(it)
+            if it.step not in queue:
+                self._start(queue, it.step, batch, it)
+            self._look_ahead(queue, it)
         with it.phase("generate"):
-            rollout = ahead.take(it.step, batch, num_generations=size, any_rank=it.ranks.any)
+            rollout = queue.take(it.step, batch, num_generations=size, any_rank=it.ranks.any)
         self._prepare(it)
         if rollout is None:
             seeds = self._seeds(it.ranks.rank * len(batch), len(batch), it.step)
@@ -205,16 +214,7 @@ class Sampler:
                 rollout = self._engine.generate(
                     batch, settings.sampling, num_generations=size, seeds=seeds
                 )
-        if it.step + 1 < it.trainer.estimated_stepping_batches:
-            upcoming = _upcoming_batch(it)
-            first = it.ranks.rank * len(upcoming)
-            ahead.start(
-                it.step + 1,
-                upcoming,
-                settings.sampling,
-                num_generations=size,
-                seeds=self._seeds(first, len(upcoming), it.step + 1),
-            )
+        self._look_ahead(queue, it)
         return self._collector.score(
             batch,
             rollout,
@@ -222,6 +222,23 @@ class Sampler:
             step=it.number,
             phase=it.phase,
             weight_version=it.step,
+        )
+
+    def _look_ahead(self, queue: RolloutQueue, it: Iteration) -> None:
+        """Begin what may be begun with the engine's weights and has not been."""
+        last = min(it.step + queue.max_staleness, it.trainer.estimated_stepping_batches - 1)
+        for step in range(it.step + 1, int(last) + 1):
+            if step not in queue:
+                self._start(queue, step, _upcoming_batch(it, skip=step - it.step - 1), it)
+
+    def _start(self, queue: RolloutQueue, step: int, prompts: PromptBatch, it: Iteration) -> None:
+        settings = self._settings
+        queue.start(
+            step,
+            prompts,
+            settings.sampling,
+            num_generations=settings.num_generations,
+            seeds=self._seeds(it.ranks.rank * len(prompts), len(prompts), step),
         )
 
     def _seeds(self, first_prompt: int, prompts: int, step: int) -> list[int]:
@@ -254,7 +271,7 @@ class Sampler:
         limited: bool = True,
     ) -> Collected:
         """Generate for training or, at step ``evaluated``, for an evaluation."""
-        self._prepare(it)
+        self._prepare(it, evaluates=evaluated is not None)
         return self._collector.collect(
             prompts,
             sampling,
@@ -265,16 +282,19 @@ class Sampler:
             limited=limited,
         )
 
-    def _prepare(self, it: Iteration) -> None:
+    def _prepare(self, it: Iteration, *, evaluates: bool = False) -> None:
         if not self._ready:
             # not before it is needed: stored rollouts are trained on without engine and rewards
             self._engine.attach(*self._policy)
             self._engine.use_chat(chat_of(it.trainer, self._policy))
             self._rewards.prepare()
+            if self._queue is not None and self._queue.updates_in_flight:
+                self._engine.allow_updates_in_flight(True)
             self._ready = True
-        if self._ahead is not None:
-            # no weights may change under responses in the making, here or on another rank
-            self._ahead.wait()
+        if self._queue is not None and (evaluates or not self._queue.updates_in_flight):
+            # no weights may change under responses in the making, here or on another rank: never
+            # to those of an evaluation, which may be averaged ones
+            self._queue.wait()
             it.ranks.any(False)
         if self._engine.capabilities.holds_copy:
             it.request_weights()
@@ -285,8 +305,8 @@ class Sampler:
 
     def close(self) -> None:
         """Drop what was generated ahead, and give back what engine and rewards hold."""
-        if self._ahead is not None:
-            self._ahead.drop()
+        if self._queue is not None:
+            self._queue.drop()
         self._engine.close()
         self._rewards.close()
 
@@ -298,13 +318,13 @@ class Sampler:
         A checkpoint is rank 0's: of several ranks the others would miss their responses.
         """
         alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-        kept = self._ahead.state_dict() if self._ahead is not None and alone else None
-        return {"ahead": kept}
+        kept = self._queue.state_dict() if self._queue is not None and alone else None
+        return {"queue": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what was generated ahead."""
-        if self._ahead is not None:
-            self._ahead.load_state_dict(state["ahead"], torch.device("cpu"))
+        if self._queue is not None and state["queue"] is not None:
+            self._queue.load_state_dict(state["queue"], torch.device("cpu"))
 
 
 def _as_sample(collected: Collected, filler: Tensor, *, stored: bool) -> Sample:
@@ -334,14 +354,24 @@ def chat_of(trainer: L.Trainer, policy: LoadedPolicy) -> ChatFormat:
     return ChatFormat(policy.tokenizer)
 
 
-def _upcoming_batch(it: Iteration) -> PromptBatch:
+def _upcoming_batch(it: Iteration, *, skip: int) -> PromptBatch:
     loader = it.trainer.train_dataloader
     if not isinstance(loader, LooksAhead):
         raise ValueError(
-            f"rollout_ahead needs to know the next batch, and a {type(loader).__name__} does "
-            "not tell it: use PromptDataModule, or give the loader a method upcoming()"
+            f"max_staleness needs to know the next batches, and a {type(loader).__name__} does "
+            "not tell them: use PromptDataModule, or give the loader a method upcoming(skip)"
         )
-    return loader.upcoming().to(it.device)
+    return loader.upcoming(skip).to(it.device)
+
+
+def _measure_age(rollout: Rollout, it: Iteration) -> None:
+    """Count the iterations between the weights that sampled each token and the present ones."""
+    if rollout.versions is None:
+        return
+    ages = (it.step - rollout.versions)[rollout.response_mask].double()
+    it.metrics.add_values("sync/age", ages)
+    if len(ages):
+        it.metrics.maximum("sync/age_max", ages.max())
 
 
 def _check_engine(engine: RolloutEngine, settings: PolicySettings) -> None:
@@ -354,9 +384,15 @@ def _check_engine(engine: RolloutEngine, settings: PolicySettings) -> None:
             "log-probabilities do not compare with the policy's: set them to 1.0, 0, 0.0 and "
             "0, or take lrlhf.rollout.TransformersEngine (eval_sampling may cut)"
         )
-    if settings.rollout_ahead and not can.concurrent:
+    if settings.max_staleness > 0 and not can.concurrent:
         raise ValueError(
-            f"rollout_ahead is {settings.rollout_ahead}, but model.engine is "
+            f"max_staleness is {settings.max_staleness}, but model.engine is "
             f"{type(engine).__name__}, which computes in the training process: set "
-            "rollout_ahead: 0, or take lrlhf.rollout.VLLMServerEngine"
+            "max_staleness: 0, or take lrlhf.rollout.VLLMServerEngine"
+        )
+    if settings.max_staleness > 1 and not can.updates_in_flight:
+        raise ValueError(
+            f"max_staleness is {settings.max_staleness}, but {type(engine).__name__} takes no new "
+            "weights while it generates: set max_staleness: 1, or take "
+            "lrlhf.rollout.VLLMServerEngine"
         )

@@ -20,6 +20,8 @@ def check_stored(
     temperature: float,
     allow_truncated_sampling: bool,
     beside: Iterable[str] = (),
+    step: int,
+    holds_copy: bool,
 ) -> None:
     """Check that a stored rollout was sampled as this run would have sampled it.
 
@@ -29,6 +31,8 @@ def check_stored(
         temperature: Of this run's sampling.
         allow_truncated_sampling: Whether responses may come from top_p, top_k or min_p.
         beside: What the algorithm samples beside the responses, whose scores it needs.
+        step: The iteration that it is trained on in.
+        holds_copy: Whether this run's engine has a copy of the weights.
 
     Raises:
         ValueError: It was not; says which option differs.
@@ -49,6 +53,8 @@ def check_stored(
             f"sampling.temperature is {temperature}, but the stored rollout was sampled at "
             f"{sampled_at}: the log-probabilities do not compare; set it to {sampled_at}"
         )
+    if stored.as_recorded:
+        _check_recorded(stored, step=step, holds_copy=holds_copy)
     for name in beside:
         if name not in stored.records[0].get("beside", {}):
             raise ValueError(
@@ -59,6 +65,22 @@ def check_stored(
         raise ValueError(
             "the stored rollout was sampled with top_p, top_k or min_p, whose distribution is not "
             "the policy's; accept the bias with allow_truncated_sampling: true"
+        )
+
+
+def _check_recorded(stored: StoredRollout, *, step: int, holds_copy: bool) -> None:
+    """Check that the update can be the one of the earlier run."""
+    if stored.rollout.weight_version is None or not holds_copy:
+        raise ValueError(
+            "as_recorded replays responses of an engine that has a copy of the weights, and needs "
+            "the model.engine of the recorded run (it is not started): set it, or drop as_recorded"
+        )
+    recorded = stored.records[0]["step"]
+    if recorded != step:
+        raise ValueError(
+            f"iteration {step} was given the responses of iteration {recorded}, and as_recorded "
+            "repeats the updates of the recorded run: set shuffle: false, keep all of its files, "
+            "and begin with the weights or the checkpoint that it began with"
         )
 
 

@@ -69,10 +69,10 @@ def check_engine(model: Any) -> None:
     if not (is_ours(model) and "engine" in options):
         return
     engine = options["engine"]
-    if options.get("rollout_ahead") and engine is None:
+    if options.get("max_staleness") and engine is None:
         raise MistakeError(
-            ("model", "rollout_ahead"),
-            "the policy itself cannot generate while it trains: set rollout_ahead: 0, or take "
+            ("model", "max_staleness"),
+            "the policy itself cannot generate while it trains: set max_staleness: 0, or take "
             "model.engine: lrlhf.rollout.VLLMServerEngine",
         )
     starts = is_a(engine, VLLMServerEngine) and options_of(engine).get("url") is None

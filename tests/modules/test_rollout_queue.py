@@ -29,7 +29,7 @@ VALIDATED = {"limit_val_batches": 2, "val_check_interval": 1}
 
 @pytest.fixture
 def ahead(build: Any) -> Callable[..., RLOO]:
-    """Builds a module that looks ahead, with an engine elsewhere."""
+    """Builds a module that generates ahead, with an engine elsewhere."""
 
     def ahead(engine: Any = None, *, ahead: int = 1, **options: Any) -> RLOO:
         defaults: dict[str, Any] = {
@@ -40,7 +40,7 @@ def ahead(build: Any) -> Callable[..., RLOO]:
             "seed": SEED,
         }
         engine = engine or CopyEngine(concurrent=True)
-        module: RLOO = build(engine=engine, rollout_ahead=ahead, **(defaults | options))
+        module: RLOO = build(engine=engine, max_staleness=ahead, **(defaults | options))
         return module
 
     return ahead
@@ -109,6 +109,34 @@ def test_the_first_responses_are_fresh_and_the_later_ones_one_update_old(
     assert versions(result) == expected
     assert result.logged["sync/age"] == age
     assert [draw.version for draw in engine.draws] == generated
+
+
+@pytest.mark.parametrize(
+    ("looks", "expected"),
+    [
+        (0, ["push 0", "draw 0 0", "push 1", "draw 1 1", "push 2", "draw 2 2"]),
+        # what iteration 2 trains on is begun after the push of 1, and done before that of 2
+        (1, ["push 0", "draw 0 0", "draw 1 0", "push 1", "draw 2 1", "push 2"]),
+    ],
+)
+def test_weights_and_responses_come_in_turn(ahead, run, looks: int, expected: list[str]) -> None:
+    told: list[str] = []
+
+    class Tells(CopyEngine):
+        def push(self, version: int) -> None:
+            super().push(version)
+            told.append(f"push {version}")
+
+        def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
+            seeds = [one.seed for one in requests]
+            step = next(
+                step for step in range(3) if sample_seeds(SEED, step, 0, count=1)[0] in seeds
+            )
+            told.append(f"draw {step} {self.version}")
+            return super()._respond(requests, sampling)
+
+    run(ahead(Tells(concurrent=True), ahead=looks), steps=3)
+    assert told == expected
 
 
 def test_the_prompts_and_their_order_stay_the_same(ahead, run) -> None:
@@ -241,7 +269,7 @@ def test_responses_that_could_not_be_generated_ahead_are_generated_fresh(
     assert_same(snapshots.weights[failed], drawn.weights)
     # a checkpoint after the failure holds no responses
     state = torch.load(checkpoint, weights_only=False)
-    assert state["lrlhf"]["sampler"]["ahead"] is None
+    assert state["lrlhf"]["sampler"]["queue"]["pending"] == {}
     assert versions(run(ahead(), ckpt_path=str(checkpoint)))[:2] == [[failed], [failed]]
 
 
