@@ -24,7 +24,7 @@ def client_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServerClient]:
         transport = httpx.MockTransport(answer)
         monkeypatch.setattr(httpx, "Client", partial(plain, transport=transport))
         monkeypatch.setattr(httpx, "AsyncClient", partial(asynchronous, transport=transport))
-        return ServerClient("http://here:1/", SECRET, concurrency=4)
+        return ServerClient("http://here:1/", SECRET)
 
     return build
 
@@ -102,7 +102,7 @@ def test_an_answer_that_does_not_fit_is_a_failure(
 ) -> None:
     client = client_of(lambda request: completion(request, **changes))
     with pytest.raises(EngineFailure, match=message):
-        client.complete(BODIES, stall=10.0)
+        client.complete(BODIES, stall=10.0, concurrency=4)
 
 
 def test_a_server_that_finishes_nothing_is_a_failure(client_of) -> None:
@@ -114,7 +114,7 @@ def test_a_server_that_finishes_nothing_is_a_failure(client_of) -> None:
     with pytest.raises(
         EngineFailure, match=r"finished no response in 0\.2 s \(engine\.stall_timeout\)"
     ):
-        client_of(answer).complete(BODIES, stall=0.2)
+        client_of(answer).complete(BODIES, stall=0.2, concurrency=4)
 
 
 def test_completions_come_in_order_and_no_more_are_open_than_allowed(client_of) -> None:
@@ -129,7 +129,7 @@ def test_completions_come_in_order_and_no_more_are_open_than_allowed(client_of) 
         opened -= 1
         return completion(request)
 
-    responses = client_of(answer).complete(BODIES, stall=0.5)
+    responses = client_of(answer).complete(BODIES, stall=0.5, concurrency=4)
     expected = [[token + 100 for token in prompt] for prompt in PROMPTS]
     assert [response.token_ids.tolist() for response in responses] == expected
     assert most == 4

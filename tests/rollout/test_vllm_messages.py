@@ -18,11 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lrlhf.modules import RLOO
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, VLLMEngine, VLLMServerEngine
-from lrlhf.rollout.vllm import server_engine as server
-from lrlhf.rollout.vllm import support
+from lrlhf.rollout.vllm import server, support
 from lrlhf.rollout.vllm.leading import check_gpus
 from lrlhf.rollout.vllm.process import ServerStartError
-from lrlhf.rollout.vllm.server_engine import command_line
+from lrlhf.rollout.vllm.support import command_line
 from lrlhf.rollout.vllm.vllm_base import EngineStartError
 from tests.modules.policy_runs import letters
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.rollout import VLLMEngine, VLLMServerEngine
 from lrlhf.rollout.vllm.process_guard import descendants
-from tests.vllm.models import build_policy, new_server
+from tests.vllm.models import build_policy, guard_of, new_server
 
 HERE = Path(__file__).parent
 
@@ -64,9 +64,7 @@ def server(
     engine.attach(build_policy(tokenizer), tokenizer)
     engine.push(0)
     yield engine
-    assert engine._process is not None
-    assert engine._process._guard is not None
-    processes = descendants(engine._process._guard.pid)
+    processes = descendants(guard_of(engine))
     assert len(processes) > 1
     engine.close()
     assert not [process for process in processes if process.is_running()]

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.rollout import Sampling, SyncedEngine, VLLMServerEngine
 from lrlhf.rollout.vllm.process_guard import descendants, send_signal
+from lrlhf.rollout.vllm.server import StartedServer
 from lrlhf.types import PromptBatch, Rollout
 from tests.conftest import build_language_model
 
@@ -95,8 +96,15 @@ def new_server(folder: Path, **options: Any) -> VLLMServerEngine:
     )
 
 
+def guard_of(server: VLLMServerEngine) -> int:
+    """Return the number of the process that a server of an engine runs under."""
+    started = server._server
+    assert isinstance(started, StartedServer)
+    assert started.process is not None
+    assert started.process._guard is not None
+    return started.process._guard.pid
+
+
 def signal_server(server: VLLMServerEngine, number: int) -> None:
     """Send a signal to the processes under the guard; SIGKILL is as a crash would be."""
-    assert server._process is not None
-    assert server._process._guard is not None
-    send_signal(descendants(server._process._guard.pid), number)
+    send_signal(descendants(guard_of(server)), number)

@@ -20,12 +20,11 @@ class ServerClient:
     Args:
         url: Of the server, without a path.
         token: Shown with every request.
-        concurrency: Requests that are open at the same time.
     """
 
-    def __init__(self, url: str, token: str, *, concurrency: int) -> None:
+    def __init__(self, url: str, token: str) -> None:
         self.url = url.rstrip("/")
-        self._concurrency = concurrency
+        self.token = token
         self._settings: dict[str, Any] = {
             "base_url": self.url,
             "headers": {"Authorization": f"Bearer {token}"},
@@ -104,20 +103,23 @@ class ServerClient:
         results: list[Any] = self.post("/collective_rpc", body, timeout=timeout)["results"]
         return results
 
-    def complete(self, bodies: Sequence[dict[str, Any]], *, stall: float) -> list[Response]:
+    def complete(
+        self, bodies: Sequence[dict[str, Any]], *, stall: float, concurrency: int
+    ) -> list[Response]:
         """Ask for one completion per body, all at once, and return them in that order.
 
         Args:
             bodies: Of ``/v1/completions``; ``prompt`` is token ids, and what the server says it
                 read has to be the same.
             stall: Seconds without any completion after which the server counts as hung.
+            concurrency: Requests that are open at the same time.
 
         Raises:
             EngineFailure: The server failed, hung, or broke a response off.
             ValueError: It refuses a request.
         """
         answers = in_background(
-            lambda: asyncio.run(self._complete(bodies, stall)), name="vllm-requests"
+            lambda: asyncio.run(self._complete(bodies, stall, concurrency)), name="vllm-requests"
         ).result()
         responses = []
         for answer, body in zip(answers, bodies, strict=True):
@@ -128,8 +130,10 @@ class ServerClient:
             responses.append(read_response(choice["token_ids"], logprobs, choice["finish_reason"]))
         return responses
 
-    async def _complete(self, bodies: Sequence[dict[str, Any]], stall: float) -> list[Any]:
-        gate = asyncio.Semaphore(self._concurrency)
+    async def _complete(
+        self, bodies: Sequence[dict[str, Any]], stall: float, concurrency: int
+    ) -> list[Any]:
+        gate = asyncio.Semaphore(concurrency)
         async with httpx.AsyncClient(**self._settings) as http:
 
             async def ask(body: dict[str, Any]) -> Any:

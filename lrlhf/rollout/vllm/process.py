@@ -79,6 +79,11 @@ class ServerProcess:
             )
         atexit.register(self.stop)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the server has been started and has not ended."""
+        return self._guard is not None and self._guard.poll() is None
+
     def wait_until(self, ready: Callable[[], bool], *, timeout: float, poll: float = 0.2) -> None:
         """Wait for the server; stop it if it does not become ready.
 
@@ -91,11 +96,12 @@ class ServerProcess:
         Raises:
             ServerStartError: The server ended or the time ran out; with the end of the log.
         """
-        assert self._guard is not None
+        guard = self._guard  # which is gone if another thread stops the server meanwhile
+        assert guard is not None
         deadline = time.monotonic() + timeout
         what = f"was not ready after {timeout:g} s"
         while time.monotonic() < deadline:
-            if (code := self._guard.poll()) is not None:
+            if (code := guard.poll()) is not None:
                 what = f"ended with code {code} before it was ready"
                 break
             if ready():

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import distributed
@@ -23,12 +19,10 @@ from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.vllm.client import ServerClient
 from lrlhf.rollout.vllm.leading import check_gpus, leads, led
-from lrlhf.rollout.vllm.process import ServerProcess, ServerStartError, root_cause
+from lrlhf.rollout.vllm.server import FoundServer, Server, StartedServer
 from lrlhf.rollout.vllm.support import (
     QUIET_ENVIRONMENT,
-    check_installed,
     command_line,
-    free_port,
     import_transfer,
     is_cpu,
     sampling_arguments,
@@ -122,11 +116,10 @@ class VLLMServerEngine(VLLMBase):
         self.log_file = log_file
         if engine.get("gpu_memory_utilization") is None and self._server_transport() == "ipc":
             self.gpu_memory_utilization = _SHARE_BESIDE_TRAINER
-        self._process: ServerProcess | None = None
+        self._server: Server | None = None
         self._client: ServerClient | None = None
         self._last_push = ""
         self._transfer: Any = None
-        self._log_folder: Path | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -139,8 +132,9 @@ class VLLMServerEngine(VLLMBase):
         self._last_push = ""
         # which takes seconds, as long as a server starts anyway
         loading = None if self.url else in_background(import_transfer, name="vllm-import")
-        url, token = led(self._start_server if self.url is None else self._find_server)
-        self._client = self._client or self._connect(url, token)
+        url, token = led(self._start_server)
+        if not leads():
+            self._client = ServerClient(url, token)
         self._check_description(led(self._describe))
         transport = str(self._described["transfer"]).removeprefix("lrlhf_")
         await_trainer = partial(self._connected.call_workers, "lrlhf_await_trainer", timeout=60.0)
@@ -170,53 +164,32 @@ class VLLMServerEngine(VLLMBase):
         if self._client is not None:
             self._client.close()
             self._client = None
-        if self._process is not None:
-            if self._process.stop() and self._log_folder is not None:
-                # what a server that failed wrote stays
-                shutil.rmtree(self._log_folder, ignore_errors=True)
-                self._log_folder = None
-            self._process = None
+        if self._server is not None:
+            self._server.stop()
         self._remove_folder()
 
-    def _start_server(self) -> tuple[str, str]:
-        check_installed()
-        token = secrets.token_hex(32)
-        port = free_port("127.0.0.1")
-        if self.log_file is None and self._log_folder is None:
-            self._log_folder = Path(tempfile.mkdtemp(prefix="lrlhf-vllm-log-"))
-        log_file = Path(self.log_file or f"{self._log_folder}/vllm.log")
-        self._process = ServerProcess(
-            self.command(port), env=self._environment(token), log_file=log_file
-        )
-        url = f"http://127.0.0.1:{port}"
-        self._client = self._connect(url, token)
-        self._process.start()
-        try:
-            self._process.wait_until(self._client.is_healthy, timeout=self.start_timeout)
-        except ServerStartError as error:
-            cause = root_cause(self._process.log_tail(1000))
-            reason = f"{cause} (all of it is in {log_file})" if cause else str(error)
-            raise self._start_error(reason) from error
-        return url, token
+    def _new_server(self, number: int) -> Server:
+        """Return a server that is not started yet; where servers come from elsewhere, override it.
 
-    def _find_server(self) -> tuple[str, str]:
-        assert self.url is not None
-        token = os.environ.get(TOKEN_VARIABLE, "")
-        if not token:
-            raise EngineStartError(
-                f"engine.url is set, but not the environment variable {TOKEN_VARIABLE}: set it to "
-                "the token that the server was started with"
+        Args:
+            number: Of the server, counted from 0.
+        """
+        if self.url is not None:
+            return FoundServer(
+                self.url, timeout=self.start_timeout, command=self._command_for_users
             )
-        self._client = self._connect(self.url, token)
-        deadline = time.monotonic() + self.start_timeout
-        while not self._client.is_healthy():
-            if time.monotonic() > deadline:
-                raise EngineStartError(
-                    f"no vLLM server answered at {self.url} for {self.start_timeout:g} s "
-                    f"(engine.start_timeout); start it with\n{self._command_for_users()}"
-                )
-            time.sleep(1.0)
-        return self.url, token
+        return StartedServer(
+            command=self.command,
+            environment=self._environment,
+            log_file=self.log_file,
+            timeout=self.start_timeout,
+            explain=self._start_error,
+        )
+
+    def _start_server(self) -> tuple[str, str]:
+        self._server = self._server or self._new_server(0)
+        self._client = self._server.start()
+        return self._client.url, self._client.token
 
     def _check_description(self, described: dict[str, Any]) -> None:
         super()._check_description(described)
@@ -237,9 +210,6 @@ class VLLMServerEngine(VLLMBase):
                 f"{self._command_for_users()}"
             ) from error
         return dict(described[0])
-
-    def _connect(self, url: str, token: str) -> ServerClient:
-        return ServerClient(url, token, concurrency=self.max_num_seqs)
 
     def command(self, port: int, python: str = sys.executable) -> list[str]:
         """Return the command that starts a server for this policy."""
@@ -359,7 +329,9 @@ class VLLMServerEngine(VLLMBase):
             for request in requests
         ]
         self._check_last_push()
-        responses = self._connected.complete(bodies, stall=self.stall_timeout)
+        responses = self._connected.complete(
+            bodies, stall=self.stall_timeout, concurrency=self.max_num_seqs
+        )
         self._check_last_push()
         return responses
 
