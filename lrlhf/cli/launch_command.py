@@ -35,8 +35,8 @@ class Launcher(Application):
             import_ray()
         except RayMissingError as error:
             raise ConfigError(str(error)) from error
-        self._own, self._of_fit = _divided(arguments)
-        self._cluster = _cluster_of(self._own)
+        self._own, self._of_fit = divided(arguments)
+        self._cluster = cluster_of(self._own)
         super().__init__(self._of_fit)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -59,7 +59,7 @@ class Launcher(Application):
         model = options.model.as_dict()
         files = read_config_files(self._of_fit)
         run = Run(
-            arguments=[*self._of_fit, *self._moved(model), *_rank_flags(self._cluster)],
+            arguments=[*self._of_fit, *moved(self._cluster, model), *_rank_flags(self._cluster)],
             rewards=_pickled_rewards(options) if self._cluster.rewards.workers else None,
             code=folders_of_own_code(files),
         )
@@ -70,22 +70,27 @@ class Launcher(Application):
         if status:
             raise SystemExit(status)
 
-    def _moved(self, model: Mapping[str, Any]) -> Iterator[str]:
-        """Give the flags that put what runs elsewhere in the place of what the config names."""
-        if self._cluster.rollouts.replicas:
-            path = _path_to_server(model)
-            yield from (f"--{path}", _name(RayServerEngine))
-            yield from (f"--{path}.replicas", str(self._cluster.rollouts.replicas))
-        if self._cluster.rewards.workers:
-            if class_of(options_of(model).get("rewards")) is not Rewards:
-                raise ConfigError(
-                    "rewards.workers of the cluster is above 0, and model.rewards is no "
-                    "lrlhf.rewards.Rewards: set rewards.workers to 0"
-                )
-            yield from ("--model.rewards", _name(RayRewards))
+
+def moved(cluster: Cluster, model: Mapping[str, Any]) -> Iterator[str]:
+    """Give the flags that put what runs elsewhere in the place of what the config names.
+
+    Raises:
+        ConfigError: It names nothing of the kind.
+    """
+    if cluster.rollouts.replicas:
+        path = path_to_server(model)
+        yield f"--{path}={_name(RayServerEngine)}"
+        yield f"--{path}.replicas={cluster.rollouts.replicas}"
+    if cluster.rewards.workers:
+        if class_of(options_of(model).get("rewards")) is not Rewards:
+            raise ConfigError(
+                "rewards.workers of the cluster is above 0, and model.rewards is no "
+                "lrlhf.rewards.Rewards: set rewards.workers to 0"
+            )
+        yield f"--model.rewards={_name(RayRewards)}"
 
 
-def _divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Part the options of the cluster from those of ``fit``."""
     own: list[str] = []
     others: list[str] = []
@@ -99,7 +104,7 @@ def _divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, others
 
 
-def _cluster_of(own: Sequence[str]) -> Cluster:
+def cluster_of(own: Sequence[str]) -> Cluster:
     """Read the file of the cluster, and the options given over it."""
     # without the word, the options of this parser are those of the file
     parser = Parser(prog="lrlhf launch", allow_abbrev=False)
@@ -120,7 +125,7 @@ def _cluster_of(own: Sequence[str]) -> Cluster:
         raise ConfigError(f"cluster: {error}") from error
 
 
-def _path_to_server(model: Mapping[str, Any]) -> str:
+def path_to_server(model: Mapping[str, Any]) -> str:
     """Find the engine whose servers are to run elsewhere, wrapped or not."""
     path, entry = "model.engine", options_of(model).get("engine")
     while entry is not None:

@@ -138,9 +138,7 @@ def _meeting_place() -> tuple[str, int]:
         return address, int(listener.getsockname()[1])
 
 
-def _environment(
-    command: Command, rank: int, size: int, place: tuple[str, int]
-) -> dict[str, str]:
+def _environment(command: Command, rank: int, size: int, place: tuple[str, int]) -> dict[str, str]:
     """Return the environment of a trainer: its worker's, with the ranks as torchrun sets them.
 
     Each worker sees only its own GPU and counts as a machine with one process, so that Ray may
