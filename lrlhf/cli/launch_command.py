@@ -13,9 +13,11 @@ from lrlhf.cli.application import Application
 from lrlhf.cli.config_files import folders_of_own_code, read_config_files
 from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.parser import Parser
-from lrlhf.cluster import Cluster, RayRewards, RayServerEngine
+from lrlhf.cluster import Cluster
 from lrlhf.cluster.connection import RayMissingError, import_ray
 from lrlhf.cluster.launch import LaunchError, Run, launch
+from lrlhf.cluster.replicas import RayServerEngine
+from lrlhf.cluster.rewards import RayRewards
 from lrlhf.planning.config_entries import class_of, options_of
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import VLLMServerEngine
@@ -31,17 +33,14 @@ class Launcher(Application):
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        try:
-            import_ray()
-        except RayMissingError as error:
-            raise ConfigError(str(error)) from error
-        self._own, self._of_fit = divided(arguments)
-        self._cluster = cluster_of(self._own)
+        own, self._of_fit = divided(arguments)
+        self._cluster = cluster_of(own)
         super().__init__(self._of_fit)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.usage = "lrlhf launch --cluster FILE [the options of lrlhf fit]"
         parser.description = "Run fit on a Ray cluster, and start again what dies."
+        parser.add_class_arguments(Cluster, "cluster")  # for its help: they are read apart
 
     def before_instantiate_classes(self) -> None:
         """Leave it to the trainers, whose nodes have the GPUs and the data."""
@@ -50,6 +49,10 @@ class Launcher(Application):
         """Build nothing: the trainers do."""
 
     def run_command(self, subcommand: str) -> None:
+        try:
+            import_ray()
+        except RayMissingError as error:
+            raise ConfigError(str(error)) from error
         options = self.config[subcommand]
         if options.ckpt_path not in (None, "last"):
             raise ConfigError(
@@ -108,18 +111,18 @@ def cluster_of(own: Sequence[str]) -> Cluster:
     """Read the file of the cluster, and the options given over it."""
     # without the word, the options of this parser are those of the file
     parser = Parser(prog="lrlhf launch", allow_abbrev=False)
-    parser.add_argument("--file", action="config")
+    parser.add_argument("--config", action="config")
     parser.add_class_arguments(Cluster)
     plain = [
         argument.replace(_CLUSTER + ".", "--", 1)
         if argument.startswith(_CLUSTER + ".")
-        else argument.replace(_CLUSTER, "--file", 1)
+        else argument.replace(_CLUSTER, "--config", 1)
         if argument.split("=")[0] == _CLUSTER
         else argument
         for argument in own
     ]
     try:
-        made = parser.instantiate_classes(parser.parse_args(plain))
+        made = parser.instantiate(parser.parse_args(plain))
         return Cluster(**{name: made[name] for name in Cluster.__dataclass_fields__})
     except ValueError as error:
         raise ConfigError(f"cluster: {error}") from error
@@ -142,7 +145,7 @@ def _pickled_rewards(options: Namespace) -> bytes:
     parser = Parser()
     parser.add_subclass_arguments(Rewards, "rewards")
     entry = Namespace(rewards=options.model.init_args.rewards)  # type: ignore[no-untyped-call]
-    return pickle.dumps(parser.instantiate_classes(entry).rewards)
+    return pickle.dumps(parser.instantiate(entry).rewards)
 
 
 def _rank_flags(cluster: Cluster) -> list[str]:
@@ -153,4 +156,4 @@ def _rank_flags(cluster: Cluster) -> list[str]:
 
 
 def _name(kind: type) -> str:
-    return f"lrlhf.cluster.{kind.__name__}"
+    return f"{kind.__module__}.{kind.__name__}"

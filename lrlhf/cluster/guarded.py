@@ -9,9 +9,12 @@ from pathlib import Path
 
 import psutil
 
-from lrlhf.rollout.vllm import process_guard
-from lrlhf.rollout.vllm.process import GRACE
+import lrlhf
 
+_GUARD = Path(lrlhf.__file__).parent / "rollout" / "vllm" / "process_guard.py"
+"""By its path: to import it would import torch and transformers into each of Ray's workers."""
+_GRACE = 3.0
+"""Seconds between SIGTERM and SIGKILL."""
 _SHELL = 'python=$1; guard=$2; grace=$3; shift 3; "$python" -I "$guard" $$ "$grace" "$@"; exit $?'
 
 
@@ -36,7 +39,7 @@ class GuardedProgram:
         folder: Path,
         log_file: Path | None = None,
     ) -> None:
-        guarded = [sys.executable, process_guard.__file__, str(GRACE), *command]
+        guarded = [sys.executable, str(_GUARD), str(_GRACE), *command]
         log = None if log_file is None else log_file.open("ab")
         self._shell = subprocess.Popen(
             ["sh", "-c", _SHELL, "sh", *guarded],
@@ -66,7 +69,7 @@ class GuardedProgram:
         """End it with all that it has started, and wait for that."""
         for guard in self._below(1):
             guard.terminate()
-        self._shell.wait(GRACE + 10)
+        self._shell.wait(_GRACE + 10)
 
     def _below(self, levels: int) -> list[psutil.Process]:
         """Return the guard (1 level below the shell) or the program (2); nothing: it has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -14,9 +15,10 @@ from typing import Any, Final
 from lrlhf.cluster.connection import ADDRESS, NAMESPACE, import_ray
 from lrlhf.cluster.guarded import GuardedProgram
 from lrlhf.cluster.settings import Cluster
-from lrlhf.run.supervision.signals import STATUS as TERMINATED
 
 BOARD: Final = "board"
+TERMINATED: Final = 128 + signal.SIGTERM
+"""Exit status of a trainer that was asked to end, see `lrlhf.run.supervision.signals`."""
 _REFUSED = 2
 """Exit status of a command whose config is wrong: to start it again changes nothing."""
 _LOOK_SECONDS = 1.0

@@ -10,8 +10,9 @@ import yaml
 from lrlhf.cli import run
 from lrlhf.cli.launch_command import cluster_of, divided, moved, path_to_server
 from lrlhf.cli.messages.errors import ConfigError
-from lrlhf.cluster import Cluster, RayRewards, RewardWorkers, Rollouts, Trainers
+from lrlhf.cluster import Cluster, RewardWorkers, Rollouts, Trainers
 from lrlhf.cluster.connection import RayMissingError
+from lrlhf.cluster.rewards import RayRewards
 
 ROOT = Path(__file__).parents[2]
 SERVER = {"class_path": "lrlhf.rollout.VLLMServerEngine", "init_args": {}}
@@ -66,9 +67,9 @@ def test_servers_and_rewards_move_and_keep_their_options() -> None:
     model = {"init_args": {"engine": wrapped, "rewards": REWARDS}, "class_path": "RLOO"}
     cluster = Cluster(rollouts=Rollouts(replicas=3), rewards=RewardWorkers(workers=1))
     assert [*moved(cluster, model)] == [
-        "--model.engine.engine=lrlhf.cluster.RayServerEngine",
+        "--model.engine.engine=lrlhf.cluster.replicas.RayServerEngine",
         "--model.engine.engine.replicas=3",
-        "--model.rewards=lrlhf.cluster.RayRewards",
+        "--model.rewards=lrlhf.cluster.rewards.RayRewards",
     ]
     assert [*moved(Cluster(), model)] == []
 
