@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
@@ -28,6 +29,7 @@ _ANSWER_SECONDS = 30.0
 """That an actor may take to say how its server is, and to end it."""
 _TAIL_BYTES = 256 * 1024
 _OWN_HOST = "127.0.0.1"
+logger = logging.getLogger(__name__)
 
 
 class RayServerEngine(VLLMServerEngine):
@@ -58,6 +60,9 @@ class RayServerEngine(VLLMServerEngine):
         if self.transport == "auto" and not is_cpu():
             return "nccl"
         return super()._server_transport()
+
+    def _devices(self, number: int) -> str | None:
+        return None  # Ray shows a replica its own
 
 
 class RayServer(Server):
@@ -92,16 +97,17 @@ class RayServer(Server):
         self.stop()
         ray = import_ray()
         token = secrets.token_hex(32)
-        self._actor = self._placed(ray)
+        # which another thread may end meanwhile
+        actor = self._actor = self._placed(ray)
         until = time.monotonic() + self._timeout
         try:
             host, port = ray.get(
-                self._actor.start.remote(*portable(self._command()), self._told(token)),
+                actor.start.remote(*portable(self._command()), self._told(token)),
                 timeout=self._timeout,
             )
             client = ServerClient(f"http://{host}:{port}", token)
             while not client.is_healthy():
-                ended = ray.get(self._actor.ended.remote(), timeout=_ANSWER_SECONDS)
+                ended = ray.get(actor.ended.remote(), timeout=_ANSWER_SECONDS)
                 if ended is None and time.monotonic() > until:
                     ended = f"no answer after {self._timeout:g} s (engine.start_timeout)"
                 if ended is not None:
@@ -114,24 +120,24 @@ class RayServer(Server):
 
     def stop(self) -> None:
         """End its processes, and the actor."""
-        if self._actor is None:
+        actor, self._actor = self._actor, None
+        if actor is None:
             return
         ray = import_ray()
         try:
-            ray.get(self._actor.stop.remote(), timeout=_ANSWER_SECONDS)
-        except ray.exceptions.RayError:
-            pass  # it is gone, and the guard of its server with it ends that
+            ray.get(actor.stop.remote(), timeout=_ANSWER_SECONDS)
+        except ray.exceptions.RayError as error:
+            logger.warning("rollout replica %d is ended with its actor: %s", self._number, error)
         finally:
-            ray.kill(self._actor)
-            self._actor = None
+            ray.kill(actor)
 
     def alive(self) -> bool:
         """Whether its process runs."""
-        ray = import_ray()
-        if self._actor is None:
+        ray, actor = import_ray(), self._actor
+        if actor is None:
             return False
         try:
-            return ray.get(self._actor.ended.remote(), timeout=_ANSWER_SECONDS) is None
+            return ray.get(actor.ended.remote(), timeout=_ANSWER_SECONDS) is None
         except ray.exceptions.RayError:
             return False
 

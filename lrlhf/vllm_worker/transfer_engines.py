@@ -108,7 +108,9 @@ class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     port: int
     token: str
     size: int
-    """Trainer and workers."""
+    """Trainer and workers, of all servers."""
+    rank_offset: int
+    """Of the first worker of this server."""
     timeout: float
     """Seconds that they may wait for each other."""
 
@@ -123,7 +125,8 @@ class GlooReceiver(NCCLWeightTransferEngine):  # type: ignore[misc]
         """Join the trainer's group."""
         store = join_store(init_info.host, init_info.port, init_info.timeout)
         parallel = self.parallel_config
-        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        own = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        rank = init_info.rank_offset + own
         store.set(f"{init_info.token}/{rank}", "here")
         self.model_update_group = GlooGroup(
             store,

@@ -1,7 +1,5 @@
 """What the trainer makes of a server's answers, the server being a function."""
 
-import asyncio
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -70,66 +68,3 @@ def test_trouble_on_the_way_is_a_failure(client_of, error: httpx.TransportError)
     with pytest.raises(EngineFailure, match=rf"did not answer /path \({type(error).__name__}: "):
         client.post("/path")
     assert not client.is_healthy()
-
-
-def completion(request: httpx.Request, **changes: Any) -> httpx.Response:
-    """Answers a prompt with its own tokens plus 100."""
-    prompt = json.loads(request.content)["prompt"]
-    tokens = [token + 100 for token in prompt]
-    choice = {
-        "prompt_token_ids": prompt,
-        "token_ids": tokens,
-        "logprobs": {"token_logprobs": [-0.5] * len(tokens)},
-        "finish_reason": "stop",
-    }
-    return httpx.Response(200, json={"choices": [choice | changes]})
-
-
-PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8], [9]]
-BODIES = [{"prompt": prompt} for prompt in PROMPTS]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prompt_token_ids": [1]}, "answered another prompt"),
-        ({"finish_reason": "abort"}, "broke a response off"),
-        ({"logprobs": {"token_logprobs": []}}, "broke a response off"),
-    ],
-)
-def test_an_answer_that_does_not_fit_is_a_failure(
-    client_of, changes: dict[str, Any], message: str
-) -> None:
-    client = client_of(lambda request: completion(request, **changes))
-    with pytest.raises(EngineFailure, match=message):
-        client.complete(BODIES, stall=10.0, concurrency=4)
-
-
-def test_a_server_that_finishes_nothing_is_a_failure(client_of) -> None:
-    async def answer(request: httpx.Request) -> httpx.Response:
-        if json.loads(request.content)["prompt"] == [9]:
-            await asyncio.sleep(60)
-        return completion(request)
-
-    with pytest.raises(
-        EngineFailure, match=r"finished no response in 0\.2 s \(engine\.stall_timeout\)"
-    ):
-        client_of(answer).complete(BODIES, stall=0.2, concurrency=4)
-
-
-def test_completions_come_in_order_and_no_more_are_open_than_allowed(client_of) -> None:
-    opened, most = 0, 0
-
-    async def answer(request: httpx.Request) -> httpx.Response:
-        nonlocal opened, most
-        opened += 1
-        most = max(most, opened)
-        # each 0.3 s: one after the other longer than the stall timeout, which starts anew
-        await asyncio.sleep(0.3)
-        opened -= 1
-        return completion(request)
-
-    responses = client_of(answer).complete(BODIES, stall=0.5, concurrency=4)
-    expected = [[token + 100 for token in prompt] for prompt in PROMPTS]
-    assert [response.token_ids.tolist() for response in responses] == expected
-    assert most == 4

@@ -78,13 +78,13 @@ def test_a_missing_package_says_what_to_install(monkeypatch) -> None:
 def test_versions_that_were_tried_are_imported(monkeypatch) -> None:
     # what the user has set stays
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    for version in ("0.29.1+cpu", "0.33.9"):
+    for version in ("0.32.1+cpu", "0.33.9"):
         module = installed(monkeypatch, version)
         assert support.import_vllm() is module
     assert support.os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
-    for version in ("0.28.9", "0.34.0"):
+    for version in ("0.31.9", "0.34.0"):
         installed(monkeypatch, version)
-        with pytest.raises(ImportError, match=r"is not supported: .* from 0\.29 to below 0\.34"):
+        with pytest.raises(ImportError, match=r"is not supported: .* from 0\.32 to below 0\.34"):
             support.import_vllm()
 
 
@@ -462,6 +462,9 @@ def test_gpus_that_a_transport_cannot_connect_are_named(
         check_gpus(transport, taken)
 
 
-def test_several_replicas_in_one_server_are_refused() -> None:
-    with pytest.raises(ValueError, match="weights reach one replica only"):
+def test_models_that_are_split_or_repeated_by_vllm_itself_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"set engine\.replicas instead"):
         VLLMServerEngine(options={"data_parallel_size": 2})
+    for option in ("tensor_parallel_size", "data_parallel_size"):
+        with pytest.raises(ValueError, match=rf"options\.{option} is above 1, and inside the trai"):
+            VLLMEngine(options={option: 2})

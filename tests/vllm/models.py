@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.rollout import Sampling, SyncedEngine, VLLMServerEngine
+from lrlhf.rollout.vllm.client import ServerClient
 from lrlhf.rollout.vllm.process_guard import descendants, send_signal
 from lrlhf.rollout.vllm.server import StartedServer
 from lrlhf.types import PromptBatch, Rollout
@@ -96,15 +97,22 @@ def new_server(folder: Path, **options: Any) -> VLLMServerEngine:
     )
 
 
-def guard_of(server: VLLMServerEngine) -> int:
-    """Return the number of the process that a server of an engine runs under."""
-    started = server._server
+def guard_of(server: VLLMServerEngine, number: int = 0) -> int:
+    """Return the number of the process that one of an engine's servers runs under."""
+    assert server._fleet is not None
+    started = server._fleet._servers[number]
     assert isinstance(started, StartedServer)
     assert started.process is not None
     assert started.process._guard is not None
     return started.process._guard.pid
 
 
-def signal_server(server: VLLMServerEngine, number: int) -> None:
+def client_of(server: VLLMServerEngine, number: int = 0) -> ServerClient:
+    """Return what talks to one of an engine's servers."""
+    (client,) = [one.client for one in server._replicas if one.number == number]
+    return client
+
+
+def signal_server(server: VLLMServerEngine, number: int, replica: int = 0) -> None:
     """Send a signal to the processes under the guard; SIGKILL is as a crash would be."""
-    send_signal(descendants(guard_of(server)), number)
+    send_signal(descendants(guard_of(server, replica)), number)

@@ -15,6 +15,7 @@ from lrlhf.vllm_worker.adapter import PREFIX
 from tests.vllm.models import (
     LONG,
     build_policy,
+    client_of,
     disturb,
     largest_gap,
     new_server,
@@ -187,7 +188,7 @@ def test_only_the_adapter_is_sent_again_to_a_server(
 ) -> None:
     assert_adapters_arrive(server, policy, tokenizer, monkeypatch)
     # the server knows no older one, and nothing of it lies about
-    models = server._connected.get("/v1/models")["data"]
+    models = client_of(server).get("/v1/models")["data"]
     assert [one["id"] for one in models if one["parent"]] == [server._last_push]
     assert not list(Path(tempfile.gettempdir()).glob("lrlhf-adapter-*"))
 

@@ -34,7 +34,14 @@ from lrlhf.rollout.engines.synced_engine import Request
 from lrlhf.types import PromptBatch, Rollout
 from tests.modules.policy_runs import Watcher, assert_same, fit, letters, sgd, weights
 from tests.rollout.test_episodes import play, prompt_batch
-from tests.vllm.models import LONG, build_policy, largest_gap, new_server, signal_server
+from tests.vllm.models import (
+    LONG,
+    build_policy,
+    client_of,
+    largest_gap,
+    new_server,
+    signal_server,
+)
 
 OPTIONS: dict[str, Any] = {"num_generations": 3, "max_turn_tokens": 9}
 SAMPLING = Sampling(max_new_tokens=60, temperature=0.8, stop=tuple(ascii_lowercase))
@@ -198,8 +205,7 @@ def test_turns_of_late_environments_are_the_servers(
 
 def test_a_turn_begins_with_what_the_servers_cache_has(pushed: VLLMServerEngine) -> None:
     def hits() -> float:
-        assert pushed._client is not None
-        lines = pushed._client._http.get("/metrics").text.splitlines()
+        lines = client_of(pushed)._http.get("/metrics").text.splitlines()
         found = [line for line in lines if line.startswith("vllm:prefix_cache_hits_total")]
         return sum(float(line.rpartition(" ")[2]) for line in found)
 

@@ -13,7 +13,15 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rollout import EngineFailure, Sampling, VLLMServerEngine
 from lrlhf.rollout.engines.synced_engine import without_recovery
-from tests.vllm.models import LONG, assert_pushes_arrive, build_policy, prompts_of, signal_server
+from lrlhf.rollout.vllm.client import GENERATE
+from tests.vllm.models import (
+    LONG,
+    assert_pushes_arrive,
+    build_policy,
+    client_of,
+    prompts_of,
+    signal_server,
+)
 
 STEPS = 5
 
@@ -28,10 +36,9 @@ def test_pushes_agree_with_the_policy_each_time(
 
 
 def test_every_route_that_changes_anything_asks_for_the_token(server: VLLMServerEngine) -> None:
-    assert server._client is not None
-    url = server._client.url
+    url = client_of(server).url
     assert httpx.get(f"{url}/health").status_code == 200
-    for path in ("/collective_rpc", "/reset_prefix_cache", "/v1/completions", "/pause"):
+    for path in ("/collective_rpc", "/reset_prefix_cache", GENERATE, "/pause"):
         assert httpx.post(f"{url}{path}", json={}).status_code == 401
         wrong = {"Authorization": "Bearer " + "0" * 64}
         assert httpx.post(f"{url}{path}", json={}, headers=wrong).status_code == 401
@@ -43,12 +50,11 @@ def test_a_server_that_someone_started_takes_weights_too(
     tokenizer: PreTrainedTokenizerBase,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert server._client is not None
-    token = server._client._http.headers["Authorization"].removeprefix("Bearer ")
-    monkeypatch.setenv("VLLM_API_KEY", token)
+    client = client_of(server)
+    monkeypatch.setenv("VLLM_API_KEY", client.token)
     adapters = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     policy = get_peft_model(build_policy(tokenizer, seed=7), adapters)
-    guest = VLLMServerEngine(url=server._client.url, start_timeout=10)
+    guest = VLLMServerEngine(url=client.url, start_timeout=10)
     guest.attach(policy, tokenizer)
     guest.push(3)
     assert guest.probe().mean < 1e-4
@@ -64,9 +70,9 @@ def test_a_server_that_someone_started_takes_weights_too(
             seeds=[0],
         )
     guest.close()
-    assert server._client.is_healthy()
+    assert client.is_healthy()
     monkeypatch.setenv("VLLM_API_KEY", "wrong")
-    stranger = VLLMServerEngine(url=server._client.url, start_timeout=10)
+    stranger = VLLMServerEngine(url=client.url, start_timeout=10)
     stranger.attach(policy, tokenizer)
     with pytest.raises(PermissionError, match="wants another token"):
         stranger.push(0)
@@ -102,21 +108,21 @@ def test_a_server_that_is_killed_is_started_again_and_gives_the_same_responses(
     source = type(server._transfer._source)
     expected, restarts, read = ask(), server.restarts, source.__iter__
     killed: list[bool] = []
-    client = server._client
-    assert client is not None
+    client = client_of(server)
     if during == "a push":
         monkeypatch.setattr(source, "__iter__", killing)
         server.push(9)
     elif during == "generation":
-        checked = client._checked
+        monkeypatch.setattr(server, "max_num_seqs", 1)  # the second prompt is asked for later
+        check = client._check
 
-        def kill_and_check(answer: httpx.Response) -> Any:
-            if answer.request.url.path == "/v1/completions" and not killed:
+        def kill_and_check(answer: httpx.Response) -> None:
+            if answer.request.url.path == GENERATE and not killed:
                 killed.append(True)
                 signal_server(server, signal.SIGKILL)
-            return checked(answer)
+            check(answer)
 
-        monkeypatch.setattr(client, "_checked", kill_and_check)
+        monkeypatch.setattr(client, "_check", kill_and_check)
     else:
         signal_server(server, signal.SIGKILL)
     assert torch.equal(ask(), expected)

@@ -120,11 +120,10 @@ def connected(
         workers = Workers(count)
         transfer = ends.WeightTransfer(
             "gloo",
-            workers,
+            [ends.Member(workers, count)],
             weights,
             torch.float32,
             host="127.0.0.1",
-            workers=count,
             timeout=SECONDS,
             adapter=AdapterWeights(weights) if lora else None,
         )
@@ -146,8 +145,8 @@ def test_every_worker_gets_every_weight_and_the_version_says_which(connected, co
     workers.steps.clear()
     for turn in (1, 2):
         tensors = passing(weights, turn)
-        version = transfer.push(tensors)
-        assert workers.version == version
+        transfer.push(tensors, f"turn{turn}")
+        assert workers.version == f"turn{turn}"
         for model, engine in zip(workers.models, workers.engines, strict=True):
             compare_fingerprints(as_text(tensors.seen), engine.arrived())
             expected = dict(weights.tensors(torch.float32))
@@ -163,6 +162,51 @@ def test_every_worker_gets_every_weight_and_the_version_says_which(connected, co
     ]
 
 
+def test_the_workers_of_all_servers_get_the_weights_in_one_pass(
+    ends: ModuleType, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    weights = PolicyWeights(build_policy(tokenizer))
+    servers = [Workers(1), Workers(2)]
+    members = [ends.Member(one, len(one.models)) for one in servers]
+    transfer = ends.WeightTransfer(
+        "gloo", members, weights, torch.float32, host="127.0.0.1", timeout=5.0
+    )
+    tensors = passing(weights)  # can be gone through once only
+    transfer.push(tensors, "new", in_flight=True)
+    for one in servers:
+        assert one.version == "new"
+        assert one.steps[1] == "/pause?mode=keep&clear_cache=true"
+        for engine in one.engines:
+            compare_fingerprints(as_text(tensors.seen), engine.arrived())
+    # with one of them gone nothing comes through, and the others do not wait for it
+    servers[0].fails["/update_weights"] = EngineFailure("gone")
+    with pytest.raises(EngineFailure, match="gone"):
+        transfer.push(passing(weights, 2), "newer")
+    transfer.close()
+    rest = ends.WeightTransfer(
+        "gloo", members[1:], weights, torch.float32, host="127.0.0.1", timeout=5.0
+    )
+    rest.push(tensors := passing(weights, 3), "newest")
+    assert [one.version for one in servers] == ["newer, incomplete", "newest"]
+    for engine in servers[1].engines:
+        compare_fingerprints(as_text(tensors.seen), engine.arrived())
+    rest.close()
+
+
+@pytest.mark.parametrize("offset", [1, 3])
+def test_what_nccl_is_told_to_begin_counting_at(ends: ModuleType, offset: int) -> None:
+    told: list[Any] = []
+    members = [
+        ends.Member(SimpleNamespace(url="", post=lambda *a, **_: told.append(a)), count)
+        for count in (2, 4)
+    ]
+    client = ends.SyncClient(members, 5.0)
+    client.init_weight_transfer_engine({"rank_offset": offset, "world_size": 7})
+    offsets = sorted(body["init_info"]["rank_offset"] for _, body in told)
+    assert offsets == [offset, offset + 2]
+    assert client.workers == 6
+
+
 def test_fingerprints_are_those_of_what_arrives_not_of_what_was_sent(
     connected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +220,7 @@ def test_fingerprints_are_those_of_what_arrives_not_of_what_was_sent(
 
     monkeypatch.setattr("lrlhf.rollout.vllm.transfer.pack", flipped)
     tensors = passing(weights)
-    transfer.push(tensors)
+    transfer.push(tensors, "new")
     with pytest.raises(RuntimeError, match=r"other values of the weight model\.embed_tokens"):
         compare_fingerprints(as_text(tensors.seen), workers.engines[0].arrived())
 
@@ -204,7 +248,7 @@ def test_a_push_that_fails_goes_through_all_tensors_and_ends_in_time(connected, 
     tensors = passing(weights)
     started = time.monotonic()
     with pytest.raises(EngineFailure, match=told):
-        transfer.push(tensors)
+        transfer.push(tensors, "new")
     # other ranks may need this one's parts of each
     assert len(tensors.seen) == len(list(weights.layout(torch.float32)))
     assert time.monotonic() - started < (1.0 if step not in ("hang",) else 2.5 * SECONDS)
@@ -221,7 +265,7 @@ def test_a_policy_that_cannot_be_read_is_told_as_it_is(connected) -> None:
             yield name, tensor
 
     with pytest.raises(IndexError, match="no shard"):
-        transfer.push(Fingerprinted(broken(), turn=1))
+        transfer.push(Fingerprinted(broken(), turn=1), "new")
     assert workers.version.endswith("incomplete")
 
 
@@ -229,31 +273,33 @@ def test_weights_that_are_not_as_announced_are_refused(connected) -> None:
     transfer, _, weights = connected()
     tensors = [(name, one) for name, one in weights.tensors(torch.float32) if name != NORM]
     with pytest.raises(ValueError, match="yielded"):
-        transfer.push(Fingerprinted(tensors, turn=1))
+        transfer.push(Fingerprinted(tensors, turn=1), "new")
 
 
 def test_workers_that_do_not_come_are_told_of(
     ends: ModuleType, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     workers, weights = Workers(1), PolicyWeights(build_policy(tokenizer))
+    members = [ends.Member(workers, 1)]
     for error in (EngineFailure("there is no engine"), ValueError("unknown field")):
         workers.fails["/init_weight_transfer_engine"] = error
         with pytest.raises(type(error), match=str(error)):
             ends.WeightTransfer(
-                "gloo", workers, weights, torch.float32, host="127.0.0.1", workers=1, timeout=5.0
+                "gloo", members, weights, torch.float32, host="127.0.0.1", timeout=5.0
             )
 
 
 def test_another_trainer_takes_the_workers_over(connected, ends: ModuleType) -> None:
     first, workers, weights = connected()
+    members = [ends.Member(workers, 1)]
     second = ends.WeightTransfer(
-        "gloo", workers, weights, torch.float32, host="127.0.0.1", workers=1, timeout=SECONDS
+        "gloo", members, weights, torch.float32, host="127.0.0.1", timeout=SECONDS
     )
-    version = second.push(passing(weights))
-    assert workers.version == version
+    second.push(passing(weights), "second")
+    assert workers.version == "second"
     started = time.monotonic()
     with pytest.raises(EngineFailure, match="another trainer has connected to this engine"):
-        first.push(passing(weights))
+        first.push(passing(weights), "new")
     assert time.monotonic() - started < 1.0  # nothing was waited for
     second.close()
 
@@ -273,7 +319,7 @@ def test_an_adapter_comes_before_the_weights_or_alone(
     for whole in (True, False):
         parts = {**dict(adapter.tensors(torch.float32)), **(base if whole else {})}
         tensors = Fingerprinted(parts.items(), turn=1)
-        transfer.push(tensors, whole=whole)
+        transfer.push(tensors, "new", whole=whole)
         compare_fingerprints(as_text(tensors.seen), engine.arrived())
         # the model is given none of it, and without weights is not even touched
         assert list(model.loaded) == (list(base) if whole else [])
@@ -344,8 +390,9 @@ def test_what_vllms_own_engines_are_told(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
     monkeypatch.setattr(torch.cuda, "synchronize", done.append)
     weights = PolicyWeights(build_policy(tokenizer))
+    members = [ends.Member(Workers(2), 2), ends.Member(Workers(1), 1)]
     transfer = ends.WeightTransfer(
-        transport, Workers(2), weights, torch.bfloat16, host="127.0.0.1", workers=2, timeout=5.0
+        transport, members, weights, torch.bfloat16, host="127.0.0.1", timeout=5.0
     )
     device, (info, metadata) = told
     assert device == torch.device("cuda:3")  # of a thread of its own
@@ -355,9 +402,9 @@ def test_what_vllms_own_engines_are_told(
     assert info.packed_buffer_size_bytes == 260 * 64 * 2  # the embedding, in bfloat16
     assert {one.dtype for one in metadata} == {torch.bfloat16}
     if transport == "nccl":
-        assert (info.master_address, info.world_size) == ("127.0.0.1", 3)
+        assert (info.master_address, info.world_size) == ("127.0.0.1", 4)
         assert isinstance(engine.model_update_group, ends.BreakableGroup)
-    transfer.push(passing(weights))
+    transfer.push(passing(weights), "new")
     # the optimizer's step is over before other streams read; and memory is there for the engine
     assert done == [device, *(["emptied"] if transport == "ipc" else [])]
 

@@ -155,6 +155,21 @@ class RolloutEngine(KeepsArguments, ABC):
     def policy_moved(self, version: int) -> None:
         """Hear how many iterations are behind the policy's weights, for a push after a restart."""
 
+    def allow_updates_in_flight(self, allowed: bool) -> None:
+        """Let responses that are generated during a push go on with the new weights.
+
+        Without it a push breaks them off.
+
+        Raises:
+            ValueError: The engine cannot, see `Capabilities`.
+        """
+        if allowed and not self.capabilities.updates_in_flight:
+            raise ValueError(
+                f"{type(self).__name__} does not take new weights while it generates: take "
+                "lrlhf.rollout.VLLMServerEngine, whose adapters, if any, are merged "
+                "(engine.lora: merged)"
+            )
+
     def forget(self) -> None:
         """Drop what is kept of earlier prompts; a push does so too.
 
@@ -234,6 +249,9 @@ class EngineWrapper(RolloutEngine):
 
     def policy_moved(self, version: int) -> None:
         self.engine.policy_moved(version)
+
+    def allow_updates_in_flight(self, allowed: bool) -> None:
+        self.engine.allow_updates_in_flight(allowed)
 
     def forget(self) -> None:
         self.engine.forget()

@@ -108,6 +108,8 @@ class SyncedEngine(RolloutEngine):
         self._turn = 0
         self.restarts = 0
         self._running = False
+        self._in_flight = False
+        """Whether a push leaves running what is being generated."""
 
     # ------------------------------------------------------------------ what an engine brings
 
@@ -133,7 +135,10 @@ class SyncedEngine(RolloutEngine):
 
     @abstractmethod
     def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
-        """Generate one response per request."""
+        """Generate one response per request.
+
+        A response may say which weights sampled it; else all of them are those of the last push.
+        """
 
     @property
     @abstractmethod
@@ -181,6 +186,10 @@ class SyncedEngine(RolloutEngine):
     def policy_moved(self, version: int) -> None:
         self._policy_version = version
 
+    def allow_updates_in_flight(self, allowed: bool) -> None:
+        super().allow_updates_in_flight(allowed)
+        self._in_flight = allowed
+
     def forget(self) -> None:
         self._with_restarts(self._reset_caches)
 
@@ -188,7 +197,11 @@ class SyncedEngine(RolloutEngine):
         if not hasattr(self, "_weights"):
             raise RuntimeError(f"{type(self).__name__}.attach has not been called")
         self._policy_version = version
-        self._with_restarts(lambda: self._push_once(version), repush=False)
+        try:
+            self._with_restarts(lambda: self._push_once(version), repush=False)
+        except Exception:
+            self._version = None
+            raise
 
     def generate(
         self,
@@ -241,8 +254,13 @@ class SyncedEngine(RolloutEngine):
         responses = self._with_restarts(respond) if _recovers.get() else respond()
         return assemble_rollout(
             prompts,
-            # a restart may have brought newer weights
-            [replace(response, weight_version=self._version) for response in responses],
+            [
+                # a restart may have brought newer weights
+                replace(response, weight_version=self._version)
+                if response.weight_version is None
+                else response
+                for response in responses
+            ],
             num_generations=num_generations,
             pad_id=pad_token_id(self._tokenizer),
         )
@@ -270,7 +288,8 @@ class SyncedEngine(RolloutEngine):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _push_once(self, version: int) -> None:
-        self._version = None
+        if not self._in_flight:
+            self._version = None
         # adapters are merged in the precision of the weights, whatever the training step casts to
         with torch.autocast(self._device.type, enabled=False):
             self._start_together()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
-from lrlhf.background import in_background
 from lrlhf.rollout.engines.synced_engine import EngineFailure
-from lrlhf.rollout.responses import Response
-from lrlhf.rollout.vllm.vllm_base import read_response
+
+GENERATE = "/inference/v1/generate"
+"""Where token ids go in and come out."""
 
 
 class ServerClient:
@@ -34,6 +32,11 @@ class ServerClient:
             "trust_env": False,
         }
         self._http = httpx.Client(**self._settings)
+
+    @property
+    def address(self) -> tuple[str, str]:
+        """URL and token."""
+        return self.url, self.token
 
     def close(self) -> None:
         """Break off what is still open."""
@@ -78,9 +81,12 @@ class ServerClient:
             answer = self._http.request(method, path, json=body, timeout=limits)
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: closed meanwhile
             raise _unanswered(path, error) from error
-        return self._checked(answer)
+        self._check(answer)
+        # some routes answer with words
+        told = answer.headers.get("content-type", "").startswith("application/json")
+        return answer.json() if told else None
 
-    def _checked(self, answer: httpx.Response) -> Any:
+    def _check(self, answer: httpx.Response) -> None:
         path = answer.request.url.path
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise PermissionError(
@@ -93,9 +99,6 @@ class ServerClient:
             )
         if answer.is_error:
             raise ValueError(f"the vLLM server refused {path}: {answer.text[:500]}")
-        # some routes answer with words
-        told = answer.headers.get("content-type", "").startswith("application/json")
-        return answer.json() if told else None
 
     def call_workers(self, method: str, *args: str, timeout: float | None = None) -> list[Any]:
         """Call a method of every worker and return their results."""
@@ -103,65 +106,23 @@ class ServerClient:
         results: list[Any] = self.post("/collective_rpc", body, timeout=timeout)["results"]
         return results
 
-    def complete(
-        self, bodies: Sequence[dict[str, Any]], *, stall: float, concurrency: int
-    ) -> list[Response]:
-        """Ask for one completion per body, all at once, and return them in that order.
+    def session(self) -> httpx.AsyncClient:
+        """Return what many requests can be open in at once."""
+        return httpx.AsyncClient(**self._settings)
+
+    async def generate(self, session: httpx.AsyncClient, body: dict[str, Any]) -> bytes:
+        """Ask for one response and return the JSON of the answer; see `post`.
 
         Args:
-            bodies: Of ``/v1/completions``; ``prompt`` is token ids, and what the server says it
-                read has to be the same.
-            stall: Seconds without any completion after which the server counts as hung.
-            concurrency: Requests that are open at the same time.
-
-        Raises:
-            EngineFailure: The server failed, hung, or broke a response off.
-            ValueError: It refuses a request.
+            session: An open `session` of this client.
+            body: Of `GENERATE`.
         """
-        answers = in_background(
-            lambda: asyncio.run(self._complete(bodies, stall, concurrency)), name="vllm-requests"
-        ).result()
-        responses = []
-        for answer, body in zip(answers, bodies, strict=True):
-            choice = answer["choices"][0]
-            if choice["prompt_token_ids"] != body["prompt"]:
-                raise EngineFailure("vLLM answered another prompt than the one it was given")
-            logprobs = choice["logprobs"]["token_logprobs"]
-            responses.append(read_response(choice["token_ids"], logprobs, choice["finish_reason"]))
-        return responses
-
-    async def _complete(
-        self, bodies: Sequence[dict[str, Any]], stall: float, concurrency: int
-    ) -> list[Any]:
-        gate = asyncio.Semaphore(concurrency)
-        async with httpx.AsyncClient(**self._settings) as http:
-
-            async def ask(body: dict[str, Any]) -> Any:
-                async with gate:
-                    try:
-                        return self._checked(await http.post("/v1/completions", json=body))
-                    except httpx.TransportError as error:
-                        raise _unanswered("/v1/completions", error) from error
-
-            tasks = [asyncio.create_task(ask(body)) for body in bodies]
-            left = set(tasks)
-            try:
-                while left:
-                    done, left = await asyncio.wait(
-                        left, timeout=stall, return_when=asyncio.FIRST_COMPLETED
-                    )
-                    if not done:
-                        raise EngineFailure(
-                            f"the vLLM server finished no response in {stall:g} s "
-                            "(engine.stall_timeout)"
-                        )
-                    for task in done:
-                        task.result()  # the first trouble ends the wait
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-            return [task.result() for task in tasks]
+        try:
+            answer = await session.post(GENERATE, json=body)
+        except httpx.TransportError as error:
+            raise _unanswered(GENERATE, error) from error
+        self._check(answer)
+        return answer.content
 
 
 def _unanswered(path: str, error: Exception) -> EngineFailure:

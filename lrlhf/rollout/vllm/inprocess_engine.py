@@ -47,6 +47,13 @@ class VLLMEngine(VLLMBase):
     ) -> None:
         super().__init__(**engine)
         check_transport(type(self).__name__, transport, ("auto", "inproc"))
+        for option in ("tensor_parallel_size", "data_parallel_size"):
+            if int(self.options.get(option) or 1) > 1:
+                raise ValueError(
+                    f"engine.options.{option} is above 1, and inside the training process every "
+                    "rank has an engine on its own device: take lrlhf.rollout.VLLMServerEngine, "
+                    "with tensor_parallel_size or replicas"
+                )
         self.inexact_video = inexact_video
         if sleep and is_cpu():
             raise ValueError("engine.sleep gives GPU memory back, and there is no GPU: drop it")

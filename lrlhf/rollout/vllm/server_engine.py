@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import sys
-import time
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 from torch import distributed
@@ -18,59 +16,46 @@ from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.vllm.client import ServerClient
+from lrlhf.rollout.vllm.dispatch import Targets, respond
+from lrlhf.rollout.vllm.fleet import Fleet
+from lrlhf.rollout.vllm.launching import StartsServers
 from lrlhf.rollout.vllm.leading import check_gpus, leads, led
-from lrlhf.rollout.vllm.server import FoundServer, Server, StartedServer
-from lrlhf.rollout.vllm.support import (
-    QUIET_ENVIRONMENT,
-    command_line,
-    import_transfer,
-    is_cpu,
-    sampling_arguments,
-)
-from lrlhf.rollout.vllm.vllm_base import EngineStartError, VLLMBase, check_transport
-from lrlhf.threads import spin_not_at_all
-from lrlhf.vllm_worker.access import TOKEN_VARIABLE
-from lrlhf.vllm_worker.extension import LORA_UPDATES
+from lrlhf.rollout.vllm.replica import Replica, on_all
+from lrlhf.rollout.vllm.routing import Router
+from lrlhf.rollout.vllm.support import import_transfer, sampling_arguments
+from lrlhf.rollout.vllm.vllm_base import EngineStartError, check_transport
 from lrlhf.vllm_worker.fingerprint import Fingerprinted
 
-_RESET_SECONDS = 10.0
 _SENDS = ("nccl", "ipc", "gloo")
-_SERVER = "vllm.entrypoints.openai.api_server"
-_GUARD = "lrlhf.vllm_worker.access.TokenGuard"
-_PICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 _SHARE_BESIDE_TRAINER = 0.3
-_TRAINERS_OWN = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "NODE_RANK",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+_VERSIONS = 1000
+"""Pushes whose names are remembered; no response is behind so many."""
 
 
-class VLLMServerEngine(VLLMBase):
-    """A vLLM server, shared by all ranks: on GPUs of its own, on the trainer's, or on a CPU.
+class VLLMServerEngine(StartsServers):
+    """vLLM servers, shared by all ranks: on GPUs of their own, on the trainer's, or on a CPU.
 
-    Without ``url`` the server is started on the first push and ends with the run, however that
-    ends. It listens on this machine only and asks for a token that no one else knows. Weights go
-    to it through vLLM's own weight transfer, see ``transport``.
+    Without ``url`` they are started on the first push and end with the run, however that ends. They
+    listen on this machine only and ask for a token that no one else knows. Weights go to all of
+    them at once through vLLM's own weight transfer, see ``transport``; requests go where their
+    prompt is known and the least is to be done. A server that fails is started again while the
+    others go on.
 
     Args:
-        url: A server that runs already; its token is the environment's ``VLLM_API_KEY``. None:
-            start one. ``docs/rollouts.md`` has the command.
+        url: A server that runs already, or several; their token is the environment's
+            ``VLLM_API_KEY``. None: start them. ``docs/rollouts.md`` has the command.
+        replicas: Servers that are started, each with all of the model.
         sync_host: Address of this machine that the server's workers can reach.
-        tensor_parallel_size: GPUs that the model is split over.
+        tensor_parallel_size: GPUs of each server, which the model is split over.
         transport: How weights get there: ``nccl`` from GPU to GPU, ``ipc`` where both are on the
             same GPUs, ``gloo`` through main memory. "auto": what a server that runs already was
             started for; else gloo on a CPU, ipc without ``visible_devices``, and nccl with them.
-        visible_devices: GPUs of the server, as in CUDA_VISIBLE_DEVICES; None: the trainer's.
+        visible_devices: GPUs of all servers, as in CUDA_VISIBLE_DEVICES; None: the trainer's.
         start_timeout: Seconds until a started server, or one that went away, answers.
         stall_timeout: Seconds without a finished response after which the server counts as hung.
         sync_timeout: Seconds that each step of a push may take.
-        log_file: Where a started server writes; None: into a temporary folder.
+        log_file: Where a started server writes, several into ``name.0.log`` and so on; None: into a
+            temporary folder.
         engine: The other arguments of `VLLMBase`.
     """
 
@@ -79,7 +64,8 @@ class VLLMServerEngine(VLLMBase):
     def __init__(  # noqa: PLR0913  each is an option of the config
         self,
         *,
-        url: str | None = None,
+        url: str | list[str] | None = None,
+        replicas: int = 1,
         sync_host: str = "127.0.0.1",
         tensor_parallel_size: int = 1,
         transport: Literal["auto", "nccl", "ipc", "gloo"] = "auto",
@@ -92,7 +78,14 @@ class VLLMServerEngine(VLLMBase):
     ) -> None:
         super().__init__(**engine)
         check_transport(type(self).__name__, transport, ("auto", *_SENDS))
+        self.urls = [url] if isinstance(url, str) else list(url or ())
+        if self.urls and replicas not in (1, len(self.urls)):
+            raise ValueError(
+                f"engine.replicas is {replicas}, and engine.url names {len(self.urls)} servers: "
+                "drop engine.replicas, or name as many"
+            )
         for name, value in (
+            ("replicas", replicas),
             ("tensor_parallel_size", tensor_parallel_size),
             ("start_timeout", start_timeout),
             ("stall_timeout", stall_timeout),
@@ -102,10 +95,10 @@ class VLLMServerEngine(VLLMBase):
                 raise ValueError(f"engine.{name} is {value}; it must be above 0")
         if int(self.options.get("data_parallel_size") or 1) > 1:
             raise ValueError(
-                "engine.options.data_parallel_size is above 1, and weights reach one replica only: "
-                "drop it, or split the model with engine.tensor_parallel_size"
+                "engine.options.data_parallel_size is above 1, and one server's own replicas are "
+                "not fed here: drop it, and set engine.replicas instead"
             )
-        self.url = url
+        self.replicas = len(self.urls) or replicas
         self.sync_host = sync_host
         self.tensor_parallel_size = tensor_parallel_size
         self.transport = transport
@@ -116,80 +109,132 @@ class VLLMServerEngine(VLLMBase):
         self.log_file = log_file
         if engine.get("gpu_memory_utilization") is None and self._server_transport() == "ipc":
             self.gpu_memory_utilization = _SHARE_BESIDE_TRAINER
-        self._server: Server | None = None
-        self._client: ServerClient | None = None
-        self._last_push = ""
+        self._fleet: Fleet | None = None
+        """On the rank that leads."""
+        self._replicas: list[Replica] = []
+        """Those that have the weights of the last push."""
+        self._failed: dict[int, str] = {}
+        """Those of them that failed here since then, and why."""
+        self._counted = 0
+        self._pushing = 0
+        self._name = self._last_push = ""
+        self._names: dict[str, int] = {}
+        """Training iterations behind the weights of each push, by what the servers call them."""
         self._transfer: Any = None
 
     @property
     def capabilities(self) -> Capabilities:
         """A process of its own; with images or videos its server would tokenise the text again."""
-        return Capabilities(holds_copy=True, concurrent=True, tells_kept_mass=False, media=False)
+        return Capabilities(
+            holds_copy=True,
+            concurrent=True,
+            tells_kept_mass=False,
+            media=False,
+            # an adapter is loaded under a new name, which requests that run do not hear of
+            updates_in_flight=self._adapter is None,
+        )
 
-    # ------------------------------------------------------------------ life of the server
+    # ------------------------------------------------------------------ life of the servers
 
     def _start(self) -> None:
-        self._last_push = ""
         # which takes seconds, as long as a server starts anyway
-        loading = None if self.url else in_background(import_transfer, name="vllm-import")
-        url, token = led(self._start_server)
-        if not leads():
-            self._client = ServerClient(url, token)
-        self._check_description(led(self._describe))
+        loading = None if self.urls else in_background(import_transfer, name="vllm-import")
+        self._model_folder()  # here, as several threads will ask for it
+        self._name = led(lambda: secrets.token_hex(12))
+        if leads():
+            servers = [self._new_server(number) for number in range(self.replicas)]
+            self._fleet, self._counted = Fleet(servers, max_restarts=self.max_restarts), 0
+        led(lambda: self._led.start())
+        self._transfer_module = loading.result() if loading else import_transfer()
+        self._muster()
+
+    def _start_together(self) -> None:
+        ran = self._running
+        super()._start_together()
+        if ran:
+            self._muster()
+
+    def _muster(self) -> None:
+        """Agree on the servers that take the next push, and connect to them if they are others."""
+        failed = [self._failed]
+        if distributed.is_initialized():
+            failed = [{} for _ in range(distributed.get_world_size())]
+            distributed.all_gather_object(failed, self._failed)
+
+        def find() -> tuple[dict[int, tuple[str, str]], int]:
+            for each in failed:
+                for number, reason in each.items():
+                    self._led.fail(number, reason)
+            running = self._led.running()
+            found = {number: (one.url, one.token) for number, one in sorted(running.items())}
+            return found, self._led.restarts
+
+        addresses, restarts = led(find)
+        self._failed = {}
+        self.restarts += restarts - self._counted
+        self._counted = restarts
+        known = {one.number: one.client.address for one in self._replicas}
+        if self._transfer is None or addresses != known:
+            self._leave()
+            self._join(addresses)
+
+    def _join(self, addresses: Mapping[int, tuple[str, str]]) -> None:
+        self._replicas = [
+            Replica(number, ServerClient(*address)) for number, address in addresses.items()
+        ]
+        for replica, described in zip(self._replicas, led(self._describe), strict=True):
+            replica.described = described
+        self._check_descriptions([replica.described for replica in self._replicas])
+        self._router = Router(
+            addresses, first=distributed.get_rank() if self._acts_with_ranks else 0
+        )
         transport = str(self._described["transfer"]).removeprefix("lrlhf_")
-        await_trainer = partial(self._connected.call_workers, "lrlhf_await_trainer", timeout=60.0)
-        check_gpus(transport, led(await_trainer))
-
-        def connect() -> None:
-            transfer = loading.result() if loading else import_transfer()
-            self._transfer = transfer.WeightTransfer(
-                transport,
-                self._connected,
-                self._weights,
-                self.dtype,
-                host=self.sync_host,
-                workers=int(self._described["workers"]),
-                timeout=self.sync_timeout,
-                adapter=self._adapter_apart,
-            )
-
-        led(connect)
+        check_gpus(transport, led(self._await_trainer))
+        led(partial(self._connect, transport))
         if not leads():
-            connect()
+            self._connect(transport)
 
-    def _stop(self) -> None:
+    def _connect(self, transport: str) -> None:
+        members = [
+            self._transfer_module.Member(replica.client, int(replica.described["workers"]))
+            for replica in self._replicas
+        ]
+        self._transfer = self._transfer_module.WeightTransfer(
+            transport,
+            members,
+            self._weights,
+            self.dtype,
+            host=self.sync_host,
+            timeout=self.sync_timeout,
+            adapter=self._adapter_apart,
+        )
+
+    def _leave(self) -> None:
         if self._transfer is not None:
             self._transfer.close()
             self._transfer = None
-        if self._client is not None:
-            self._client.close()
-            self._client = None
-        if self._server is not None:
-            self._server.stop()
+        for replica in self._replicas:
+            replica.client.close()
+        self._replicas = []
+
+    def _stop(self) -> None:
+        self._leave()
+        self._failed = {}
+        if self._fleet is not None:
+            self._fleet.stop()
+            self._fleet = None
         self._remove_folder()
 
-    def _new_server(self, number: int) -> Server:
-        """Return a server that is not started yet; where servers come from elsewhere, override it.
-
-        Args:
-            number: Of the server, counted from 0.
-        """
-        if self.url is not None:
-            return FoundServer(
-                self.url, timeout=self.start_timeout, command=self._command_for_users
-            )
-        return StartedServer(
-            command=self.command,
-            environment=self._environment,
-            log_file=self.log_file,
-            timeout=self.start_timeout,
-            explain=self._start_error,
-        )
-
-    def _start_server(self) -> tuple[str, str]:
-        self._server = self._server or self._new_server(0)
-        self._client = self._server.start()
-        return self._client.url, self._client.token
+    def _check_descriptions(self, described: Sequence[dict[str, Any]]) -> None:
+        first, *others = described
+        for other in others:
+            unlike = [name for name in first if name != "model" and first[name] != other[name]]
+            if unlike:
+                raise EngineStartError(
+                    f"the vLLM servers differ in their {unlike[0]}: {first[unlike[0]]} and "
+                    f"{other[unlike[0]]}; start all of them with the same options"
+                )
+        self._check_description(first)
 
     def _check_description(self, described: dict[str, Any]) -> None:
         super()._check_description(described)
@@ -201,156 +246,143 @@ class VLLMServerEngine(VLLMBase):
                 f"is {self.transport}; start it with\n{self._command_for_users()}"
             )
 
-    def _describe(self) -> dict[str, Any]:
-        try:
-            described = self._connected.call_workers("lrlhf_describe", timeout=60.0)
-        except EngineFailure as error:
-            raise EngineStartError(
-                f"the vLLM server cannot take weights ({error}); start it with\n"
-                f"{self._command_for_users()}"
-            ) from error
-        return dict(described[0])
+    def _describe(self) -> list[dict[str, Any]]:
+        def ask(replica: Replica) -> dict[str, Any]:
+            try:
+                return dict(replica.client.call_workers("lrlhf_describe", timeout=60.0)[0])
+            except EngineFailure as error:
+                if not replica.client.is_healthy():
+                    raise
+                raise EngineStartError(
+                    f"the vLLM server cannot take weights ({error}); start it with\n"
+                    f"{self._command_for_users()}"
+                ) from error
 
-    def command(self, port: int, python: str = sys.executable) -> list[str]:
-        """Return the command that starts a server for this policy."""
-        arguments = self._launch_arguments() | {
-            "host": "127.0.0.1",
-            "port": port,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "middleware": _GUARD,
-            "weight_transfer_config": {"backend": f"lrlhf_{self._server_transport()}"},
-        }
-        # not the console script: the CPU build has none that works
-        return [python, "-m", _SERVER, *command_line(arguments)]
+        return on_all(self._replicas, ask)
 
-    def _server_transport(self) -> str:
-        """What a server is started for."""
-        if self.transport != "auto":
-            return self.transport
-        if is_cpu():
-            return "gloo"
-        return "ipc" if self.url is None and self.visible_devices is None else "nccl"
+    def _await_trainer(self) -> list[str | None]:
+        """Have all workers get ready; returns their GPUs."""
 
-    def _command_for_users(self) -> str:
-        command = self.command(8000, "python")
-        # the folder that is written for a server of one's own is gone by then
-        command[command.index("--model") + 1] = "MODEL"
-        variables = f"VLLM_SERVER_DEV_MODE=1 {LORA_UPDATES}=1 {TOKEN_VARIABLE}=TOKEN"
-        if self._server_transport() == "ipc":
-            variables += f" {_PICKLES}=1"
-        return f"{variables} {shlex.join(command)}"
+        def ask(replica: Replica) -> list[str | None]:
+            return replica.client.call_workers("lrlhf_await_trainer", timeout=60.0)
 
-    def _environment(self, token: str) -> dict[str, str]:
-        # its own limit of 4 is meant for strangers; inside the process there is none
-        environment = QUIET_ENVIRONMENT | {"VLLM_MAX_STOP_STRINGS": "1000"}
-        environment |= {
-            name: value for name, value in os.environ.items() if name not in _TRAINERS_OWN
-        }
-        if is_cpu():
-            # threads that spin while they wait would take the trainer's cores
-            spin_not_at_all(environment)
-        if self.visible_devices is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = self.visible_devices
-        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-        if self._server_transport() == "ipc":
-            # vLLM pickles the handles of shared memory; only the holder of the token is heard
-            environment[_PICKLES] = "1"
-        return environment | {"VLLM_SERVER_DEV_MODE": "1", LORA_UPDATES: "1", TOKEN_VARIABLE: token}
+        return list(chain(*on_all(self._replicas, ask)))
 
     # ------------------------------------------------------------------ weights and responses
 
+    def _push_once(self, version: int) -> None:
+        """Push; if servers fail meanwhile, the others are given the weights once more."""
+        self._pushing = version
+        while True:
+            error: Exception | None = None
+            try:
+                super()._push_once(version)
+            except Exception as raised:  # noqa: BLE001  raised again unless others can go on
+                error = raised
+            fails = isinstance(error, EngineFailure) and self._running
+            worst = self._worst_of_ranks(0 if error is None else 1 if fails else 2)
+            if worst == 0:
+                break
+            if worst == 2 or not led(lambda: self._led.drop_broken()):
+                raise error or EngineFailure("the push failed on another rank")
+        self._names = dict(list(self._names.items())[-_VERSIONS:])
+        if leads():
+            self._led.succeeded()
+
     def _send(self, tensors: Fingerprinted) -> list[dict[str, str]]:
+        version, options = f"{self._name}{tensors.turn:08x}", {"in_flight": self._in_flight}
+        # already now: responses may come from these weights before this rank hears of it
+        self._names[version] = self._pushing
         error: Exception | None = None
         if not leads():
             try:
-                self._transfer.push(tensors, whole=not self._has_base)
+                self._transfer.push(tensors, version, whole=not self._has_base, **options)
             except Exception as raised:  # noqa: BLE001  raised again once rank 0 is through
                 error = raised
                 # which rank 0 puts together meanwhile, whatever became of this rank
                 self._bring_parts(tensors)
 
-        def push() -> tuple[str, list[dict[str, str]]]:
+        def push() -> list[dict[str, str]]:
             try:
-                version: str = self._transfer.push(tensors, whole=not self._has_base)
+                self._transfer.push(tensors, version, whole=not self._has_base, **options)
             finally:
                 # before the other ranks hear how it went: until then they bring their parts
                 self._bring_parts(tensors)
-            client = self._connected
-            arrived = client.call_workers("lrlhf_arrived", timeout=self.sync_timeout)
-            if self._adapter_apart is not None:
-                self._load_adapter(version, self._adapter_apart.settings)
-            self._reset_server_caches()
-            client.post("/resume", timeout=self.sync_timeout)
-            return version, arrived
+            return list(chain(*on_all(self._replicas, partial(self._finish, version=version))))
 
-        self._last_push, arrived = led(push)
+        arrived = led(push)
         if error is not None:
             raise error
+        self._last_push = version
+        self._router.forget()
         return arrived
 
-    def _load_adapter(self, version: str, settings: str) -> None:
-        """Have the server compute with what was sent, for requests that name this version."""
-        client, seconds = self._connected, self.sync_timeout
-        folder, *_ = client.call_workers("lrlhf_write_adapter", version, settings, timeout=seconds)
-        # under a new name, as one that is replaced under its old would be read at every step
-        body = {"lora_name": version, "lora_path": folder}
-        client.post("/v1/load_lora_adapter", body, timeout=seconds)
-        client.call_workers("lrlhf_remove_adapter", version, timeout=seconds)
-        if self._last_push:
-            body = {"lora_name": self._last_push}
-            client.post("/v1/unload_lora_adapter", body, timeout=seconds)
+    def _finish(self, replica: Replica, version: str) -> list[dict[str, str]]:
+        """Have a server go on with what was sent, and return what arrived there."""
+        client, seconds = replica.client, self.sync_timeout
+        arrived = client.call_workers("lrlhf_arrived", timeout=seconds)
+        if self._adapter_apart is not None:
+            replica.load_adapter(version, self._adapter_apart.settings, seconds)
+        replica.reset_caches(seconds)
+        client.post("/resume", timeout=seconds)
+        return arrived
 
     def _reset_caches(self) -> None:
-        led(self._reset_server_caches)
+        def reset() -> None:
+            try:
+                on_all(self._replicas, lambda one: one.reset_caches(self.sync_timeout))
+            except EngineFailure as failure:
+                broken = self._led.drop_broken()
+                if not broken:
+                    raise
+                self._failed |= dict.fromkeys(broken, str(failure))
 
-    def _reset_server_caches(self) -> None:
-        deadline = time.monotonic() + _RESET_SECONDS
-        while not self._connected.post("/reset_prefix_cache", timeout=self.sync_timeout)["success"]:
-            # the blocks of a response that was just answered are given back a moment later
-            if time.monotonic() > deadline:
-                raise EngineFailure("vLLM did not reset its prefix cache: requests still run")
-            time.sleep(0.1)
-        for path in ("/reset_mm_cache", "/reset_encoder_cache"):
-            self._connected.post(path, timeout=self.sync_timeout)
+        led(reset)
+        self._router.forget()
 
     def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
         shared = sampling_arguments(sampling, self._weights.model, self._tokenizer)
-        shared |= {"return_token_ids": True, "model": self._described["model"]}
-        if self._adapter_apart is not None:
-            shared["model"] = self._last_push
+        # text is only looked at for stop strings
+        shared["detokenize"] = bool(sampling.stop)
         bodies = [
             {
-                **shared,
-                "prompt": request.prompt_ids,
-                "seed": request.seed,
-                "max_tokens": request.max_tokens,
-                "min_tokens": min(sampling.min_new_tokens, request.max_tokens),
+                "token_ids": request.prompt_ids,
+                "return_token_ids": True,
+                "sampling_params": {
+                    **shared,
+                    "seed": request.seed,
+                    "max_tokens": request.max_tokens,
+                    "min_tokens": min(sampling.min_new_tokens, request.max_tokens),
+                },
             }
             for request in requests
         ]
-        self._check_last_push()
-        responses = self._connected.complete(
-            bodies, stall=self.stall_timeout, concurrency=self.max_num_seqs
+        there = [one for one in self._replicas if one.number not in self._failed]
+        apart, last = self._adapter_apart is not None, self._last_push
+        known = self._names if self._in_flight else {last: self._names[last]}
+        targets = Targets(
+            {one.number: one.client for one in there},
+            {one.number: last if apart else one.described["model"] for one in there},
+            self._router,
+            self._note_failure,
+            known,
         )
-        self._check_last_push()
-        return responses
+        return respond(bodies, targets, concurrency=self.max_num_seqs, stall=self.stall_timeout)
 
-    def _check_last_push(self) -> None:
-        """Make sure that the server was not started anew, or given weights by someone else."""
-        if not leads():
-            return
-        found = self._connected.get("/weight_info", timeout=self.sync_timeout)["weight_version"]
-        if found != self._last_push:
-            raise EngineFailure("the vLLM server has other weights than it was given here")
+    def _note_failure(self, number: int, failure: EngineFailure) -> None:
+        """Send nothing more to a server; on the rank that leads it is started again at once."""
+        self._failed[number] = str(failure)
+        if leads():
+            self._led.fail(number, str(failure))
 
     @property
-    def _connected(self) -> ServerClient:
-        assert self._client is not None
-        return self._client
+    def _led(self) -> Fleet:
+        assert self._fleet is not None
+        return self._fleet
 
     # ------------------------------------------------------------------ ranks
 
     @property
     def _acts_with_ranks(self) -> bool:
-        """All of them share the server."""
+        """All of them share the servers."""
         return distributed.is_initialized()

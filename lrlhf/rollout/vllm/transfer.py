@@ -6,9 +6,10 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -121,47 +122,82 @@ class BreakableGroup:
         self.break_off(EngineFailure("the connection for weights was closed"))
 
 
+@dataclass(frozen=True)
+class Member:
+    """A server that takes part in an update."""
+
+    client: ServerClient
+    workers: int
+
+
 class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
-    """Asks the server for the steps of an update, until one of them fails.
+    """Asks all servers at once for the steps of an update, until one of these fails anywhere.
 
     The error is kept instead of raised: ranks that put weights together go through all of them,
     whatever becomes of the engine.
 
     Args:
-        client: Of the server.
+        members: Of the update.
         timeout: Seconds that each step may take.
     """
 
-    def __init__(self, client: ServerClient, timeout: float) -> None:
-        super().__init__(client.url, timeout)
-        self._client = client
+    def __init__(self, members: Sequence[Member], timeout: float) -> None:
+        super().__init__(members[0].client.url, timeout)
+        self._members = members
         self.group: BreakableGroup | None = None
         self.failure: Exception | None = None
         self.version = ""
         self.turn = 0
+        self.in_flight = False
         self._trainer = secrets.token_hex(16)
 
+    @property
+    def workers(self) -> int:
+        """How many there are, of all servers."""
+        return sum(member.workers for member in self._members)
+
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+        self._post_each(path, [json] * len(self._members))
+
+    def _post_each(self, path: str, bodies: Sequence[dict[str, Any] | None]) -> None:
         if self.failure is not None:
             return
-        try:
-            self._client.post(f"/{path}", json, timeout=self.timeout)
-        except Exception as error:  # noqa: BLE001  raised again once the ranks are through
-            self.failure = error
-            if self.group is not None:
-                # workers that never come to a broadcast would be waited for
-                self.group.break_off(error)
+
+        def post(member: Member, body: dict[str, Any] | None) -> None:
+            try:
+                member.client.post(f"/{path}", body, timeout=self.timeout)
+            except Exception as error:  # noqa: BLE001  raised again once the ranks are through
+                self.failure = self.failure or error
+                if self.group is not None:
+                    # workers that never come to a broadcast would be waited for
+                    self.group.break_off(error)
+
+        wait(
+            [
+                in_background(partial(post, member, body), name="vllm-step")
+                for member, body in zip(self._members, bodies, strict=True)
+            ]
+        )
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have the workers connect to this trainer, and to no other any more."""
-        super().init_weight_transfer_engine({**init_info, "trainer": self._trainer})
+        told, bodies = {**init_info, "trainer": self._trainer}, []
+        for member in self._members:
+            bodies.append({"init_info": dict(told)})
+            if "rank_offset" in told:  # those of each server come behind those of the one before
+                told["rank_offset"] += member.workers
+        self._post_each("init_weight_transfer_engine", bodies)
 
     def start_weight_update(self) -> None:
-        """Stop what runs, whose answers would come from two policies, and begin.
+        """Stop what runs, and begin.
 
-        From here on the weights are of no version: an update that breaks off leaves them mixed.
+        Responses that are not finished are broken off, as they would come from two policies, or
+        wait, and are computed anew up to where they are when they go on, where updates in flight
+        are allowed. From here on the weights are of no version: an update that breaks off leaves
+        them mixed.
         """
-        self._post("pause?mode=abort&clear_cache=false")
+        kept = "keep&clear_cache=true" if self.in_flight else "abort&clear_cache=false"
+        self._post(f"pause?mode={kept}")
         self._post("update_weight_version", {"new_version": f"{self.version}, incomplete"})
         super().start_weight_update()
 
@@ -202,9 +238,9 @@ class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
         store, token = open_store(host, timeout), secrets.token_hex(32)
         size = init_info.workers + 1
         shared: dict[str, Any] = {"host": host, "token": token, "size": size, "timeout": timeout}
+        info = {**shared, "port": store.port, "rank_offset": 1}
         told = in_background(
-            lambda: client.init_weight_transfer_engine({**shared, "port": store.port}),
-            name="vllm-rendezvous",
+            lambda: client.init_weight_transfer_engine(info), name="vllm-rendezvous"
         )
         while not store.check([f"{token}/{rank}" for rank in range(1, size)]):
             if told.done():
@@ -230,17 +266,17 @@ WeightTransferTrainerFactory.register_engine("lrlhf_gloo", GlooTrainerEngine)
 
 
 class WeightTransfer:
-    """Sends the policy's weights to a server's workers, push after push.
+    """Sends the policy's weights to the workers of all servers, in one pass over them a push.
 
-    All ranks have one; rank 0 talks to the server.
+    All ranks have one; rank 0 talks to the servers. With one connection to all workers, one that
+    fails ends it for the others too: a push to the rest needs a new one.
 
     Args:
         transport: ``gloo``, ``nccl`` or ``ipc``.
-        client: Of the server.
+        members: The servers.
         weights: Of the policy.
         dtype: What the engine keeps weights in.
         host: Address of this machine that the workers can reach.
-        workers: How many there are.
         timeout: Seconds that the workers and the trainer may wait for each other.
         adapter: What is sent beside the weights; None: these have it in them.
     """
@@ -248,12 +284,11 @@ class WeightTransfer:
     def __init__(
         self,
         transport: str,
-        client: ServerClient,
+        members: Sequence[Member],
         weights: PolicyWeights,
         dtype: torch.dtype,
         *,
         host: str,
-        workers: int,
         timeout: float,
         adapter: AdapterWeights | None = None,
     ) -> None:
@@ -262,9 +297,9 @@ class WeightTransfer:
         self._rank = distributed.get_rank() if distributed.is_initialized() else 0
         self._source = PolicySource(weights, dtype, device, adapter)
         self._source.sends = transport == "ipc" or self._rank == 0
-        self._client = SyncClient(client, timeout)
+        self._client = SyncClient(members, timeout)
         self._shares_gpu = transport == "ipc"
-        info = self._init_info(transport, host, workers, timeout)
+        info = self._init_info(transport, host, self._client.workers, timeout)
 
         def connect() -> Any:
             if not cpu:
@@ -299,17 +334,23 @@ class WeightTransfer:
         port = free_port(host) if rank == 0 else 0  # of that rank's machine
         return NCCLTrainerInitInfo(host, port, workers + 1, **buffer, rank=rank)
 
-    def push(self, tensors: Fingerprinted, *, whole: bool = True) -> str:
-        """Send all weights, or the adapter alone, and leave the server paused.
+    def push(
+        self, tensors: Fingerprinted, version: str, *, whole: bool = True, in_flight: bool = False
+    ) -> None:
+        """Send all weights, or the adapter alone, and leave the servers paused.
 
-        Returns:
-            The version that the server has them under.
+        Args:
+            tensors: What to send.
+            version: What the servers have them under.
+            whole: Whether the weights come too.
+            in_flight: Whether responses that are not finished go on with them.
 
         Raises:
             EngineFailure: They did not arrive. By then all tensors were gone through.
         """
         self._source.tensors, self._source.whole = tensors, whole
-        self._client.version, self._client.turn = secrets.token_hex(16), tensors.turn
+        self._client.version, self._client.turn = version, tensors.turn
+        self._client.in_flight = in_flight
         if self._source.device.type == "cuda":
             # weights are read on other streams than the one that the optimizer's step runs on
             torch.cuda.synchronize(self._source.device)
@@ -323,7 +364,6 @@ class WeightTransfer:
                 self._client.group.break_off(error)
             raise  # of the policy, which no new engine would mend
         self._raise_failure()
-        return self._client.version
 
     def _raise_failure(self) -> None:
         """Raise what went wrong; what the server says of it tells more than a lost connection."""

@@ -1,0 +1,179 @@
+"""Requests on their way to replicas, and what becomes of them when a replica fails."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from lrlhf.background import in_background
+from lrlhf.rollout.engines.synced_engine import EngineFailure
+from lrlhf.rollout.responses import Response
+from lrlhf.rollout.vllm.answers import read_answer, with_versions
+from lrlhf.rollout.vllm.client import ServerClient
+from lrlhf.rollout.vllm.routing import Placement, Router
+
+_LOOK_SECONDS = 1.0
+"""How often it is looked whether a replica hangs."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Where requests can go."""
+
+    clients: Mapping[int, ServerClient]
+    models: Mapping[int, str]
+    """What a replica calls the model."""
+    router: Router
+    on_failure: Callable[[int, EngineFailure], None]
+    """Told of a replica that failed; nothing more is sent there."""
+    versions: Mapping[str, int]
+    """Training iterations behind the weights that a response may come from, by their names."""
+
+
+def respond(
+    bodies: Sequence[dict[str, Any]], targets: Targets, *, concurrency: int, stall: float
+) -> list[Response]:
+    """Ask for one response per body, and return them in that order.
+
+    Requests with one prompt stay together, see `Router`. What a replica leaves unfinished that
+    fails, breaks a response off or hangs, the others are asked for again.
+
+    Args:
+        bodies: Requests for tokens, without the model's name.
+        targets: Where they can go.
+        concurrency: Requests that a replica has of these at the same time; those of one prompt may
+            be more.
+        stall: Seconds without any response after which a replica counts as hung.
+
+    Raises:
+        EngineFailure: No replica is left.
+        ValueError: One of them refuses a request.
+    """
+    call = _Call(bodies, targets, concurrency, stall)
+    return in_background(lambda: asyncio.run(call.run()), name="vllm-requests").result()
+
+
+class _Call:
+    """One call of `respond`."""
+
+    def __init__(
+        self,
+        bodies: Sequence[dict[str, Any]],
+        targets: Targets,
+        concurrency: int,
+        stall: float,
+    ) -> None:
+        self._bodies = bodies
+        self._targets = targets
+        self._concurrency = concurrency
+        self._stall = stall
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, body in enumerate(bodies):
+            groups.setdefault(tuple(body["token_ids"]), []).append(index)
+        self._waiting = deque(groups.values())
+        self._running: dict[asyncio.Task[Response], tuple[int, Placement]] = {}
+        self._heard = dict.fromkeys(targets.clients, 0.0)
+        """When each replica was last known to get on."""
+        self._responses: dict[int, Response] = {}
+        self._failure = EngineFailure("no vLLM server is left")
+
+    async def run(self) -> list[Response]:
+        """Go on until all responses are there."""
+        async with AsyncExitStack() as stack:
+            self._sessions = {
+                number: await stack.enter_async_context(client.session())
+                for number, client in self._targets.clients.items()
+            }
+            try:
+                while self._waiting or self._running:
+                    self._place()
+                    done, _ = await asyncio.wait(
+                        self._running,
+                        timeout=min(self._stall, _LOOK_SECONDS),
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
+                    # what a replica answered before it failed counts
+                    for task in sorted(done, key=lambda one: one.exception() is not None):
+                        await self._take(task)
+                    await self._drop_hung()
+            finally:
+                for task in list(self._running):
+                    await self._cancel(task)
+        return [self._responses[index] for index in range(len(self._bodies))]
+
+    def _place(self) -> None:
+        """Send what waits to replicas that have a place free."""
+        while self._waiting:
+            open_there = dict.fromkeys(self._heard, 0)
+            for _, placement in self._running.values():
+                open_there[placement.replica] += 1
+            if not open_there:
+                raise self._failure
+            free = [one for one, count in open_there.items() if count < self._concurrency]
+            if not free:
+                return
+            group = self._waiting.popleft()
+            most = [self._bodies[index]["sampling_params"]["max_tokens"] for index in group]
+            prompt = self._bodies[group[0]]["token_ids"]
+            placed = self._targets.router.place(prompt, most, among=free)
+            chosen = placed[0].replica
+            if not open_there[chosen]:
+                self._heard[chosen] = time.monotonic()
+            for index, placement in zip(group, placed, strict=True):
+                task = asyncio.create_task(self._ask(self._bodies[index], chosen))
+                self._running[task] = index, placement
+
+    async def _ask(self, body: dict[str, Any], number: int) -> Response:
+        asked = {**body, "model": self._targets.models[number]}
+        content = await self._targets.clients[number].generate(self._sessions[number], asked)
+        response, spans = read_answer(content, body["token_ids"])
+        return with_versions(response, spans, self._targets.versions)
+
+    async def _take(self, task: asyncio.Task[Response]) -> None:
+        """Keep a response; without one, the replica failed."""
+        if task not in self._running:
+            return  # its replica was dropped meanwhile
+        index, placement = self._running[task]
+        try:
+            response = task.result()
+        except EngineFailure as failure:
+            await self._drop(placement.replica, failure)
+            return
+        del self._running[task]
+        self._heard[placement.replica] = time.monotonic()
+        self._responses[index] = response
+        sequence = [*self._bodies[index]["token_ids"], *response.token_ids.tolist()]
+        self._targets.router.finished(placement, sequence)
+
+    async def _drop_hung(self) -> None:
+        now = time.monotonic()
+        for number in {placement.replica for _, placement in self._running.values()}:
+            if now - self._heard[number] > self._stall:
+                message = (
+                    f"the vLLM server finished no response in {self._stall:g} s "
+                    "(engine.stall_timeout)"
+                )
+                await self._drop(number, EngineFailure(message))
+
+    async def _drop(self, number: int, failure: EngineFailure) -> None:
+        """Give what a replica has not finished to the others."""
+        del self._heard[number]
+        self._failure = failure
+        self._targets.on_failure(number, failure)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for task, (index, placement) in list(self._running.items()):
+            if placement.replica == number:
+                await self._cancel(task)
+                groups.setdefault(tuple(self._bodies[index]["token_ids"]), []).append(index)
+        self._waiting.extendleft(reversed(groups.values()))
+
+    async def _cancel(self, task: asyncio.Task[Response]) -> None:
+        _, placement = self._running.pop(task)
+        self._targets.router.finished(placement)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

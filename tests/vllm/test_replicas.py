@@ -1,0 +1,153 @@
+"""Two vLLM servers behind one engine, one that is lost, and updates while responses are written."""
+
+import copy
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.rollout import Sampling, VLLMServerEngine
+from lrlhf.rollout.vllm.client import GENERATE
+from lrlhf.types import Rollout
+from tests.vllm.models import (
+    LONG,
+    client_of,
+    disturb,
+    largest_gap,
+    logprobs_by_whole_logits,
+    new_server,
+    prompts_of,
+    signal_server,
+)
+
+TEXTS = (LONG, "short", "another one", "a third that is new")
+
+
+@pytest.fixture(scope="module")
+def pair(
+    server: VLLMServerEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[VLLMServerEngine]:
+    """Two servers with the policy of `server`."""
+    engine = new_server(tmp_path_factory.mktemp("replicas"), replicas=2)
+    engine.attach(server._policy, tokenizer)
+    engine.push(0)
+    yield engine
+    engine.close()
+
+
+def ask(engine: VLLMServerEngine, tokenizer: PreTrainedTokenizerBase, most: int = 12) -> Rollout:
+    prompts = prompts_of(*TEXTS, tokenizer=tokenizer)
+    return engine.generate(
+        prompts, Sampling(max_new_tokens=most), num_generations=2, seeds=range(2 * len(TEXTS))
+    )
+
+
+def counted(engine: VLLMServerEngine, number: int) -> int:
+    """Responses that a server has finished."""
+    lines = client_of(engine, number)._http.get("/metrics").text.splitlines()
+    found = [line for line in lines if line.startswith("vllm:request_success_total")]
+    return int(sum(float(line.rpartition(" ")[2]) for line in found))
+
+
+def test_two_replicas_give_the_responses_of_one_and_one_may_be_lost_meanwhile(
+    pair: VLLMServerEngine,
+    server: VLLMServerEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = server._policy
+    disturb(policy, seed=1)
+    for engine in (server, pair):
+        engine.push(1)
+    expected = ask(server, tokenizer)
+    before = [counted(pair, number) for number in (0, 1)]
+    both = ask(pair, tokenizer)
+    assert largest_gap(policy, both) < 1e-4
+    assert_equal(both, expected)
+    # two prompts of the four each
+    assert [counted(pair, number) - before[number] for number in (0, 1)] == [4, 4]
+    # one is killed with the first response that comes from it, and its next prompt waits
+    killed: list[bool] = []
+    check = client_of(pair, 1)._check
+
+    def kill_and_check(answer: httpx.Response) -> None:
+        if answer.request.url.path == GENERATE and not killed:
+            killed.append(True)
+            signal_server(pair, signal.SIGKILL, replica=1)
+        check(answer)
+
+    monkeypatch.setattr(client_of(pair, 1), "_check", kill_and_check)
+    restarts, url = pair.restarts, client_of(pair, 0).url
+    with monkeypatch.context() as patch:
+        patch.setattr(pair, "max_num_seqs", 1)
+        assert_equal(ask(pair, tokenizer), expected)
+    assert killed
+    assert list(pair._failed) == [1]
+    # the other is not disturbed, takes the next push alone, and the new one joins when it can
+    disturb(policy, seed=2)
+    pair.push(2)
+    assert pair.restarts == restarts + 1
+    assert client_of(pair, 0).url == url
+    assert largest_gap(policy, ask(pair, tokenizer)) < 1e-4
+    deadline = time.monotonic() + 400
+    while len(pair._replicas) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(1.0)
+        pair.push(2)
+    before = [counted(pair, number) for number in (0, 1)]
+    assert largest_gap(policy, ask(pair, tokenizer)) < 1e-4
+    assert [counted(pair, number) - before[number] for number in (0, 1)] == [4, 4]
+    assert pair.restarts == restarts + 1
+
+
+def assert_equal(one: Rollout, other: Rollout) -> None:
+    assert torch.equal(one.input_ids, other.input_ids)
+    torch.testing.assert_close(one.sampling_logprobs, other.sampling_logprobs, rtol=0, atol=1e-5)
+
+
+def test_responses_go_on_with_new_weights_and_say_which_sampled_a_token(
+    server: VLLMServerEngine, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    policy, old = server._policy, copy.deepcopy(server._policy)
+    server.push(3)
+    server.allow_updates_in_flight(True)
+    try:
+        found: list[Rollout] = []
+        prompts = prompts_of("short", "a prompt", tokenizer=tokenizer)
+        sampling = Sampling(max_new_tokens=100, min_new_tokens=100)
+
+        def generate() -> None:
+            rollout = server.generate(prompts, sampling, num_generations=2, seeds=range(4))
+            found.append(rollout)
+
+        thread = threading.Thread(target=generate)
+        thread.start()
+        time.sleep(0.3)
+        disturb(policy, seed=5)
+        server.push(4)
+        thread.join()
+    finally:
+        server.allow_updates_in_flight(False)
+    (rollout,) = found
+    assert rollout.token_versions is not None
+    assert rollout.weight_version is not None
+    assert rollout.weight_version.tolist() == [3] * 4
+    for row in range(4):
+        versions = rollout.token_versions[row][rollout.response_mask[row]]
+        assert set(versions.tolist()) == {3, 4}
+        assert bool((versions.diff() >= 0).all())
+    for model, version in ((old, 3), (policy, 4)):
+        own = logprobs_by_whole_logits(model, rollout, 1.0)
+        mine = rollout.response_mask & (rollout.token_versions == version)
+        gaps = (own - rollout.sampling_logprobs).abs()
+        # keys and values of the old weights' tokens were computed anew too
+        assert float(gaps[mine].max()) < 1e-4
+        other = rollout.response_mask & ~mine
+        assert float(gaps[other].max()) > 1e-2
