@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,16 +14,17 @@ import lrlhf
 
 _GUARD = Path(lrlhf.__file__).parent / "rollout" / "vllm" / "process_guard.py"
 """By its path: to import it would import torch and transformers into each of Ray's workers."""
+_BETWEEN = Path(__file__).with_name("between.py")
 _GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL."""
-_SHELL = 'python=$1; guard=$2; grace=$3; shift 3; "$python" -I "$guard" $$ "$grace" "$@"; exit $?'
 
 
 class GuardedProgram:
     """A program under a guard, see `lrlhf.rollout.vllm.process_guard`.
 
     Ray kills the direct children of a worker with it, which would be the guard, who could end
-    nothing then. So a shell stands between the two: the guard sees it go.
+    nothing then. So a process stands between the two (`lrlhf.cluster.between`), which goes with the
+    worker, whoever ends that; and the guard sees it go.
 
     Args:
         command: Program and arguments.
@@ -39,10 +41,10 @@ class GuardedProgram:
         folder: Path,
         log_file: Path | None = None,
     ) -> None:
-        guarded = [sys.executable, str(_GUARD), str(_GRACE), *command]
+        between = [sys.executable, "-P", str(_BETWEEN), str(os.getpid())]
         log = None if log_file is None else log_file.open("ab")
-        self._shell = subprocess.Popen(
-            ["sh", "-c", _SHELL, "sh", *guarded],
+        self._between = subprocess.Popen(
+            [*between, str(_GUARD), str(_GRACE), *command],
             env=dict(env),
             cwd=folder,
             stdin=subprocess.DEVNULL,
@@ -56,7 +58,7 @@ class GuardedProgram:
     def wait(self, seconds: float) -> int | None:
         """Return the exit status, 128 + n after signal n; None: it still runs after so long."""
         try:
-            return self._shell.wait(seconds)
+            return self._between.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
@@ -69,12 +71,12 @@ class GuardedProgram:
         """End it with all that it has started, and wait for that."""
         for guard in self._below(1):
             guard.terminate()
-        self._shell.wait(_GRACE + 10)
+        self._between.wait(_GRACE + 10)
 
     def _below(self, levels: int) -> list[psutil.Process]:
-        """Return the guard (1 level below the shell) or the program (2); nothing: it has ended."""
+        """Return the guard (1 level below that) or the program (2); nothing: it has ended."""
         try:
-            found = [psutil.Process(self._shell.pid)]
+            found = [psutil.Process(self._between.pid)]
             for _ in range(levels):
                 found = [child for process in found for child in process.children()]
         except psutil.NoSuchProcess:

@@ -1,5 +1,7 @@
 """Runs on a real Ray cluster of one machine, and what is killed there."""
 
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,17 +74,20 @@ def test_a_run_whose_processes_are_killed_ends_as_one_without_ray(
     assert ends_within(20, lambda: bool(processes(cluster, f"{TRAINER}|{GUARDED}|ray::Reward")))
 
 
-@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize(
+    ("signals", "status"), [([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGINT], 130)]
+)
 def test_a_signal_ends_all_of_it(
-    cluster: Any, model_folder: str, tmp_path: Path, signals: int
+    cluster: Any, model_folder: str, tmp_path: Path, signals: list[int], status: int
 ) -> None:
     config = write_run(tmp_path / "run", model_folder)
     command = launching(config, cluster.address, "--trainer.max_steps=10000")
     with running(command, ROOT) as process:
         await_step(process, config, 2)
-        for _ in range(signals):
-            process.terminate()
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.5)  # two that come together are one
         output, _ = process.communicate(timeout=180)
-    assert process.returncode == (143 if signals == 1 else 130), output
+    assert process.returncode == status, output
     assert (config.parent / "ck" / "last.ckpt").exists()
     assert ends_within(20, lambda: bool(processes(cluster, f"{TRAINER}|{GUARDED}")))

@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -71,24 +72,32 @@ def test_a_program_that_is_asked_to_end_does_so_itself(tmp_path: Path) -> None:
     assert program.wait(60) == 9
 
 
-@pytest.mark.parametrize("end", ["kill the shell, as Ray does", "stop"])
-def test_nothing_is_left_of_a_program_that_started_others(tmp_path: Path, end: str) -> None:
-    child = "import time; time.sleep(1000)"
-    program = guarded(
-        tmp_path,
-        f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {child!r}]).wait()",
-    )
-    shell = program._shell
+WORKER = """
+import os, sys, time
+from pathlib import Path
+from lrlhf.cluster.guarded import GuardedProgram
+child = "import time; time.sleep(1000)"
+starts = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
+program = GuardedProgram([sys.executable, "-c", starts], env=dict(os.environ), folder=Path.cwd())
+program.wait(1000) if sys.argv[1] == "wait" else (time.sleep(2), program.stop())
+"""
+
+
+@pytest.mark.parametrize("end", ["stop", "kill the worker", "kill its child, as Ray does"])
+def test_nothing_is_left_of_a_program_that_started_others(end: str) -> None:
+    task = "stop" if end == "stop" else "wait"
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, task])
     family: list[psutil.Process] = []
-    while len(family) < 3:  # guard, program and its child
-        time.sleep(0.1)
-        family = psutil.Process(shell.pid).children(recursive=True)
-    if end == "stop":
-        program.stop()
-    else:
-        shell.kill()
-        shell.wait()
-    assert ends_within(10, lambda: any(one.is_running() for one in family))
+    while len(family) < 4:  # what stands between, guard, program and its child
+        time.sleep(0.02)
+        family = psutil.Process(worker.pid).children(recursive=True)
+    if end == "kill the worker":
+        worker.kill()
+    elif end != "stop":
+        family[0].kill()
+    assert ends_within(15, lambda: any(one.is_running() for one in family))
+    worker.kill()
+    worker.wait()
 
 
 def test_a_command_takes_its_model_and_address_elsewhere(tmp_path: Path) -> None:
