@@ -15,7 +15,7 @@ from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.parser import Parser
 from lrlhf.cluster import Cluster
 from lrlhf.cluster.connection import RayMissingError, import_ray
-from lrlhf.cluster.launch import LaunchError, Run, launch
+from lrlhf.cluster.launch import Run, launch
 from lrlhf.cluster.replicas import RayServerEngine
 from lrlhf.cluster.rewards import RayRewards
 from lrlhf.planning.config_entries import class_of, options_of
@@ -66,11 +66,7 @@ class Launcher(Application):
             rewards=_pickled_rewards(options) if self._cluster.rewards.workers else None,
             code=folders_of_own_code(files),
         )
-        try:
-            status = launch(self._cluster, run)
-        except LaunchError as error:
-            raise ConfigError(str(error)) from error
-        if status:
+        if status := launch(self._cluster, run):
             raise SystemExit(status)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from lrlhf.cluster.trainers import BOARD, TERMINATED, Board, Command, trainers
 
 _SILENCE_SECONDS = 15.0
 """Without a look at the board after which no trainer runs that could end by itself."""
+_INTERRUPTED = 130
+_KEPT: dict[str, Any] = {"max_restarts": -1, "max_task_retries": -1}
+"""Of actors that are started again where they die, and are asked once more."""
 logger = logging.getLogger(__name__)
 
 
@@ -54,7 +58,7 @@ def launch(cluster: Cluster, run: Run) -> int:
     ray = connect(lambda ray: ray.init(namespace=namespace, **_cluster_options(cluster)))
     try:
         with asked_to_end() as asked, _placed(ray, cluster) as groups:
-            board = ray.remote(num_cpus=0)(Board).options(name=BOARD, max_restarts=-1).remote()
+            board = ray.remote(num_cpus=0)(Board).options(name=BOARD, **_KEPT).remote()
             workers = _reward_workers(ray, cluster, run, groups)
             command = Command(
                 arguments=run.arguments,
@@ -64,11 +68,10 @@ def launch(cluster: Cluster, run: Run) -> int:
             )
             fitting = in_background(trainers(cluster, command).fit, name="ray-train")
             status = _await(ray, fitting.done, board, asked)
-            del workers
+            del workers  # an actor ends with the last handle to it
             if status is None:
-                status = int(_result(fitting.result).return_value)
-        interrupted = status == TERMINATED and asked[:1] == [2]
-        return 130 if interrupted else status
+                status = _status(cluster, fitting.result)
+        return _INTERRUPTED if asked[:1] == [signal.SIGINT] and status == TERMINATED else status
     finally:
         ray.shutdown()
 
@@ -79,7 +82,7 @@ def _cluster_options(cluster: Cluster) -> dict[str, Any]:
         return {"address": cluster.address}
     # cores are what Ray counts with, not what there is: a trial may share them
     cores = max(os.cpu_count() or 1, round(cluster.cpus() + 0.5))
-    return {"address": "local", "num_cpus": cores, "include_dashboard": False}
+    return {"address": "local", "num_cpus": cores}
 
 
 @contextmanager
@@ -111,8 +114,7 @@ def _reward_workers(ray: Any, cluster: Cluster, run: Run, groups: dict[str, Any]
             num_cpus=share.cpus,
             num_gpus=share.gpus,
             resources=share.resources,
-            max_restarts=-1,
-            max_task_retries=-1,
+            **_KEPT,
             scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
                 groups["rewards"], placement_group_bundle_index=number
             ),
@@ -129,10 +131,10 @@ def _await(ray: Any, done: Callable[[], bool], board: Any, asked: list[int]) -> 
     if done():
         return None
     logger.info("asked to end: the trainers finish their step and save; once more ends at once")
-    ray.get(board.ask_to_end.remote())
     looks, heard = -1, time.monotonic()
     while not done():
-        if (now := ray.get(board.looks.remote())) != looks:
+        # again and again, as an actor that was started again has heard of nothing
+        if (now := ray.get(board.ask_to_end.remote())) != looks:
             looks, heard = now, time.monotonic()
         if time.monotonic() - heard > _SILENCE_SECONDS:
             return TERMINATED
@@ -140,9 +142,13 @@ def _await(ray: Any, done: Callable[[], bool], board: Any, asked: list[int]) -> 
     return None
 
 
-def _result(result: Callable[[], Any]) -> Any:
-    errors = import_module("ray.train")
+def _status(cluster: Cluster, result: Callable[[], Any]) -> int:
+    """Return the exit status of rank 0's trainer."""
     try:
-        return result()
-    except errors.TrainingFailedError as error:
-        raise LaunchError(str(error)) from error
+        return int(result().return_value)
+    except import_module("ray.train").TrainingFailedError as error:
+        *_, reason = str(error).strip().splitlines()
+        raise LaunchError(
+            f"the trainers were started again {cluster.max_failures} times (max_failures of the "
+            f"cluster), and one was lost once more: {reason.strip()}"
+        ) from error

@@ -49,18 +49,15 @@ class Board:
         self._asked = False
         self._looks = 0
 
-    def ask_to_end(self) -> None:
-        """Ask all trainers to end after their step."""
+    def ask_to_end(self) -> int:
+        """Ask all trainers to end after their step; returns how often one has looked."""
         self._asked = True
+        return self._looks
 
     def look(self) -> bool:
         """Tell a trainer whether it is asked to end."""
         self._looks += 1
         return self._asked
-
-    def looks(self) -> int:
-        """Tell how often a trainer has looked."""
-        return self._looks
 
 
 def trainers(cluster: Cluster, command: Command) -> Any:

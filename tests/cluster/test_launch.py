@@ -91,3 +91,16 @@ def test_a_signal_ends_all_of_it(
     assert process.returncode == status, output
     assert (config.parent / "ck" / "last.ckpt").exists()
     assert ends_within(20, lambda: bool(processes(cluster, f"{TRAINER}|{GUARDED}")))
+
+
+def test_a_trainer_that_is_lost_too_often_ends_the_run(
+    cluster: Any, model_folder: str, tmp_path: Path
+) -> None:
+    config = write_run(tmp_path / "run", model_folder)
+    command = launching(config, cluster.address, "--cluster.max_failures=0")
+    with running(command, ROOT) as process:
+        await_step(process, config, 1)
+        processes(cluster, TRAINER)[0].kill()
+        output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1, output
+    assert "error: the trainers were started again 0 times (max_failures of the cluster)" in output

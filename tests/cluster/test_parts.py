@@ -15,6 +15,7 @@ from lrlhf.cluster.connection import asked_to_end
 from lrlhf.cluster.guarded import GuardedProgram
 from lrlhf.cluster.replicas import adapted, portable
 from lrlhf.cluster.rewards import RewardWorker, packed, unpacked
+from lrlhf.cluster.trainers import Board
 from lrlhf.rewards import Rewards, completion_segments
 from lrlhf.rewards.function import CompletionText, CompletionTurns, TextSegment
 from tests.cluster.local_cluster import ends_within
@@ -118,3 +119,10 @@ def test_the_first_signal_is_noted_and_the_second_interrupts() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_board_counts_looks_and_passes_on_what_was_asked() -> None:
+    board = Board()
+    assert [board.look(), board.look()] == [False, False]
+    assert board.ask_to_end() == 2
+    assert board.look() is True

@@ -1,7 +1,6 @@
 """Rollout replicas on a real Ray cluster of one machine, killed and replaced."""
 
 import sys
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,10 +97,9 @@ def test_the_quickstart_trains_on_a_cluster(cluster: Any, tmp_path: Path) -> Non
     ]
     command = [sys.executable, "-m", "lrlhf", "launch", *files, *flags, *SHARES]
     command += [f"--cluster.address={cluster.address}", "--cluster.trainers.workers=2"]
-    started = time.monotonic()
     with running(command, ROOT) as process:
         output, _ = process.communicate(timeout=2400)
     assert process.returncode == 0, output
     assert (tmp_path / "export" / "final" / "config.json").exists()
     rows = (tmp_path / "metrics.csv").read_text().splitlines()
-    assert len(rows) >= 4, f"after {time.monotonic() - started:.0f} s:\n{output}"
+    assert len(rows) >= 4, output
