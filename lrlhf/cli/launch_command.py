@@ -63,6 +63,7 @@ class Launcher(Application):
         files = read_config_files(self._of_fit)
         run = Run(
             arguments=[*self._of_fit, *moved(self._cluster, model), *_rank_flags(self._cluster)],
+            folder=options.trainer.default_root_dir,
             rewards=_pickled_rewards(options) if self._cluster.rewards.workers else None,
             code=folders_of_own_code(files),
         )

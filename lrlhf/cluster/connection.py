@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,6 +68,14 @@ def joined(what: str) -> Any:
     if not ray.is_initialized():
         connect(lambda ray: ray.init(namespace=namespace, log_to_driver=False))
     return ray
+
+
+def free_place() -> tuple[str, int]:
+    """Return the address of this node, and a port that is free there."""
+    host = str(import_module("ray.util").get_node_ip_address())
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        return host, int(listener.getsockname()[1])
 
 
 @contextmanager

@@ -38,6 +38,8 @@ class Run:
 
     arguments: Sequence[str]
     """Of ``lrlhf``, for every trainer."""
+    folder: str
+    """Of the run."""
     rewards: bytes | None = None
     """Pickled `lrlhf.rewards.Rewards` for the reward workers; None: there are none."""
     code: Sequence[str] = ()
@@ -63,6 +65,7 @@ def launch(cluster: Cluster, run: Run) -> int:
             command = Command(
                 arguments=run.arguments,
                 folder=str(Path(cluster.storage or Path.cwd()).absolute()),
+                run_folder=run.folder,
                 address=ray.get_runtime_context().gcs_address,
                 namespace=namespace,
             )

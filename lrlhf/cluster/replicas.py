@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -15,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lrlhf.cluster.connection import import_ray, joined
+from lrlhf.cluster.connection import free_place, import_ray, joined
 from lrlhf.cluster.guarded import GuardedProgram
 from lrlhf.rollout import VLLMServerEngine
 from lrlhf.rollout.vllm.client import ServerClient
@@ -182,10 +181,7 @@ class Replica:
         model.mkdir()
         for name, content in files.items():
             (model / name).write_bytes(content)
-        host = str(import_module("ray.util").get_node_ip_address())
-        with socket.socket() as listener:
-            listener.bind((host, 0))
-            port = int(listener.getsockname()[1])
+        host, port = free_place()
         here = {"--model": str(model), "--host": host, "--port": str(port)}
         self._server = GuardedProgram(
             [sys.executable, *adapted(command[1:], here)],

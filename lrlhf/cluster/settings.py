@@ -78,8 +78,8 @@ class Cluster:
     max_failures: int = 3
     """How often the trainers are started again after one was lost; -1: always."""
     storage: str | None = None
-    """Folder that all nodes share; relative paths of the config start there, and Ray Train notes
-    its progress in it. null: the folder in which ``lrlhf launch`` was called."""
+    """Folder that all nodes share, where the trainers work and relative paths of the config start.
+    null: the folder in which ``lrlhf launch`` was called."""
 
     def __post_init__(self) -> None:
         if self.address is not None and "://" in self.address:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from lrlhf.cluster.connection import ADDRESS, NAMESPACE, import_ray
+from lrlhf.cluster.connection import ADDRESS, NAMESPACE, free_place, import_ray
 from lrlhf.cluster.guarded import GuardedProgram
 from lrlhf.cluster.settings import Cluster
 
@@ -36,6 +35,8 @@ class Command:
     """Of ``lrlhf``."""
     folder: str
     """That it works in."""
+    run_folder: str
+    """Where Ray Train notes its progress."""
     address: str
     """Of the cluster."""
     namespace: str
@@ -78,7 +79,7 @@ def trainers(cluster: Cluster, command: Command) -> Any:
         ),
         run_config=train.RunConfig(
             name=command.namespace,
-            storage_path=str(Path(command.folder) / ".ray_train"),
+            storage_path=str(Path(command.folder, command.run_folder, "ray")),
             failure_config=train.FailureConfig(max_failures=cluster.max_failures),
         ),
     )
@@ -102,7 +103,7 @@ def run_one(config: dict[str, Any]) -> int:
     context = train.get_context()
     rank = context.get_world_rank()
     place = import_module("ray.train.collective").broadcast_from_rank_zero(
-        _meeting_place() if rank == 0 else None
+        free_place() if rank == 0 else None
     )
     board = ray.get_actor(BOARD, namespace=command.namespace)
     if ray.get(board.look.remote()):
@@ -127,14 +128,6 @@ def _attend(program: GuardedProgram, board: Any) -> int:
             asked = True
             program.ask_to_end()
     return status
-
-
-def _meeting_place() -> tuple[str, int]:
-    """Return the address of this node, and a port that is free on it."""
-    address = import_module("ray.util").get_node_ip_address()
-    with socket.socket() as listener:
-        listener.bind((address, 0))
-        return address, int(listener.getsockname()[1])
 
 
 def _environment(command: Command, rank: int, size: int, place: tuple[str, int]) -> dict[str, str]:
