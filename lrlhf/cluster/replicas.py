@@ -132,9 +132,10 @@ class RayServer(Server):
 
     def alive(self) -> bool:
         """Whether its process runs."""
-        ray, actor = import_ray(), self._actor
+        actor = self._actor
         if actor is None:
             return False
+        ray = import_ray()
         try:
             return ray.get(actor.ended.remote(), timeout=_ANSWER_SECONDS) is None
         except ray.exceptions.RayError:

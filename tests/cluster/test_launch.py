@@ -29,7 +29,11 @@ pytestmark = [
     pytest.mark.timeout(1500),
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
-TRAINER, TRAIN_WORKER, REWARD_WORKER = r"-m lrlhf fit", r"ray::.*RayTrainWorker", r"ray::Reward"
+TRAINER, TRAIN_WORKER, REWARD_WORKER = (
+    r"^\S+ -m lrlhf fit",
+    r"ray::.*RayTrainWorker",
+    r"ray::Reward",
+)
 GUARDED = r"process_guard\.py"
 
 

@@ -13,11 +13,12 @@ import pytest
 
 from lrlhf.cluster.connection import asked_to_end
 from lrlhf.cluster.guarded import GuardedProgram
-from lrlhf.cluster.replicas import adapted, portable
+from lrlhf.cluster.replicas import RayServer, RayServerEngine, adapted, portable
 from lrlhf.cluster.rewards import RewardWorker, packed, unpacked
 from lrlhf.cluster.trainers import Board
 from lrlhf.rewards import Rewards, completion_segments
 from lrlhf.rewards.function import CompletionText, CompletionTurns, TextSegment
+from lrlhf.rollout.vllm.vllm_base import EngineStartError
 from tests.cluster.local_cluster import ends_within
 from tests.cluster.toys import sampled_characters
 
@@ -126,3 +127,31 @@ def test_a_board_counts_looks_and_passes_on_what_was_asked() -> None:
     assert [board.look(), board.look()] == [False, False]
     assert board.ask_to_end() == 2
     assert board.look() is True
+
+
+def test_replicas_on_gpus_take_weights_by_nccl_and_the_gpus_that_ray_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lrlhf.cluster.replicas.is_cpu", lambda: False)
+    engine = RayServerEngine(replicas=2, visible_devices="6,7")
+    assert engine._server_transport() == "nccl"
+    assert [engine._devices(number) for number in range(2)] == [None, None]
+    assert RayServerEngine(transport="gloo")._server_transport() == "gloo"
+
+
+def test_a_replica_is_told_what_its_node_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    server = RayServer(
+        0,
+        command=lambda: [],
+        environment=lambda token: {**os.environ, "VLLM_API_KEY": token, "OWN": "1"},
+        timeout=1.0,
+        explain=lambda reason: EngineStartError(reason),
+    )
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    told = server._told("secret")
+    expected = {"VLLM_API_KEY": "secret", "OWN": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    assert {name: told[name] for name in expected} == expected
+    assert not {"CUDA_VISIBLE_DEVICES", "PATH"} & told.keys()
+    assert server.alive() is False
+    server.stop()

@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 SHARES = ("--cluster.rollouts.replicas=2", "--cluster.rewards.workers=1")
-SERVER, REPLICA = r"-m vllm\.entrypoints", r"ray::Replica"
+SERVER, REPLICA = r"^\S+ -m vllm\.entrypoints", r"ray::Replica"
 
 
 @pytest.fixture(scope="module")
