@@ -272,14 +272,17 @@ def test_a_server_that_may_not_be_started_again_ends_the_run(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(("ahead", "replicas"), [(0, 1), (1, 1), (0, 2)])
 def test_a_run_goes_on_where_its_server_was_killed_in_the_middle(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, ahead: int
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, ahead: int, replicas: int
 ) -> None:
     rows = [{"prompt": f"write {number} ", "word": "a"} for number in range(4)]
 
-    def train(name: str, *, kill_after: int) -> tuple[VLLMServerEngine, dict[str, Tensor]]:
-        server, policy, watcher = new_server(tmp_path / name), build_policy(tokenizer), Watcher()
+    def train(
+        name: str, *, kill_after: int, replicas: int = 1
+    ) -> tuple[VLLMServerEngine, dict[str, Tensor]]:
+        server = new_server(tmp_path / name, replicas=replicas)
+        policy, watcher = build_policy(tokenizer), Watcher()
         module = RLOO(
             policy,
             Rewards(["environment_reward", letters]),
@@ -306,7 +309,9 @@ def test_a_run_goes_on_where_its_server_was_killed_in_the_middle(
         return server, weights(policy)
 
     # there are 8 episodes in an iteration
-    server, killed = train("killed", kill_after=10)
+    server, killed = train("killed", kill_after=10, replicas=replicas)
     assert server.restarts == 1
     if not ahead:  # else it generates again, with newer weights
-        assert_same(train("whole", kill_after=100)[1], killed)
+        whole = train("whole", kill_after=100)[1]
+        # keys and values out of a cache differ in their last bit from those that are computed
+        assert_same(whole, killed, **({} if replicas == 1 else {"atol": 1e-6}))

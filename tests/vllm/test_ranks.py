@@ -37,6 +37,7 @@ def adapted_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("vllm", "ddp"),
         ("vllm_server", "ddp"),
         ("vllm_server", "fsdp2"),
+        ("vllm_replicas", "fsdp2"),
         ("vllm", "fsdp2"),
         ("vllm_server", "deepspeed_zero3"),
     ],

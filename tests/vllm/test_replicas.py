@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import httpx
 import pytest
@@ -49,10 +50,10 @@ def ask(engine: VLLMServerEngine, tokenizer: PreTrainedTokenizerBase, most: int 
     )
 
 
-def counted(engine: VLLMServerEngine, number: int) -> int:
-    """Responses that a server has finished."""
+def counted(engine: VLLMServerEngine, number: int, name: str = "vllm:request_success_total") -> int:
+    """Responses that a server has finished, or another of its counters."""
     lines = client_of(engine, number)._http.get("/metrics").text.splitlines()
-    found = [line for line in lines if line.startswith("vllm:request_success_total")]
+    found = [line for line in lines if line.startswith(name)]
     return int(sum(float(line.rpartition(" ")[2]) for line in found))
 
 
@@ -127,10 +128,12 @@ def test_responses_go_on_with_new_weights_and_say_which_sampled_a_token(
             rollout = server.generate(prompts, sampling, num_generations=2, seeds=range(4))
             found.append(rollout)
 
-        thread = threading.Thread(target=generate)
-        thread.start()
-        time.sleep(0.3)
+        tokens = partial(counted, server, 0, "vllm:generation_tokens_total")
+        before, thread = tokens(), threading.Thread(target=generate)
         disturb(policy, seed=5)
+        thread.start()
+        while tokens() < before + 4 * 5:  # all four are under way
+            time.sleep(0.01)
         server.push(4)
         thread.join()
     finally:

@@ -1,6 +1,6 @@
 """A short run of RLOO on one or two processes, as a program: vLLM and a fork do not go together.
 
-python -m tests.vllm.two_ranks FOLDER vllm|vllm_server [lora|whole [STRATEGY]]
+python -m tests.vllm.two_ranks FOLDER vllm|vllm_server|vllm_replicas [lora|whole [STRATEGY]]
 """
 
 import sys
@@ -36,6 +36,7 @@ def main(folder: Path, engine: str, weights: str = "whole", strategy: str | None
             max_model_len=128,
             kv_cache_gib=0.05,
             lora="adapter" if weights == "lora" else "auto",
+            **({"replicas": 2} if engine == "vllm_replicas" else {}),
         ),
         num_generations=2,
         sampling=Sampling(max_new_tokens=6),

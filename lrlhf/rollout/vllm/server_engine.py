@@ -144,7 +144,7 @@ class VLLMServerEngine(StartsServers):
         if leads():
             servers = [self._new_server(number) for number in range(self.replicas)]
             self._fleet, self._counted = Fleet(servers, max_restarts=self.max_restarts), 0
-        led(lambda: self._led.start())
+        led(lambda: self._led_fleet.start())
         self._transfer_module = loading.result() if loading else import_transfer()
         self._muster()
 
@@ -164,10 +164,10 @@ class VLLMServerEngine(StartsServers):
         def find() -> tuple[dict[int, tuple[str, str]], int]:
             for each in failed:
                 for number, reason in each.items():
-                    self._led.fail(number, reason)
-            running = self._led.running()
+                    self._led_fleet.fail(number, reason)
+            running = self._led_fleet.running()
             found = {number: (one.url, one.token) for number, one in sorted(running.items())}
-            return found, self._led.restarts
+            return found, self._led_fleet.restarts
 
         addresses, restarts = led(find)
         self._failed = {}
@@ -283,11 +283,12 @@ class VLLMServerEngine(StartsServers):
             worst = self._worst_of_ranks(0 if error is None else 1 if fails else 2)
             if worst == 0:
                 break
-            if worst == 2 or not led(lambda: self._led.drop_broken()):
+            if worst == 2 or not led(lambda: self._led_fleet.drop_broken()):
                 raise error or EngineFailure("the push failed on another rank")
-        self._names = dict(list(self._names.items())[-_VERSIONS:])
+        while len(self._names) > _VERSIONS:  # in place: responses that are written look there
+            del self._names[next(iter(self._names))]
         if leads():
-            self._led.succeeded()
+            self._led_fleet.succeeded()
 
     def _send(self, tensors: Fingerprinted) -> list[dict[str, str]]:
         version, options = f"{self._name}{tensors.turn:08x}", {"in_flight": self._in_flight}
@@ -332,7 +333,7 @@ class VLLMServerEngine(StartsServers):
             try:
                 on_all(self._replicas, lambda one: one.reset_caches(self.sync_timeout))
             except EngineFailure as failure:
-                broken = self._led.drop_broken()
+                broken = self._led_fleet.drop_broken()
                 if not broken:
                     raise
                 self._failed |= dict.fromkeys(broken, str(failure))
@@ -372,11 +373,12 @@ class VLLMServerEngine(StartsServers):
     def _note_failure(self, number: int, failure: EngineFailure) -> None:
         """Send nothing more to a server; on the rank that leads it is started again at once."""
         self._failed[number] = str(failure)
-        if leads():
-            self._led.fail(number, str(failure))
+        fleet = self._fleet  # gone if the engine is closed meanwhile
+        if fleet is not None:
+            fleet.fail(number, str(failure))
 
     @property
-    def _led(self) -> Fleet:
+    def _led_fleet(self) -> Fleet:
         assert self._fleet is not None
         return self._fleet
 
