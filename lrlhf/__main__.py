@@ -17,6 +17,7 @@ from lrlhf.threads import spin_briefly
 _REFUSED = 2
 COMMANDS = {
     "fit": "train a reward model or a policy",
+    "launch": "run fit on a Ray cluster, with rollout replicas and reward workers",
     "check": "look for mistakes in a config and its data, without loading weights",
     "plan": "print batch sizes, steps and memory of fit, without training",
     "validate": "run the validation set once",

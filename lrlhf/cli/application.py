@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +325,9 @@ def _application(
         return own[command], options
     if command == "serve-reward":
         return serve_reward, arguments
+    if command == "launch":
+        # which imports this file
+        return import_module("lrlhf.cli.launch_command").Launcher, ["fit", *options]
     if command == "replay":
         folder, options = dump_and_options(options)
         return partial(Replayer, folder), ["fit", *options]

@@ -52,6 +52,21 @@ examples:
   lrlhf fit --config configs/quickstart.yaml --ckpt_path last
 
 {_MORE}""",
+    "launch": f"""\
+usage: lrlhf launch --cluster FILE --config FILE [the options of lrlhf fit]
+
+Run fit on a Ray cluster: trainers, rollout replicas and reward workers, started again where they
+die. The run continues from the last checkpoint of its folder.
+
+options:
+  --cluster FILE              what to take of the cluster, as configs/cluster/*.yaml
+  --cluster.KEY VALUE         an option of it: --cluster.trainers.workers 4
+{_CONFIG}
+
+example:
+  lrlhf launch --cluster configs/cluster/local.yaml --config configs/quickstart.yaml
+
+{_MORE}""",
     "check": f"""\
 usage: lrlhf check --config FILE [the options of lrlhf fit]
 

@@ -96,7 +96,8 @@ def test_other_ways_to_write_an_option_are_left_to_the_parser(tmp_path: Path, te
 
 
 def test_every_config_passes() -> None:
-    files = sorted((ROOT / "configs").rglob("*.yaml"))
+    clusters = ROOT / "configs" / "cluster"  # of launch
+    files = [path for path in (ROOT / "configs").rglob("*.yaml") if path.parent != clusters]
     assert len(files) > 10
     for file in files:
         command = "serve-reward" if file.name == "serve_reward.yaml" else "fit"

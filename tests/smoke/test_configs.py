@@ -13,9 +13,14 @@ from lrlhf.cli import run
 pytestmark = pytest.mark.usefixtures("_own_log")
 
 ROOT = Path(__file__).parents[2]
-# of another command; tests/serving runs it
+# of other commands; tests/serving and tests/cluster read them
 SERVICE = ROOT / "configs" / "serve_reward.yaml"
-ALL = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path != SERVICE)
+CLUSTERS = ROOT / "configs" / "cluster"
+ALL = sorted(
+    path
+    for path in (ROOT / "configs").rglob("*.yaml")
+    if path != SERVICE and path.parent != CLUSTERS
+)
 # tests/vllm runs those that start vLLM
 CONFIGS = [path for path in ALL if "vllm" not in path.name and "_vl" not in path.name]
 # tests/distributed runs those of several processes

@@ -1,0 +1,156 @@
+"""``lrlhf launch``: ``fit`` on a Ray cluster."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lrlhf.cli.application import Application
+from lrlhf.cli.config_files import folders_of_own_code, read_config_files
+from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.cli.parser import Parser
+from lrlhf.cluster import Cluster
+from lrlhf.cluster.connection import RayMissingError, import_ray
+from lrlhf.cluster.launch import Run, launch
+from lrlhf.cluster.replicas import RayServerEngine
+from lrlhf.cluster.rewards import RayRewards
+from lrlhf.planning.config_entries import class_of, options_of
+from lrlhf.rewards import Rewards
+from lrlhf.rollout import VLLMServerEngine
+
+_CLUSTER = "--cluster"
+
+
+class Launcher(Application):
+    """Reads the config of ``fit``, and has the workers of a Ray cluster run it.
+
+    Args:
+        arguments: Those of ``fit``, the command included, and ``--cluster``.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        own, self._of_fit = divided(arguments)
+        self._cluster = cluster_of(own)
+        super().__init__(self._of_fit)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.usage = "lrlhf launch --cluster FILE [the options of lrlhf fit]"
+        parser.description = "Run fit on a Ray cluster, and start again what dies."
+        parser.add_class_arguments(Cluster, "cluster")  # for its help: they are read apart
+
+    def before_instantiate_classes(self) -> None:
+        """Leave it to the trainers, whose nodes have the GPUs and the data."""
+
+    def instantiate_classes(self) -> None:
+        """Build nothing: the trainers do."""
+
+    def run_command(self, subcommand: str) -> None:
+        try:
+            import_ray()
+        except RayMissingError as error:
+            raise ConfigError(str(error)) from error
+        options = self.config[subcommand]
+        if options.ckpt_path not in (None, "last"):
+            raise ConfigError(
+                f"ckpt_path: {options.ckpt_path} would be loaded again after every failure; "
+                "lrlhf launch continues from the last checkpoint of the run folder"
+            )
+        model = options.model.as_dict()
+        files = read_config_files(self._of_fit)
+        run = Run(
+            arguments=[*self._of_fit, *moved(self._cluster, model), *_rank_flags(self._cluster)],
+            folder=options.trainer.default_root_dir,
+            rewards=_pickled_rewards(options) if self._cluster.rewards.workers else None,
+            code=folders_of_own_code(files),
+        )
+        if status := launch(self._cluster, run):
+            raise SystemExit(status)
+
+
+def moved(cluster: Cluster, model: Mapping[str, Any]) -> Iterator[str]:
+    """Give the flags that put what runs elsewhere in the place of what the config names.
+
+    Raises:
+        ConfigError: It names nothing of the kind.
+    """
+    if cluster.rollouts.replicas:
+        path = path_to_server(model)
+        yield f"--{path}={_name(RayServerEngine)}"
+        yield f"--{path}.replicas={cluster.rollouts.replicas}"
+    if cluster.rewards.workers:
+        if class_of(options_of(model).get("rewards")) is not Rewards:
+            raise ConfigError(
+                "rewards.workers of the cluster is above 0, and model.rewards is no "
+                "lrlhf.rewards.Rewards: set rewards.workers to 0"
+            )
+        yield f"--model.rewards={_name(RayRewards)}"
+
+
+def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part the options of the cluster from those of ``fit``."""
+    own: list[str] = []
+    others: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, _ = argument.partition("=")
+        if name == _CLUSTER or name.startswith(f"{_CLUSTER}."):
+            own += [argument] if equals else [argument, *[next(rest, "")]]
+        else:
+            others.append(argument)
+    return own, others
+
+
+def cluster_of(own: Sequence[str]) -> Cluster:
+    """Read the file of the cluster, and the options given over it."""
+    # without the word, the options of this parser are those of the file
+    parser = Parser(prog="lrlhf launch", allow_abbrev=False)
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(Cluster)
+    plain = [
+        argument.replace(_CLUSTER + ".", "--", 1)
+        if argument.startswith(_CLUSTER + ".")
+        else argument.replace(_CLUSTER, "--config", 1)
+        if argument.split("=")[0] == _CLUSTER
+        else argument
+        for argument in own
+    ]
+    try:
+        made = parser.instantiate(parser.parse_args(plain))
+        return Cluster(**{name: made[name] for name in Cluster.__dataclass_fields__})
+    except ValueError as error:
+        raise ConfigError(f"cluster: {error}") from error
+
+
+def path_to_server(model: Mapping[str, Any]) -> str:
+    """Find the engine whose servers are to run elsewhere, wrapped or not."""
+    path, entry = "model.engine", options_of(model).get("engine")
+    while entry is not None:
+        if class_of(entry) is VLLMServerEngine and options_of(entry).get("url") is None:
+            return path
+        path, entry = f"{path}.engine", options_of(entry).get("engine")
+    raise ConfigError(
+        "rollouts.replicas of the cluster is above 0, and model.engine is no "
+        "lrlhf.rollout.VLLMServerEngine without url: add --config configs/engine/vllm_server.yaml"
+    )
+
+
+def _pickled_rewards(options: Namespace) -> bytes:
+    parser = Parser()
+    parser.add_subclass_arguments(Rewards, "rewards")
+    entry = Namespace(rewards=options.model.init_args.rewards)  # type: ignore[no-untyped-call]
+    return pickle.dumps(parser.instantiate(entry).rewards)
+
+
+def _rank_flags(cluster: Cluster) -> list[str]:
+    """Return the flags by which a trainer is one of so many, and continues its run."""
+    of_trainer = {"devices": 1, "num_nodes": cluster.trainers.workers}
+    flags = [f"--trainer.{name}={value}" for name, value in of_trainer.items()]
+    return [*flags, "--ckpt_path=last"]
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__name__}"

@@ -1,0 +1,110 @@
+"""Runs on a real Ray cluster of one machine, and what is killed there."""
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("ray", reason="the extra ray is not installed")
+
+from tests.cluster.local_cluster import (
+    STEPS,
+    await_step,
+    cluster_of_three,
+    ends_within,
+    launching,
+    nodes_with,
+    processes,
+    weights,
+    write_run,
+)
+from tests.distributed.runs import ROOT, fit, running
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1500),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+]
+TRAINER, TRAIN_WORKER, REWARD_WORKER = (
+    r"^\S+ -m lrlhf fit",
+    r"ray::.*RayTrainWorker",
+    r"ray::Reward",
+)
+GUARDED = r"process_guard\.py"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with cluster_of_three(cpus=4) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def without(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run in two processes, without Ray."""
+    config = write_run(tmp_path_factory.mktemp("without") / "run", model_folder)
+    with running(fit(config, "--trainer.devices=2"), ROOT) as process:
+        output, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, output
+    return config
+
+
+def test_a_run_whose_processes_are_killed_ends_as_one_without_ray(
+    cluster: Any, without: Path, model_folder: str, tmp_path: Path
+) -> None:
+    config = write_run(tmp_path / "run", model_folder)
+    command = launching(config, cluster.address, "--cluster.rewards.workers=1")
+    with running(command, ROOT) as process:
+        await_step(process, config, 2)
+        first = (config.parent / "ck" / "step=000001.ckpt").stat().st_mtime_ns
+        for pattern, step in ((REWARD_WORKER, 4), (TRAINER, 7), (TRAIN_WORKER, 10)):
+            processes(cluster, pattern)[0].kill()
+            await_step(process, config, step)
+        lost = nodes_with(cluster, TRAINER)[0]
+        cluster.remove_node(lost, allow_graceful=False)
+        output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    # resumed, not begun again
+    assert (config.parent / "ck" / "step=000001.ckpt").stat().st_mtime_ns == first
+    for step in (1, 2, STEPS):
+        expected, found = weights(without, step), weights(config, step)
+        assert expected.keys() == found.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=f"{name}, {step}")
+    assert ends_within(20, lambda: bool(processes(cluster, f"{TRAINER}|{GUARDED}|ray::Reward")))
+
+
+@pytest.mark.parametrize(
+    ("signals", "status"), [([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGINT], 130)]
+)
+def test_a_signal_ends_all_of_it(
+    cluster: Any, model_folder: str, tmp_path: Path, signals: list[int], status: int
+) -> None:
+    config = write_run(tmp_path / "run", model_folder)
+    command = launching(config, cluster.address, "--trainer.max_steps=10000")
+    with running(command, ROOT) as process:
+        await_step(process, config, 2)
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.5)  # two that come together are one
+        output, _ = process.communicate(timeout=180)
+    assert process.returncode == status, output
+    assert (config.parent / "ck" / "last.ckpt").exists()
+    assert ends_within(20, lambda: bool(processes(cluster, f"{TRAINER}|{GUARDED}")))
+
+
+def test_a_trainer_that_is_lost_too_often_ends_the_run(
+    cluster: Any, model_folder: str, tmp_path: Path
+) -> None:
+    config = write_run(tmp_path / "run", model_folder)
+    command = launching(config, cluster.address, "--cluster.max_failures=0")
+    with running(command, ROOT) as process:
+        await_step(process, config, 1)
+        processes(cluster, TRAINER)[0].kill()
+        output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1, output
+    assert "error: the trainers were started again 0 times (max_failures of the cluster)" in output

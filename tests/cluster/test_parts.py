@@ -1,0 +1,157 @@
+"""Parts of a launch that need no cluster."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lrlhf.cluster.connection import asked_to_end
+from lrlhf.cluster.guarded import GuardedProgram
+from lrlhf.cluster.replicas import RayServer, RayServerEngine, adapted, portable
+from lrlhf.cluster.rewards import RewardWorker, packed, unpacked
+from lrlhf.cluster.trainers import Board
+from lrlhf.rewards import Rewards, completion_segments
+from lrlhf.rewards.function import CompletionText, CompletionTurns, TextSegment
+from lrlhf.rollout.vllm.vllm_base import EngineStartError
+from tests.cluster.local_cluster import ends_within
+from tests.cluster.toys import sampled_characters
+
+# three characters of the policy's, and two that it was given
+SEGMENTS = [TextSegment("abc", sampled=True), TextSegment("de", sampled=False)]
+
+
+def test_completions_keep_their_segments_on_the_way_to_a_worker() -> None:
+    text = CompletionText(SEGMENTS)
+    turns = CompletionTurns(text, [{"role": "assistant", "content": "abc"}])
+    sent = pickle.loads(pickle.dumps(packed([text, turns, "plain"])))
+    found = unpacked(sent)
+    assert found == ["abcde", [{"role": "assistant", "content": "abc"}], "plain"]
+    assert [completion_segments(one) for one in found[:2]] == [(*SEGMENTS,)] * 2
+    assert type(found[2]) is str
+
+
+def test_a_worker_scores_as_the_rewards_that_it_was_given() -> None:
+    rewards = Rewards([sampled_characters], weights=[2.0])
+    worker = RewardWorker(pickle.dumps(rewards), ["/code/of/a/user"])
+    assert sys.path.pop() == "/code/of/a/user"
+    worker.prepare()
+    result = worker.score(
+        ["q", "q"], packed([CompletionText(SEGMENTS), "four"]), [[1], [2]], [{}, {}], limited=True
+    )
+    assert result.scores.tolist() == [6.0, 8.0]
+
+
+def guarded(folder: Path, script: str) -> GuardedProgram:
+    return GuardedProgram(
+        [sys.executable, "-c", script], env=dict(os.environ), folder=folder, log_file=folder / "log"
+    )
+
+
+def test_a_program_ends_with_its_status_and_writes_where_it_is_told(tmp_path: Path) -> None:
+    program = guarded(tmp_path, "import os; print(os.getcwd()); raise SystemExit(7)")
+    assert program.wait(60) == 7
+    assert (tmp_path / "log").read_text().split() == [str(tmp_path)]
+
+
+def test_a_program_that_is_asked_to_end_does_so_itself(tmp_path: Path) -> None:
+    program = guarded(
+        tmp_path,
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(4), sys.exit(9)))\n"
+        "print('ready', flush=True); time.sleep(1000)",
+    )
+    while "ready" not in (tmp_path / "log").read_text():
+        time.sleep(0.1)
+    assert program.wait(0.1) is None
+    program.ask_to_end()
+    # longer than a guard that was asked would wait
+    assert program.wait(60) == 9
+
+
+WORKER = """
+import os, sys, time
+from pathlib import Path
+from lrlhf.cluster.guarded import GuardedProgram
+child = "import time; time.sleep(1000)"
+starts = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
+program = GuardedProgram([sys.executable, "-c", starts], env=dict(os.environ), folder=Path.cwd())
+program.wait(1000) if sys.argv[1] == "wait" else (time.sleep(2), program.stop())
+"""
+
+
+@pytest.mark.parametrize("end", ["stop", "kill the worker", "kill its child, as Ray does"])
+def test_nothing_is_left_of_a_program_that_started_others(end: str) -> None:
+    task = "stop" if end == "stop" else "wait"
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, task])
+    family: list[psutil.Process] = []
+    while len(family) < 4:  # what stands between, guard, program and its child
+        time.sleep(0.02)
+        family = psutil.Process(worker.pid).children(recursive=True)
+    if end == "kill the worker":
+        worker.kill()
+    elif end != "stop":
+        family[0].kill()
+    assert ends_within(15, lambda: any(one.is_running() for one in family))
+    worker.kill()
+    worker.wait()
+
+
+def test_a_command_takes_its_model_and_address_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"{}")
+    command = ["python", "-m", "x", "--model", str(tmp_path), "--host", "127.0.0.1", "--port", "0"]
+    sent, files = portable(command)
+    assert files == {"config.json": b"{}"}
+    assert adapted(sent, {"--model": "/there", "--host": "10.0.0.7", "--port": "81"}) == [
+        *("python", "-m", "x", "--model", "/there", "--host", "10.0.0.7", "--port", "81")
+    ]
+
+
+def test_the_first_signal_is_noted_and_the_second_interrupts() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with asked_to_end() as asked:
+        signal.raise_signal(signal.SIGTERM)
+        assert asked == [signal.SIGTERM]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_board_counts_looks_and_passes_on_what_was_asked() -> None:
+    board = Board()
+    assert [board.look(), board.look()] == [False, False]
+    assert board.ask_to_end() == 2
+    assert board.look() is True
+
+
+def test_replicas_on_gpus_take_weights_by_nccl_and_the_gpus_that_ray_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lrlhf.cluster.replicas.is_cpu", lambda: False)
+    engine = RayServerEngine(replicas=2, visible_devices="6,7")
+    assert engine._server_transport() == "nccl"
+    assert [engine._devices(number) for number in range(2)] == [None, None]
+    assert RayServerEngine(transport="gloo")._server_transport() == "gloo"
+
+
+def test_a_replica_is_told_what_its_node_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    server = RayServer(
+        0,
+        command=lambda: [],
+        environment=lambda token: {**os.environ, "VLLM_API_KEY": token, "OWN": "1"},
+        timeout=1.0,
+        explain=lambda reason: EngineStartError(reason),
+    )
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    told = server._told("secret")
+    expected = {"VLLM_API_KEY": "secret", "OWN": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    assert {name: told[name] for name in expected} == expected
+    assert not {"CUDA_VISIBLE_DEVICES", "PATH"} & told.keys()
+    assert server.alive() is False
+    server.stop()

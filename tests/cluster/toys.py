@@ -1,0 +1,33 @@
+"""What the runs on a cluster are scored by."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from lrlhf.rewards import completion_segments
+from tests.modules.policy_runs import letters
+
+
+def slow_letters(completions: Sequence[str], **_: Any) -> list[float]:
+    """Long enough for a test to see what it interrupts."""
+    time.sleep(0.4)
+    return letters(completions)
+
+
+def sampled_characters(completions: Sequence[str], **_: Any) -> list[float]:
+    return [
+        float(sum(len(part.text) for part in completion_segments(one) if part.sampled))
+        for one in completions
+    ]
+
+
+class TellsDevice(L.Callback):
+    """Writes what a trainer computes on, and the GPUs that it sees, into the run folder."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        told = f"{pl_module.device} {os.environ.get('CUDA_VISIBLE_DEVICES')}"
+        Path(trainer.default_root_dir, "device").write_text(told)
