@@ -55,7 +55,7 @@ FREE = {
     "sequence_s": 0.0,
     "decode_flops": np.inf,
     "prefill_flops": np.inf,
-    "pass_s": 0.0,
+    "pass_layer_s": 0.0,
     "forward_flops": np.inf,
     "update_flops": np.inf,
     "optimizer_s": 0.0,

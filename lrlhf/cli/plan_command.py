@@ -96,11 +96,10 @@ def describe_run(config: Namespace) -> Iterator[str]:
 
 def _numbers_of_gpus(given: str | None) -> list[int]:
     parts = [] if given is None else [part.strip() for part in given.split(",")]
-    for part in parts:
-        if not part.isdigit() or int(part) == 0:
-            raise ValueError(
-                f"--gpus is {given}; it must be a number above 0, or several with commas between"
-            )
+    if not all(part.isdigit() for part in parts):
+        raise ValueError(f"--gpus is {given}; give a number, or several as in 8,64")
+    if "0" in parts:
+        raise ValueError("--gpus is 0; it must be above 0")
     return sorted(map(int, parts))
 
 

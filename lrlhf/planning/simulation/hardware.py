@@ -63,7 +63,8 @@ class Rates:
         sequence_s: Seconds of a decoding step for each sequence.
         forward_flops: FLOP/s of a trainer in passes without gradients.
         update_flops: FLOP/s of a trainer in updates.
-        pass_s: Seconds of each pass without gradients and each optimizer step, whatever their size.
+        pass_layer_s: Seconds of each pass without gradients and of each optimizer step, for each
+            layer of the model, whatever the size of the batch.
         optimizer_s: Seconds of an optimizer step for each weight.
     """
 
@@ -75,7 +76,7 @@ class Rates:
     sequence_s: float
     forward_flops: float
     update_flops: float
-    pass_s: float = 0.0
+    pass_layer_s: float = 0.0
     optimizer_s: float = 0.0
 
 

@@ -222,7 +222,7 @@ class Simulation(NamedTuple):
         gathered = self._gathered(model, layout, self._micro_batches(layout))
         flops *= self.work.trained_share * self._share(layout)
         computing = flops / self.rates.forward_flops
-        return self.rates.pass_s + max(computing, gathered)
+        return self.rates.pass_layer_s * model.layers + max(computing, gathered)
 
     def _update_seconds(self, model: ModelCosts, flops: float, layout: Layout) -> float:
         work = self.work
@@ -232,7 +232,7 @@ class Simulation(NamedTuple):
         moved = self._gathered(model, layout, 2 * micro) + self._reduced(model, layout, reductions)
         computing = seen * model.update_flops(flops) / self.rates.update_flops
         kept = model.weights.trained.number / (1 if self._is_whole else self._group(layout))
-        step = self.rates.pass_s + kept * self.rates.optimizer_s
+        step = self.rates.pass_layer_s * model.layers + kept * self.rates.optimizer_s
         return max(computing, moved) + work.steps * step
 
     @property

@@ -109,8 +109,11 @@ def _conclusion(gpus: int, found: list[Answer]) -> str:
     measure = "equally long" if limit.endswith("responses") else "twice as fast"
     return (
         f"{gpus} GPUs: {best.seconds:.0f} s with {layout.trainers} trainers and {layout.replicas} "
-        f"replicas of {layout.tensor_parallel} GPUs {where}, max_staleness {layout.max_staleness}; "
-        f"bottleneck: {limit} ({measure}: {saved:.0%} less time)"
+        f"replicas of {layout.tensor_parallel} GPU(s) {where}, max_staleness "
+        f"{layout.max_staleness}; bottleneck: {limit} "
+        f"({measure}: {saved:.0%} less time); generation takes "
+        f"{best.phases.generate / best.seconds:.0%} of the time, training "
+        f"{best.phases.trainer / best.seconds:.0%}"
     )
 
 
