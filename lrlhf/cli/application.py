@@ -41,7 +41,7 @@ from lrlhf.cli.messages.secrets import remember_secrets
 from lrlhf.cli.model_flags import with_sources
 from lrlhf.cli.null_values import refuse_nulls
 from lrlhf.cli.parser import Parser
-from lrlhf.cli.plan_command import describe_run
+from lrlhf.cli.plan_command import add_plan_options, describe_run
 from lrlhf.cli.replay_command import dump_and_options, show_replay
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.cli.serve_command import serve_reward
@@ -159,14 +159,11 @@ class Planner(Application):
     """
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.usage = "lrlhf plan [--gpus N] [--gpu-memory GIB] [the options of lrlhf fit]"
+        parser.usage = "lrlhf plan [--gpus N] [--gpu NAME] [the options of lrlhf fit]"
         parser.description = (
             "Print the batch sizes, the steps and the memory of fit, without training."
         )
-        parser.add_argument("--gpus", type=int | None, help="processes, whatever the trainer has")
-        parser.add_argument(
-            "--gpu-memory", type=float | None, help="GiB of each GPU; marks what does not fit"
-        )
+        add_plan_options(parser)
 
     def before_instantiate_classes(self) -> None:
         # the run may be meant for another machine, with other devices and data

@@ -3,16 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from jsonargparse import Namespace
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
 
 from lrlhf.modules import RewardModel, TrainingModule
 from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, table_of
 from lrlhf.planning.batch_sizes import has_batch_plan, planned_batches
 from lrlhf.planning.config_entries import is_a, options_of
 from lrlhf.planning.memory import memory_report
+from lrlhf.planning.simulation.hardware import GPUS
+from lrlhf.planning.simulation.report import time_report
+from lrlhf.planning.simulation.workload import Question
+from lrlhf.planning.strategy_shares import strategy_of
 from lrlhf.planning.trainer_sizes import processes, training_steps
+from lrlhf.trainer import GPU_PRECISION
+
+
+def add_plan_options(parser: ArgumentParser) -> None:
+    """Add what ``plan`` takes beside the options of ``fit``."""
+    parser.add_argument(
+        "--gpus",
+        type=str | None,
+        help="processes, whatever the trainer has, and what is simulated; 8,64,512: several",
+    )
+    parser.add_argument(
+        "--gpu", type=Literal[tuple(GPUS)] | None, help="which GPU; simulated: h100 unless given"
+    )
+    parser.add_argument(
+        "--gpu-memory", type=float | None, help="GiB of each GPU; marks what does not fit"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=PositiveInt | None,
+        help="simulated: prompts of an iteration, of all GPUs together; data.batch_size times the "
+        "smallest number of --gpus unless given",
+    )
+    parser.add_argument(
+        "--response-lengths",
+        type=str | None,
+        help="simulated: mean tokens of a response, or the rollouts.jsonl of a run; half of "
+        "model.sampling.max_new_tokens unless given",
+    )
+    parser.add_argument(
+        "--reward-seconds",
+        type=NonNegativeFloat,
+        default=0.0,
+        help="simulated: seconds of an iteration's rewards, reward models left out",
+    )
 
 
 def describe_run(config: Namespace) -> Iterator[str]:
@@ -31,12 +70,8 @@ def describe_run(config: Namespace) -> Iterator[str]:
     model, trainer = sections["model"], sections["trainer"]
     data = sections.get("data") or {"class_path": "no data module"}
     options, batch_size = options_of(model), options_of(data).get("batch_size")
-    for option in ("gpus", "gpu_memory"):
-        if (given := sections.get(option)) is not None and given <= 0:
-            raise ValueError(f"--{option.replace('_', '-')} is {given}; it must be above 0")
-    gpus, gib = sections.get("gpus"), sections.get("gpu_memory")
-    ranks = processes(trainer) if gpus is None else Quantity("processes", gpus, "--gpus")
-    device_size = None if gib is None else round(gib * 2**30)
+    gpus, device_size = _numbers_of_gpus(sections.get("gpus")), _device_size(sections)
+    ranks = Quantity("processes", gpus[0], "--gpus") if gpus else processes(trainer)
     title = f"{model['class_path']} on {data['class_path']}\n\n"
     if not isinstance(batch_size, int):
         reason = f"{data['class_path']} has no option batch_size"
@@ -46,14 +81,57 @@ def describe_run(config: Namespace) -> Iterator[str]:
         return
     elif has_batch_plan(options):
         plan = planned_batches(batch_size, model, ranks)
-        yield title + _iteration_tables(plan, trainer, ranks)
-        if is_a(model, TrainingModule):
-            yield memory_report(sections, plan, ranks.number or 1, device_size)
+        if len(gpus) < 2:
+            yield title + _iteration_tables(plan, trainer, ranks)
+            if is_a(model, TrainingModule):
+                yield memory_report(sections, plan, ranks.number or 1, device_size)
+        if gpus and is_a(model, TrainingModule):
+            yield from _times(sections, plan, gpus)
         return
     else:
         reason = f"it is unknown how {model['class_path']} uses a batch"
     known = [ranks, training_steps(trainer, "training steps")]
     yield f"{title}{table_of('the run', known)}\n\nno batch plan: {reason}"
+
+
+def _numbers_of_gpus(given: str | None) -> list[int]:
+    parts = [] if given is None else [part.strip() for part in given.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise ValueError(f"--gpus is {given}; give a number, or several as in 8,64")
+    if "0" in parts:
+        raise ValueError("--gpus is 0; it must be above 0")
+    return sorted(map(int, parts))
+
+
+def _device_size(sections: Mapping[str, Any]) -> int | None:
+    """Return the bytes of each GPU, as far as the arguments tell."""
+    gib, name = sections.get("gpu_memory"), sections.get("gpu")
+    if gib is not None and gib <= 0:
+        raise ValueError(f"--gpu-memory is {gib}; it must be above 0")
+    if gib is None and name is None:
+        return None
+    return round(GPUS[name].memory if gib is None else gib * 2**30)
+
+
+def _times(sections: Mapping[str, Any], plan: BatchPlan, gpus: list[int]) -> Iterator[str]:
+    """Simulate an iteration of the plan, or of so many prompts, on each number of GPUs."""
+    trainer, model, name = sections["trainer"], sections["model"], sections["gpu"] or "h100"
+    if (prompts := sections["prompts"]) is not None:
+        if options_of(model).get("dynamic_sampling") is not None:
+            raise ValueError(
+                "--prompts counts those of all GPUs, and dynamic_sampling.prompts those of each: "
+                "set data.batch_size and leave --prompts out"
+            )
+        plan = planned_batches(prompts, model, Quantity("processes", 1, "--prompts"))
+    trainer = {**trainer, "precision": trainer["precision"] or GPU_PRECISION}
+    size = _device_size(sections)
+    gpu = GPUS[name] if size is None else GPUS[name]._replace(memory=float(size))
+    strategy = strategy_of(trainer, gpus[-1], round(gpu.memory))
+    if strategy is None:
+        yield f"no table of times: it is unknown how {trainer['strategy']!r} shares the work"
+        return
+    reward_s, lengths = sections["reward_seconds"], sections["response_lengths"]
+    yield from time_report(sections, Question(plan, gpu, strategy, lengths, reward_s), gpus, name)
 
 
 def _iteration_tables(plan: BatchPlan, trainer: Mapping[str, Any], ranks: Quantity) -> str:

@@ -10,12 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lrlhf.functional.algorithm import Algorithm
-from lrlhf.functional.algorithms import ALGORITHMS, ALIASES, resolve_algorithm
 from lrlhf.models import (
     CausalLM,
-    PretrainedSpec,
-    SourceError,
     ValueHead,
     ValueModel,
     ValueNetwork,
@@ -32,8 +28,8 @@ from lrlhf.planning.config_entries import is_a, options_of, spec_of
 from lrlhf.planning.dry_run import Shape
 from lrlhf.planning.live_bytes import Usage
 from lrlhf.planning.memory_phases import PhaseList
+from lrlhf.planning.policy_models import reference_spec, reward_models
 from lrlhf.planning.strategy_shares import Shares, weights_of
-from lrlhf.rewards import LearnedReward
 from lrlhf.rollout import TransformersEngine
 from lrlhf.rollout.vllm import VLLMEngine, VLLMServerEngine
 from lrlhf.types import SequenceBatch
@@ -137,49 +133,18 @@ class _PolicyMemory:
         optimizer = options_of(critic.get("optimizer"))
         return policy, phases.hold(weights, optimizer, accumulates=accumulates)
 
-    def _has_penalty(self) -> bool:
-        """Whether there is a KL penalty; without one no reference is loaded."""
-        given = options_of(self._options.get("reference")).get("kl_coef")
-        if given is not None:
-            return bool(given)
-        algorithm = self._options.get("algorithm")
-        if isinstance(algorithm, Mapping):
-            return bool(options_of(algorithm).get("kl_coef", Algorithm.kl_coef))
-        estimator = options_of(self._options.get("advantage")).get("estimator")
-        named = estimator if estimator in {*ALGORITHMS, *ALIASES} else "rloo"
-        return bool(resolve_algorithm(algorithm or named).kl_coef)
-
     def _hold_reference(self) -> None:
-        reference = options_of(self._options.get("reference"))
-        if not self._has_penalty():
-            return
-        if (entry := reference.get("model")) is not None:
-            spec = spec_of(entry, CausalLM)
-        elif self._spec.lora is None:
-            spec = self._spec
-        else:  # the policy without its adapters
-            return
-        model = skeleton(spec, trainable=False)
-        self._phases.hold(weights_of(model, plain_model(model), quantization=spec.quantization))
+        spec = reference_spec(self._options, self._spec)
+        if spec is not None:
+            model = skeleton(spec, trainable=False)
+            weights = weights_of(model, plain_model(model), quantization=spec.quantization)
+            self._phases.hold(weights)
 
     def _reward_models(self) -> Iterator[tuple[str, tuple[nn.Module, Mapping[str, Any]]]]:
         """Hold trained reward models, which every process has whole."""
-        functions = options_of(self._options["rewards"]).get("functions") or []
-        entries = functions.items() if isinstance(functions, Mapping) else enumerate(functions)
-        for name, entry in entries:
-            options = options_of(entry)
-            if not is_a(entry, LearnedReward) or options.get("device") == "cpu":
-                continue
-            keys = ("source", "dtype", "attn_implementation", "trust_remote_code")
-            given = {"dtype": "auto"} | {key: options[key] for key in keys if key in options}
-            try:
-                model = skeleton(PretrainedSpec(**given), body=True, trainable=False)
-            except SourceError as error:
-                reason = f"which cannot be read: {error}"
-                self._phases.note(f"not counted: the model of reward {name!r}, {reason}")
-                continue
+        for name, model, options in reward_models(self._options, self._phases.note):
             self._hold_outside(weights_of(model).whole.size)
-            yield str(name), (model, options)
+            yield name, (model, options)
 
     def _hold_outside(self, parameters: int, cache: int = 0) -> None:
         """Keep in memory what the strategy does not know of."""

@@ -1,0 +1,1 @@
+"""A model of how long an iteration takes: generation event by event, then who waits for whom."""

@@ -1,0 +1,99 @@
+"""What a model costs for each token, from its config and the shapes of its weights."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+from transformers import PreTrainedModel
+
+from lrlhf.models.scorers import blocks_of
+from lrlhf.planning.strategy_shares import Weights, weights_of
+
+
+class ModelCosts(NamedTuple):
+    """The sizes of a model that times depend on.
+
+    Attributes:
+        weights: All of them, and how many learn.
+        multiplied: Weights that every token is multiplied by: all but embeddings.
+        layers: Blocks.
+        heads: Query heads of a block.
+        attention_width: Query heads times the size of one.
+        key_width: Heads of keys times the size of one.
+        recomputes: Activations are computed again in the backward pass.
+    """
+
+    weights: Weights
+    multiplied: int
+    layers: int
+    heads: int
+    attention_width: int
+    key_width: int
+    recomputes: bool = False
+
+    @property
+    def number(self) -> int:
+        """Weights."""
+        return self.weights.whole.number
+
+    @property
+    def cache_numbers(self) -> int:
+        """Numbers in the keys and values of one token."""
+        return 2 * self.layers * self.key_width
+
+    def forward_flops(
+        self, prompt: int, lengths: NDArray[np.int64], *, shares_prompts: bool
+    ) -> float:
+        """Return the FLOP of a pass over whole texts, `[groups, copies]` responses behind prompts.
+
+        Two for each weight and token; attention is causal, and multiplies each token with those
+        before it twice, for scores and for values.
+        """
+        groups, copies = lengths.shape
+        prompts = groups if shares_prompts else groups * copies
+        tokens = prompts * prompt + int(lengths.sum())
+        whole = prompt + lengths.astype(np.float64)
+        pairs = prompts * prompt**2 + float((whole**2 - prompt**2).sum())
+        return 2.0 * self.multiplied * tokens + 2.0 * self.layers * self.attention_width * pairs
+
+    def update_flops(self, forward: float) -> float:
+        """Return the FLOP of forward and backward pass over what a forward pass takes so many of.
+
+        The backward pass multiplies once for the gradients of activations, and for those of the
+        weights that learn.
+        """
+        learning = self.weights.trained.number / max(1, self.number)
+        return forward * (2 + learning + self.recomputes)
+
+
+def costs_of(model: nn.Module, plain: PreTrainedModel) -> ModelCosts:
+    """Read the sizes of a model, whose config is that of ``plain``; it may have a head more.
+
+    Raises:
+        ValueError: It is a mixture of experts, or its config does not say how it attends.
+    """
+    config = plain.config.get_text_config()
+    options = config.to_dict()
+    if any("expert" in name and value for name, value in options.items()):
+        raise ValueError("mixtures of experts are not simulated")
+    heads = options.get("num_attention_heads")
+    if not heads or "hidden_size" not in options:
+        raise ValueError(f"the config of {type(plain).__name__} does not name its attention heads")
+    size = options.get("head_dim") or options["hidden_size"] // heads
+    weights = weights_of(model, plain)
+    head = plain.get_output_embeddings()  # type: ignore[no-untyped-call]
+    embeddings = plain.get_input_embeddings().weight  # type: ignore[union-attr]
+    tied = head is not None and head.weight is embeddings
+    return ModelCosts(
+        weights=weights,
+        # a token of the embeddings is looked up; as an output head they are multiplied
+        multiplied=weights.whole.number - (0 if tied else embeddings.numel()),
+        layers=len(blocks_of(plain)),
+        heads=heads,
+        attention_width=heads * size,
+        key_width=(options.get("num_key_value_heads") or heads) * size,
+        recomputes=plain.is_gradient_checkpointing,
+    )
