@@ -79,7 +79,12 @@ def test_a_run_whose_processes_are_killed_ends_as_one_without_ray(
 
 
 @pytest.mark.parametrize(
-    ("signals", "status"), [([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGINT], 130)]
+    ("signals", "status"),
+    [
+        ([signal.SIGTERM], 143),
+        ([signal.SIGINT, signal.SIGINT], 130),
+        ([signal.SIGKILL], -signal.SIGKILL),
+    ],
 )
 def test_a_signal_ends_all_of_it(
     cluster: Any, model_folder: str, tmp_path: Path, signals: list[int], status: int
