@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
@@ -28,9 +28,7 @@ def add_plan_options(parser: ArgumentParser) -> None:
         type=str | None,
         help="processes, whatever the trainer has, and what is simulated; 8,64,512: several",
     )
-    parser.add_argument(
-        "--gpu", type=Literal[tuple(GPUS)] | None, help="which GPU; simulated: h100 unless given"
-    )
+    parser.add_argument("--gpu", choices=list(GPUS), help="which GPU; simulated: h100 unless given")
     parser.add_argument(
         "--gpu-memory", type=float | None, help="GiB of each GPU; marks what does not fit"
     )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.accelerators import CUDAAccelerator
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +16,7 @@ from lrlhf.modules.policy.batch_plan import BatchPlan
 from lrlhf.planning.config_entries import options_of, spec_of
 from lrlhf.planning.dry_run import DryRun, Shape
 from lrlhf.planning.memory_phases import PhaseList
+from lrlhf.planning.plain_table import plain_text
 from lrlhf.planning.policy_memory import add_policy_phases, note_media
 from lrlhf.planning.strategy_shares import strategy_of, weights_of
 from lrlhf.trainer import GPU_PRECISION
@@ -112,10 +111,7 @@ def _table(phases: PhaseList) -> str:
         if size is not None:
             cells.append("yes" if phase.usage.total <= _USABLE * size else "NO")
         table.add_row(Text(phase.name), *map(Text, cells))
-    buffer = io.StringIO()
-    # wider than any line: a table that wraps cannot be searched
-    Console(file=buffer, width=4096, color_system=None).print(table)
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines() if line.strip())
+    return plain_text(table)
 
 
 def _smaller(sections: Mapping[str, Any], phases: PhaseList) -> list[str]:

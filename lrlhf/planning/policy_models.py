@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from peft import PeftModel
+from transformers import PreTrainedModel
 
 from lrlhf.functional.algorithm import Algorithm
 from lrlhf.functional.algorithms import ALGORITHMS, ALIASES, resolve_algorithm
@@ -43,7 +44,7 @@ def reference_spec(options: Mapping[str, Any], policy: CausalLM) -> CausalLM | N
 
 def reward_models(
     options: Mapping[str, Any], note: Callable[[str], None]
-) -> Iterator[tuple[str, nn.Module, Mapping[str, Any]]]:
+) -> Iterator[tuple[str, PreTrainedModel | PeftModel, Mapping[str, Any]]]:
     """Yield the name, skeleton and options of each reward model; what cannot be read is noted."""
     functions = options_of(options["rewards"]).get("functions") or []
     entries = functions.items() if isinstance(functions, Mapping) else enumerate(functions)

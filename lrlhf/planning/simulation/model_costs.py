@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,12 +85,12 @@ def costs_of(model: nn.Module, plain: PreTrainedModel) -> ModelCosts:
     size = options.get("head_dim") or options["hidden_size"] // heads
     weights = weights_of(model, plain)
     head = plain.get_output_embeddings()  # type: ignore[no-untyped-call]
-    embeddings = plain.get_input_embeddings().weight  # type: ignore[union-attr]
-    tied = head is not None and head.weight is embeddings
+    embeddings: Any = plain.get_input_embeddings()
+    tied = head is not None and head.weight is embeddings.weight
     return ModelCosts(
         weights=weights,
         # a token of the embeddings is looked up; as an output head they are multiplied
-        multiplied=weights.whole.number - (0 if tied else embeddings.numel()),
+        multiplied=weights.whole.number - (0 if tied else embeddings.weight.numel()),
         layers=len(blocks_of(plain)),
         heads=heads,
         attention_width=heads * size,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lrlhf.planning.plain_table import plain_text
 from lrlhf.planning.simulation import hardware
 from lrlhf.planning.simulation.hardware import GPU
 from lrlhf.planning.simulation.iteration import Workload
@@ -89,10 +88,7 @@ def _table(answers: Mapping[int, list[Answer]], work: Workload) -> str:
                 f"{work.tokens / one.seconds:,.0f}",
             ]
             table.add_row(*map(Text, cells))
-    buffer = io.StringIO()
-    # wider than any line: a table that wraps cannot be searched
-    Console(file=buffer, width=4096, color_system=None).print(table)
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines() if line.strip())
+    return plain_text(table)
 
 
 def _conclusion(gpus: int, found: list[Answer]) -> str:

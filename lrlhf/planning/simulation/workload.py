@@ -76,7 +76,7 @@ class _Models:
         elif kl_penalty(options) is not None:
             self.passes.append(self.policy)
         rewards = [model for _, model, _ in reward_models(options, notes.append)]
-        self.rewards = tuple(costs_of(model, plain_model(model.backbone)) for model in rewards)
+        self.rewards = tuple(costs_of(model, plain_model(model)) for model in rewards)
         self.whole = sum(weights_of(model).whole.size for model in rewards)
 
     def _add_critic(self, critic: Mapping[str, Any]) -> None:
