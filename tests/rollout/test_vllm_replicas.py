@@ -66,12 +66,15 @@ def test_a_turn_goes_where_its_history_is_unless_that_replica_has_more_to_do() -
     router.finished(second)
     # up to as many tokens of other work as the history saves
     for work, expected in ((3 * BLOCK, 1), (3 * BLOCK + 1, 0)):
-        other = Router([0, 1], first=1)
-        other.finished(other.place(history, [1], among=[1])[0], history)
-        other.place([], [work], among=[1])
-        assert other.place(follow, [10], among=[0, 1])[0].replica == expected
+        busy = Router([0, 1], first=1)
+        busy.finished(busy.place(history, [1], among=[1])[0], history)
+        busy.place([], [work], among=[1])
+        assert busy.place(follow, [10], among=[0, 1])[0].replica == expected
     # the same tokens behind another beginning are not the same prefix
-    assert router.place([5, *history[1:]], [1], among=[1])[0].tokens == 3 * BLOCK + 1
+    other = [9] * BLOCK + [8] * BLOCK
+    router.finished(router.place(other, [1], among=[1])[0])
+    crossed = [*history[:BLOCK], *other[BLOCK:]]
+    assert router.place(crossed, [1], among=[1])[0].tokens == BLOCK + 1
     router.forget()
     assert router.place(follow, [1], among=[1])[0].tokens == 3 * BLOCK + 2 + 1
 

@@ -108,10 +108,10 @@ class _Call:
 
     def _place(self) -> None:
         """Send what waits to replicas that have a place free."""
+        open_there = dict.fromkeys(self._heard, 0)
+        for _, placement in self._running.values():
+            open_there[placement.replica] += 1
         while self._waiting:
-            open_there = dict.fromkeys(self._heard, 0)
-            for _, placement in self._running.values():
-                open_there[placement.replica] += 1
             if not open_there:
                 raise self._failure
             free = [one for one, count in open_there.items() if count < self._concurrency]
@@ -127,6 +127,7 @@ class _Call:
             for index, placement in zip(group, placed, strict=True):
                 task = asyncio.create_task(self._ask(self._bodies[index], chosen))
                 self._running[task] = index, placement
+            open_there[chosen] += len(group)
 
     async def _ask(self, body: dict[str, Any], number: int) -> Response:
         asked = {**body, "model": self._targets.models[number]}
