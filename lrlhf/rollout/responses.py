@@ -92,8 +92,11 @@ class Response:
     def followed_by(self, turn: Response) -> Response:
         """Return the response with a further turn behind it."""
         versions = [one.weight_version for one in (self, turn) if one.weight_version is not None]
+        parts = (self.segments, turn.segments)
+        if len(set(versions)) > 1:
+            parts = (_with_versions(self), _with_versions(turn))
         return Response(
-            segments=(*self.segments, *turn.segments),
+            segments=(*parts[0], *parts[1]),
             truncated=turn.truncated,
             weight_version=min(versions, default=None),
         )
@@ -115,6 +118,18 @@ class Response:
     def token_ids(self) -> Int[Tensor, " L"]:
         """All tokens behind the prompt."""
         return torch.cat([segment.token_ids for segment in self.segments])
+
+
+def _with_versions(response: Response) -> tuple[Segment, ...]:
+    """Return the segments, with the response's version in those that have none of their own."""
+    version = response.weight_version
+    assert version is not None
+    return tuple(
+        replace(one, versions=torch.full_like(one.token_ids, version))
+        if one.sampled and one.versions is None
+        else one
+        for one in response.segments
+    )
 
 
 class Run(NamedTuple):

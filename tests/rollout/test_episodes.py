@@ -593,6 +593,22 @@ def test_episodes_played_ahead_are_in_a_checkpoint(tmp_path: Path) -> None:
     assert scores[0].tolist() == scores[1].tolist() == [16.0, 16.0]
 
 
+def test_episodes_of_several_iterations_are_played_at_once() -> None:
+    turns = ScriptedEngine(lambda text: f"{len(text)}.", concurrent=True, seconds=0.02)
+    episodes = EpisodeEngine(turns, Episodes(environment=Echo))
+    episodes.attach(None, TOKENIZER)  # type: ignore[arg-type]
+    queue = RolloutQueue(episodes, 3)
+    asked = [prompt_batch("say " * step, word=["a" * step]) for step in (1, 2, 3)]
+    for step, prompts in enumerate(asked):
+        queue.start(step, prompts, HUNDRED, num_generations=2, seeds=range(2))
+    for step, prompts in enumerate(asked):
+        taken = queue.take(step, prompts, num_generations=2, any_rank=bool)
+        alone = episodes.generate(prompts, HUNDRED, num_generations=2, seeds=range(2))
+        assert taken is not None
+        assert torch.equal(taken.input_ids, alone.input_ids)
+        assert torch.equal(taken.response_mask, alone.response_mask)
+
+
 def test_an_engine_that_fails_in_the_middle_is_asked_again() -> None:
     failed: list[str] = []
 

@@ -124,6 +124,21 @@ def test_turns_of_other_weights_count_as_the_oldest() -> None:
         assemble_rollout(PROMPTS, [newer, sampled(1)], num_generations=1, pad_id=0)
 
 
+def test_each_turn_keeps_the_versions_that_sampled_it() -> None:
+    first, second = (replace(sampled(1, 2), weight_version=version) for version in (2, 3))
+    (segment,) = sampled(4, 5, 6).segments
+    mixed = replace(segment, versions=torch.tensor([3, 4, 4]))
+    third = Response(segments=(mixed,), truncated=False, weight_version=3)
+    whole = first.given(torch.tensor([7])).followed_by(second).followed_by(third)
+    prompts = untold_prompts([[8, 9]])
+    rollout = assemble_rollout(prompts, [whole], num_generations=1, pad_id=0)
+    assert rollout.weight_version is not None
+    assert rollout.token_versions is not None
+    assert rollout.weight_version.tolist() == [2]
+    counted = rollout.token_versions[rollout.response_mask]
+    assert counted.tolist() == [2, 2, 3, 3, 3, 4, 4]
+
+
 def test_a_further_turn_is_asked_for_with_all_that_was_said() -> None:
     turn = continued_prompts(PROMPTS, TURNS)
     pairs = zip(turn.input_ids, turn.attention_mask, strict=True)
