@@ -168,7 +168,7 @@ def test_responses_go_on_with_new_weights_and_say_which_sampled_a_token(
         sampling = Sampling(max_new_tokens=100)
 
         def generate() -> None:
-            rollout = server.generate(prompts, sampling, num_generations=4, seeds=range(8))
+            rollout = server.generate(prompts, sampling, num_generations=64, seeds=range(128))
             found.append(rollout)
 
         tokens = partial(counted, server, 0, "vllm:generation_tokens_total")
@@ -177,8 +177,8 @@ def test_responses_go_on_with_new_weights_and_say_which_sampled_a_token(
         disturb(policy, seed=5)
         client.post("/pause?mode=keep&clear_cache=false")
         thread.start()
-        time.sleep(1.0)  # until all eight wait there
-        while tokens() < before + 8 * 5:  # a few tokens at a time, so that none gets through
+        time.sleep(1.0)  # until all wait there
+        while tokens() < before + 128:  # so many at once that none gets through
             client.post("/resume")
             time.sleep(0.01)
             client.post("/pause?mode=keep&clear_cache=false")
@@ -189,12 +189,12 @@ def test_responses_go_on_with_new_weights_and_say_which_sampled_a_token(
     (rollout,) = found
     assert rollout.token_versions is not None
     assert rollout.weight_version is not None
-    assert rollout.weight_version.tolist() == [3] * 8
+    assert rollout.weight_version.tolist() == [3] * 128
     found_in = [
-        rollout.token_versions[row][rollout.response_mask[row]].tolist() for row in range(8)
+        rollout.token_versions[row][rollout.response_mask[row]].tolist() for row in range(128)
     ]
     assert all(versions == sorted(versions) for versions in found_in)
-    assert sum(set(versions) == {3, 4} for versions in found_in) >= 4
+    assert sum(set(versions) == {3, 4} for versions in found_in) >= 16
     for model, version in ((old, 3), (policy, 4)):
         own = logprobs_by_whole_logits(model, rollout, 1.0)
         mine = rollout.response_mask & (rollout.token_versions == version)
