@@ -257,7 +257,7 @@ def _run(setting: Setting, engine: str, folder: Path) -> Measured:
         sampling=Sampling(max_new_tokens=setting.new_tokens),
         reference=Reference(kl_coef=0.05),
         update=Update(num_minibatches=2),
-        rollout_ahead=setting.max_staleness,
+        max_staleness=setting.max_staleness,
         seed=1,
     )
     steps = WARM_UP + ITERATIONS
