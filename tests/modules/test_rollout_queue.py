@@ -288,6 +288,22 @@ def test_an_error_that_is_no_failure_of_the_engine_ends_the_run(ahead, run, prom
         run(ahead(CopyEngine(concurrent=True, max_model_len=12)), data=data)
 
 
+def test_a_new_run_takes_nothing_that_one_before_it_has_begun(ahead, run) -> None:
+    class Breaks(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                raise RuntimeError("enough")
+
+    engine = CopyEngine(concurrent=True)
+    module = ahead(engine)
+    with pytest.raises(RuntimeError, match="enough"):
+        run(module, Breaks())
+    assert [draw.version for draw in engine.draws] == [0, 0, 1]  # the last one for iteration 2
+    engine.draws.clear()
+    run(module)
+    assert [draw.version for draw in engine.draws] == [0, 0, 1, 2]
+
+
 # ---- refused
 
 

@@ -301,11 +301,16 @@ class Sampler:
 
     def reset(self) -> None:
         """Attach the engine anew before it is used next: a new trainer has come."""
+        if self._queue is not None:
+            # what a run that broke off has begun comes from other weights of the same number
+            self._queue.drop()
         self._ready = False
 
     def close(self) -> None:
         """Drop what was generated ahead, and give back what engine and rewards hold."""
         if self._queue is not None:
+            if self._queue.updates_in_flight:
+                self._engine.close()  # which ends what is in the making: it may be much
             self._queue.drop()
         self._engine.close()
         self._rewards.close()
@@ -323,8 +328,9 @@ class Sampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what was generated ahead."""
-        if self._queue is not None and state["queue"] is not None:
-            self._queue.load_state_dict(state["queue"], torch.device("cpu"))
+        kept = state.get("queue")
+        if self._queue is not None and kept is not None:
+            self._queue.load_state_dict(kept, torch.device("cpu"))
 
 
 def _as_sample(collected: Collected, filler: Tensor, *, stored: bool) -> Sample:

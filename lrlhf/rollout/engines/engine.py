@@ -120,7 +120,8 @@ class RolloutEngine(KeepsArguments, ABC):
     def conversation(self) -> AbstractContextManager[None]:
         """Return a context in which prompts go on from earlier responses.
 
-        An engine may keep in it what it has computed of them; the weights do not change meanwhile.
+        An engine may keep in it what it has computed of them; the weights change meanwhile only
+        where updates in flight are allowed.
         """
         return nullcontext()
 
