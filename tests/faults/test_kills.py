@@ -40,7 +40,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
         pytest.param(
             "rloo_turns_vllm",
             ["turn2@5"],
-            marks=[pytest.mark.vllm, pytest.mark.timeout(1500)],
+            marks=[pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1500)],
         ),
     ],
 )

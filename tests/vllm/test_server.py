@@ -81,7 +81,8 @@ def test_a_server_that_someone_started_takes_weights_too(
 @pytest.mark.parametrize(
     "during",
     [
-        "generation",
+        # in the normal suite: tests of replicas and of episodes
+        pytest.param("generation", marks=pytest.mark.exhaustive),
         pytest.param("a push", marks=pytest.mark.exhaustive),
         pytest.param("neither", marks=pytest.mark.exhaustive),
     ],

@@ -25,7 +25,7 @@ from lrlhf.vllm_worker.model_repair import forget_broken_update
 from tests.vllm.models import build_policy
 from tests.vllm.workers import Workers
 
-SECONDS = 2.0
+SECONDS = 3.0
 NORM = "model.norm.weight"
 
 
@@ -183,7 +183,7 @@ def test_a_push_that_fails_goes_through_all_tensors_and_ends_in_time(connected, 
         transfer.push(tensors, "new")
     # other ranks may need this one's parts of each
     assert len(tensors.seen) == len(list(weights.layout(torch.float32)))
-    assert time.monotonic() - started < (1.0 if step not in ("hang",) else 2.5 * SECONDS)
+    assert time.monotonic() - started < (2.5 * SECONDS if step == "hang" else SECONDS)
     assert workers.version.endswith("incomplete")
 
 
@@ -232,7 +232,7 @@ def test_another_trainer_takes_the_workers_over(connected, ends: ModuleType) -> 
     started = time.monotonic()
     with pytest.raises(EngineFailure, match="another trainer has connected to this engine"):
         first.push(passing(weights), "new")
-    assert time.monotonic() - started < 1.0  # nothing was waited for
+    assert time.monotonic() - started < SECONDS  # nothing was waited for
     second.close()
 
 
