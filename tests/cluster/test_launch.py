@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
 
@@ -99,6 +100,20 @@ def test_a_signal_ends_all_of_it(
         output, _ = process.communicate(timeout=180)
     assert process.returncode == status, output
     assert (config.parent / "ck" / "last.ckpt").exists()
+    assert ends_within(20, lambda: bool(processes(cluster, f"{TRAINER}|{GUARDED}")))
+
+
+def test_what_rank_zero_alone_refuses_ends_the_run(
+    cluster: Any, model_folder: str, tmp_path: Path
+) -> None:
+    config = write_run(tmp_path / "run", model_folder)
+    content = yaml.safe_load(config.read_text())
+    content["trainer"]["callbacks"].append({"class_path": "tests.cluster.toys.RefusedByRankZero"})
+    config.write_text(yaml.safe_dump(content))
+    with running(launching(config, cluster.address), ROOT) as process:
+        output, _ = process.communicate(timeout=150)
+    assert process.returncode == 2, output
+    assert "rank 0 refuses this" in output
     assert ends_within(20, lambda: bool(processes(cluster, f"{TRAINER}|{GUARDED}")))
 
 

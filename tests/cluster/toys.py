@@ -25,6 +25,14 @@ def sampled_characters(completions: Sequence[str], **_: Any) -> list[float]:
     ]
 
 
+class RefusedByRankZero(L.Callback):
+    """Cannot be made by rank 0, for which the others then wait."""
+
+    def __init__(self) -> None:
+        if os.environ.get("RANK") == "0":
+            raise ValueError("rank 0 refuses this")
+
+
 class TellsDevice(L.Callback):
     """Writes what a trainer computes on, and the GPUs that it sees, into the run folder."""
 
