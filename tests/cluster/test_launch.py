@@ -117,6 +117,20 @@ def test_what_rank_zero_alone_refuses_ends_the_run(
     assert ends_within(20, lambda: bool(processes(cluster, f"{TRAINER}|{GUARDED}")))
 
 
+def test_a_run_whose_controller_is_killed_goes_on(
+    cluster: Any, model_folder: str, tmp_path: Path
+) -> None:
+    config = write_run(tmp_path / "run", model_folder)
+    command = launching(config, cluster.address, "--trainer.max_steps=6")
+    with running(command, ROOT) as process:
+        await_step(process, config, 2)
+        processes(cluster, r"ray::TrainController")[0].kill()
+        output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "controller was lost: the trainers are started again" in output
+    assert (config.parent / "ck" / "step=000006.ckpt").exists()
+
+
 def test_a_trainer_that_is_lost_too_often_ends_the_run(
     cluster: Any, model_folder: str, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,13 +16,14 @@ import psutil
 import pytest
 
 from lrlhf.cluster import Cluster, launch, trainers
+from lrlhf.cluster import rewards as rewards_module
 from lrlhf.cluster.connection import ENVIRONMENT, asked_to_end
 from lrlhf.cluster.guarded import GuardedProgram
-from lrlhf.cluster.replicas import RayServer, RayServerEngine, adapted, portable
-from lrlhf.cluster.rewards import RewardWorker, packed, unpacked
+from lrlhf.cluster.replicas import RayServer, RayServerEngine, Replica, adapted, portable
+from lrlhf.cluster.rewards import RayRewards, RewardWorker, packed, unpacked
 from lrlhf.cluster.trainers import Board, _attend
 from lrlhf.rewards import Rewards, completion_segments
-from lrlhf.rewards.function import CompletionText, CompletionTurns, TextSegment
+from lrlhf.rewards.function import CompletionText, CompletionTurns, RewardError, TextSegment
 from lrlhf.rollout.vllm.vllm_base import EngineStartError
 from lrlhf.run.folder_lock import FOLDER_WAIT
 from tests.cluster.local_cluster import ends_within
@@ -208,6 +210,37 @@ def test_a_program_whose_guard_alone_is_ended_is_not_through(tmp_path: Path) -> 
     (guard,) = program._below(1)
     guard.terminate()
     assert program.wait(60) == 128 + signal.SIGTERM
+
+
+def test_a_server_that_has_ended_says_on_which_node_its_log_is(tmp_path: Path) -> None:
+    replica = Replica()
+    replica._server = guarded(tmp_path, "raise SystemExit(7)")
+    replica._log = tmp_path / "log"
+    assert replica._server.wait(60) == 7
+    told = f"it ended with status 7 (all of it is in {tmp_path}/log on {socket.gethostname()})"
+    assert replica.ended() == told
+
+
+def test_a_batch_that_kills_every_worker_is_an_error_of_the_rewards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def get(_: object) -> None:
+        raise ProcessLookupError
+
+    errors = SimpleNamespace(RayTaskError=ChildProcessError, RayActorError=ProcessLookupError)
+    ray = SimpleNamespace(get=get, exceptions=errors)
+    monkeypatch.setattr(rewards_module, "import_ray", lambda: ray)
+    with pytest.raises(RewardError, match="lost, and 3 times again on the same batch"):
+        RayRewards._asked(None)
+
+
+def test_without_a_cluster_a_launch_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(_: object) -> None:
+        raise ConnectionError("set the `--address` flag")
+
+    monkeypatch.setattr(launch, "connect", connect)
+    with pytest.raises(launch.LaunchError, match=r"ray start --head, or .* --cluster.address null"):
+        launch._connected(Cluster(), "ns")
 
 
 class Fitting:
