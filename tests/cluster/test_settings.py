@@ -11,7 +11,9 @@ import yaml
 from jsonargparse import Namespace
 
 from lrlhf.cli import run
+from lrlhf.cli.application import Application
 from lrlhf.cli.launch_command import (
+    Launcher,
     _check_files,
     _pickled_rewards,
     cluster_of,
@@ -28,6 +30,7 @@ from lrlhf.cluster.launch import LaunchError, _check_room
 from lrlhf.cluster.rewards import RayRewards
 from lrlhf.cluster.settings import STANDS_FOR
 from lrlhf.planning.config_entries import class_of, is_a
+from tests.cli.experiment import experiment
 
 ROOT = Path(__file__).parents[2]
 RAY_ENGINE = "lrlhf.cluster.replicas.RayServerEngine"
@@ -211,6 +214,24 @@ def test_reward_workers_need_rewards() -> None:
     cluster = Cluster(rewards=RewardWorkers(workers=1))
     with pytest.raises(ConfigError, match=r"model\.rewards is no lrlhf.rewards.Rewards"):
         [*moved(cluster, {"class_path": "RewardModel", "init_args": {}})]
+
+
+def test_a_mistake_is_found_before_anything_is_launched(
+    model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {"train": str(tmp_path / "rows.jsonl"), "batch_size": 2}
+    content = experiment("RLOO", {"policy": model_folder}, data, reward="exact_match")
+    # the machine that launches may have none
+    content["trainer"]["accelerator"] = "gpu"
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(content))
+    assert run(["launch", "--config", str(config)]) == 2
+    assert "rows.jsonl" in capsys.readouterr().err
+
+
+def test_debug_reaches_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Application, "__init__", lambda *_: None)
+    assert Launcher(["fit"], debug=True)._cluster.environment == {"LRLHF_DEBUG": "1"}
 
 
 def test_outside_of_a_launch_its_rewards_say_where_they_belong() -> None:
