@@ -34,8 +34,9 @@ class RefusedByRankZero(L.Callback):
 
 
 class TellsDevice(L.Callback):
-    """Writes what a trainer computes on, and the GPUs that it sees, into the run folder."""
+    """Writes the device of a trainer, the GPUs that it sees and ``OWN`` into the run folder."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        told = f"{pl_module.device} {os.environ.get('CUDA_VISIBLE_DEVICES')}"
+        seen = [os.environ.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "OWN")]
+        told = " ".join([str(pl_module.device), *seen])
         Path(trainer.default_root_dir, "device").write_text(told)
