@@ -295,7 +295,7 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
     configure_output(debug=debug)
     files: list[ConfigFile] = []
     try:
-        application, arguments = _application(arguments)
+        application, arguments = _application(arguments, debug=debug)
         files = read_config_files(arguments)
         remember_secrets(files, arguments)
         # last, so that a file of the user's never takes the place of an installed module
@@ -308,7 +308,7 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
 
 
 def _application(
-    arguments: Sequence[str],
+    arguments: Sequence[str], *, debug: bool
 ) -> tuple[Callable[[Sequence[str]], object], Sequence[str]]:
     """What runs a command, and the arguments that it reads."""
     command, *options = arguments
@@ -324,7 +324,8 @@ def _application(
         return serve_reward, arguments
     if command == "launch":
         # which imports this file
-        return import_module("lrlhf.cli.launch_command").Launcher, ["fit", *options]
+        launcher = import_module("lrlhf.cli.launch_command").Launcher
+        return partial(launcher, debug=debug), ["fit", *options]
     if command == "replay":
         folder, options = dump_and_options(options)
         return partial(Replayer, folder), ["fit", *options]

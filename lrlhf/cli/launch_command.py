@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lrlhf.cli.application import Application
-from lrlhf.cli.config_files import folders_of_own_code, read_config_files
+from lrlhf.cli.config_files import (
+    config_arguments,
+    folders_of_own_code,
+    is_inline,
+    read_config_files,
+)
 from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.parser import Parser
 from lrlhf.cluster import Cluster
@@ -18,11 +26,14 @@ from lrlhf.cluster.connection import RayMissingError, import_ray
 from lrlhf.cluster.launch import Run, launch
 from lrlhf.cluster.replicas import RayServerEngine
 from lrlhf.cluster.rewards import RayRewards
+from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.config_entries import class_of, options_of
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import VLLMServerEngine
 
 _CLUSTER = "--cluster"
+_OF_A_NODE = {("trainer", "strategy"), ("model", "engine")}
+"""What may be wrong here alone: too little main memory, or no vLLM."""
 
 
 class Launcher(Application):
@@ -30,11 +41,16 @@ class Launcher(Application):
 
     Args:
         arguments: Those of ``fit``, the command included, and ``--cluster``.
+        debug: Have the trainers show tracebacks, and what other libraries log.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], *, debug: bool = False) -> None:
         own, self._of_fit = divided(arguments)
-        self._cluster = cluster_of(own)
+        cluster = cluster_of(own)
+        if debug:
+            cluster = replace(cluster, environment={"LRLHF_DEBUG": "1", **cluster.environment})
+        self._cluster = cluster
+        _check_files(self._of_fit, cluster)
         super().__init__(self._of_fit)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -43,7 +59,25 @@ class Launcher(Application):
         parser.add_class_arguments(Cluster, "cluster")  # for its help: they are read apart
 
     def before_instantiate_classes(self) -> None:
-        """Leave it to the trainers, whose nodes have the GPUs and the data."""
+        """Look for mistakes as a trainer does, but for what its node has.
+
+        Raises:
+            MistakeError: Something cannot work.
+            RefusedError: A class refuses its options.
+        """
+        options = self.config[self.subcommand]
+        given = options.trainer.clone()
+        options.trainer.accelerator, options.trainer.devices = "cpu", 1
+        options.trainer.num_nodes = self._cluster.trainers.workers
+        try:
+            with contextlib.chdir(self._cluster.storage or "."):
+                for _ in self.findings():
+                    pass
+        except MistakeError as error:
+            if error.key not in _OF_A_NODE:
+                raise
+        finally:
+            options.trainer = given
 
     def instantiate_classes(self) -> None:
         """Build nothing: the trainers do."""
@@ -78,11 +112,12 @@ def moved(cluster: Cluster, model: Mapping[str, Any]) -> Iterator[str]:
         ConfigError: It names nothing of the kind.
     """
     if cluster.rollouts.replicas:
-        path = path_to_server(model)
+        path, options = path_to_server(model)
+        _check_server(path, options, cluster.rollouts.gpus)
         yield f"--{path}={_name(RayServerEngine)}"
         yield f"--{path}.replicas={cluster.rollouts.replicas}"
     if cluster.rewards.workers:
-        if class_of(options_of(model).get("rewards")) is not Rewards:
+        if class_of(options_of(model).get("rewards")) not in (Rewards, RayRewards):
             raise ConfigError(
                 "rewards.workers of the cluster is above 0, and model.rewards is no "
                 "lrlhf.rewards.Rewards: set rewards.workers to 0"
@@ -125,24 +160,59 @@ def cluster_of(own: Sequence[str]) -> Cluster:
         raise ConfigError(f"cluster: {error}") from error
 
 
-def path_to_server(model: Mapping[str, Any]) -> str:
-    """Find the engine whose servers are to run elsewhere, wrapped or not."""
+def path_to_server(model: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Find the engine whose servers are to run elsewhere, wrapped or not, and its options."""
     path, entry = "model.engine", options_of(model).get("engine")
     while entry is not None:
-        if class_of(entry) is VLLMServerEngine and options_of(entry).get("url") is None:
-            return path
-        path, entry = f"{path}.engine", options_of(entry).get("engine")
+        options = options_of(entry)
+        if class_of(entry) in (VLLMServerEngine, RayServerEngine) and options.get("url") is None:
+            return path, options
+        path, entry = f"{path}.engine", options.get("engine")
     raise ConfigError(
         "rollouts.replicas of the cluster is above 0, and model.engine is no "
         "lrlhf.rollout.VLLMServerEngine without url: add --config configs/engine/vllm_server.yaml"
     )
 
 
+def _check_server(path: str, options: Mapping[str, Any], gpus: float) -> None:
+    split = options.get("tensor_parallel_size") or 1
+    # part of a GPU is enough for what is not split; without GPUs the processes share cores
+    if gpus and max(gpus, 1) != split:
+        raise ConfigError(
+            f"rollouts.gpus of the cluster is {gpus:g}, and {path}.tensor_parallel_size is "
+            f"{split}: set both to the same number"
+        )
+    if options.get("log_file") is not None:
+        raise ConfigError(
+            f"{path}.log_file is {options['log_file']}, and servers on other nodes write into "
+            "folders there, which their errors name: drop it"
+        )
+
+
+def _check_files(of_fit: Sequence[str], cluster: Cluster) -> None:
+    """Refuse configs that trainers, which work in another folder, would read from elsewhere."""
+    for name in config_arguments(of_fit):
+        there = Path(cluster.storage or ".", name)
+        if is_inline(name) or not Path(name).is_file():
+            continue  # another part says what is wrong
+        if not there.is_file() or there.read_bytes() != Path(name).read_bytes():
+            raise ConfigError(
+                f"{name} is not {there}, which the trainers would read (storage of the cluster): "
+                f"call lrlhf launch in {cluster.storage}, or give the whole path"
+            )
+
+
 def _pickled_rewards(options: Namespace) -> bytes:
     parser = Parser()
     parser.add_subclass_arguments(Rewards, "rewards")
     entry = Namespace(rewards=options.model.init_args.rewards)  # type: ignore[no-untyped-call]
-    return pickle.dumps(parser.instantiate(entry).rewards)
+    try:
+        return pickle.dumps(parser.instantiate(entry).rewards)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"model.rewards cannot be sent to reward workers ({error}): set rewards.workers of the "
+            "cluster to 0, or name its functions by their import paths"
+        ) from error
 
 
 def _rank_flags(cluster: Cluster) -> list[str]:

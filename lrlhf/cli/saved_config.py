@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -13,6 +14,8 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lrlhf.cluster.connection import NAMESPACE
+from lrlhf.cluster.settings import STANDS_FOR
 from lrlhf.run.atomic import atomic_write
 from lrlhf.run.hidden_values import without_secrets
 from lrlhf.run.log_rows import hold_log_folders
@@ -52,6 +55,10 @@ class SaveConfig(SaveConfigCallback):
                 ", ".join(changed),
                 HIDDEN,
             )
+        if NAMESPACE in os.environ:
+            shown = _as_without_launch(shown)
+            # each trainer is a node with one device there
+            shown.trainer.devices, shown.trainer.num_nodes = shown.trainer.num_nodes, 1
         super().__init__(parser, shown, **options)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -67,6 +74,17 @@ class SaveConfig(SaveConfigCallback):
             with atomic_write(Path(folder) / f"{prefix}{self.config_filename}") as handle:
                 handle.write(self.parser.dump(self.config, skip_unset=False).encode())
         self.already_saved = trainer.strategy.broadcast(True)
+
+
+def _as_without_launch(value: Any) -> Any:
+    """Copy a config, with the classes that the user named."""
+    if isinstance(value, Namespace):
+        return Namespace(**_as_without_launch(vars(value)))  # type: ignore[no-untyped-call]
+    if isinstance(value, dict):
+        return {key: _as_without_launch(part) for key, part in value.items()}
+    if type(value) is list:
+        return [_as_without_launch(part) for part in value]
+    return STANDS_FOR.get(value, value) if isinstance(value, str) else value
 
 
 def _differences(first: Any, second: Any, path: str) -> Iterator[str]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Final
 
 NAMESPACE: Final = "LRLHF_RAY_NAMESPACE"
 """Environment variable of a trainer: where the actors of its run have their names."""
+ENVIRONMENT: Final = "LRLHF_RAY_ENVIRONMENT"
+"""Environment variable of a trainer: what the user gives all processes of the run, as JSON."""
 ADDRESS: Final = "RAY_ADDRESS"
+NO_GPUS: Final = {"CUDA_VISIBLE_DEVICES": ""}
+"""Of processes with a share of no GPU, from which Ray does not hide those of its node."""
 
 
 class RayMissingError(ValueError):
@@ -66,8 +71,14 @@ def joined(what: str) -> Any:
         raise RayMissingError(f"{what} belongs to lrlhf launch, and this is a run without it")
     ray = import_ray()
     if not ray.is_initialized():
-        connect(lambda ray: ray.init(namespace=namespace, log_to_driver=False))
+        given = with_environment(json.loads(os.environ.get(ENVIRONMENT, "{}")))
+        connect(lambda ray: ray.init(namespace=namespace, log_to_driver=False, **given))
     return ray
+
+
+def with_environment(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return the option of Ray that gives variables to processes."""
+    return {"runtime_env": {"env_vars": dict(variables)}} if variables else {}
 
 
 def free_place() -> tuple[str, int]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -17,6 +20,7 @@ _GUARD = Path(lrlhf.__file__).parent / "rollout" / "vllm" / "process_guard.py"
 _BETWEEN = Path(__file__).with_name("between.py")
 _GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL."""
+_LOOK_SECONDS = 0.2
 
 
 class GuardedProgram:
@@ -62,16 +66,28 @@ class GuardedProgram:
         except subprocess.TimeoutExpired:
             return None
 
-    def ask_to_end(self) -> None:
-        """Send SIGTERM to the program alone, which ends when it is through."""
-        for program in self._below(2):
-            program.terminate()
+    def ask_to_end(self) -> bool:
+        """Send SIGTERM to the program alone, which ends when it is through.
+
+        Returns:
+            Whether there was a program: the guard may not have started it yet.
+        """
+        programs = self._below(2)
+        _send(programs, signal.SIGTERM)
+        return bool(programs)
 
     def stop(self) -> None:
-        """End it with all that it has started, and wait for that."""
-        for guard in self._below(1):
-            guard.terminate()
-        self._between.wait(_GRACE + 10)
+        """End it with all that it has started, and wait for that.
+
+        Raises:
+            subprocess.TimeoutExpired: Something is left that not even SIGKILL ends.
+        """
+        deadline = time.monotonic() + _GRACE + 10
+        # again and again, as the guard may not have been started yet
+        while self.wait(_LOOK_SECONDS) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self._between.args, _GRACE + 10)
+            _send(self._below(1), signal.SIGTERM)
 
     def _below(self, levels: int) -> list[psutil.Process]:
         """Return the guard (1 level below that) or the program (2); nothing: it has ended."""
@@ -82,3 +98,9 @@ class GuardedProgram:
         except psutil.NoSuchProcess:
             return []
         return found
+
+
+def _send(processes: Iterable[psutil.Process], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended in this moment
+            process.send_signal(number)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,21 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from lrlhf.background import in_background
-from lrlhf.cluster.connection import asked_to_end, connect
-from lrlhf.cluster.rewards import NAME, RewardWorker
+from lrlhf.cluster.connection import NO_GPUS, asked_to_end, connect, with_environment
+from lrlhf.cluster.rewards import NAME, RETRIES, RewardWorker
 from lrlhf.cluster.settings import Cluster
 from lrlhf.cluster.trainers import BOARD, TERMINATED, Board, Command, trainers
 
 _SILENCE_SECONDS = 15.0
 """Without a look at the board after which no trainer runs that could end by itself."""
 _INTERRUPTED = 130
-_KEPT: dict[str, Any] = {"max_restarts": -1, "max_task_retries": -1}
-"""Of actors that are started again where they die, and are asked once more."""
+_UNPLACED_SECONDS = 60.0
+"""Without a trainer that runs after which the log says what waits for room."""
 logger = logging.getLogger(__name__)
 
 
 class LaunchError(RuntimeError):
-    """The trainers were lost more often than ``max_failures`` allows."""
+    """There is no cluster for a run, or it was lost more often than ``max_failures`` allows."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,16 @@ def launch(cluster: Cluster, run: Run) -> int:
         The exit status: that of rank 0's trainer; 143 or 130 after SIGTERM or Ctrl-C.
 
     Raises:
-        LaunchError: A trainer was lost more often than allowed.
+        LaunchError: There is no such cluster, or what the run takes can never be there; a trainer,
+            or what watches over them, was lost more often than allowed.
         KeyboardInterrupt: A second signal came.
     """
     namespace = f"lrlhf-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    ray = connect(lambda ray: ray.init(namespace=namespace, **_cluster_options(cluster)))
+    ray = _connected(cluster, namespace)
     try:
+        _check_room(cluster, ray.cluster_resources())
         with asked_to_end() as asked, _placed(ray, cluster) as groups:
-            board = ray.remote(num_cpus=0)(Board).options(name=BOARD, **_KEPT).remote()
+            board = _board(ray)
             workers = _reward_workers(ray, cluster, run, groups)
             command = Command(
                 arguments=run.arguments,
@@ -68,8 +72,11 @@ def launch(cluster: Cluster, run: Run) -> int:
                 run_folder=run.folder,
                 address=ray.get_runtime_context().gcs_address,
                 namespace=namespace,
+                environment=cluster.environment,
+                on_gpus=cluster.trainers.gpus > 0,
             )
-            fitting = in_background(trainers(cluster, command).fit, name="ray-train")
+            fitting = in_background(lambda: _fitted(ray, cluster, command), name="ray-train")
+            _await_start(ray, fitting.done, board, asked)
             status = _await(ray, fitting.done, board, asked)
             del workers  # an actor ends with the last handle to it
             if status is None:
@@ -79,12 +86,87 @@ def launch(cluster: Cluster, run: Run) -> int:
         ray.shutdown()
 
 
+def _connected(cluster: Cluster, namespace: str) -> Any:
+    try:
+        return connect(
+            lambda ray: ray.init(
+                namespace=namespace,
+                **_cluster_options(cluster),
+                **with_environment(cluster.environment),
+            )
+        )
+    except ConnectionError as error:
+        raise LaunchError(
+            f"there is no Ray cluster at address {cluster.address}: start one by ray start --head, "
+            "or have one started on this machine for the run by --cluster.address null"
+        ) from error
+
+
+def _check_room(cluster: Cluster, there: Mapping[str, float]) -> None:
+    """Say what a cluster lacks, which waits for nodes that join it.
+
+    Raises:
+        LaunchError: None can join.
+    """
+    if not (missing := cluster.missing(there)):
+        return
+    if cluster.address is None:
+        raise LaunchError(f"the run takes {missing}, and no node joins a cluster of one machine")
+    logger.warning("the run takes %s: it waits until nodes with that join the cluster", missing)
+
+
+def _board(ray: Any) -> Any:
+    # started again where it dies, and asked once more
+    kept = {"max_restarts": -1, "max_task_retries": -1}
+    return ray.remote(num_cpus=0)(Board).options(name=BOARD, **kept).remote()
+
+
+def _fitted(ray: Any, cluster: Cluster, command: Command) -> Any:
+    """Run the trainers, again where what watches over them is lost."""
+    for lost in itertools.count(1):
+        try:
+            return trainers(cluster, command).fit()
+        except ray.exceptions.RayActorError as error:
+            if 0 <= cluster.max_failures < lost:
+                raise LaunchError(
+                    f"Ray Train's controller was lost {lost} times, and max_failures of the "
+                    f"cluster is {cluster.max_failures}"
+                ) from error
+            logger.warning("Ray Train's controller was lost: the trainers are started again")
+    raise AssertionError
+
+
+def _await_start(ray: Any, done: Callable[[], bool], board: Any, asked: list[int]) -> None:
+    """Wait for the first trainer, and say what waits for room where none comes."""
+    deadline, looked = time.monotonic() + _UNPLACED_SECONDS, 0
+    while not (done() or asked or looked or time.monotonic() > deadline):
+        time.sleep(0.2)
+        looked = ray.get(board.looks.remote())
+    if done() or asked or looked:
+        return
+    table = ray.util.placement_group_table().values()
+    waits = [group["name"] or "trainers" for group in table if group["state"] == "PENDING"]
+    free = ", ".join(
+        f"{name} {amount:g}"
+        for name, amount in sorted(ray.available_resources().items())
+        if "_group_" not in name and not name.startswith("node:") and "memory" not in name
+    )
+    logger.warning(
+        "no trainer runs after %g s; waiting for room: %s; free on all nodes together: %s. Each "
+        "process needs its share on one node, and another run, or another part of this one, may "
+        "have taken it",
+        _UNPLACED_SECONDS,
+        ", ".join(waits) or "nothing",
+        free or "nothing",
+    )
+
+
 def _cluster_options(cluster: Cluster) -> dict[str, Any]:
     """Return what ``ray.init`` is told of the cluster."""
     if cluster.address is not None:
         return {"address": cluster.address}
     # cores are what Ray counts with, not what there is: a trial may share them
-    cores = max(os.cpu_count() or 1, round(cluster.cpus() + 0.5))
+    cores = max(os.cpu_count() or 1, math.ceil(cluster.total()["CPU"]))
     return {"address": "local", "num_cpus": cores}
 
 
@@ -117,7 +199,10 @@ def _reward_workers(ray: Any, cluster: Cluster, run: Run, groups: dict[str, Any]
             num_cpus=share.cpus,
             num_gpus=share.gpus,
             resources=share.resources,
-            **_KEPT,
+            # started again wherever there is room; a batch that kills each worker ends the run
+            max_restarts=-1,
+            max_task_retries=RETRIES,
+            **({} if share.gpus else with_environment(NO_GPUS)),
             scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
                 groups["rewards"], placement_group_bundle_index=number
             ),
@@ -147,9 +232,13 @@ def _await(ray: Any, done: Callable[[], bool], board: Any, asked: list[int]) -> 
 
 def _status(cluster: Cluster, result: Callable[[], Any]) -> int:
     """Return the exit status of rank 0's trainer."""
+    train = import_module("ray.train")
     try:
         return int(result().return_value)
-    except import_module("ray.train").TrainingFailedError as error:
+    except train.ControllerError as error:
+        *_, reason = str(error).strip().splitlines()
+        raise LaunchError(f"Ray Train could not run the trainers: {reason.strip()}") from error
+    except train.TrainingFailedError as error:
         *_, reason = str(error).strip().splitlines()
         raise LaunchError(
             f"the trainers were started again {cluster.max_failures} times (max_failures of the "

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -14,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lrlhf.cluster.connection import free_place, import_ray, joined
+from lrlhf.cluster.connection import NO_GPUS, free_place, import_ray, joined
 from lrlhf.cluster.guarded import GuardedProgram
 from lrlhf.rollout import VLLMServerEngine
 from lrlhf.rollout.vllm.client import ServerClient
@@ -90,6 +91,7 @@ class RayServer(Server):
         self._timeout = timeout
         self._explain = explain
         self._actor: Any = None
+        self._on_gpus = False
 
     def start(self) -> ServerClient:
         """Start it in a new actor."""
@@ -101,7 +103,7 @@ class RayServer(Server):
         until = time.monotonic() + self._timeout
         try:
             host, port = ray.get(
-                actor.start.remote(*portable(self._command()), self._told(token)),
+                actor.start.remote(*portable(self._command()), self._told(token), self._on_gpus),
                 timeout=self._timeout,
             )
             client = ServerClient(f"http://{host}:{port}", token)
@@ -144,6 +146,7 @@ class RayServer(Server):
     def _placed(self, ray: Any) -> Any:
         group = ray.util.get_placement_group("rollouts")
         share = dict(group.bundle_specs[self._number])
+        self._on_gpus = share.get("GPU", 0) > 0
         strategies = import_module("ray.util.scheduling_strategies")
         strategy = strategies.PlacementGroupSchedulingStrategy(
             group, placement_group_bundle_index=self._number
@@ -175,7 +178,11 @@ class Replica:
         self._server: GuardedProgram | None = None
 
     def start(
-        self, command: Sequence[str], files: Mapping[str, bytes], environment: Mapping[str, str]
+        self,
+        command: Sequence[str],
+        files: Mapping[str, bytes],
+        environment: Mapping[str, str],
+        on_gpus: bool,
     ) -> tuple[str, int]:
         """Start the server, and return where it listens."""
         model = self._folder / "model"
@@ -186,7 +193,7 @@ class Replica:
         here = {"--model": str(model), "--host": host, "--port": str(port)}
         self._server = GuardedProgram(
             [sys.executable, *adapted(command[1:], here)],
-            env={**os.environ, **environment},
+            env={**os.environ, **environment, **({} if on_gpus else NO_GPUS)},
             folder=self._folder,
             log_file=self._log,
         )
@@ -200,7 +207,8 @@ class Replica:
         with self._log.open("rb") as log:
             log.seek(max(0, self._log.stat().st_size - _TAIL_BYTES))
             cause = root_cause(log.read().decode(errors="replace"))
-        return f"{cause or f'it ended with status {code}'} (all of it is in {self._log})"
+        place = f"{self._log} on {socket.gethostname()}"
+        return f"{cause or f'it ended with status {code}'} (all of it is in {place})"
 
     def stop(self) -> None:
         """End the server; what one that failed wrote stays."""

@@ -17,6 +17,8 @@ from lrlhf.types import Prompt
 
 NAME: Final = "reward-"
 """What the names of the actors begin with."""
+RETRIES: Final = 3
+"""How often a batch is scored once more by a worker that was started again."""
 
 
 class RayRewards(Rewards):
@@ -24,8 +26,8 @@ class RayRewards(Rewards):
 
     A batch goes as a whole to the worker of this rank, so that a function which compares responses
     sees the same ones as without workers. Ray starts a worker that died again, on another node if
-    need be, and asks it once more. A worker counts ``max_failures`` for the ranks that it serves,
-    and from 0 when it is started again.
+    need be, and asks it once more, up to three times for a batch. A worker counts ``max_failures``
+    for the ranks that it serves, and from 0 when it is started again.
 
     Takes the arguments of `Rewards`.
     """
@@ -92,6 +94,11 @@ class RayRewards(Rewards):
             if isinstance(error.cause, RewardError):
                 raise error.cause from None  # it says all, and Ray's has the worker's traceback
             raise
+        except ray.exceptions.RayActorError as error:
+            raise RewardError(
+                f"a reward worker was lost, and {RETRIES} times again on the same batch: a reward "
+                "function may end its process, or take more memory than its node has"
+            ) from error
 
 
 class RewardWorker:

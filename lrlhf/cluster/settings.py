@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
+
+STANDS_FOR: Final = {
+    "lrlhf.cluster.replicas.RayServerEngine": "lrlhf.rollout.VLLMServerEngine",
+    "lrlhf.cluster.rewards.RayRewards": "lrlhf.rewards.Rewards",
+}
+"""What a launch puts into a config, and what the user wrote there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +88,8 @@ class Cluster:
     storage: str | None = None
     """Folder that all nodes share, where the trainers work and relative paths of the config start.
     null: the folder in which ``lrlhf launch`` was called."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Environment variables of all processes of the run, on all nodes."""
 
     def __post_init__(self) -> None:
         if self.address is not None and "://" in self.address:
@@ -98,10 +108,22 @@ class Cluster:
             "rewards": [self.rewards.bundle()] * self.rewards.workers,
         }
 
-    def cpus(self) -> float:
-        """Return the cores that all of it takes together."""
-        beside = [bundle["CPU"] for bundles in self.bundles().values() for bundle in bundles]
-        return self.trainers.cpus * self.trainers.workers + sum(beside)
+    def total(self) -> dict[str, float]:
+        """Return what all of it takes together, of each resource."""
+        total: dict[str, float] = {}
+        beside = [bundle for bundles in self.bundles().values() for bundle in bundles]
+        for bundle in [self.trainers.bundle()] * self.trainers.workers + beside:
+            for name, amount in bundle.items():
+                total[name] = total.get(name, 0) + amount
+        return total
+
+    def missing(self, there: Mapping[str, float]) -> str:
+        """Say what it takes more of than there is; empty: of nothing."""
+        return ", ".join(
+            f"{amount:g} {name} (there {there.get(name, 0):g})"
+            for name, amount in self.total().items()
+            if amount > there.get(name, 0)
+        )
 
 
 def _check_count(name: str, value: int, least: int) -> None:

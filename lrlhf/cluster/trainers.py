@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import secrets
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from lrlhf.cluster.connection import ADDRESS, NAMESPACE, free_place, import_ray
+from lrlhf.cluster.connection import (
+    ADDRESS,
+    ENVIRONMENT,
+    NAMESPACE,
+    NO_GPUS,
+    free_place,
+    import_ray,
+)
 from lrlhf.cluster.guarded import GuardedProgram
 from lrlhf.cluster.settings import Cluster
 
@@ -21,6 +32,13 @@ TERMINATED: Final = 128 + signal.SIGTERM
 _REFUSED = 2
 """Exit status of a command whose config is wrong: to start it again changes nothing."""
 _LOOK_SECONDS = 1.0
+_OTHERS_SECONDS: dict[int, float] = {_REFUSED: 10.0, TERMINATED: 60.0, 0: 1800.0}
+"""How long trainers may go on when another one has ended with such a status. Those of a refused
+config may wait for each other; that of rank 0 may write what the others have given it."""
+FOLDER_WAIT: Final = "LRLHF_FOLDER_WAIT"
+"""As in `lrlhf.run.folder_lock`, which imports Lightning, and Ray's workers this module."""
+FOLDER_SECONDS: Final = 180
+"""How long a trainer waits for a folder: a file server keeps the lock of a node that was lost."""
 
 
 class TrainerLostError(RuntimeError):
@@ -41,24 +59,40 @@ class Command:
     """Of the cluster."""
     namespace: str
     """Of the actors of the run."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of all processes of the run."""
+    on_gpus: bool = False
+    """Whether each trainer has one."""
 
 
 class Board:
-    """An actor that trainers look at every second: whether they are asked to end."""
+    """An actor that trainers look at every second.
+
+    It knows whether they are asked to end, and how the first of them has ended.
+    """
 
     def __init__(self) -> None:
         self._asked = False
         self._looks = 0
+        self._ended: dict[str, int] = {}
 
     def ask_to_end(self) -> int:
         """Ask all trainers to end after their step; returns how often one has looked."""
         self._asked = True
         return self._looks
 
-    def look(self) -> bool:
-        """Tell a trainer whether it is asked to end."""
+    def looks(self) -> int:
+        """Return how often a trainer has looked."""
+        return self._looks
+
+    def look(self, attempt: str) -> tuple[bool, int | None]:
+        """Tell a trainer whether it is asked to end, and the first status of its attempt."""
         self._looks += 1
-        return self._asked
+        return self._asked, self._ended.get(attempt)
+
+    def end(self, attempt: str, status: int) -> None:
+        """Note that a trainer has ended with a status for which none is started again."""
+        self._ended.setdefault(attempt, status)
 
 
 def trainers(cluster: Cluster, command: Command) -> Any:
@@ -102,31 +136,59 @@ def run_one(config: dict[str, Any]) -> int:
     ray = import_ray()
     context = train.get_context()
     rank = context.get_world_rank()
-    place = import_module("ray.train.collective").broadcast_from_rank_zero(
-        free_place() if rank == 0 else None
+    place, attempt = import_module("ray.train.collective").broadcast_from_rank_zero(
+        (free_place(), secrets.token_hex(4)) if rank == 0 else None
     )
-    board = ray.get_actor(BOARD, namespace=command.namespace)
-    if ray.get(board.look.remote()):
+    board = _Board(ray, ray.get_actor(BOARD, namespace=command.namespace), attempt)
+    if board.look()[0]:
         return TERMINATED
     program = GuardedProgram(
         [sys.executable, "-m", "lrlhf", *command.arguments],
         env=_environment(command, rank, context.get_world_size(), place),
         folder=Path(command.folder),
     )
-    status = _attend(program, board)
-    if status in (0, _REFUSED, TERMINATED):
+    status = _attend(program, board.look)
+    if status in _OTHERS_SECONDS:
+        board.end(status)
         return status
     raise TrainerLostError(f"the trainer of rank {rank} ended with status {status}")
 
 
-def _attend(program: GuardedProgram, board: Any) -> int:
-    """Wait for a program, and pass on once that it is asked to end."""
-    ray = import_ray()
-    asked = False
+class _Board:
+    """What the trainer of an attempt knows of the `Board`."""
+
+    def __init__(self, ray: Any, actor: Any, attempt: str) -> None:
+        self._ray = ray
+        self._actor = actor
+        self._attempt = attempt
+
+    def look(self) -> tuple[bool, int | None]:
+        asked, ended = self._ray.get(self._actor.look.remote(self._attempt))
+        return asked, ended
+
+    def end(self, status: int) -> None:
+        self._ray.get(self._actor.end.remote(self._attempt, status))
+
+
+def _attend(program: GuardedProgram, look: Callable[[], tuple[bool, int | None]]) -> int:
+    """Wait for a program, pass on once that it is asked to end, and end it after the others.
+
+    Raises:
+        TrainerLostError: The others are through, and it does not end.
+    """
+    told, until = False, math.inf
     while (status := program.wait(_LOOK_SECONDS)) is None:
-        if ray.get(board.look.remote()) and not asked:
-            asked = True
-            program.ask_to_end()
+        asked, first = look()
+        if asked and not told:
+            told = program.ask_to_end()
+        if first is None:
+            continue
+        until = min(until, time.monotonic() + _OTHERS_SECONDS[first])
+        if time.monotonic() >= until:
+            program.stop()
+            if first == 0:
+                raise TrainerLostError("a trainer does not end, though another one is through")
+            return first
     return status
 
 
@@ -149,4 +211,8 @@ def _environment(command: Command, rank: int, size: int, place: tuple[str, int])
         "MASTER_PORT": str(place[1]),
         ADDRESS: command.address,
         NAMESPACE: command.namespace,
+        ENVIRONMENT: json.dumps(dict(command.environment)),
+        FOLDER_WAIT: str(FOLDER_SECONDS),
+        **({} if command.on_gpus else NO_GPUS),
+        **command.environment,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import logging
 import os
 import socket
 import time
@@ -20,6 +21,11 @@ from lrlhf.run.lightning_internals import at_teardown
 from lrlhf.run.run_folder import is_trial
 
 LOCK_FILE: Final = ".lrlhf.lock"
+FOLDER_WAIT: Final = "LRLHF_FOLDER_WAIT"
+"""Environment variable: seconds to wait for a folder that another run has; none by default. A file
+server may keep the lock of a machine that was lost for a minute or two."""
+_LOOK_SECONDS = 1.0
+_logger = logging.getLogger(__name__)
 _held: dict[Path, IO[bytes]] = {}
 
 
@@ -69,6 +75,8 @@ def _hold(trainer: L.Trainer, folder: Path) -> None:
 
 
 def _taken(folder: Path, path: Path) -> IO[bytes]:
+    deadline = time.monotonic() + float(os.environ.get(FOLDER_WAIT, "0"))
+    waits = False
     while True:
         # read and write, as whoever comes second reads who is first
         handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
@@ -76,6 +84,12 @@ def _taken(folder: Path, path: Path) -> IO[bytes]:
         if free is False:
             with handle:
                 owner = handle.read().decode(errors="replace").strip()
+            if time.monotonic() < deadline:
+                if not waits:
+                    _logger.info("%s is held (%s): waiting for it", folder, owner)
+                waits = True
+                time.sleep(_LOOK_SECONDS)
+                continue
             raise FolderInUseError(
                 f"{folder} belongs to a run that goes on ({owner or 'it has just begun'}), and two "
                 "would overwrite each other's files: end that one, or give this one a folder of "

@@ -94,9 +94,9 @@ def await_step(process: Any, config: Path, step: int) -> None:
 
 
 def processes(cluster: Any, pattern: str) -> list[psutil.Process]:
-    """Processes of the cluster's worker nodes by what their command lines hold."""
+    """Processes of the cluster's nodes by what their command lines hold."""
     found = []
-    for node in cluster.worker_nodes:
+    for node in (cluster.head_node, *cluster.worker_nodes):
         for pid in descendants(_raylet(node)):
             try:
                 process = psutil.Process(pid)

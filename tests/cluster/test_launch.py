@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
 
@@ -53,6 +54,25 @@ def without(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path
     return config
 
 
+def test_a_trial_on_one_machine_trains_and_saves_a_config_of_fit(
+    model_folder: str, tmp_path: Path
+) -> None:
+    config = write_run(tmp_path / "run", model_folder)
+    content = yaml.safe_load(config.read_text())
+    content["trainer"]["callbacks"].append({"class_path": "tests.cluster.toys.TellsDevice"})
+    config.write_text(yaml.safe_dump(content))
+    flags = ("--cluster.rewards.workers=1", "--cluster.environment={OWN: here}")
+    with running(launching(config, "null", *flags, "--trainer.max_steps=2"), ROOT) as process:
+        output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert (config.parent / "ck" / "step=000002.ckpt").exists()
+    assert (config.parent / "device").read_text() == "cpu  here"  # sees no GPU
+    saved = yaml.safe_load((config.parent / "config.yaml").read_text())
+    assert saved["model"]["init_args"]["rewards"]["class_path"] == "lrlhf.rewards.Rewards"
+    assert (saved["trainer"]["devices"], saved["trainer"]["num_nodes"]) == (2, 1)
+
+
+@pytest.mark.exhaustive
 def test_a_run_whose_processes_are_killed_ends_as_one_without_ray(
     cluster: Any, without: Path, model_folder: str, tmp_path: Path
 ) -> None:
@@ -78,6 +98,7 @@ def test_a_run_whose_processes_are_killed_ends_as_one_without_ray(
     assert ends_within(20, lambda: bool(processes(cluster, f"{TRAINER}|{GUARDED}|ray::Reward")))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("signals", "status"),
     [
@@ -102,6 +123,37 @@ def test_a_signal_ends_all_of_it(
     assert ends_within(20, lambda: bool(processes(cluster, f"{TRAINER}|{GUARDED}")))
 
 
+@pytest.mark.exhaustive
+def test_what_rank_zero_alone_refuses_ends_the_run(
+    cluster: Any, model_folder: str, tmp_path: Path
+) -> None:
+    config = write_run(tmp_path / "run", model_folder)
+    content = yaml.safe_load(config.read_text())
+    content["trainer"]["callbacks"].append({"class_path": "tests.cluster.toys.RefusedByRankZero"})
+    config.write_text(yaml.safe_dump(content))
+    with running(launching(config, cluster.address), ROOT) as process:
+        output, _ = process.communicate(timeout=150)
+    assert process.returncode == 2, output
+    assert "rank 0 refuses this" in output
+    assert ends_within(20, lambda: bool(processes(cluster, f"{TRAINER}|{GUARDED}")))
+
+
+@pytest.mark.exhaustive
+def test_a_run_whose_controller_is_killed_goes_on(
+    cluster: Any, model_folder: str, tmp_path: Path
+) -> None:
+    config = write_run(tmp_path / "run", model_folder)
+    command = launching(config, cluster.address, "--trainer.max_steps=6")
+    with running(command, ROOT) as process:
+        await_step(process, config, 2)
+        processes(cluster, r"ray::TrainController")[0].kill()
+        output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "controller was lost: the trainers are started again" in output
+    assert (config.parent / "ck" / "step=000006.ckpt").exists()
+
+
+@pytest.mark.exhaustive
 def test_a_trainer_that_is_lost_too_often_ends_the_run(
     cluster: Any, model_folder: str, tmp_path: Path
 ) -> None:

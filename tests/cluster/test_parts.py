@@ -1,24 +1,31 @@
 """Parts of a launch that need no cluster."""
 
+import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
-from lrlhf.cluster.connection import asked_to_end
+from lrlhf.cluster import Cluster, launch, trainers
+from lrlhf.cluster import rewards as rewards_module
+from lrlhf.cluster.connection import ENVIRONMENT, asked_to_end
 from lrlhf.cluster.guarded import GuardedProgram
-from lrlhf.cluster.replicas import RayServer, RayServerEngine, adapted, portable
-from lrlhf.cluster.rewards import RewardWorker, packed, unpacked
-from lrlhf.cluster.trainers import Board
+from lrlhf.cluster.replicas import RayServer, RayServerEngine, Replica, adapted, portable
+from lrlhf.cluster.rewards import RayRewards, RewardWorker, packed, unpacked
+from lrlhf.cluster.trainers import Board, _attend
 from lrlhf.rewards import Rewards, completion_segments
-from lrlhf.rewards.function import CompletionText, CompletionTurns, TextSegment
+from lrlhf.rewards.function import CompletionText, CompletionTurns, RewardError, TextSegment
 from lrlhf.rollout.vllm.vllm_base import EngineStartError
+from lrlhf.run.folder_lock import FOLDER_WAIT
 from tests.cluster.local_cluster import ends_within
 from tests.cluster.toys import sampled_characters
 
@@ -69,7 +76,7 @@ def test_a_program_that_is_asked_to_end_does_so_itself(tmp_path: Path) -> None:
     while "ready" not in (tmp_path / "log").read_text():
         time.sleep(0.1)
     assert program.wait(0.1) is None
-    program.ask_to_end()
+    assert program.ask_to_end()
     # longer than a guard that was asked would wait
     assert program.wait(60) == 9
 
@@ -124,9 +131,146 @@ def test_the_first_signal_is_noted_and_the_second_interrupts() -> None:
 
 def test_a_board_counts_looks_and_passes_on_what_was_asked() -> None:
     board = Board()
-    assert [board.look(), board.look()] == [False, False]
-    assert board.ask_to_end() == 2
-    assert board.look() is True
+    assert [board.look("a"), board.look("a")] == [(False, None), (False, None)]
+    assert board.ask_to_end() == board.looks() == 2
+    assert board.look("a") == (True, None)
+
+
+def test_a_board_keeps_the_first_end_of_each_attempt() -> None:
+    board = Board()
+    board.end("a", 2)
+    board.end("a", 143)
+    assert board.look("a") == (False, 2)
+    assert board.look("b") == (False, None)
+
+
+class Ends:
+    """A program that ends so long after it was told, which it hears from the third time on."""
+
+    def __init__(self, after: int) -> None:
+        self.told, self.left, self.stopped = 0, after, False
+
+    def wait(self, seconds: float) -> int | None:
+        self.left -= self.told >= 3
+        return 7 if self.left < 0 else None
+
+    def ask_to_end(self) -> bool:
+        self.told += 1
+        return self.told >= 3
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+def test_a_program_that_has_not_begun_is_asked_to_end_again() -> None:
+    program: Any = Ends(after=3)
+    assert _attend(program, lambda: (True, None)) == 7
+    assert program.told == 3
+    assert not program.stopped
+
+
+@pytest.mark.parametrize("first", [2, 143])
+def test_a_trainer_ends_as_the_first_of_the_others_has(
+    monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    monkeypatch.setitem(trainers._OTHERS_SECONDS, first, 0.01)
+    program: Any = Ends(after=3)
+    assert _attend(program, lambda: (False, first)) == first
+    assert program.stopped
+
+
+def test_a_trainer_that_hangs_though_another_is_through_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(trainers._OTHERS_SECONDS, 0, 0.01)
+    with pytest.raises(trainers.TrainerLostError, match="does not end"):
+        _attend(Ends(after=3), lambda: (False, 0))  # type: ignore[arg-type]
+
+
+def test_a_trainer_sees_no_gpu_without_a_share_of_one_and_waits_for_its_folder() -> None:
+    command = trainers.Command([], "/", "run", "10.0.0.1:6379", "ns", environment={"OWN": "1"})
+    told = trainers._environment(command, 1, 2, ("10.0.0.7", 81))
+    expected = {"RANK": "1", "OWN": "1", "CUDA_VISIBLE_DEVICES": "", FOLDER_WAIT: "180"}
+    assert {name: told[name] for name in expected} == expected
+    assert json.loads(told[ENVIRONMENT]) == {"OWN": "1"}
+
+
+def test_a_program_is_stopped_before_its_guard_has_begun(tmp_path: Path) -> None:
+    program = guarded(tmp_path, "import time; time.sleep(1000)")
+    began = time.monotonic()
+    program.stop()
+    assert time.monotonic() - began < 10
+    assert program.wait(0) is not None
+
+
+def test_a_program_whose_guard_alone_is_ended_is_not_through(tmp_path: Path) -> None:
+    program = guarded(tmp_path, "import time; print('ready', flush=True); time.sleep(1000)")
+    while "ready" not in (tmp_path / "log").read_text():
+        time.sleep(0.1)
+    (guard,) = program._below(1)
+    guard.terminate()
+    assert program.wait(60) == 128 + signal.SIGTERM
+
+
+def test_a_server_that_has_ended_says_on_which_node_its_log_is(tmp_path: Path) -> None:
+    replica = Replica()
+    replica._server = guarded(tmp_path, "raise SystemExit(7)")
+    replica._log = tmp_path / "log"
+    assert replica._server.wait(60) == 7
+    told = f"it ended with status 7 (all of it is in {tmp_path}/log on {socket.gethostname()})"
+    assert replica.ended() == told
+
+
+def test_a_batch_that_kills_every_worker_is_an_error_of_the_rewards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def get(_: object) -> None:
+        raise ProcessLookupError
+
+    errors = SimpleNamespace(RayTaskError=ChildProcessError, RayActorError=ProcessLookupError)
+    ray = SimpleNamespace(get=get, exceptions=errors)
+    monkeypatch.setattr(rewards_module, "import_ray", lambda: ray)
+    with pytest.raises(RewardError, match="lost, and 3 times again on the same batch"):
+        RayRewards._asked(None)
+
+
+def test_without_a_cluster_a_launch_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(_: object) -> None:
+        raise ConnectionError("set the `--address` flag")
+
+    monkeypatch.setattr(launch, "connect", connect)
+    with pytest.raises(launch.LaunchError, match=r"ray start --head, or .* --cluster.address null"):
+        launch._connected(Cluster(), "ns")
+
+
+class Fitting:
+    """Stands for Ray Train's trainer: its controller is lost so often."""
+
+    def __init__(self, losses: int) -> None:
+        self.losses = losses
+
+    def __call__(self, *_: Any) -> Any:
+        return SimpleNamespace(fit=self.fit)
+
+    def fit(self) -> str:
+        self.losses -= 1
+        if self.losses >= 0:
+            raise ProcessLookupError
+        return "through"
+
+
+RAY = SimpleNamespace(exceptions=SimpleNamespace(RayActorError=ProcessLookupError))
+
+
+def test_a_run_whose_controller_is_lost_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "trainers", Fitting(2))
+    assert launch._fitted(RAY, Cluster(max_failures=2), None) == "through"  # type: ignore[arg-type]
+
+
+def test_a_controller_that_is_lost_too_often_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "trainers", Fitting(3))
+    with pytest.raises(launch.LaunchError, match="lost 3 times, and max_failures of the cluster"):
+        launch._fitted(RAY, Cluster(max_failures=2), None)  # type: ignore[arg-type]
 
 
 def test_replicas_on_gpus_take_weights_by_nccl_and_the_gpus_that_ray_gives(

@@ -25,9 +25,18 @@ def sampled_characters(completions: Sequence[str], **_: Any) -> list[float]:
     ]
 
 
+class RefusedByRankZero(L.Callback):
+    """Cannot be made by rank 0, for which the others then wait."""
+
+    def __init__(self) -> None:
+        if os.environ.get("RANK") == "0":
+            raise ValueError("rank 0 refuses this")
+
+
 class TellsDevice(L.Callback):
-    """Writes what a trainer computes on, and the GPUs that it sees, into the run folder."""
+    """Writes the device of a trainer, the GPUs that it sees and ``OWN`` into the run folder."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        told = f"{pl_module.device} {os.environ.get('CUDA_VISIBLE_DEVICES')}"
+        seen = [os.environ.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "OWN")]
+        told = " ".join([str(pl_module.device), *seen])
         Path(trainer.default_root_dir, "device").write_text(told)

@@ -8,6 +8,7 @@ import fcntl
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ import pytest
 
 from lrlhf.callbacks import EvalJSONL, HFExport, RLCheckpoint, RolloutLog
 from lrlhf.loggers import ResumingCSVLogger
-from lrlhf.run.folder_lock import LOCK_FILE, hold_folder
+from lrlhf.run import folder_lock
+from lrlhf.run.folder_lock import FOLDER_WAIT, LOCK_FILE, hold_folder
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 from tests.loggers.runs import Toy
 
@@ -110,6 +112,22 @@ def test_a_second_run_is_refused_and_a_killed_one_is_continued(tmp_path: Path) -
         assert fit(tmp_path, saving(folder), ckpt_path="last") == 4.0
     names = {path.name for path in folder.iterdir()}
     assert names == {"step=000002.ckpt", "step=000004.ckpt", "last.ckpt"}
+
+
+def test_a_run_that_may_wait_takes_a_folder_once_it_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER_WAIT, "60")
+    monkeypatch.setattr(folder_lock, "_LOOK_SECONDS", 0.1)
+    folder = tmp_path / "ck"
+    with run_that_goes_on(tmp_path, saving(folder)) as (_, kill):
+        second, ends = trainer(tmp_path / "second"), threading.Timer(0.5, kill)
+        ends.start()
+        began = time.monotonic()
+        hold_folder(second, folder)
+        assert time.monotonic() - began > 0.3
+        ends.join()
+    second.validate(ToyPolicy(), batches(1), verbose=False)  # gives it back
 
 
 @pytest.mark.parametrize("writer", [EvalJSONL, RolloutLog, HFExport, ResumingCSVLogger])

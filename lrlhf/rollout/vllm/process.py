@@ -141,6 +141,7 @@ class ServerProcess:
         # a forked child that exits, such as a worker of a data loader, ends nothing
         if self._guard is None or os.getpid() != self._trainer:
             return False
+        ran = self.is_running
         self._guard.terminate()
         try:
             code = self._guard.wait(GRACE + 10)
@@ -151,7 +152,7 @@ class ServerProcess:
             _kill_group(self._guard.pid)
         self._guard = None
         atexit.unregister(self.stop)
-        return code == 0
+        return ran and code == 128 + signal.SIGTERM
 
 
 def _kill_group(group: int) -> None:

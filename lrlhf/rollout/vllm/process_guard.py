@@ -7,7 +7,7 @@ A script, which needs psutil only:
 TRAINER is the process id of the parent, GRACE the seconds between SIGTERM and SIGKILL. The command
 and all its descendants end when the trainer is gone, when the guard gets SIGTERM, SIGINT or SIGHUP,
 and when the command itself ended. The guard exits once none is left: with the command's code if
-that ended by itself (128 + n after signal n), else with 0.
+that ended by itself (128 + n after signal n), 128 + n if the guard got signal n, else with 0.
 
 On Linux the guard adopts orphans, so that no descendant can leave it.
 """
@@ -108,7 +108,7 @@ def main(trainer: int, grace: float, command: Sequence[str]) -> int:
         time.sleep(LOOK_SECONDS)
     _end_descendants(grace)
     if code is None:
-        return 0
+        return 128 + orders[0] if orders else 0
     return code if code >= 0 else 128 - code
 
 
