@@ -30,20 +30,18 @@ GPUS = {
     "a100": GPU(312e12, 80e9, 2.039e12, 300e9, 25e9),
     "h100": GPU(989e12, 80e9, 3.35e12, 450e9, 50e9),
     "h200": GPU(989e12, 141e9, 4.8e12, 450e9, 50e9),
-    "b200": GPU(2250e12, 180e9, 8e12, 900e9, 50e9),
+    "b200": GPU(2250e12, 180e9, 7.7e12, 900e9, 50e9),
     "l40s": GPU(362e12, 48e9, 0.864e12, 32e9, 25e9),
 }
-"""By NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM, DGX B200 (an eighth of its memory
-and memory bandwidth) and L40S. They give FLOP/s with sparsity beside or instead of dense ones, which
-are half as many, and NVLink (L40S: PCIe 4 x16) of both directions together. Between nodes: ConnectX-7
-of 400 Gbit/s as in DGX H100, ConnectX-6 of 200 Gbit/s as in DGX A100.
+"""A100 80GB SXM, H100 SXM, H200 SXM, B200 SXM with 180 GB, L40S. FLOP/s are the dense ones, half of
+those with sparsity; NVLink (L40S: PCIe 4 x16) is half of what is given for both directions.
+Between nodes: ConnectX-7 of 400 Gbit/s as in DGX H100, ConnectX-6 of 200 Gbit/s as in DGX A100.
 
 Reference:
-    A100: https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
-    H100: https://www.nvidia.com/en-us/data-center/h100/
-    H200: https://www.nvidia.com/en-us/data-center/h200/
-    B200: https://www.nvidia.com/en-us/data-center/dgx-b200/
-    L40S: https://www.nvidia.com/en-us/data-center/l40s/
+    NVIDIA's figures as listed by https://glennklockwood.com/garden/processors/A100, …/h100 and
+    …/B200, https://acecloud.ai/blog/nvidia-b200-vs-h200-h100-a100 (H200; memory of B200) and
+    https://www.mullet.se/product.html?product_id=355414 (L40S); B200's memory bandwidth as the
+    driver reports it: https://github.com/pytorch/ao/pull/4002
 """
 
 DECODE_BANDWIDTH = 0.8
