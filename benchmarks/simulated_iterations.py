@@ -326,7 +326,7 @@ def _workload(setting: Setting, engine: str, folder: Path) -> Workload:
     question = Question(plan, GPUS["h100"], Strategy(), response_lengths=lengths)
     data = {"max_prompt_tokens": setting.prompt_tokens}
     work, _, _ = workload_and_machine(model, data, question)
-    plain = plain_model(skeleton(CausalLM(source=options["policy"]), on_gpu=False))
+    plain = plain_model(skeleton(CausalLM(source=_source(setting, folder)), on_gpu=False))
     # in 32 bits the probabilities of TransformersEngine are the policy's own: only the reference
     # is asked
     passes = work.passes[0 if engine == "vllm" else 1 :]
