@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -41,11 +41,13 @@ from lrlhf.models import CausalLM, packs, plain_model
 from lrlhf.models.loading.meta import skeleton
 from lrlhf.modules import RLOO
 from lrlhf.modules.policy import iteration
+from lrlhf.modules.policy.batch_plan import Quantity
 from lrlhf.modules.settings import Reference, Update
-from lrlhf.planning.simulation.hardware import Rates
+from lrlhf.planning.batch_sizes import planned_batches
+from lrlhf.planning.simulation.hardware import GPUS, Rates
 from lrlhf.planning.simulation.iteration import Layout, Links, Simulation, Workload
-from lrlhf.planning.simulation.lengths import recorded_lengths
-from lrlhf.planning.simulation.model_costs import costs_of
+from lrlhf.planning.simulation.workload import Question, workload_and_machine
+from lrlhf.planning.strategy_shares import Strategy
 from lrlhf.rollout import Sampling, TransformersEngine, VLLMServerEngine
 
 VOCABULARY, WARM_UP, ITERATIONS = 1024, 1, 4
@@ -307,23 +309,28 @@ def _median(runs: Sequence[Measured]) -> Measured:
 
 
 def _workload(setting: Setting, engine: str, folder: Path) -> Workload:
-    """Describe a run; RLOO asks policy and reference for log-probabilities before the update."""
-    model = skeleton(CausalLM(source=_source(setting, folder)), on_gpu=False)
-    costs = costs_of(model, plain_model(model))
-    return Workload(
-        prompts=setting.prompts,
-        copies=setting.copies,
-        prompt_tokens=setting.prompt_tokens,
-        lengths=recorded_lengths(folder / "rollouts.jsonl"),
-        policy=costs,
-        passes=(costs,) if engine == "transformers" else (costs, costs),
-        trained=(costs,),
-        steps=2,
-        shares_prompts=packs(plain_model(model)),
-        continuous=engine == "vllm",
-        max_sequences=256,
-        micro_batch_tokens=2**31,
-    )
+    """Describe a run as ``lrlhf plan`` does, but for what a CPU in 32 bits does differently."""
+    name = "VLLMServerEngine" if engine == "vllm" else "TransformersEngine"
+    options = {
+        "policy": _source(setting, folder),
+        "rewards": {},
+        "num_generations": setting.copies,
+        "engine": {"class_path": f"lrlhf.rollout.{name}"},
+        "sampling": {"max_new_tokens": setting.new_tokens},
+        "reference": {"kl_coef": 0.05},
+        "update": {**asdict(Update()), "num_minibatches": 2},
+    }
+    model = {"class_path": "lrlhf.modules.RLOO", "init_args": options}
+    plan = planned_batches(setting.prompts, model, Quantity("processes", 1, "one"))
+    lengths = str(folder / "rollouts.jsonl")
+    question = Question(plan, GPUS["h100"], Strategy(), response_lengths=lengths)
+    data = {"max_prompt_tokens": setting.prompt_tokens}
+    work, _, _ = workload_and_machine(model, data, question)
+    plain = plain_model(skeleton(CausalLM(source=_source(setting, folder)), on_gpu=False))
+    # in 32 bits the probabilities of TransformersEngine are the policy's own: only the reference
+    # is asked
+    passes = work.passes[0 if engine == "vllm" else 1 :]
+    return replace(work, passes=passes, shares_prompts=packs(plain), micro_batch_tokens=2**31)
 
 
 def _fit(runs: dict[Setting, tuple[Workload, Measured]]) -> tuple[Rates, float, float]:

@@ -36,7 +36,7 @@ def add_plan_options(parser: ArgumentParser) -> None:
         "--prompts",
         type=PositiveInt | None,
         help="simulated: prompts of an iteration, of all GPUs together; data.batch_size times the "
-        "smallest number of --gpus unless given",
+        "largest number of --gpus unless given",
     )
     parser.add_argument(
         "--response-lengths",
@@ -69,7 +69,9 @@ def describe_run(config: Namespace) -> Iterator[str]:
     data = sections.get("data") or {"class_path": "no data module"}
     options, batch_size = options_of(model), options_of(data).get("batch_size")
     gpus, device_size = _numbers_of_gpus(sections.get("gpus")), _device_size(sections)
-    ranks = Quantity("processes", gpus[0], "--gpus") if gpus else processes(trainer)
+    planned = isinstance(batch_size, int) and has_batch_plan(options)
+    _refuse_unused(sections, gpus, simulates=planned and is_a(model, TrainingModule))
+    ranks = Quantity("processes", gpus[-1], "--gpus") if gpus else processes(trainer)
     title = f"{model['class_path']} on {data['class_path']}\n\n"
     if not isinstance(batch_size, int):
         reason = f"{data['class_path']} has no option batch_size"
@@ -101,6 +103,19 @@ def _numbers_of_gpus(given: str | None) -> list[int]:
     return sorted(map(int, parts))
 
 
+def _refuse_unused(sections: Mapping[str, Any], gpus: list[int], *, simulates: bool) -> None:
+    """Refuse options of a simulation where there is none."""
+    name = sections["model"]["class_path"]
+    if len(gpus) > 1 and not simulates:
+        raise ValueError(
+            f"--gpus has several numbers, but no time of {name} is simulated; give one"
+        )
+    for option in ("prompts", "response_lengths", "reward_seconds"):
+        if sections.get(option) and not (gpus and simulates):
+            why = f"no time of {name} is simulated" if gpus else "that needs --gpus"
+            raise ValueError(f"--{option.replace('_', '-')} is for a simulation, and {why}")
+
+
 def _device_size(sections: Mapping[str, Any]) -> int | None:
     """Return the bytes of each GPU, as far as the arguments tell."""
     gib, name = sections.get("gpu_memory"), sections.get("gpu")
@@ -129,7 +144,9 @@ def _times(sections: Mapping[str, Any], plan: BatchPlan, gpus: list[int]) -> Ite
         yield f"no table of times: it is unknown how {trainer['strategy']!r} shares the work"
         return
     reward_s, lengths = sections["reward_seconds"], sections["response_lengths"]
-    yield from time_report(sections, Question(plan, gpu, strategy, lengths, reward_s), gpus, name)
+    group = options_of(trainer["strategy"]).get("shard_group") or 1
+    question = Question(plan, gpu, strategy, group, lengths, reward_s)
+    yield from time_report(sections, question, gpus, name)
 
 
 def _iteration_tables(plan: BatchPlan, trainer: Mapping[str, Any], ranks: Quantity) -> str:

@@ -28,7 +28,9 @@ def _model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lrlhf.cli.plan_command.memory_report", lambda *_: "no memory table")
 
 
-def _planned(capsys: pytest.CaptureFixture[str], *flags: str, **model: Any) -> str:
+def _planned(
+    capsys: pytest.CaptureFixture[str], *flags: str, module: str = "RLOO", **model: Any
+) -> str:
     options = {
         "policy": "model",
         "num_generations": 4,
@@ -37,7 +39,7 @@ def _planned(capsys: pytest.CaptureFixture[str], *flags: str, **model: Any) -> s
         **model,
     }
     data = {"train": "none.jsonl", "batch_size": 8, "max_prompt_tokens": 32}
-    config = experiment("RLOO", options, data, reward="exact_match", strategy="fsdp2")
+    config = experiment(module, options, data, reward="exact_match", strategy="fsdp2")
     Path("run.yaml").write_text(yaml.safe_dump(config))
     status = run(["plan", "--config", "run.yaml", *flags])
     shown = capsys.readouterr()
@@ -112,8 +114,69 @@ def test_a_policy_that_generates_itself_does_not_share_gpus(
 
 def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     shown = _planned(capsys, "--gpus", "1", "--gpu-memory", "16")
-    assert "1 GPUs: no layout fits; take more GPUs" in shown
+    assert "1 GPUs: no layout fits: each of 1 trainers needs " in shown
+    assert " GB, and 15.5 GB are usable; take more GPUs, trainer.strategy: fsdp2" in shown
     assert "seconds of one iteration" not in shown
+
+
+def test_fewer_prompts_than_gpus_leave_some_idle(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = _planned(capsys, "--gpus", "2,8", "--prompts", "2")
+    assert _rows(shown)[5][0] == "8 GPUs, in turns on all, 6 idle"
+    assert " idle (set --prompts to at least 8: each trainer needs one)" in shown
+    # unless told, there are enough for the largest number
+    assert "one iteration: 64 prompts × 4 responses" in _planned(capsys, "--gpus", "2,8")
+
+
+def test_pairs_have_no_simulation(capsys: pytest.CaptureFixture[str]) -> None:
+    config = experiment("RewardModel", {"model": "model"}, {"train": "none", "batch_size": 8})
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    for flags, error in (
+        (["--gpus", "8,64"], "--gpus has several numbers, but no time of "),
+        (["--gpus", "8", "--prompts", "4"], "--prompts is for a simulation, and no time of "),
+    ):
+        assert run(["plan", "--config", "run.yaml", *flags]) == 2
+        assert error in capsys.readouterr().err
+
+
+# of 16 blocks: queries and outputs, keys and values, three matrices, two norms; a last norm
+BODY = 16 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192 + 2 * 2048) + 2048
+HEAD = 32000 * 2048
+PROMPTS = 16384
+TRAINER = 0.4 * 989e12
+"""FLOP/s."""
+
+
+def _forward(weights: int, *, prompts: int) -> float:
+    """FLOP of 4 responses of 64 tokens to each prompt of 32, which is computed so many times."""
+    tokens = PROMPTS * (prompts * 32 + 4 * 64)
+    pairs = PROMPTS * (prompts * 32**2 + 4 * (96**2 - 32**2))
+    return 2 * weights * tokens + 2 * 16 * 2048 * pairs
+
+
+def _phases(capsys: pytest.CaptureFixture[str], **model: Any) -> list[float]:
+    """Seconds of rewards, log-probabilities and update on one GPU."""
+    Path("rollouts.jsonl").write_text(json.dumps({"length": 64}) + "\n")
+    flags = ["--gpus", "1", "--prompts", str(PROMPTS), "--response-lengths", "rollouts.jsonl"]
+    return [float(cell) for cell in _rows(_planned(capsys, *flags, **model))[0][6:9]]
+
+
+def test_a_reward_model_takes_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    learned = {"class_path": "LearnedReward", "init_args": {"source": "model"}}
+    rewards = {"class_path": "Rewards", "init_args": {"functions": {"preference": learned}}}
+    reward, _, _ = _phases(capsys, rewards=rewards)
+    # each text by itself, without the output head
+    assert reward == pytest.approx(_forward(BODY, prompts=4) / TRAINER, abs=0.06)
+
+
+def test_a_critic_is_asked_and_updated(capsys: pytest.CaptureFixture[str]) -> None:
+    once = {"num_iterations": 1, "num_minibatches": 1}
+    options = {"critic": {"model": "model"}, "reference": {"kl_coef": 0.0}, "update": once}
+    _, logprob, update = _phases(capsys, module="PPO", **options)
+    critic, policy = (_forward(one, prompts=1) for one in (BODY, BODY + HEAD))
+    assert logprob == pytest.approx(critic / TRAINER, abs=0.06)
+    # three times forward, and 28 bytes for each weight and its step at 0.8 x 3.35 TB/s
+    step = 28 * (2 * BODY + 2 * HEAD + HEAD) / 2.68e12
+    assert update == pytest.approx(3 * (critic + policy) / TRAINER + step, abs=0.06)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +184,9 @@ def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--gpus", "8,x"], "--gpus is 8,x; give a number, or several as in 8,64"),
         (["--gpus", "8,0"], "--gpus is 0; it must be above 0"),
+        (["--prompts", "8"], "--prompts is for a simulation, and that needs --gpus"),
+        (["--response-lengths", "9"], "--response-lengths is for a simulation, and that needs"),
+        (["--reward-seconds", "1"], "--reward-seconds is for a simulation, and that needs --gpus"),
         (["--gpus", "8", "--response-lengths", "65"], "times: --response-lengths is 65"),
         (["--gpus", "8", "--response-lengths", "no.jsonl"], "neither a mean nor a file"),
     ],

@@ -86,3 +86,11 @@ def test_responses_that_come_later_wait_for_the_end_of_a_step() -> None:
     queue.begin(1, 1.5)  # from 2 to 4
     assert queue.complete(1) == 4
     assert queue.complete(0) == 0.0  # is there already
+
+
+def test_several_batches_that_are_complete_at_once_count_with_the_wait_for_the_next() -> None:
+    # responses of 12 s beside each other: four batches in every 12 s, in bursts
+    parts = [_parts(12, train=1.0)] * 3
+    for staleness, seconds in ((1, 12), (2, 6), (4, 3)):
+        queue = _queue([12], [12], [12])
+        assert seconds_ahead(queue, parts, max_staleness=staleness) == pytest.approx(seconds)

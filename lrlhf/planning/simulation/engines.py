@@ -46,6 +46,17 @@ class DecodingStep(NamedTuple):
         read = after * reading + growth * (first + steps - 1) * after / 2
         return beside + first * computing + read
 
+    def least(self, steps: float, tokens: float, context: float) -> float:
+        """Return the seconds that steps of any sequences take at least.
+
+        Args:
+            steps: Their number.
+            tokens: That all of them add.
+            context: Tokens whose keys and values all of them read.
+        """
+        reading = self.weights * steps + self.context * context
+        return self.fixed * steps + self.sequence * tokens + max(reading, self.compute * tokens)
+
 
 class _Sequence(NamedTuple):
     batch: int

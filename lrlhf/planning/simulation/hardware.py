@@ -33,8 +33,16 @@ GPUS = {
     "b200": GPU(2250e12, 180e9, 7.7e12, 900e9, 50e9),
     "l40s": GPU(362e12, 48e9, 0.864e12, 32e9, 25e9),
 }
-"""By the names of NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM, B200 SXM, L40S. Between
-nodes: ConnectX-7 of 400 Gbit/s as in DGX H100, ConnectX-6 of 200 Gbit/s as in DGX A100."""
+"""A100 80GB SXM, H100 SXM, H200 SXM, B200 SXM with 180 GB, L40S. FLOP/s are the dense ones, half of
+those with sparsity; NVLink (L40S: PCIe 4 x16) is half of what is given for both directions.
+Between nodes: ConnectX-7 of 400 Gbit/s as in DGX H100, ConnectX-6 of 200 Gbit/s as in DGX A100.
+
+Reference:
+    NVIDIA's figures as listed by https://glennklockwood.com/garden/processors/A100, …/h100 and
+    …/B200, https://acecloud.ai/blog/nvidia-b200-vs-h200-h100-a100 (H200; memory of B200) and
+    https://www.mullet.se/product.html?product_id=355414 (L40S); B200's memory bandwidth as the
+    driver reports it: https://github.com/pytorch/ao/pull/4002
+"""
 
 DECODE_BANDWIDTH = 0.8
 PREFILL_UTILIZATION = 0.5

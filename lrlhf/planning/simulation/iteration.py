@@ -160,6 +160,11 @@ class Simulation(NamedTuple):
 
     def phases(self, layout: Layout, lengths: NDArray[np.int64]) -> Phases:
         """Return the parts of an iteration with responses of such lengths, `[prompts, copies]`."""
+        seconds = self._generation_seconds(layout, lengths)
+        return self.others(layout, lengths)._replace(generate=seconds)
+
+    def others(self, layout: Layout, lengths: NDArray[np.int64]) -> Phases:
+        """Return the parts beside generation, which takes no time."""
         work = self.work
 
         def flops(model: ModelCosts, *, shares_prompts: bool = work.shares_prompts) -> float:
@@ -169,7 +174,7 @@ class Simulation(NamedTuple):
         passes = [self._pass_seconds(one, flops(one), layout) for one in work.passes]
         updates = [self._update_seconds(one, flops(one), layout) for one in work.trained]
         return Phases(
-            generate=self._generation_seconds(layout, lengths),
+            generate=0.0,
             transfer=self._transfer_seconds(layout),
             reward=work.reward_s + self._share(layout) * scored / self.rates.forward_flops,
             logprob=sum(passes),
@@ -181,9 +186,10 @@ class Simulation(NamedTuple):
     def engine(self, layout: Layout) -> Engine:
         """Return a replica of a layout."""
         work, rates, policy = self.work, self.rates, self.work.policy
+        cache = policy.cache_numbers(layout.tensor_parallel)
         step = DecodingStep(
             weights=work.weight_bytes * policy.number / rates.read_bytes,
-            context=work.weight_bytes * policy.cache_numbers / rates.read_bytes,
+            context=work.weight_bytes * cache / rates.read_bytes,
             compute=2.0 * policy.multiplied / rates.decode_flops,
             fixed=rates.step_s + rates.layer_s * policy.layers,
             sequence=rates.sequence_s,
@@ -201,8 +207,34 @@ class Simulation(NamedTuple):
             for replica in range(replicas)
         )
 
+    def least_generation(
+        self, layout: Layout, lengths: NDArray[np.int64], *, batches: int
+    ) -> float:
+        """Return what generation of a batch takes at least, where replicas are never idle.
+
+        A response may take as long as so many batches that are in the making at the same time.
+        """
+        engine, prompt = self.engine(layout), self.work.prompt_tokens
+        groups, copies = lengths.shape
+        prompts = math.ceil(groups / layout.replicas)  # of the replica with the most
+        share = prompts / groups
+        tokens = share * float(lengths.sum())
+        reserved = share * float(((prompt / copies + lengths) * lengths).sum())
+        context = share * float(((prompt + (lengths - 1) / 2) * lengths).sum())
+        steps = max(
+            tokens / engine.max_sequences,
+            reserved / engine.cache_tokens,
+            int(lengths.max()) / batches,
+        )
+        return prompts * prompt * engine.prompt_token + engine.step.least(steps, tokens, context)
+
     def _transfer_seconds(self, layout: Layout) -> float:
-        """Return the seconds of one push: all replicas receive the weights at the same time."""
+        """Return the seconds of one push: all replicas receive the weights at the same time.
+
+        Trainers that generate themselves only gather the parts of the weights.
+        """
+        if not self.work.continuous:
+            return self._gathered(self.work.policy, layout, 1)
         size = self.work.weight_bytes * self.work.policy.number
         return self.links.push_s + size / self.links.among(layout.gpus)
 
@@ -231,7 +263,8 @@ class Simulation(NamedTuple):
         reductions = micro if self.strategy.reduces_each(model.weights) else work.steps
         moved = self._gathered(model, layout, 2 * micro) + self._reduced(model, layout, reductions)
         computing = seen * model.update_flops(flops) / self.rates.update_flops
-        kept = model.weights.trained.number / (1 if self._is_whole else self._group(layout))
+        whole = self.strategy.kind == "replicated"  # ZeRO splits the step in each of its stages
+        kept = model.weights.trained.number / (1 if whole else self._group(layout))
         step = self.rates.pass_layer_s * model.layers + kept * self.rates.optimizer_s
         return max(computing, moved) + work.steps * step
 
@@ -252,10 +285,13 @@ class Simulation(NamedTuple):
         return times * 2 * missing * model.number / self.links.among(group)
 
     def _reduced(self, model: ModelCosts, layout: Layout, times: int) -> float:
-        """Return the seconds to add up gradients of 4 bytes, so many times."""
-        size = 4 * model.weights.trained.number
-        if self._is_whole:  # there and back, on a ring
-            ways, group = 2, layout.trainers
-        else:
-            ways, group = 1, self._group(layout)
-        return times * ways * size * (group - 1) / group / self.links.among(group)
+        """Return the seconds to add up gradients of 4 bytes, so many times.
+
+        Within a group each trainer gets the sum of its part. Groups add up their parts once for
+        each optimizer step, there and back on a ring. Whole weights are groups of one.
+        """
+        group = 1 if self._is_whole else self._group(layout)
+        size, groups = 4 * model.weights.trained.number, layout.trainers / group
+        within = size * (group - 1) / group / self.links.among(group)
+        between = 2 * size / group * (groups - 1) / groups / self.links.among(layout.trainers)
+        return times * within + self.work.steps * between

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 from lrlhf.planning.live_bytes import Usage
 from lrlhf.planning.simulation.hardware import GPU, GPUS_PER_NODE, rates_of
 from lrlhf.planning.simulation.iteration import Layout, Links, Simulation, Workload
 from lrlhf.planning.simulation.pipeline import Phases
-from lrlhf.planning.strategy_shares import OptimizerNeeds, Strategy, Weights
+from lrlhf.planning.strategy_shares import OptimizerNeeds, Shares, Strategy, Weights
 
 USABLE = 0.9
 """Share of a GPU's memory that is planned with."""
@@ -20,8 +21,10 @@ ACTIVATIONS = 10 * 2**30
 """Bytes assumed for what passes of a trainer allocate; the memory table counts them."""
 
 STALENESS = (0, 1, 2, 4)
-_FINALISTS = 2
-"""Layouts that are compared by several iterations."""
+_FINALISTS = 16
+"""Layouts of a kind that are simulated at most."""
+_SMALL = 16
+"""Any number of GPUs up to this may train; above only whole nodes."""
 PUSH_S = 1.0
 """Seconds assumed of a push beside its bytes: pausing, clearing caches, comparing fingerprints."""
 
@@ -35,6 +38,7 @@ class Machine(NamedTuple):
         trained: Models and what their optimizers keep.
         frozen: Models that trainers hold beside them, split as the strategy has it.
         whole: Bytes of models that each trainer holds whole.
+        shard_group: Trainers come in groups of so many.
     """
 
     gpu: GPU
@@ -42,20 +46,32 @@ class Machine(NamedTuple):
     trained: tuple[tuple[Weights, OptimizerNeeds], ...]
     frozen: tuple[Weights, ...] = ()
     whole: int = 0
+    shard_group: int = 1
 
     def trainer_bytes(self, trainers: int) -> float:
         """Return what one of so many trainers needs at most."""
+        models = self._shares(trainers)
+        passing = max(one.gathered + one.gradients + one.step for one in models)
+        return self._resident(models) + passing + ACTIVATIONS
+
+    def generating_bytes(self, trainers: int) -> float:
+        """Return what one of so many trainers needs while it generates, beside the cache."""
+        models = self._shares(trainers)
+        return self._resident(models) + models[0].gathered_to_generate
+
+    def _resident(self, models: list[Shares]) -> int:
+        return Usage().plus(*(one.resident for one in models)).total + self.whole
+
+    def _shares(self, trainers: int) -> list[Shares]:
+        """Return what a trainer has of each model, the policy first."""
         strategy = replace(self.strategy, ranks=min(self.strategy.ranks, trainers))
-        models = [
+        return [
             *(strategy.shares(weights, needs, accumulates=True) for weights, needs in self.trained),
             *(
                 strategy.shares(weights, OptimizerNeeds(), accumulates=False)
                 for weights in self.frozen
             ),
         ]
-        resident = Usage().plus(*(one.resident for one in models)).total
-        passing = max(one.gathered + one.gradients + one.step for one in models)
-        return resident + self.whole + passing + ACTIVATIONS
 
 
 class Answer(NamedTuple):
@@ -77,75 +93,140 @@ class Answer(NamedTuple):
 def best_layouts(work: Workload, machine: Machine, gpus: int) -> list[Answer]:
     """Return the fastest layout of each kind, as far as one fits: together, and apart for each K.
 
-    Colocated replicas generate while nobody trains; K stands for ``max_staleness``. All layouts are
-    compared by one iteration, and the few that come first there by more.
+    Colocated replicas generate while nobody trains; K stands for ``max_staleness``. Layouts are
+    simulated in the order of what an iteration takes at least, until that is more than the best.
     """
-    rough = []
-    for layout in layouts(work, machine, gpus):
-        simulation = simulation_of(work, machine, layout)
-        rough.append((layout, simulation, simulation.draws(layout, 1)[0]))
-    found = []
+    known = [_Candidate(work, machine, layout) for layout in layouts(work, machine, gpus)]
+    found = list[Answer]()
     for staleness in STALENESS:
         for together in (True, False) if staleness == 0 else (False,):
-            those = [one for one in rough if one[0].together is together]
-            those.sort(key=lambda one: _bound(one[2], staleness))
-            finalists = [
-                one[0]._replace(max_staleness=staleness)
-                for one in those[: _FINALISTS if staleness < 2 else 1]
-            ]
-            answers = [_answer(work, machine, layout) for layout in finalists]
-            found += [min(answers, key=lambda one: one.seconds)] if answers else []
+            those = [one for one in known if one.layout.together is together]
+            those.sort(key=lambda one: (one.least(staleness), one.layout.gpus))
+            # what is best with fewer updates behind is good with more of them too
+            before = {one.layout._replace(max_staleness=0) for one in found}
+            those.sort(key=lambda one: one.layout not in before)
+            found += _fastest(those, staleness)
     return found
 
 
-def _bound(phases: Phases, staleness: int) -> float:
-    if staleness == 0:
-        return sum(phases)
-    return phases.transfer + max(phases.generate, phases.trainer)
+class _Candidate:
+    """A layout that is simulated when its turn comes."""
+
+    def __init__(self, work: Workload, machine: Machine, layout: Layout) -> None:
+        self.layout = layout
+        self._simulation = simulation_of(work, machine, layout)
+        self._lengths = self._simulation.lengths()
+        self._others = [self._simulation.others(layout, one) for one in self._lengths]
+        self._draws = list[Phases]()
+
+    def least(self, staleness: int) -> float:
+        """Return about what an iteration takes at least."""
+        seconds = 0.0
+        for lengths, others in zip(self._lengths, self._others, strict=True):
+            generate = self._simulation.least_generation(
+                self.layout, lengths, batches=max(1, staleness)
+            )
+            beside = others.trainer
+            both = generate + beside if staleness == 0 else max(generate, beside)
+            seconds += others.transfer + both
+        return seconds / len(self._others)
+
+    def answer(self, staleness: int) -> Answer:
+        """Simulate some iterations."""
+        layout = self.layout._replace(max_staleness=staleness)
+        draws = self._draws = self._draws or self._simulation.draws(layout)
+        mean = Phases(*(sum(parts) / len(draws) for parts in zip(*draws, strict=True)))
+        return Answer(layout, self._simulation.seconds(layout, draws), mean, self._simulation)
 
 
-def _answer(work: Workload, machine: Machine, layout: Layout) -> Answer:
-    simulation = simulation_of(work, machine, layout)
-    draws = simulation.draws(layout)
-    mean = Phases(*(sum(parts) / len(draws) for parts in zip(*draws, strict=True)))
-    return Answer(layout, simulation.seconds(layout, draws), mean, simulation)
+def _fastest(candidates: list[_Candidate], staleness: int) -> list[Answer]:
+    """Return the fastest of candidates, the most promising of which come first; none of none."""
+    best: Answer | None = None
+    for one in candidates[:_FINALISTS]:
+        if best is None or one.least(staleness) < best.seconds:
+            answer = one.answer(staleness)
+            best = answer if best is None or answer.seconds < best.seconds else best
+    return [] if best is None else [best]
 
 
 def layouts(work: Workload, machine: Machine, gpus: int) -> Iterator[Layout]:
-    """Yield the layouts whose trainers and replicas fit into memory.
+    """Yield the layouts whose trainers and replicas fit into memory; some GPUs may be left.
 
-    A replica stays within a node. Of several nodes only whole ones are divided, and of many
-    several at a time.
+    A replica stays within a node, and has a prompt or more.
     """
-    apart = 1 if gpus <= GPUS_PER_NODE else GPUS_PER_NODE * math.ceil(gpus / 256)
-    for parallel in (1, 2, 4, 8):
-        if work.policy.heads % parallel:
-            continue
-        for trainers in (*range(apart, gpus, apart), gpus):
-            together = trainers == gpus
-            if not work.continuous and not (together and parallel == 1):
-                continue  # trainers that generate themselves do not split the model
-            replicas, left = divmod(gpus if together else gpus - trainers, parallel)
-            if left or not replicas or work.prompts < max(trainers, replicas):
-                continue
+    # trainers that generate themselves do not split the model
+    sizes = [one for one in (1, 2, 4, 8) if work.policy.heads % one == 0 and work.continuous] or [1]
+    # links are faster within a node
+    used = {gpus, min(gpus, GPUS_PER_NODE)} if work.continuous else set()
+    for parallel, trainers in product(sizes, trainer_counts(work, machine, gpus)):
+        apart = [(False, one - trainers) for one in used if one > trainers]
+        for together, free in [(True, trainers), *apart]:
+            replicas = min(work.prompts, free // parallel)
             layout = Layout(trainers, replicas, parallel, together)
-            if (room := cache_tokens(work, machine, layout)) is not None:
+            if replicas and (room := cache_tokens(work, machine, layout)) is not None:
                 yield layout._replace(cache_tokens=room)
+
+
+def trainer_counts(work: Workload, machine: Machine, gpus: int) -> list[int]:
+    """Return how many of the GPUs may train: all, or few, or whole nodes, each with a prompt."""
+    group, most = machine.shard_group, min(gpus, work.prompts)
+    nodes = math.lcm(group, GPUS_PER_NODE)
+    counts = {
+        *range(group, min(most, _SMALL) + 1, group),
+        *range(nodes, most + 1, nodes),
+        most // group * group,
+    }
+    return sorted(counts - {0})
 
 
 def cache_tokens(work: Workload, machine: Machine, layout: Layout) -> float | None:
     """Return the tokens of a replica's cache; None: the layout does not fit.
 
-    A replica must have room for one response of full length.
+    A replica must have room for one response of full length. Trainers that generate themselves use
+    their own weights.
     """
-    usable = USABLE * machine.gpu.memory
+    usable, parallel = USABLE * machine.gpu.memory, layout.tensor_parallel
     trainer = machine.trainer_bytes(layout.trainers)
     if trainer > usable:
         return None
-    each = usable - (trainer if layout.together else 0)
-    free = layout.tensor_parallel * each - work.weight_bytes * work.policy.number
-    tokens = free / (work.weight_bytes * work.policy.cache_numbers)
-    return tokens if tokens >= work.prompt_tokens + int(work.lengths.known.max()) else None
+    if work.continuous:
+        free = parallel * (usable - (trainer if layout.together else 0))
+        free -= work.weight_bytes * work.policy.number
+    else:
+        free = usable - machine.generating_bytes(layout.trainers)
+    tokens = free / (work.weight_bytes * work.policy.cache_numbers(parallel))
+    return tokens if tokens >= _longest(work) else None
+
+
+def _longest(work: Workload) -> int:
+    return work.prompt_tokens + int(work.lengths.known.max())
+
+
+def why_nothing_fits(work: Workload, machine: Machine, gpus: int) -> str:
+    """Say why there is no layout on so many GPUs, and what would help."""
+    counts = trainer_counts(work, machine, gpus)
+    if not counts:
+        group = machine.shard_group
+        return (
+            f"trainers come in groups of strategy.shard_group ({group}), with a prompt each: take "
+            f"at least {group} GPUs, and set --prompts to at least {group}"
+        )
+    most, usable = counts[-1], USABLE * machine.gpu.memory / 1e9
+    trainer = machine.trainer_bytes(most) / 1e9
+    prompts = f"set --prompts to at least {gpus} for more trainers, " if most < gpus else ""
+    if trainer > usable:
+        return (
+            f"each of {most} trainers needs {trainer:.1f} GB, and {usable:.1f} GB are usable; "
+            f"{prompts}take more GPUs, trainer.strategy: fsdp2 or lora"
+        )
+    cache = _longest(work) * work.weight_bytes * work.policy.cache_numbers(1) / 1e9
+    weights = work.weight_bytes * work.policy.number / 1e9 if work.continuous else 0.0
+    return (
+        f"each of {most} trainers needs {trainer:.1f} GB of {usable:.1f} GB that are usable, and a "
+        f"replica {weights:.1f} GB for its weights and {cache:.1f} GB for one response of "
+        f"{_longest(work)} tokens, for which no division leaves room; {prompts}take more GPUs, or "
+        "lower model.sampling.max_new_tokens and data.max_prompt_tokens"
+    )
 
 
 def simulation_of(work: Workload, machine: Machine, layout: Layout) -> Simulation:

@@ -21,6 +21,7 @@ class ModelCosts(NamedTuple):
         multiplied: Weights that every token is multiplied by: all but embeddings.
         layers: Blocks.
         heads: Query heads of a block.
+        key_heads: Heads of keys and values.
         attention_width: Query heads times the size of one.
         key_width: Heads of keys times the size of one.
         recomputes: Activations are computed again in the backward pass.
@@ -30,6 +31,7 @@ class ModelCosts(NamedTuple):
     multiplied: int
     layers: int
     heads: int
+    key_heads: int
     attention_width: int
     key_width: int
     recomputes: bool = False
@@ -39,10 +41,12 @@ class ModelCosts(NamedTuple):
         """Weights."""
         return self.weights.whole.number
 
-    @property
-    def cache_numbers(self) -> int:
-        """Numbers in the keys and values of one token."""
-        return 2 * self.layers * self.key_width
+    def cache_numbers(self, gpus: int) -> float:
+        """Numbers in the keys and values of one token, on all of the GPUs of a replica.
+
+        A head is not divided: with more GPUs than heads of keys, several GPUs keep the same ones.
+        """
+        return 2 * self.layers * self.key_width * max(1, gpus / self.key_heads)
 
     def forward_flops(
         self, prompt: int, lengths: NDArray[np.int64], *, shares_prompts: bool
@@ -84,6 +88,7 @@ def costs_of(model: nn.Module, plain: PreTrainedModel) -> ModelCosts:
     if not heads or "hidden_size" not in options:
         raise ValueError(f"the config of {type(plain).__name__} does not name its attention heads")
     size = options.get("head_dim") or options["hidden_size"] // heads
+    key_heads = options.get("num_key_value_heads") or heads
     weights = weights_of(model, plain)
     head = plain.get_output_embeddings()  # type: ignore[no-untyped-call]
     embeddings: Any = plain.get_input_embeddings()
@@ -94,7 +99,16 @@ def costs_of(model: nn.Module, plain: PreTrainedModel) -> ModelCosts:
         multiplied=weights.whole.number - (0 if tied else embeddings.weight.numel()),
         layers=len(blocks_of(plain)),
         heads=heads,
+        key_heads=key_heads,
         attention_width=heads * size,
-        key_width=(options.get("num_key_value_heads") or heads) * size,
+        key_width=key_heads * size,
         recomputes=plain.is_gradient_checkpointing,
     )
+
+
+def attends_to_less(plain: PreTrainedModel) -> bool:
+    """Whether layers of a model attend to a part of the text only, or not at all."""
+    options = plain.config.get_text_config().to_dict()
+    if (kinds := options.get("layer_types")) is not None:
+        return any(kind != "full_attention" for kind in kinds)
+    return bool(options.get("sliding_window"))

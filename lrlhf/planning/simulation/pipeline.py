@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -105,7 +106,10 @@ def seconds_ahead(queue: Queue, draws: Sequence[Phases], *, max_staleness: int) 
     ends, waited = [0.0], 0.0
     for batch in range(max_staleness):
         queue.begin(batch, 0.0)
-    for index in range(max_staleness + 1 + len(draws)):
+    # where long responses limit, K batches are complete at nearly the same time, and then none for
+    # long: the mean is over whole rounds of K
+    counted = math.lcm(len(draws), max_staleness)
+    for index in range(max_staleness + 1 + counted):
         one = draws[index % len(draws)]
         # a batch may be complete before its turn
         waited = max(waited, queue.complete(index) + paused)
@@ -114,5 +118,5 @@ def seconds_ahead(queue: Queue, draws: Sequence[Phases], *, max_staleness: int) 
         queue.begin(index + max_staleness, push - paused)
         paused += one.transfer
         ends.append(push + one.transfer + one.trainer)
-    last = [after - before for before, after in pairwise(ends)][-len(draws) :]
+    last = [after - before for before, after in pairwise(ends)][-counted:]
     return sum(last) / len(last)

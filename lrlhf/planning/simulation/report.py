@@ -20,6 +20,7 @@ from lrlhf.planning.simulation.layouts import (
     Answer,
     best_layouts,
     bottleneck,
+    why_nothing_fits,
 )
 from lrlhf.planning.simulation.workload import Question, workload_and_machine
 
@@ -65,7 +66,12 @@ def time_report(
     answers = {number: best_layouts(work, machine, number) for number in gpus}
     if any(answers.values()):
         yield _table(answers, work)
-    yield "\n".join(_conclusion(number, found) for number, found in answers.items())
+    yield "\n".join(
+        _conclusion(number, found, work)
+        if found
+        else f"{number} GPUs: no layout fits: {why_nothing_fits(work, machine, number)}"
+        for number, found in answers.items()
+    )
     yield "\n".join([*_assumptions(name, question.gpu, work), *notes])
 
 
@@ -79,8 +85,9 @@ def _table(answers: Mapping[int, list[Answer]], work: Workload) -> str:
         for one in found:
             layout, parts = one.layout, one.phases
             times = (parts.generate, parts.transfer, parts.reward, parts.logprob, parts.update)
+            idle = f", {number - layout.gpus} idle" if number > layout.gpus else ""
             cells = [
-                f"{number} GPUs, {'in turns on all' if layout.together else 'apart'}",
+                f"{number} GPUs, {'in turns on all' if layout.together else 'apart'}{idle}",
                 f"{layout.trainers}",
                 f"{layout.replicas} × {layout.tensor_parallel}",
                 f"{layout.max_staleness}",
@@ -91,17 +98,16 @@ def _table(answers: Mapping[int, list[Answer]], work: Workload) -> str:
     return plain_text(table)
 
 
-def _conclusion(gpus: int, found: list[Answer]) -> str:
-    if not found:
-        return (
-            f"{gpus} GPUs: no layout fits; take more GPUs, trainer.strategy: fsdp2 or lora, and "
-            "prompts that the trainers can share equally"
-        )
+def _conclusion(gpus: int, found: list[Answer], work: Workload) -> str:
     fastest = min(one.seconds for one in found)
     # what is less stale first
     best = next(one for one in found if one.seconds <= _AS_FAST * fastest)
     layout, (limit, saved) = best.layout, bottleneck(best)
     where = "on the same GPUs, in turns" if layout.together else "apart"
+    if idle := gpus - layout.gpus:
+        where += f", {idle} idle"
+        if work.prompts < gpus:
+            where += f" (set --prompts to at least {gpus}: each trainer needs one)"
     measure = "equally long" if limit.endswith("responses") else "twice as fast"
     return (
         f"{gpus} GPUs: {best.seconds:.0f} s with {layout.trainers} trainers and {layout.replicas} "

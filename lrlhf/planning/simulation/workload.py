@@ -22,7 +22,7 @@ from lrlhf.planning.simulation.hardware import GPU
 from lrlhf.planning.simulation.iteration import Workload
 from lrlhf.planning.simulation.layouts import Machine
 from lrlhf.planning.simulation.lengths import Lengths, lognormal_lengths, recorded_lengths
-from lrlhf.planning.simulation.model_costs import ModelCosts, costs_of
+from lrlhf.planning.simulation.model_costs import ModelCosts, attends_to_less, costs_of
 from lrlhf.planning.strategy_shares import (
     OptimizerNeeds,
     Strategy,
@@ -43,6 +43,7 @@ class Question(NamedTuple):
         plan: Sizes of the iteration; its processes do not matter.
         gpu: The hardware.
         strategy: Of the trainers.
+        shard_group: Trainers come in groups of so many.
         response_lengths: The mean, or a run's ``rollouts.jsonl``; None: half of the limit.
         reward_s: Seconds of all rewards of an iteration that no model gives.
     """
@@ -50,6 +51,7 @@ class Question(NamedTuple):
     plan: BatchPlan
     gpu: GPU
     strategy: Strategy
+    shard_group: int = 1
     response_lengths: str | None = None
     reward_s: float = 0.0
 
@@ -133,8 +135,18 @@ def workload_and_machine(
         continuous=not own,
     )
     machine = Machine(
-        question.gpu, question.strategy, tuple(models.trained), tuple(models.frozen), models.whole
+        question.gpu,
+        question.strategy,
+        tuple(models.trained),
+        tuple(models.frozen),
+        models.whole,
+        question.shard_group,
     )
+    if attends_to_less(models.plain):
+        notes.append(
+            "attention: each layer is counted as if it attended to the whole text; this model has "
+            "others, and needs less time and room for keys and values"
+        )
     notes += [
         f"prompts: {work.prompt_tokens} tokens each, the limit or what is assumed without one",
         f"responses: {work.lengths.origin}",
