@@ -18,6 +18,7 @@ from lrlhf.rollout.responses import Response
 from lrlhf.rollout.vllm.client import ServerClient
 from lrlhf.rollout.vllm.dispatch import Targets, respond
 from lrlhf.rollout.vllm.routing import BLOCK, Router
+from lrlhf.rollout.vllm.traffic import Traffic
 
 # ---------------------------------------------------------------------- routing
 
@@ -321,3 +322,20 @@ def test_what_waits_goes_to_no_server_that_failed_another_call(
             call.result()
     assert time.monotonic() - started < 1.4  # it is not given its time once more
     assert len(servers.asked["hung"]) == 1
+
+
+def test_places_are_given_first_come_first_served() -> None:
+    traffic = Traffic()
+    woken: list[str] = []
+    server = ServerClient("http://only", "token")
+    first, second = traffic.enter(), traffic.enter()
+    assert traffic.may_place(second, partial(woken.append, "second"))  # nobody else waits
+    assert traffic.may_place(first, partial(woken.append, "first"))
+    assert not traffic.may_place(second, partial(woken.append, "second"))
+    traffic.opened(server, 2)
+    assert (traffic.has_place(server, 2), traffic.has_place(server, 3)) == (False, True)
+    traffic.closed(server, answered=True)
+    assert (traffic.has_place(server, 2), woken) == (True, ["first"])
+    traffic.placed(first)  # it is the turn of the next
+    assert woken == ["first", "second"]
+    assert traffic.may_place(second, partial(woken.append, "second"))
