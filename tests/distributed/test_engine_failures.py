@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lrlhf.rollout import EngineFailure, Sampling, VLLMServerEngine
 from lrlhf.rollout.responses import untold_prompts
+from lrlhf.rollout.vllm.traffic import Traffic
 from tests.conftest import build_language_model, build_tokenizer
 from tests.rollout.copy_engine import CopyEngine
 
@@ -92,8 +93,9 @@ class ServerlessEngine(VLLMServerEngine):
     def _start(self) -> None:
         self._described = {"dtype": "float32"}
         self._transfer = BrokenOffPush()
-        self._fleet: Any = SimpleNamespace(drop_broken=list, succeeded=list, stop=list)
+        self._fleet: Any = SimpleNamespace(drop_broken=lambda *_: [], succeeded=list, stop=list)
         self._router: Any = SimpleNamespace(forget=list)
+        self._traffic = Traffic()
 
 
 def broken_off(rank: int, folder: Path) -> None:

@@ -1,10 +1,8 @@
-"""Where requests go, what becomes of those of a replica that fails, and how servers are kept."""
+"""Where requests go, and what becomes of those of a replica that fails."""
 
 import asyncio
 import json
-import logging
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,14 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
+from lrlhf.background import in_background
 from lrlhf.rollout import EngineFailure
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.vllm.client import ServerClient
 from lrlhf.rollout.vllm.dispatch import Targets, respond
-from lrlhf.rollout.vllm.fleet import Fleet
 from lrlhf.rollout.vllm.routing import BLOCK, Router
-from lrlhf.rollout.vllm.server import Server
-from lrlhf.rollout.vllm.vllm_base import EngineStartError
+from lrlhf.rollout.vllm.traffic import Traffic
 
 # ---------------------------------------------------------------------- routing
 
@@ -96,6 +93,7 @@ class Servers:
 
         self.asked: dict[str, list[int]] = {name: [] for name in answers}
         self.failed: dict[int, str] = {}
+        self.failed_at: dict[tuple[str, str], str] = {}
         plain = partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
         monkeypatch.setattr(httpx, "AsyncClient", plain)
         clients = {
@@ -105,9 +103,14 @@ class Servers:
             clients,
             {number: f"model-{number}" for number in clients},
             Router(clients),
-            lambda number, failure: self.failed.setdefault(number, str(failure)),
+            self.note,
             {"new": 7, "old": 5},
+            self.failed_at,
         )
+
+    def note(self, number: int, failure: EngineFailure) -> None:
+        self.failed.setdefault(number, str(failure))
+        self.failed_at[self.targets.clients[number].address] = str(failure)
 
     def respond(self, prompts: list[list[int]], **options: Any) -> list[Response]:
         bodies = [
@@ -160,6 +163,7 @@ def ids(responses: list[Response]) -> list[list[int]]:
         ({"finish_reason": "abort"}, "broke a response off"),
         ({"logprobs": {"content": []}}, "broke a response off"),
         ({"logprobs": None}, "answer cannot be read"),
+        ({"token_ids": [], "logprobs": {"content": []}, "weight_versions": []}, "without a token"),
         ({"weight_versions": None}, "not say of every token"),
         ({"weight_versions": [{"version": "new", "start": 0, "end": 1}]}, "not say of every token"),
         ({"weight_versions": [{"version": "x", "start": 0, "end": 2}]}, "other weights than it wa"),
@@ -270,133 +274,68 @@ def test_a_request_that_is_refused_is_nobodys_failure(monkeypatch: pytest.Monkey
     assert not servers.failed
 
 
-# ---------------------------------------------------------------------- servers
+def test_calls_share_the_places_of_a_server_and_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived: list[int] = []
+    opened, most = 0, 0
+
+    async def in_turn(request: httpx.Request) -> httpx.Response:
+        nonlocal opened, most
+        opened, most = opened + 1, max(most, opened + 1)
+        token = json.loads(request.content)["token_ids"][0]
+        arrived.append(token)
+        turn = len(arrived)
+        while turn > finished[0] + 1:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        finished[0] += 1
+        opened -= 1
+        return answer_to(request)
+
+    finished = [0]
+    servers = Servers(monkeypatch, only=in_turn)
+    prompts = [[[10 * call + index] for index in range(8)] for call in (1, 2, 3)]
+    calls = []
+    for one in prompts:
+        respond_to = partial(servers.respond, one, stall=0.5, concurrency=4)
+        calls.append(in_background(respond_to, name="call"))
+        time.sleep(0.05)  # so that it is the next one
+    # any two calls are answered for longer than the stall timeout
+    found = [ids(call.result()) for call in calls]
+    assert found == [[[token + 100] for (token,) in one] for one in prompts]
+    assert most == 4
+    # first come, first served
+    assert arrived == [token for one in prompts for (token,) in one]
+    assert not servers.failed
 
 
-class Fake(Server):
-    """Starts when it is told to."""
-
-    def __init__(self, number: int) -> None:
-        self.number, self.starts, self.stops = number, 0, 0
-        self.may_start, self.fails, self.runs = threading.Event(), False, False
-        self.may_start.set()
-
-    def start(self) -> ServerClient:
-        assert self.may_start.wait(20)
-        self.starts += 1
-        if self.fails:
-            raise EngineStartError("no luck")
-        self.runs = True
-        client = ServerClient(f"http://{self.number}:{self.starts}", "token")
-        client.is_healthy = lambda **_: self.runs  # type: ignore[method-assign]
-        return client
-
-    def stop(self) -> None:
-        self.runs = False
-        self.stops += 1
-        self.may_start.set()
-
-    def alive(self) -> bool:
-        return self.runs
-
-
-@pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> list[Fake]:
-    monkeypatch.setattr("lrlhf.rollout.vllm.fleet._NOTICE_SECONDS", 0.3)
-    return [Fake(0), Fake(1)]
-
-
-def started(fakes: list[Fake], *, max_restarts: int = 2) -> Fleet:
-    fleet = Fleet(fakes, max_restarts=max_restarts)
-    fleet.start()
-    return fleet
-
-
-def urls(fleet: Fleet) -> dict[int, str]:
-    return {number: client.url for number, client in fleet.running().items()}
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_a_server_that_failed_joins_once_it_runs_again(
-    fakes: list[Fake], caplog: pytest.LogCaptureFixture
+def test_what_waits_goes_to_no_server_that_failed_another_call(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fleet = started(fakes)
-    assert urls(fleet) == {0: "http://0:1", 1: "http://1:1"}
-    fakes[1].may_start.clear()
-    with caplog.at_level(logging.WARNING):
-        fleet.fail(1, "broke a response off")
-        fleet.fail(1, "as another request says")
-    assert caplog.messages == [
-        "vLLM server 1 broke a response off; it is started again while the others go on"
+    servers = Servers(monkeypatch, hung=lambda request: slowly(request, 60.0))
+    calls = [
+        in_background(partial(servers.respond, [[1]], stall=0.5, concurrency=1), name="call")
+        for _ in range(2)
     ]
-    assert (urls(fleet), fleet.restarts) == ({0: "http://0:1"}, 1)  # nobody waits for it
-    fakes[1].may_start.set()
-    eventually(lambda: len(urls(fleet)) == 2)
-    assert urls(fleet)[1] == "http://1:2"
-    # one that ended unnoticed is noticed when it is asked for
-    fakes[0].may_start.clear()
-    fakes[0].runs = False
-    assert (urls(fleet), fleet.restarts) == ({1: "http://1:2"}, 2)
-    fleet.stop()
-    assert not fakes[0].runs
-    assert not fakes[1].runs
+    started = time.monotonic()
+    for call in calls:
+        with pytest.raises(EngineFailure, match=r"finished no response in 0\.5 s"):
+            call.result()
+    assert time.monotonic() - started < 1.4  # it is not given its time once more
+    assert len(servers.asked["hung"]) == 1
 
 
-def test_a_server_that_fails_again_and_again_is_left_out(
-    fakes: list[Fake], caplog: pytest.LogCaptureFixture
-) -> None:
-    fleet = started(fakes)
-    fakes[1].fails = True
-    fleet.fail(1, "has ended")
-    eventually(lambda: urls(fleet) == {0: "http://0:1"} and "left out" in caplog.text)
-    assert fakes[1].starts == 3  # and twice in a row again
-    assert "did not start (no luck); it is left out, after 2 restarts in a row" in caplog.text
-    # those that a push has reached since begin to count anew
-    fleet.succeeded()
-    fakes[0].runs = False
-    with pytest.raises(EngineFailure, match="no vLLM server is left: vLLM server 0 has ended"):
-        fleet.running()
-    assert fakes[0].starts == 1  # that is for the engine to do
-    fleet.stop()
-
-
-def test_a_push_waits_only_where_no_server_is_left(fakes: list[Fake]) -> None:
-    fleet = started(fakes)
-    fakes[1].may_start.clear()
-    fleet.fail(1, "has ended")
-    fakes[0].runs = False
-    threading.Timer(0.3, fakes[1].may_start.set).start()
-    assert urls(fleet) == {1: "http://1:2"}
-    fleet.stop()
-
-
-def test_of_those_that_broke_a_push_off_the_ones_that_do_not_answer_are_dropped(
-    fakes: list[Fake],
-) -> None:
-    fleet = started(fakes)
-    assert fleet.drop_broken() == []
-    fakes[1].may_start.clear()
-    threading.Timer(0.1, setattr, [fakes[1], "runs", False]).start()  # as it is noticed
-    assert fleet.drop_broken() == [1]
-    # the last one may have nothing worse than other weights, which a push mends
-    fleet.fail(0, "has other weights")
-    assert urls(fleet) == {0: "http://0:1"}
-    fakes[0].runs = False
-    assert fleet.drop_broken() == []  # nobody is left who could go on
-    fleet.stop()
-
-
-def test_a_server_that_does_not_start_at_first_ends_the_others(fakes: list[Fake]) -> None:
-    fakes[1].fails = True
-    fleet = Fleet(fakes, max_restarts=2)
-    with pytest.raises(EngineStartError, match="no luck"):
-        fleet.start()
-    assert fakes[0].runs
-    fleet.stop()
-    assert not fakes[0].runs
+def test_places_are_given_first_come_first_served() -> None:
+    traffic = Traffic()
+    woken: list[str] = []
+    server = ServerClient("http://only", "token")
+    first, second = traffic.enter(), traffic.enter()
+    assert traffic.may_place(second, partial(woken.append, "second"))  # nobody else waits
+    assert traffic.may_place(first, partial(woken.append, "first"))
+    assert not traffic.may_place(second, partial(woken.append, "second"))
+    traffic.opened(server, 2)
+    assert (traffic.has_place(server, 2), traffic.has_place(server, 3)) == (False, True)
+    traffic.closed(server, answered=True)
+    assert (traffic.has_place(server, 2), woken) == (True, ["first"])
+    traffic.placed(first)  # it is the turn of the next
+    assert woken == ["first", "second"]
+    assert traffic.may_place(second, partial(woken.append, "second"))

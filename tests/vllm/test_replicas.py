@@ -104,7 +104,7 @@ def test_two_replicas_give_the_responses_of_one_and_one_may_be_lost_meanwhile(
         patch.setattr(pair, "max_num_seqs", 1)
         assert_equal(ask(pair, tokenizer), expected)
     assert killed
-    assert list(pair._failed) == [1]
+    assert list(pair._failed) == [client_of(pair, 1).address]
     # the other is not disturbed, takes the next push alone, and the new one joins when it can
     disturb(policy, seed=2)
     pair.push(2)

@@ -7,7 +7,6 @@ import contextlib
 import ipaddress
 import logging
 import os
-import resource
 import secrets
 import socket
 import threading
@@ -26,6 +25,7 @@ from lrlhf.background import EventLoop
 from lrlhf.environments.agents.chat_answer import ChatAnswer, completion, refusal
 from lrlhf.environments.agents.chat_request import ChatRequest, RefusedError, read_chat_request
 from lrlhf.environments.session import Asked
+from lrlhf.open_files import allow_connections
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ _PATHS: Final = "POST /v1/chat/completions, GET /v1/models"
 _BACKLOG: Final = 2048
 _KEEP_ALIVE_SECONDS: Final = 30
 _CLOSE_SECONDS: Final = 5.0
-_MOST_FILES: Final = 65_536
 MAX_BODY_BYTES: Final = 8 * 2**20
 """Of a request; nobody else is served while one is parsed."""
 
@@ -154,7 +153,7 @@ class ChatEndpoint:
         self._server = None
 
     def _started(self) -> _Server:
-        _allow_connections()
+        allow_connections()  # of agents, each of which takes two
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         address = (self._host, self._port)
         listener = socket.create_server(address, family=family, backlog=_BACKLOG)
@@ -363,11 +362,3 @@ async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
             server.force_exit = True
             await server.shutdown(sockets=[listener])
             raise
-
-
-def _allow_connections() -> None:
-    """Have the system allow open files for many agents, each of which takes two."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

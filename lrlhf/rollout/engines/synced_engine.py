@@ -221,6 +221,8 @@ class SyncedEngine(RolloutEngine):
                 take.
         """
         if self._version is None:
+            if not _recovers.get():  # the thread that may is about to bring weights
+                raise EngineFailure(f"{type(self).__name__} has no weights at the moment")
             raise WeightSyncError(
                 f"{type(self).__name__} was given no weights: add lrlhf.callbacks.VLLMWeightSync "
                 "to trainer.callbacks, or call engine.push(version=0)"

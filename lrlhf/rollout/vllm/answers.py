@@ -76,6 +76,8 @@ def read_answer(content: bytes, prompt: Sequence[int]) -> tuple[Response, list[S
     found = [one.logprob for one in choice.logprobs.content]
     logprobs = [math.nan if one <= _NO_NUMBER else one for one in found]
     response = read_response(choice.token_ids, logprobs, choice.finish_reason)
+    if not choice.token_ids:
+        raise EngineFailure("vLLM answered without a token")
     spans, end = choice.weight_versions or [], 0
     for span in spans:
         if span.start != end:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 
 from lrlhf.rollout.engines.synced_engine import EngineFailure
+
+Address: TypeAlias = tuple[str, str]
+"""URL and token; a server that is started again has others."""
 
 GENERATE = "/inference/v1/generate"
 """Where token ids go in and come out."""
@@ -34,7 +37,7 @@ class ServerClient:
         self._http = httpx.Client(**self._settings)
 
     @property
-    def address(self) -> tuple[str, str]:
+    def address(self) -> Address:
         """URL and token."""
         return self.url, self.token
 
@@ -49,7 +52,7 @@ class ServerClient:
             # until a server is known to answer, someone else might be at this address
             del request.headers["Authorization"]
             return self._http.send(request).status_code == httpx.codes.OK
-        except httpx.TransportError:
+        except (httpx.TransportError, RuntimeError):  # RuntimeError: closed meanwhile
             return False
 
     def post(

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lrlhf.background import in_background
 from lrlhf.rollout.engines.synced_engine import EngineFailure
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.vllm.answers import read_answer, with_versions
-from lrlhf.rollout.vllm.client import ServerClient
+from lrlhf.rollout.vllm.client import Address, ServerClient
 from lrlhf.rollout.vllm.routing import Placement, Router
+from lrlhf.rollout.vllm.traffic import Traffic
 
 _LOOK_SECONDS = 1.0
 """How often it is looked whether a replica hangs."""
@@ -23,7 +24,7 @@ _LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Targets:
-    """Where requests can go."""
+    """Where requests can go: servers with the same weights. Never changed, only replaced."""
 
     clients: Mapping[int, ServerClient]
     models: Mapping[int, str]
@@ -33,6 +34,10 @@ class Targets:
     """Told of a replica that failed; nothing more is sent there."""
     versions: Mapping[str, int]
     """Training iterations behind the weights that a response may come from, by their names."""
+    failed: Mapping[Address, str] = field(default_factory=dict)
+    """Replicas that failed meanwhile, here or in another call, and why."""
+    traffic: Traffic = field(default_factory=Traffic)
+    """Of all calls."""
 
 
 def respond(
@@ -46,9 +51,9 @@ def respond(
     Args:
         bodies: Requests for tokens, without the model's name.
         targets: Where they can go.
-        concurrency: Requests that a replica has of these at the same time; those of one prompt may
-            be more.
-        stall: Seconds without any response after which a replica counts as hung.
+        concurrency: Requests that a replica has at the same time, of all calls; those of one
+            prompt may be more.
+        stall: Seconds without a response to any call after which a replica counts as hung.
 
     Raises:
         EngineFailure: No replica is left.
@@ -70,20 +75,25 @@ class _Call:
     ) -> None:
         self._bodies = bodies
         self._targets = targets
-        self._concurrency = concurrency
+        self._most = concurrency
         self._stall = stall
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, body in enumerate(bodies):
             groups.setdefault(tuple(body["token_ids"]), []).append(index)
         self._waiting = deque(groups.values())
         self._running: dict[asyncio.Task[Response], tuple[int, Placement]] = {}
-        self._heard = dict.fromkeys(targets.clients, 0.0)
-        """When each replica was last known to get on."""
+        self._left = set(targets.clients)
+        """Replicas that this call has not given up."""
+        self._traffic = targets.traffic
+        self._number = self._traffic.enter()
         self._responses: dict[int, Response] = {}
-        self._failure = EngineFailure("no vLLM server is left")
+        self._failure: EngineFailure | None = None
 
     async def run(self) -> list[Response]:
         """Go on until all responses are there."""
+        loop = asyncio.get_running_loop()
+        self._woken = loop.create_future()
+        wake = partial(loop.call_soon_threadsafe, self._wake)
         async with AsyncExitStack() as stack:
             self._sessions = {
                 number: await stack.enter_async_context(client.session())
@@ -91,30 +101,40 @@ class _Call:
             }
             try:
                 while self._waiting or self._running:
-                    self._place()
-                    done, _ = await asyncio.wait(
-                        self._running,
+                    self._place(wake)
+                    awaited: set[asyncio.Future[Any]] = {*self._running, self._woken}
+                    await asyncio.wait(
+                        awaited,
                         timeout=min(self._stall, _LOOK_SECONDS),
                         return_when=asyncio.FIRST_COMPLETED,
                     )
+                    if self._woken.done():
+                        self._woken = loop.create_future()
+                    done = [task for task in self._running if task.done()]
                     # what a replica answered before it failed counts
                     for task in sorted(done, key=lambda one: one.exception() is not None):
                         await self._take(task)
                     await self._drop_hung()
             finally:
+                self._traffic.placed(self._number)
                 for task in list(self._running):
                     await self._cancel(task)
         return [self._responses[index] for index in range(len(self._bodies))]
 
-    def _place(self) -> None:
+    def _wake(self) -> None:
+        if not self._woken.done():
+            self._woken.set_result(None)
+
+    def _place(self, wake: Callable[[], object]) -> None:
         """Send what waits to replicas that have a place free."""
-        open_there = dict.fromkeys(self._heard, 0)
-        for _, placement in self._running.values():
-            open_there[placement.replica] += 1
+        clients, failed = self._targets.clients, self._targets.failed
         while self._waiting:
-            if not open_there:
-                raise self._failure
-            free = [one for one, count in open_there.items() if count < self._concurrency]
+            left = [number for number in self._left if clients[number].address not in failed]
+            if not left:
+                raise self._told(failed)
+            if not self._traffic.may_place(self._number, wake):
+                return
+            free = [one for one in left if self._traffic.has_place(clients[one], self._most)]
             if not free:
                 return
             group = self._waiting.popleft()
@@ -122,12 +142,18 @@ class _Call:
             prompt = self._bodies[group[0]]["token_ids"]
             placed = self._targets.router.place(prompt, most, among=free)
             chosen = placed[0].replica
-            if not open_there[chosen]:
-                self._heard[chosen] = time.monotonic()
+            self._traffic.opened(clients[chosen], len(group))
             for index, placement in zip(group, placed, strict=True):
                 task = asyncio.create_task(self._ask(self._bodies[index], chosen))
                 self._running[task] = index, placement
-            open_there[chosen] += len(group)
+        self._traffic.placed(self._number)
+
+    def _told(self, failed: Mapping[Address, str]) -> EngineFailure:
+        """Return why no replica is left."""
+        if self._failure is None:
+            (*_, last) = failed.values() or ["none has weights"]
+            self._failure = EngineFailure(f"no vLLM server is left: {last}")
+        return self._failure
 
     async def _ask(self, body: dict[str, Any], number: int) -> Response:
         asked = {**body, "model": self._targets.models[number]}
@@ -146,15 +172,14 @@ class _Call:
             await self._drop(placement.replica, failure)
             return
         del self._running[task]
-        self._heard[placement.replica] = time.monotonic()
+        self._traffic.closed(self._targets.clients[placement.replica], answered=True)
         self._responses[index] = response
         sequence = [*self._bodies[index]["token_ids"], *response.token_ids.tolist()]
         self._targets.router.finished(placement, sequence)
 
     async def _drop_hung(self) -> None:
-        now = time.monotonic()
         for number in {placement.replica for _, placement in self._running.values()}:
-            if now - self._heard[number] > self._stall:
+            if self._traffic.silence(self._targets.clients[number]) > self._stall:
                 message = (
                     f"the vLLM server finished no response in {self._stall:g} s "
                     "(engine.stall_timeout)"
@@ -163,7 +188,7 @@ class _Call:
 
     async def _drop(self, number: int, failure: EngineFailure) -> None:
         """Give what a replica has not finished to the others."""
-        del self._heard[number]
+        self._left.discard(number)
         self._failure = failure
         self._targets.on_failure(number, failure)
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -176,5 +201,6 @@ class _Call:
     async def _cancel(self, task: asyncio.Task[Response]) -> None:
         _, placement = self._running.pop(task)
         self._targets.router.finished(placement)
+        self._traffic.closed(self._targets.clients[placement.replica], answered=False)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from lrlhf.background import in_background
 from lrlhf.rollout.engines.synced_engine import EngineFailure
-from lrlhf.rollout.vllm.client import ServerClient
+from lrlhf.rollout.vllm.client import Address, ServerClient
 from lrlhf.rollout.vllm.server import Server
 
 logger = logging.getLogger(__name__)
@@ -80,49 +80,70 @@ class Fleet:
         Raises:
             EngineFailure: None is left.
         """
+        # which may take a server on another machine a while
+        gone = [number for number in self._present() if not self._servers[number].alive()]
         with self._lock:
-            gone = [number for number in self._clients if not self._servers[number].alive()]
             for number in gone:
                 self._take_out(number, "has ended")
         self._join()
-        while not self._clients and self._starts:
-            wait(list(self._starts.values()), return_when=FIRST_COMPLETED)
+        while True:
+            with self._lock:
+                running, starts = dict(self._clients), list(self._starts.values())
+            if running:
+                return running
+            if not starts:
+                raise EngineFailure(f"no vLLM server is left: {self._last}")
+            wait(starts, return_when=FIRST_COMPLETED)
             self._join()
-        if not self._clients:
-            raise EngineFailure(f"no vLLM server is left: {self._last}")
-        return dict(self._clients)
 
-    def fail(self, number: int, reason: str) -> None:
-        """Take a server out and start it again beside the others; the last one stays."""
+    def fail(self, address: Address, reason: str) -> None:
+        """Take a server out and start it again beside the others; the last one stays.
+
+        Args:
+            address: Where it was; one that has been started again since is another.
+            reason: What it did.
+        """
         with self._lock:
-            if len(self._clients) > 1:
-                self._take_out(number, reason)
+            for number, client in self._present().items():
+                if client.address == address and len(self._clients) > 1:
+                    self._take_out(number, reason)
 
-    def drop_broken(self) -> list[int]:
-        """Take out those that do not answer any more, after something went wrong with some.
+    def drop_broken(self, members: Collection[int], failed: Collection[int] = ()) -> list[int]:
+        """Take out those that something went wrong with.
+
+        Args:
+            members: Servers that were to do it; one that was taken out meanwhile is broken too.
+            failed: Those that are known not to have done it.
 
         Returns:
-            Their numbers; empty also where no others are left.
+            Numbers of all that are broken; empty also where no others are left.
         """
         deadline = time.monotonic() + _NOTICE_SECONDS
         while True:  # that a process of theirs has ended, servers notice a moment later
-            broken = [
+            present = self._present()
+            silent = [
                 number
-                for number, client in list(self._clients.items())
+                for number, client in present.items()
                 if not (self._servers[number].alive() and client.is_healthy())
             ]
+            broken = sorted({*silent, *failed, *(set(members) - present.keys())})
             if broken or time.monotonic() > deadline:
                 break
             time.sleep(_END_SECONDS)
         with self._lock:
             for number in broken:
-                self._take_out(number, "does not answer any more")
-        return broken if self._clients else []
+                silence = "does not answer any more"
+                self._take_out(number, silence if number in silent else "failed in a push")
+            return broken if self._clients else []
 
     def succeeded(self) -> None:
         """Hear that those that run were given weights."""
-        for number in self._clients:
+        for number in self._present():
             self._failures[number] = 0
+
+    def _present(self) -> dict[int, ServerClient]:
+        with self._lock:
+            return dict(self._clients)
 
     def _take_out(self, number: int, reason: str) -> None:
         client = self._clients.pop(number, None)
@@ -132,7 +153,7 @@ class Fleet:
 
     def _start_again(self, number: int, reason: str) -> None:
         self._last = name = f"vLLM server {number} {reason}"
-        if not self._clients:
+        if not self._clients and not self._starts:
             return
         self._failures[number] += 1
         if self._failures[number] > self._max_restarts:

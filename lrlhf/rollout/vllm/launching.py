@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +19,7 @@ from lrlhf.threads import spin_not_at_all
 from lrlhf.vllm_worker.access import TOKEN_VARIABLE
 from lrlhf.vllm_worker.extension import LORA_UPDATES
 
+TRANSPORTS = ("nccl", "ipc", "gloo")
 _SERVER = "vllm.entrypoints.openai.api_server"
 _GUARD = "lrlhf.vllm_worker.access.TokenGuard"
 _PICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
@@ -95,6 +98,27 @@ class StartsServers(VLLMBase):
         if self._server_transport() == "ipc":
             variables += f" {_PICKLES}=1"
         return f"{variables} {shlex.join(command)}"
+
+    def _check_descriptions(self, described: Sequence[dict[str, Any]]) -> None:
+        first, *others = described
+        for other in others:
+            unlike = [name for name in first if name != "model" and first[name] != other[name]]
+            if unlike:
+                raise EngineStartError(
+                    f"the vLLM servers differ in their {unlike[0]}: {first[unlike[0]]} and "
+                    f"{other[unlike[0]]}; start all of them with the same options"
+                )
+        self._check_description(first)
+
+    def _check_description(self, described: dict[str, Any]) -> None:
+        super()._check_description(described)
+        # of a server that runs already, "auto" is what that was started for
+        wanted = [f"lrlhf_{name}" for name in TRANSPORTS if self.transport in ("auto", name)]
+        if described["transfer"] not in wanted:
+            raise EngineStartError(
+                f"the vLLM server takes weights by {described['transfer']}, and engine.transport "
+                f"is {self.transport}; start it with\n{self._command_for_users()}"
+            )
 
     def _environment(self, token: str, number: int = 0) -> dict[str, str]:
         # its own limit of 4 is meant for strangers; inside the process there is none

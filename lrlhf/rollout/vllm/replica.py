@@ -26,6 +26,8 @@ class Replica:
     client: ServerClient
     described: dict[str, Any] = field(default_factory=dict)
     """What its workers tell of it."""
+    failed: bool = False
+    """Whether it did not do something that all were asked for."""
     _adapter: str = ""
 
     def load_adapter(self, version: str, settings: str, seconds: float) -> None:
@@ -65,6 +67,14 @@ class Replica:
 
 def on_all(replicas: Sequence[Replica], act: Callable[[Replica], ResultT]) -> list[ResultT]:
     """Act on all replicas at once; raises what went wrong, once all are through."""
-    futures = [in_background(partial(act, one), name="vllm-replica") for one in replicas]
+
+    def acted(one: Replica) -> ResultT:
+        try:
+            return act(one)
+        except EngineFailure:
+            one.failed = True
+            raise
+
+    futures = [in_background(partial(acted, one), name="vllm-replica") for one in replicas]
     wait(futures)
     return [future.result() for future in futures]

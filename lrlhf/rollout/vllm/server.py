@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from lrlhf.rollout.vllm.process import ServerProcess, ServerStartError, root_cau
 from lrlhf.rollout.vllm.support import check_installed, free_port
 from lrlhf.rollout.vllm.vllm_base import EngineStartError
 from lrlhf.vllm_worker.access import TOKEN_VARIABLE
+
+_LOOK_SECONDS = 1.0
 
 
 class Server(ABC):
@@ -118,9 +121,11 @@ class FoundServer(Server):
         self._url = url
         self._timeout = timeout
         self._command = command
+        self._stopped = threading.Event()
 
     def start(self) -> ServerClient:
-        """Wait until it answers."""
+        """Wait until it answers, or nobody waits for it any more."""
+        self._stopped.clear()
         token = os.environ.get(TOKEN_VARIABLE, "")
         if not token:
             raise EngineStartError(
@@ -131,15 +136,19 @@ class FoundServer(Server):
         deadline = time.monotonic() + self._timeout
         while not client.is_healthy():
             if time.monotonic() > deadline:
+                client.close()
                 raise EngineStartError(
                     f"no vLLM server answered at {self._url} for {self._timeout:g} s "
                     f"(engine.start_timeout); start it with\n{self._command()}"
                 )
-            time.sleep(1.0)
+            if self._stopped.wait(_LOOK_SECONDS):
+                client.close()
+                raise EngineStartError(f"the vLLM server at {self._url} is not waited for any more")
         return client
 
     def stop(self) -> None:
-        """Leave it alone."""
+        """Leave it alone, and wait for it no more."""
+        self._stopped.set()
 
     def alive(self) -> bool:
         """Whether it may run: from here that cannot be told."""

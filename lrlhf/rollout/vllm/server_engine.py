@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -11,22 +12,23 @@ from typing import Any, Literal
 from torch import distributed
 
 from lrlhf.background import in_background
+from lrlhf.open_files import allow_connections
 from lrlhf.rollout.engines.engine import Capabilities
 from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.rollout.vllm.client import ServerClient
+from lrlhf.rollout.vllm.client import Address, ServerClient
 from lrlhf.rollout.vllm.dispatch import Targets, respond
 from lrlhf.rollout.vllm.fleet import Fleet
-from lrlhf.rollout.vllm.launching import StartsServers
+from lrlhf.rollout.vllm.launching import TRANSPORTS, StartsServers
 from lrlhf.rollout.vllm.leading import check_gpus, leads, led
 from lrlhf.rollout.vllm.replica import Replica, on_all
 from lrlhf.rollout.vllm.routing import Router
-from lrlhf.rollout.vllm.support import import_transfer, sampling_arguments
+from lrlhf.rollout.vllm.support import import_transfer, sampling_arguments, token_requests
+from lrlhf.rollout.vllm.traffic import Traffic
 from lrlhf.rollout.vllm.vllm_base import EngineStartError, check_transport
 from lrlhf.vllm_worker.fingerprint import Fingerprinted
 
-_SENDS = ("nccl", "ipc", "gloo")
 _SHARE_BESIDE_TRAINER = 0.3
 _VERSIONS = 1000
 """Pushes whose names are remembered; no response is behind so many."""
@@ -77,7 +79,7 @@ class VLLMServerEngine(StartsServers):
         **engine: Any,
     ) -> None:
         super().__init__(**engine)
-        check_transport(type(self).__name__, transport, ("auto", *_SENDS))
+        check_transport(type(self).__name__, transport, ("auto", *TRANSPORTS))
         self.urls = [url] if isinstance(url, str) else list(url or ())
         if self.urls and replicas not in (1, len(self.urls)):
             raise ValueError(
@@ -113,12 +115,14 @@ class VLLMServerEngine(StartsServers):
         self._fleet: Fleet | None = None
         """On the rank that leads."""
         self._replicas: list[Replica] = []
-        """Those that have the weights of the last push."""
-        self._failed: dict[int, str] = {}
+        """Those that take part in pushes."""
+        self._targets: Targets | None = None
+        """Those that have the weights of the last push, for requests from any thread."""
+        self._failed: dict[Address, str] = {}
         """Those of them that failed here since then, and why."""
         self._counted = 0
         self._pushing = 0
-        self._name = self._last_push = ""
+        self._name = ""
         self._names: dict[str, int] = {}
         """Training iterations behind the weights of each push, by what the servers call them."""
         self._transfer: Any = None
@@ -141,10 +145,13 @@ class VLLMServerEngine(StartsServers):
         # which takes seconds, as long as a server starts anyway
         loading = None if self.urls else in_background(import_transfer, name="vllm-import")
         self._model_folder()  # here, as several threads will ask for it
+        allow_connections()  # one for each response that is computed
+        # calls that are still open note what fails in that of the servers they were begun with
+        self._failed, self._traffic, self._counted = {}, Traffic(), 0
         self._name = led(lambda: secrets.token_hex(12))
         if leads():
             servers = [self._new_server(number) for number in range(self.replicas)]
-            self._fleet, self._counted = Fleet(servers, max_restarts=self.max_restarts), 0
+            self._fleet = Fleet(servers, max_restarts=self.max_restarts)
         led(lambda: self._led_fleet.start())
         self._transfer_module = loading.result() if loading else import_transfer()
         self._muster()
@@ -152,37 +159,54 @@ class VLLMServerEngine(StartsServers):
     def _start_together(self) -> None:
         ran = self._running
         super()._start_together()
-        if ran:
+        if not ran:
+            return
+        try:
             self._muster()
+        except Exception as error:
+            self._worst_of_ranks(1 if isinstance(error, EngineFailure) else 2)
+            raise
+        if self._worst_of_ranks(0) > 0:
+            raise EngineFailure("another rank did not connect to the servers")
 
     def _muster(self) -> None:
         """Agree on the servers that take the next push, and connect to them if they are others."""
-        failed = [self._failed]
+        told = dict(self._failed)
+        each: list[dict[Address, str]] = [told]
         if distributed.is_initialized():
-            failed = [{} for _ in range(distributed.get_world_size())]
-            distributed.all_gather_object(failed, self._failed)
+            each = [{} for _ in range(distributed.get_world_size())]
+            distributed.all_gather_object(each, told)
+        failed = {address: reason for one in each for address, reason in one.items()}
 
-        def find() -> tuple[dict[int, tuple[str, str]], int]:
-            for each in failed:
-                for number, reason in each.items():
-                    self._led_fleet.fail(number, reason)
+        def find() -> tuple[dict[int, Address], int]:
+            for address, reason in failed.items():
+                self._led_fleet.fail(address, reason)
             running = self._led_fleet.running()
             found = {number: (one.url, one.token) for number, one in sorted(running.items())}
             return found, self._led_fleet.restarts
 
         addresses, restarts = led(find)
-        self._failed = {}
+        for address in told:
+            del self._failed[address]
         self.restarts += restarts - self._counted
         self._counted = restarts
-        known = {one.number: one.client.address for one in self._replicas}
-        if self._transfer is None or addresses != known:
+        # of one at an address where one failed nothing is known
+        known = {one.client.address: one for one in self._replicas}
+        kept = {address: one for address, one in known.items() if address not in failed}
+        if self._transfer is None or {*addresses.values()} != kept.keys():
             self._leave()
-            self._join(addresses)
+            self._join(addresses, kept)
 
-    def _join(self, addresses: Mapping[int, tuple[str, str]]) -> None:
+    def _join(self, addresses: Mapping[int, Address], known: Mapping[Address, Replica]) -> None:
+        """Connect to servers; those that are known keep what they have."""
+        before = self._replicas
         self._replicas = [
-            Replica(number, ServerClient(*address)) for number, address in addresses.items()
+            known.get(address) or Replica(number, ServerClient(*address))
+            for number, address in addresses.items()
         ]
+        for one in before:
+            if one not in self._replicas:
+                one.client.close()
         for replica, described in zip(self._replicas, led(self._describe), strict=True):
             replica.described = described
         self._check_descriptions([replica.described for replica in self._replicas])
@@ -214,38 +238,17 @@ class VLLMServerEngine(StartsServers):
         if self._transfer is not None:
             self._transfer.close()
             self._transfer = None
+
+    def _stop(self) -> None:
+        self._targets = None
+        self._leave()
         for replica in self._replicas:
             replica.client.close()
         self._replicas = []
-
-    def _stop(self) -> None:
-        self._leave()
-        self._failed = {}
         if self._fleet is not None:
             self._fleet.stop()
             self._fleet = None
         self._remove_folder()
-
-    def _check_descriptions(self, described: Sequence[dict[str, Any]]) -> None:
-        first, *others = described
-        for other in others:
-            unlike = [name for name in first if name != "model" and first[name] != other[name]]
-            if unlike:
-                raise EngineStartError(
-                    f"the vLLM servers differ in their {unlike[0]}: {first[unlike[0]]} and "
-                    f"{other[unlike[0]]}; start all of them with the same options"
-                )
-        self._check_description(first)
-
-    def _check_description(self, described: dict[str, Any]) -> None:
-        super()._check_description(described)
-        # of a server that runs already, "auto" is what that was started for
-        wanted = [f"lrlhf_{name}" for name in _SENDS if self.transport in ("auto", name)]
-        if described["transfer"] not in wanted:
-            raise EngineStartError(
-                f"the vLLM server takes weights by {described['transfer']}, and engine.transport "
-                f"is {self.transport}; start it with\n{self._command_for_users()}"
-            )
 
     def _describe(self) -> list[dict[str, Any]]:
         def ask(replica: Replica) -> dict[str, Any]:
@@ -284,8 +287,9 @@ class VLLMServerEngine(StartsServers):
             worst = self._worst_of_ranks(0 if error is None else 1 if fails else 2)
             if worst == 0:
                 break
-            if worst == 2 or not led(lambda: self._led_fleet.drop_broken()):
+            if worst == 2 or not led(self._drop_broken):
                 raise error or EngineFailure("the push failed on another rank")
+            self._leave()  # what is connected broke off
         while len(self._names) > _VERSIONS:  # in place: responses that are written look there
             del self._names[next(iter(self._names))]
         if leads():
@@ -315,9 +319,34 @@ class VLLMServerEngine(StartsServers):
         arrived = led(push)
         if error is not None:
             raise error
-        self._last_push = version
         self._router.forget()
+        self._publish(version)
         return arrived
+
+    def _publish(self, version: str) -> None:
+        """Have requests that come from now on go to those that were sent this version."""
+        clients = {one.number: one.client for one in self._replicas}
+        apart = self._adapter_apart is not None
+        models = {
+            one.number: version if apart else one.described["model"] for one in self._replicas
+        }
+        fleet, failed = self._fleet, self._failed
+
+        def note(number: int, failure: EngineFailure) -> None:
+            """Send nothing more there; on the rank that leads it is started again at once."""
+            address = clients[number].address
+            failed[address] = str(failure)
+            if fleet is not None:
+                fleet.fail(address, str(failure))
+
+        known = {version: self._pushing}
+        self._targets = Targets(clients, models, self._router, note, known, failed, self._traffic)
+
+    def _drop_broken(self) -> list[int]:
+        """Take servers out that broke a step off, on the rank that leads."""
+        culprits = self._transfer.failed if self._transfer is not None else ()
+        failed = [one.number for one in self._replicas if one.failed or one.client in culprits]
+        return self._led_fleet.drop_broken([one.number for one in self._replicas], failed)
 
     def _finish(self, replica: Replica, version: str) -> list[dict[str, str]]:
         """Have a server go on with what was sent, and return what arrived there."""
@@ -334,10 +363,11 @@ class VLLMServerEngine(StartsServers):
             try:
                 on_all(self._replicas, lambda one: one.reset_caches(self.sync_timeout))
             except EngineFailure as failure:
-                broken = self._led_fleet.drop_broken()
+                broken = self._drop_broken()
                 if not broken:
                     raise
-                self._failed |= dict.fromkeys(broken, str(failure))
+                gone = [one.client.address for one in self._replicas if one.number in broken]
+                self._failed |= dict.fromkeys(gone, str(failure))
 
         led(reset)
         self._router.forget()
@@ -346,37 +376,12 @@ class VLLMServerEngine(StartsServers):
         shared = sampling_arguments(sampling, self._weights.model, self._tokenizer)
         # text is only looked at for stop strings
         shared["detokenize"] = bool(sampling.stop)
-        bodies = [
-            {
-                "token_ids": request.prompt_ids,
-                "return_token_ids": True,
-                "sampling_params": {
-                    **shared,
-                    "seed": request.seed,
-                    "max_tokens": request.max_tokens,
-                    "min_tokens": min(sampling.min_new_tokens, request.max_tokens),
-                },
-            }
-            for request in requests
-        ]
-        there = [one for one in self._replicas if one.number not in self._failed]
-        apart, last = self._adapter_apart is not None, self._last_push
-        known = self._names if self._in_flight else {last: self._names[last]}
-        targets = Targets(
-            {one.number: one.client for one in there},
-            {one.number: last if apart else one.described["model"] for one in there},
-            self._router,
-            self._note_failure,
-            known,
-        )
+        if (targets := self._targets) is None:
+            raise EngineFailure("no vLLM server has the policy's weights")
+        if self._in_flight:
+            targets = replace(targets, versions=self._names)
+        bodies = token_requests(requests, shared)
         return respond(bodies, targets, concurrency=self.max_num_seqs, stall=self.stall_timeout)
-
-    def _note_failure(self, number: int, failure: EngineFailure) -> None:
-        """Send nothing more to a server; on the rank that leads it is started again at once."""
-        self._failed[number] = str(failure)
-        fleet = self._fleet  # gone if the engine is closed meanwhile
-        if fleet is not None:
-            fleet.fail(number, str(failure))
 
     @property
     def _led_fleet(self) -> Fleet:

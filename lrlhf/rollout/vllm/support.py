@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import socket
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.media import Video
 from lrlhf.models import eos_token_ids, ruled_out_ids
+from lrlhf.rollout.engines.synced_engine import Request
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import Media
 
@@ -116,6 +118,28 @@ def sampling_arguments(
         # a stop string may be a special token, such as the end of a chat turn
         arguments |= {"stop": list(sampling.stop), "skip_special_tokens": False}
     return arguments
+
+
+def token_requests(requests: Sequence[Request], shared: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what a server is asked for, but for the model's name.
+
+    Args:
+        requests: One response each.
+        shared: Arguments of the sampling, with ``min_tokens`` of a response that has room for them.
+    """
+    return [
+        {
+            "token_ids": request.prompt_ids,
+            "return_token_ids": True,
+            "sampling_params": {
+                **shared,
+                "seed": request.seed,
+                "max_tokens": request.max_tokens,
+                "min_tokens": min(shared["min_tokens"], request.max_tokens),
+            },
+        }
+        for request in requests
+    ]
 
 
 def media_argument(media: Media | None) -> dict[str, Any]:

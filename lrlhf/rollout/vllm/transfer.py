@@ -39,6 +39,7 @@ from lrlhf.vllm_worker.gloo import GlooGroup, buckets, open_store, pack, size_of
 
 _LOCK_SECONDS = 5.0
 _BUFFER = 2**28
+_COMMON_STEPS = ("init_weight_transfer_engine", "update_weights")
 
 
 class PolicySource(WeightSource):  # type: ignore[misc]
@@ -146,6 +147,9 @@ class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
         self._members = members
         self.group: BreakableGroup | None = None
         self.failure: Exception | None = None
+        self.failed: list[ServerClient] = []
+        """Of the first failure, where it is that server's own."""
+        self._failing = threading.Lock()
         self.version = ""
         self.turn = 0
         self.in_flight = False
@@ -167,7 +171,11 @@ class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
             try:
                 member.client.post(f"/{path}", body, timeout=self.timeout)
             except Exception as error:  # noqa: BLE001  raised again once the ranks are through
-                self.failure = self.failure or error
+                with self._failing:
+                    first, self.failure = self.failure is None, self.failure or error
+                    # where workers wait for each other, who fails first may wait for another
+                    if first and path not in _COMMON_STEPS and isinstance(error, EngineFailure):
+                        self.failed.append(member.client)
                 if self.group is not None:
                     # workers that never come to a broadcast would be waited for
                     self.group.break_off(error)
@@ -372,6 +380,11 @@ class WeightTransfer:
         group = self._client.group
         if group is not None and group.failure is not None:
             raise EngineFailure(f"a push of weights broke off ({group.failure})") from group.failure
+
+    @property
+    def failed(self) -> Sequence[ServerClient]:
+        """Servers that a push broke off at; none where that cannot be told."""
+        return self._client.failed
 
     def close(self) -> None:
         """Leave the workers."""
