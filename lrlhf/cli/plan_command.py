@@ -121,9 +121,10 @@ def _device_size(sections: Mapping[str, Any]) -> int | None:
     gib, name = sections.get("gpu_memory"), sections.get("gpu")
     if gib is not None and gib <= 0:
         raise ValueError(f"--gpu-memory is {gib}; it must be above 0")
-    if gib is not None:
-        return round(gib * 2**30)
-    return None if name is None else round(GPUS[name].memory)
+    if gib is None and name is None:
+        return None
+    size: float = GPUS[str(name)].memory if gib is None else gib * 2**30
+    return round(size)
 
 
 def _times(sections: Mapping[str, Any], plan: BatchPlan, gpus: list[int]) -> Iterator[str]:

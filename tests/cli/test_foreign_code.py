@@ -38,6 +38,9 @@ ALLOWED = {
     ("collectives", "pickle.loads"): (
         "reads back what it has just written: whether an error can be sent to the other ranks"
     ),
+    ("rewards", "pickle.loads"): (
+        "reads what the process that launched the run sends to a reward worker through Ray"
+    ),
     ("isolated_child", "pickle.load"): (
         "reads what the process that started it sends through a pipe; what comes back is JSON"
     ),

@@ -34,6 +34,7 @@ def launched(config: Path, *flags: str, **trainer: Any) -> str:
     return output
 
 
+@pytest.mark.gpu_lines("lrlhf.cli.launch_command")
 def test_a_trainer_has_the_gpu_that_it_asks_for(model_folder: str, tmp_path: Path) -> None:
     config = write_run(tmp_path / "run", model_folder)
     callbacks = yaml.safe_load(config.read_text())["trainer"]["callbacks"]
@@ -44,6 +45,7 @@ def test_a_trainer_has_the_gpu_that_it_asks_for(model_folder: str, tmp_path: Pat
 
 
 @pytest.mark.vllm
+@pytest.mark.gpu_lines("lrlhf.cluster.replicas")
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="takes three GPUs")
 def test_replicas_get_weights_by_nccl(tokenizer: Any, tmp_path: Path) -> None:
     model = tmp_path / "model"

@@ -38,7 +38,8 @@ def written(model_folder: str, accelerator: str, **options: Any) -> list[str]:
 @pytest.mark.gpu_lines(
     "lrlhf.planning.checks.trainer_options",
     "lrlhf.planning.memory._is_on_gpu",
-    "lrlhf.planning.policy_memory",
+    "lrlhf.planning.policy_models",
+    "lrlhf.cli.plan_command",
     "lrlhf.planning.trainer_sizes._devices_here",
     "lrlhf.modules.checks.prepare_trainer",
 )
@@ -50,6 +51,8 @@ def test_fit_check_and_plan(model_folder: str, accelerator: str, capsys) -> None
     if accelerator == "gpu":
         assert f"{torch.cuda.device_count()}" in shown
         assert "the GPUs of this machine" in shown
+    assert run(["plan", *flags, "--gpus", "2", "--gpu", "h100"]) == 0
+    assert "bottleneck" in capsys.readouterr().out
     assert run(["fit", *flags]) == 0
     assert Path("runs/run").is_dir()
 

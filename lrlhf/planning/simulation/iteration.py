@@ -226,7 +226,9 @@ class Simulation(NamedTuple):
             reserved / engine.cache_tokens,
             int(lengths.max()) / batches,
         )
-        return prompts * prompt * engine.prompt_token + engine.step.least(steps, tokens, context)
+        prefill = prompts * prompt * engine.prompt_token
+        seconds: float = prefill + engine.step.least(steps, tokens, context)
+        return seconds
 
     def _transfer_seconds(self, layout: Layout) -> float:
         """Return the seconds of one push: all replicas receive the weights at the same time.

@@ -61,8 +61,8 @@ class ModelCosts(NamedTuple):
         tokens = prompts * prompt + int(lengths.sum())
         whole = prompt + lengths.astype(np.float64)
         pairs = prompts * prompt**2 + float((whole**2 - prompt**2).sum())
-        attention: float = 2.0 * self.layers * self.attention_width * pairs
-        return 2.0 * self.multiplied * tokens + attention
+        flops: float = 2.0 * (self.multiplied * tokens + self.layers * self.attention_width * pairs)
+        return flops
 
     def update_flops(self, forward: float) -> float:
         """Return the FLOP of forward and backward pass over what a forward pass takes so many of.
