@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.rollout import Sampling, VLLMServerEngine
+from lrlhf.rollout import EngineFailure, Sampling, VLLMServerEngine
 from lrlhf.rollout.vllm.client import GENERATE
 from lrlhf.types import Rollout
 from tests.vllm.models import (
@@ -88,7 +88,7 @@ def test_two_replicas_give_the_responses_of_one_and_one_may_be_lost_meanwhile(
     assert largest_gap(policy, both) < 1e-4
     assert_equal(both, expected)
     assert shares == [4, 4]  # two prompts of the four each
-    # one is killed with the first response that comes from it, and its next prompt waits
+    # one is killed in the middle of the first response that would come from it
     killed: list[bool] = []
     check = client_of(pair, 1)._check
 
@@ -96,6 +96,7 @@ def test_two_replicas_give_the_responses_of_one_and_one_may_be_lost_meanwhile(
         if answer.request.url.path == GENERATE and not killed:
             killed.append(True)
             signal_server(pair, signal.SIGKILL, replica=1)
+            raise EngineFailure("the answer broke off")
         check(answer)
 
     monkeypatch.setattr(client_of(pair, 1), "_check", kill_and_check)
