@@ -76,6 +76,7 @@ class Setting(NamedTuple):
         prompt_tokens: Of each prompt.
         new_tokens: At most, of a response.
         max_staleness: Iterations that responses are generated ahead.
+        replicas: vLLM servers.
     """
 
     layers: int
@@ -85,6 +86,7 @@ class Setting(NamedTuple):
     prompt_tokens: int
     new_tokens: int
     max_staleness: int = 0
+    replicas: int = 1
 
 
 class Measured(NamedTuple):
@@ -115,6 +117,8 @@ CHECKED = {
         Setting(8, 320, 4, 4, 24, 40),
         Setting(6, 192, 10, 4, 40, 24, max_staleness=1),
         Setting(8, 256, 6, 8, 24, 40, max_staleness=1),
+        Setting(6, 192, 10, 4, 40, 24, max_staleness=2),
+        Setting(6, 256, 16, 8, 32, 32, replicas=2),
     ),
 }
 
@@ -144,7 +148,12 @@ def main() -> None:
     for one in settings:
         named = replace(work[one], reward_s=reward * one.prompts * one.copies)
         simulation = Simulation(named, rates, Links(push_s=transfer))
-        layout = Layout(1, 1, together=one.max_staleness == 0, max_staleness=one.max_staleness)
+        layout = Layout(
+            1,
+            one.replicas,
+            together=one.max_staleness == 0,
+            max_staleness=one.max_staleness,
+        )
         predicted, found = simulation.seconds(layout), measured[one]
         kind = "fitted" if one in FITTED else "predicted"
         _say(
@@ -191,7 +200,7 @@ def _words(setting: Setting, work: Workload) -> str:
     return (
         f"{work.policy.number / 1e6:.1f} M weights, {setting.prompts} × {setting.copies} responses "
         f"of {work.lengths.mean:.0f} (up to {setting.new_tokens}) tokens after "
-        f"{setting.prompt_tokens}, K = {setting.max_staleness}"
+        f"{setting.prompt_tokens}, {setting.replicas} replicas, K = {setting.max_staleness}"
     )
 
 
@@ -252,7 +261,7 @@ def _run(setting: Setting, engine: str, folder: Path) -> Measured:
     module = RLOO(
         _source(setting, folder),
         _scores,
-        engine=VLLMServerEngine(max_model_len=longest, kv_cache_gib=0.3)
+        engine=VLLMServerEngine(max_model_len=longest, kv_cache_gib=0.3, replicas=setting.replicas)
         if server
         else TransformersEngine(),
         num_generations=setting.copies,

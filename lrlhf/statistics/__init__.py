@@ -1,0 +1,1 @@
+"""Statistics of evaluations: intervals, paired comparisons, and metrics over several samples."""
