@@ -1,0 +1,125 @@
+"""The mean of a sample and its confidence interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+_NORMAL = 1000
+"""Degrees of freedom from which on Student's distribution is taken for the normal one."""
+
+
+class MeanInterval(NamedTuple):
+    """A mean with its confidence interval."""
+
+    mean: float
+    low: float
+    """NaN, as ``high``, where a single cluster says nothing of the spread."""
+    high: float
+    count: int
+    """Independent clusters."""
+
+
+def mean_interval(
+    values: Sequence[float],
+    clusters: Sequence[Hashable] | None = None,
+    *,
+    confidence: float = 0.95,
+) -> MeanInterval:
+    """Return the mean of values and its interval, NaN where there is no value.
+
+    The interval is Student's, with the standard error of clustered values:
+
+        SE² = G / (G - 1) · Σ_g (Σ_i (x_gi - x̄))² / N²
+
+    Where all values of each cluster are 0, or all are 1, it is Wilson's score interval of a share,
+    which does not shrink to a point when all answers are right.
+
+    Args:
+        values: NaN is left out.
+        clusters: What each value belongs to, such as its prompt: values of one cluster depend on
+            each other. None: all are independent.
+        confidence: Share of such intervals that hold the true mean.
+
+    Raises:
+        ValueError: ``confidence`` does not lie between 0 and 1, or there is not one cluster for
+            each value.
+
+    Reference:
+        Miller 2024, eq. 4, https://arxiv.org/abs/2411.00640; Wilson 1927,
+        https://doi.org/10.1080/01621459.1927.10502953
+    """
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence is {confidence}; it must lie between 0 and 1")
+    given = np.asarray(values, dtype=np.float64)
+    names: Sequence[Hashable] = range(len(given)) if clusters is None else clusters
+    if len(names) != len(given):
+        raise ValueError(f"{len(given)} values and {len(names)} clusters: give each value its own")
+    groups: dict[Hashable, list[float]] = {}
+    for name, value in zip(names, given.tolist(), strict=True):
+        if not math.isnan(value):
+            groups.setdefault(name, []).append(value)
+    count = len(groups)
+    if not count:
+        return MeanInterval(math.nan, math.nan, math.nan, 0)
+    # exact sums, which do not depend on the order of the values
+    total = sum(map(len, groups.values()))
+    mean = math.fsum(value for own in groups.values() for value in own) / total
+    if all(own in ([0.0] * len(own), [1.0] * len(own)) for own in groups.values()):
+        return MeanInterval(mean, *_wilson(mean, count, confidence), count)
+    if count == 1:
+        return MeanInterval(mean, math.nan, math.nan, 1)
+    gaps = [math.fsum(value - mean for value in own) for own in groups.values()]
+    error = math.sqrt(math.fsum(gap * gap for gap in gaps) * count / (count - 1)) / total
+    reach = student_quantile((1 + confidence) / 2, count - 1) * error
+    return MeanInterval(mean, mean - reach, mean + reach, count)
+
+
+def _wilson(share: float, count: int, confidence: float) -> tuple[float, float]:
+    z = student_quantile((1 + confidence) / 2, _NORMAL)
+    scale = 1 + z**2 / count
+    center = share + z**2 / (2 * count)
+    spread = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
+
+
+def student_quantile(probability: float, degrees: int) -> float:
+    """Return the quantile of Student's t distribution, accurate to 1e-9 below 1000 degrees.
+
+    From 1000 degrees on it is that of the normal distribution, which is 0.12 % less at most.
+
+    Args:
+        probability: Above one half and below 1.
+        degrees: Of freedom, at least 1.
+
+    Reference:
+        Abramowitz and Stegun 1964, 26.7.3 and 26.7.4
+    """
+    wanted = 2 * probability - 1
+    low, high = 0.0, 1.0 if degrees >= _NORMAL else math.pi / 2
+    if degrees >= _NORMAL:
+        while math.erf(high / math.sqrt(2)) < wanted:
+            high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        reached = (
+            math.erf(middle / math.sqrt(2)) if degrees >= _NORMAL else _within(middle, degrees)
+        )
+        low, high = (middle, high) if reached < wanted else (low, middle)
+    return low if degrees >= _NORMAL else math.tan(low) * math.sqrt(degrees)
+
+
+def _within(angle: float, degrees: int) -> float:
+    """Return the probability of -t to t, with t = tan(angle) · √degrees."""
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = degrees % 2
+    terms: NDArray[np.float64] = np.arange(1 + odd, degrees - 1, 2, dtype=np.float64)
+    # 1, 1/2, 1·3/(2·4), … or 1, 2/3, 2·4/(3·5), …, each with its power of cos²
+    series = 1.0 + float(np.sum(np.cumprod(terms / (terms + 1) * cosine**2)))
+    if not odd:
+        return sine * series
+    return 2 / math.pi * (angle + (sine * cosine * series if degrees > 1 else 0.0))

@@ -1,0 +1,66 @@
+"""What several answers to one prompt say: whether one of a few is right, and what most of them say.
+
+Both depend on which answers there are, and not on their order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """Return the share of the sets of ``k`` of the answers that have a right one among them.
+
+        1 - C(n - c, k) / C(n, k) = 1 - ∏ (1 - k / i),  i = n - c + 1 … n
+
+    It is an unbiased estimate of how often one of ``k`` fresh answers is right. The product stays
+    between 0 and 1, where the binomial coefficients would be too large for a float.
+
+    Args:
+        samples: Answers to the prompt, n.
+        right: How many of them are right, c.
+        k: Answers of which one has to be right, at most ``samples``.
+
+    Raises:
+        ValueError: ``k`` or ``right`` is out of its range.
+
+    Reference:
+        Chen et al. 2021, eq. 1, https://arxiv.org/abs/2107.03374
+    """
+    if not 1 <= k <= samples or not 0 <= right <= samples:
+        raise ValueError(
+            f"pass@k of {samples} answers with {right} right ones and k = {k}: k lies in "
+            f"1…{samples}, and so many or fewer are right"
+        )
+    if samples - right < k:
+        return 1.0
+    return float(1.0 - np.prod(1.0 - k / np.arange(samples - right + 1, samples + 1)))
+
+
+def majority_score(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
+    """Return the score of the most frequent answer: maj@k of ``k`` answers to one prompt.
+
+    Answers that are equal may differ in their scores, such as where a part of the score is for the
+    form; their mean counts. Among answers that are equally frequent one is drawn, so that the mean
+    of theirs is the expected score. Where nobody has answered, it is 0.
+
+    Args:
+        answers: What each response says; None: it has no answer, and no vote.
+        scores: Of the responses.
+
+    Reference:
+        Wang et al. 2022 (self-consistency), https://arxiv.org/abs/2203.11171
+    """
+    votes: defaultdict[Hashable, list[float]] = defaultdict(list)
+    for answer, score in zip(answers, scores, strict=True):
+        if answer is not None:
+            votes[answer].append(score)
+    if not votes:
+        return 0.0
+    most = max(map(len, votes.values()))
+    # sorted, so that the sum of ties does not depend on the order of the answers
+    tied = sorted(float(np.mean(sorted(own))) for own in votes.values() if len(own) == most)
+    return float(np.mean(tied))

@@ -1,0 +1,93 @@
+"""Intervals against tables, formulas written out, and simulations."""
+
+import math
+
+import numpy as np
+import pytest
+
+from lrlhf.statistics.mean_interval import mean_interval, student_quantile
+
+
+@pytest.mark.parametrize(
+    ("degrees", "quantile"),
+    # the table of Student's distribution in any textbook, two-sided 95 %
+    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (10, 2.228), (29, 2.045)]
+    + [(30, 2.042), (100, 1.984), (999, 1.962), (5000, 1.960)],
+)
+def test_quantiles_of_student(degrees: int, quantile: float) -> None:
+    assert student_quantile(0.975, degrees) == pytest.approx(quantile, abs=6e-4)
+
+
+def test_a_plain_mean() -> None:
+    # mean 3, variance 2.5, standard error √(2.5 / 5) = 0.70711, t(4) = 2.77645
+    found = mean_interval([1, 2, 3, 4, 5])
+    assert found.mean == 3
+    assert found.low == pytest.approx(3 - 2.77645 * 0.70711, abs=1e-4)
+    assert found.high == pytest.approx(3 + 2.77645 * 0.70711, abs=1e-4)
+    assert found.count == 5
+    assert mean_interval([5, math.nan, 1, 4, 2, 3]) == found
+
+
+def test_repeating_each_value_makes_no_interval_narrower() -> None:
+    values = [0.2, 0.9, 0.4, 0.7]
+    once = mean_interval(values)
+    many = mean_interval(values * 6, list("abcd") * 6)
+    assert many == pytest.approx(once)
+    assert mean_interval(values * 6).high < many.high
+
+
+def test_clusters_of_unequal_size() -> None:
+    # mean 2, sums of gaps: (1-2)+(2-2) = -1 and 1; √(2 · 2/1) / 3 = 2/3; t(1) = 12.7062
+    found = mean_interval([1.0, 2.0, 3.0], ["a", "a", "b"])
+    assert (found.mean, found.count) == (2.0, 2)
+    assert found.high == pytest.approx(2 + 12.7062 * 2 / 3, abs=1e-3)
+
+
+def test_shares_have_the_interval_of_wilson() -> None:
+    # of 10 all: low is n / (n + z²) = 10 / 13.8415
+    all_right = mean_interval([1.0] * 10)
+    assert all_right[:3] == pytest.approx((1.0, 0.722467, 1.0), abs=1e-5)
+    assert mean_interval([0.0] * 10)[:3] == pytest.approx((0.0, 0.0, 0.277533), abs=1e-5)
+    # 4 samples of each prompt that agree are one observation
+    assert mean_interval([1.0] * 40, [row // 4 for row in range(40)]) == all_right
+    # n = 4, p = ½: centre ½, spread z √(1/16 + z²/64) / (1 + z²/4) with z² = 3.84146
+    half = mean_interval([0.0, 1.0, 1.0, 0.0])
+    assert half.high == pytest.approx(0.5 + 0.350014, abs=1e-4)
+
+
+def test_too_little_to_say() -> None:
+    assert math.isnan(mean_interval([]).mean)
+    assert mean_interval([math.nan]).count == 0
+    alone = mean_interval([0.3])
+    assert (alone.mean, alone.count) == (0.3, 1)
+    assert math.isnan(alone.low)
+    assert mean_interval([0.5, 0.5])[:3] == (0.5, 0.5, 0.5)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="confidence is 95"):
+        mean_interval([1.0], confidence=95)
+    with pytest.raises(ValueError, match="2 values and 1 clusters"):
+        mean_interval([1.0, 2.0], ["a"])
+
+
+def test_the_order_of_the_values_does_not_matter() -> None:
+    random = np.random.default_rng(0)
+    values = random.normal(size=99).tolist()
+    clusters = (np.arange(99) // 3).tolist()
+    order = random.permutation(99)
+    mixed = [values[row] for row in order], [clusters[row] for row in order]
+    assert mean_interval(*mixed) == mean_interval(values, clusters)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_19_of_20_intervals_hold_the_true_mean(share: float) -> None:
+    # prompts of different difficulty, 4 samples each: their values depend on each other
+    random = np.random.default_rng(1)
+    hits = 0
+    for _ in range(400):
+        difficulty = random.beta(4 * share, 4 * (1 - share), size=40)
+        values = random.binomial(1, np.repeat(difficulty, 4)).astype(float)
+        found = mean_interval(values.tolist(), np.repeat(np.arange(40), 4).tolist())
+        hits += found.low <= share <= found.high
+    assert 0.92 <= hits / 400 <= 0.98
