@@ -1,14 +1,16 @@
 """Data modules for prompts, preference pairs and stored rollouts, and what they read."""
 
-from lrlhf.datamodules.core import RowDataModule, RowKind
+from lrlhf.datamodules.core import RowDataModule
 from lrlhf.datamodules.datasets.media_pairs import MediaPairs
 from lrlhf.datamodules.datasets.ratings import RatedPairs, RatedText
 from lrlhf.datamodules.datasets.tasks import ReasoningGym
 from lrlhf.datamodules.loading.loader import EvalLoader, TrainLoader
 from lrlhf.datamodules.loading.sources import FileSource, HubSource, MemorySource, Source, Weighted
+from lrlhf.datamodules.loading.validation import ValidationSet
 from lrlhf.datamodules.preferences import PreferenceDataModule
 from lrlhf.datamodules.prompts import PromptDataModule
 from lrlhf.datamodules.replay import ReplayDataModule
+from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
 from lrlhf.datamodules.text import TextDataModule
 
@@ -31,5 +33,6 @@ __all__ = [
     "Source",
     "TextDataModule",
     "TrainLoader",
+    "ValidationSet",
     "Weighted",
 ]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from inspect import signature
-from itertools import islice
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
 import lightning as L
@@ -24,122 +23,27 @@ from lrlhf.datamodules.loading.loader import (
 )
 from lrlhf.datamodules.loading.order import BalancedOrder, GivenOrder, Order
 from lrlhf.datamodules.loading.sources import (
-    Component,
     Data,
     Entries,
-    Row,
+    Weighted,
     components_of,
     entries_of,
 )
 from lrlhf.datamodules.loading.split_checks import described, refuse_other_rows
-from lrlhf.datamodules.loading.splits import FirstRows, Located, Split, Splits, ValidationData
-from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows, nearest
+from lrlhf.datamodules.loading.splits import FirstRows, Split, Splits
+from lrlhf.datamodules.loading.validation import (
+    NamedSet,
+    Validation,
+    ValidationData,
+    check_options,
+    named_sets,
+)
+from lrlhf.datamodules.row_kind import RowKind
+from lrlhf.datamodules.rows.bad_rows import BadRows, nearest
 from lrlhf.familiar_names import familiar
 
-DraftT = TypeVar("DraftT")
 RowT = TypeVar("RowT")
 BatchT = TypeVar("BatchT")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowKind(Generic[DraftT, RowT, BatchT]):
-    """How a `RowDataModule` parses, checks and collates one type of row.
-
-    Args:
-        parse: Reads one row, given the folder that its relative paths start from, or raises
-            `BadRow`.
-        collate: Makes a batch of rows; must be picklable to reach worker processes.
-        finish: Makes rows of what was parsed, many at a time, such as by tokenising; a `BadRow`
-            stands for one that cannot be used. None: what was parsed are the rows.
-        keys: What a row must not share with a row of the other split, such as its prompt.
-        check: Refuses rows that are good one by one and make no sense together, or leaves some
-            out; gets the split and what messages call it.
-        placed: Tells a row where it stands in the data, such as ``train.jsonl:17``.
-        read: Reads what a row only names, such as images, when it comes into a batch, or raises
-            `BadRow`.
-        cost: Tokens of a row, by which each train batch is shared out to the ranks; None for a
-            row: not known, the order alone decides.
-        companion: Makes what adds something to each train batch, see `Companion`.
-        tokenizer: That rows are tokenised with.
-        made_with: The rows are loaded again in a `setup` where these differ.
-        dated: Today's date is in the tokens, so that they may differ from the checkpoint's.
-    """
-
-    parse: Callable[[Row, Path | None], DraftT]
-    collate: Callable[[Sequence[RowT]], BatchT]
-    finish: Callable[[Sequence[DraftT]], Sequence[RowT | BadRow]] | None = None
-    keys: Callable[[RowT], Iterable[str]] = lambda _: ()
-    check: Callable[[Split[RowT], str], Split[RowT]] = lambda split, _: split
-    placed: Callable[[RowT, str], RowT] = lambda row, _: row
-    read: Callable[[RowT], RowT] | None = None
-    cost: Callable[[RowT], int | None] | None = None
-    companion: Callable[[], Companion[BatchT]] | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
-    made_with: tuple[object, ...] = ()
-    dated: bool = False
-
-    def load(self, entries: Entries, what: str, max_bad_fraction: float) -> Split[RowT]:
-        """Load every row of every source; bad rows are counted and logged.
-
-        Args:
-            entries: What the user gave.
-            what: What messages call it, such as ``train``.
-            max_bad_fraction: Largest share of bad rows to go on with.
-
-        Raises:
-            BadDataError: Too many rows are bad.
-        """
-        components = components_of(entries)
-        bad_rows = BadRows(what)
-        split = self.read_rows(components, bad_rows)
-        bad_rows.check(max_bad_fraction)
-        return self.check(split, what)
-
-    def read_rows(
-        self, components: Sequence[Component], bad_rows: BadRows, *, limit: int | None = None
-    ) -> Split[RowT]:
-        """Read the usable rows of every source, and count all of them.
-
-        Args:
-            components: The entries of the mixture.
-            bad_rows: Counts the rows, and those that cannot be used.
-            limit: Rows of each source to stop after; None: all.
-
-        Raises:
-            BadDataError: There are no rows.
-        """
-        drafts: list[Located[DraftT]] = []
-        columns: dict[str, None] = {}
-        for index, component in enumerate(components):
-            # where there are several sources, the column keeps results apart
-            added = {"source": component.name} if len(components) > 1 else {}
-            for source in component.sources:
-                for number, row in enumerate(islice(source.rows(), limit), start=1):
-                    place = f"{source.name}:{number}"
-                    bad_rows.total += 1
-                    try:
-                        if isinstance(row, BadRow):
-                            raise row
-                        columns.update(dict.fromkeys(row))
-                        draft = self.parse({**added, **row, **component.columns}, source.folder)
-                    except BadRow as problem:
-                        bad_rows.add(place, problem)
-                    else:
-                        drafts.append(Located(index, place, draft))
-        values: Sequence[Any] = [draft.value for draft in drafts]
-        rows: list[Located[RowT]] = []
-        finished = values if self.finish is None else self.finish(values)
-        for parsed, value in zip(drafts, finished, strict=True):
-            if isinstance(value, BadRow):
-                bad_rows.add(parsed.place, value)
-            else:
-                rows.append(
-                    Located(parsed.component, parsed.place, self.placed(value, parsed.place))
-                )
-        if bad_rows.total == 0:
-            names = ", ".join(component.name for component in components)
-            raise BadDataError(f"the {bad_rows.what} data is empty: no rows in {names}")
-        return Split(components, rows, tuple(columns))
 
 
 class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
@@ -150,9 +54,12 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
 
     Args:
         kind: Called in every `setup` with the trainer (None outside of one): how rows are read.
+            For a `ValidationSet` with options it is called with these too.
         train: One source, a list of them, or rows (see `MemorySource`); `Weighted` entries give
             each a share of an epoch.
-        val: Validation data of its own; every row is kept.
+        val: Validation data of its own, every row of which is kept: as ``train``, or several sets
+            by their names, each of which has metrics of its own.
+        row_options: Options of ``kind`` that a `ValidationSet` may change.
         batch_size: Rows per train batch and rank.
         val_batch_size: Rows per validation batch and rank; None: as ``batch_size``.
         val_fraction: Share of the rows to hold out for validation when ``val`` is not given. Rows
@@ -170,10 +77,11 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
 
     def __init__(  # noqa: PLR0913 - the constructor is the schema of the config
         self,
-        kind: Callable[[L.Trainer | None], RowKind[Any, RowT, BatchT]],
+        kind: Callable[..., RowKind[Any, RowT, BatchT]],
         train: Data,
-        val: Data | None = None,
+        val: Validation | None = None,
         *,
+        row_options: Mapping[str, object] = MappingProxyType({}),
         batch_size: int = 8,
         val_batch_size: int | None = None,
         val_fraction: float = 0.0,
@@ -198,10 +106,11 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}: give {least} or more")
         self._make_kind = kind
-        self._train: Entries = entries_of(train, "train")
+        self._train: list[Weighted] = entries_of(train, "train")
         self._besides: Entries | None = None  # further sources to prepare
-        own = None if val is None else entries_of(val, "val")
-        self._validation: ValidationData[RowT] = ValidationData(own, val_size, val_fraction, seed)
+        sets = named_sets(val)
+        check_options(sets, row_options, type(self).__name__)
+        self._validation: ValidationData[RowT] = ValidationData(sets, val_size, val_fraction, seed)
         self._batch_size = batch_size
         self._val_batch_size = val_batch_size or batch_size
         self._max_bad_fraction = max_bad_fraction
@@ -210,7 +119,7 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self._accept_changed = accept_changed_data
-        if not self._validation.any:
+        if not self.val_names:
             # to Lightning a hook that is not overridden means that there is nothing to validate on,
             # while it warns of an empty loader
             for hook in ("val_dataloader", "test_dataloader", "predict_dataloader"):
@@ -236,11 +145,11 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
         Raises:
             BadDataError: None of all rows can be used, or too many cannot.
         """
-        kind = self._make_kind(cast("L.Trainer", _Beside(module)))
-        found = []
-        for what, entries in (("train", self._train), ("validation", self._validation.val)):
-            if entries is None:
-                continue
+        beside = cast("L.Trainer", _Beside(module))
+        found: list[FirstRows[RowT]] = []
+        for one in (NamedSet("", self._train, {}), *self._validation.sets):
+            what = one.what if found else "train"
+            kind, entries = self._make_kind(beside, **one.options), one.entries
             bad_rows, components = BadRows(what), components_of(entries)
             rows = kind.read_rows(components, bad_rows, limit=number).rows
             complete = bad_rows.total < number  # a source alone could have had more
@@ -255,21 +164,31 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
         return found
 
     def prepare_data(self) -> None:
-        for entries in (self._train, self._validation.val, self._besides):
-            for component in components_of(entries) if entries is not None else ():
+        own = (one.entries for one in self._validation.sets)
+        for entries in (self._train, *own, self._besides or ()):
+            for component in components_of(entries) if entries else ():
                 for source in component.sources:
                     source.prepare()
 
     def setup(self, stage: str) -> None:
         kind = self._make_kind(self.trainer)
         if self._splits is None or self._kind is None or kind.made_with != self._kind.made_with:
-            load = partial(kind.load, max_bad_fraction=self._max_bad_fraction)
-            self._splits = self._validation.load(load(self._train, "train"), load, kind.keys)
+            train = kind.load(self._train, "train", self._max_bad_fraction)
+            self._splits = self._validation.load(train, partial(self._load_set, kind), kind.keys)
             refuse_other_rows(self.trainer, self._splits, dated=kind.dated)
         pin = torch.cuda.is_available() if self._pin_memory is None else self._pin_memory
         self._fetching = Fetching(kind.collate, self._num_workers, pin, kind.read)
         self._kind, self._stage, self._loader = kind, stage, None
         self._companion = kind.companion() if kind.companion and stage == "fit" else None
+
+    def _load_set(self, kind: RowKind[Any, RowT, BatchT], one: NamedSet) -> Split[RowT]:
+        own = self._make_kind(self.trainer, **one.options) if one.options else kind
+        return own.load(one.entries, one.what, self._max_bad_fraction)
+
+    @property
+    def val_names(self) -> tuple[str, ...]:
+        """Names of the validation sets, in the order of their loaders; empty for one without."""
+        return self._validation.names
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -307,22 +226,24 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
             )
         return self._loader
 
-    def val_dataloader(self) -> EvalLoader[RowT, BatchT] | list[Any]:
-        """Return a loader of every validation row; an empty list where there is none."""
+    def val_dataloader(self) -> EvalLoader[RowT, BatchT] | list[EvalLoader[RowT, BatchT]]:
+        """Return a loader of every row of the validation set; of named sets a list of loaders."""
         _, (_, held), fetching = self._ready
-        if held is None:
-            return []
-        return EvalLoader(
-            held.values,
-            self._val_batch_size,
-            fetching=replace(fetching, drop=True),
-            ranks=data_ranks(self.trainer),
-        )
+        loaders = [
+            EvalLoader(
+                split.values,
+                self._val_batch_size,
+                fetching=replace(fetching, drop=True),
+                ranks=data_ranks(self.trainer),
+            )
+            for split in held.values()
+        ]
+        return loaders[0] if self.val_names == ("",) else loaders
 
-    def test_dataloader(self) -> EvalLoader[RowT, BatchT] | list[Any]:
+    def test_dataloader(self) -> EvalLoader[RowT, BatchT] | list[EvalLoader[RowT, BatchT]]:
         return self.val_dataloader()
 
-    def predict_dataloader(self) -> EvalLoader[RowT, BatchT] | list[Any]:
+    def predict_dataloader(self) -> EvalLoader[RowT, BatchT] | list[EvalLoader[RowT, BatchT]]:
         return self.val_dataloader()
 
     def state_dict(self) -> dict[str, Any]:
@@ -342,18 +263,13 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
             loader.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
-        train, held = self._splits or (None, None)
-        size, fraction = self._validation.size, self._validation.fraction
+        train, held = self._splits or (None, {})
         lines = [
             f"{type(self).__name__}(batch_size={self._batch_size})",
-            f"  train: {described(self._train, train)}",
+            f"train: {described(self._train, train)}",
+            *self._validation.described(held, described),
         ]
-        if self._validation.val is not None:
-            lines.append(f"  val: {described(self._validation.val, held)}")
-        elif self._validation.any:
-            count = f"{size or f'{fraction:.2%}'}" if held is None else f"{len(held.rows):,}"
-            lines.append(f"  val: {count} of the train rows, held out")
-        return "\n".join(lines)
+        return "\n  ".join(lines)
 
     def __str__(self) -> str:
         return repr(self)  # Lightning's asks for every loader

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import lightning as L
 
-from lrlhf.datamodules.core import RowKind
 from lrlhf.datamodules.loading.sources import Data
 from lrlhf.datamodules.loading.splits import Split
+from lrlhf.datamodules.loading.validation import Validation
+from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadDataError
+from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.datamodules.rows.collate import PairRow, collate_pairs, with_place
+from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.datamodules.rows.preference_labels import LabelReader, MarginReader
 from lrlhf.datamodules.rows.preference_rows import PairDraft, PreferenceParser, tokenize_pairs
 from lrlhf.datamodules.rows.prompt_rows import PromptTemplate
@@ -49,7 +52,8 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
     Args:
         train: One source, a list of them, or rows; `Weighted` entries give each a share of an
             epoch.
-        val: Validation data of its own; every row is kept.
+        val: Validation data of its own, every row of which is kept: as ``train``, or several sets
+            by their names, see `ValidationSet`.
         head_names: Heads in the order of ``labels``; None: the LightningModule's.
         label_columns: For each head the column with its label.
         prompt_column: Column with the prompt.
@@ -72,7 +76,7 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
     def __init__(  # noqa: PLR0913 - the constructor is the schema of the config
         self,
         train: Data,
-        val: Data | None = None,
+        val: Validation | None = None,
         *,
         head_names: list[str] | None = None,
         label_columns: dict[str, str] | None = None,
@@ -87,28 +91,31 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
         max_tokens: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(self._pairs, train, val, **options)
+        self._row_options: dict[str, Any] = {
+            "label_columns": label_columns,
+            "prompt_column": prompt_column,
+            "chosen_column": chosen_column,
+            "rejected_column": rejected_column,
+            "margin_column": margin_column,
+            "score_columns": score_columns,
+            "as_chat": as_chat,
+            "hh_as_chat": hh_as_chat,
+            "instruction": instruction,
+        }
+        _parser_of(**self._row_options)  # what cannot be read is refused at once
+        super().__init__(self._pairs, train, val, row_options=self._row_options, **options)
         self._max_tokens = max_tokens
         self._given_heads = head_names
         self._heads: tuple[str, ...] = ()
-        self._label_columns = dict(label_columns or {})
-        self._parser = partial(
-            PreferenceParser,
-            prompt_column=prompt_column,
-            chosen_column=chosen_column,
-            rejected_column=rejected_column,
-            margins=MarginReader(margin_column, score_columns),
-            as_chat=as_chat,
-            hh_as_chat=hh_as_chat,
-            instruction=None if instruction is None else PromptTemplate(instruction),
-        )
 
     @property
     def head_names(self) -> tuple[str, ...]:
         """The heads in the order of the labels; known after `setup`."""
         return self._heads
 
-    def _pairs(self, trainer: L.Trainer | None) -> RowKind[PairDraft, PairRow, PreferenceBatch]:
+    def _pairs(
+        self, trainer: L.Trainer | None, **changed: Any
+    ) -> RowKind[PairDraft, PairRow, PreferenceBatch]:
         tokenizer, chat, media = self.reader(trainer)
         media = media.limited(self._max_tokens, "max_tokens")
         heads = of_module(trainer, "head_names") if self._given_heads is None else self._given_heads
@@ -116,7 +123,7 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
         if not heads or len(set(heads)) < len(heads):
             raise ValueError(f"head_names={list(heads)!r}: give at least one name, each only once")
         return RowKind(
-            parse=self._parser(chat, LabelReader(heads, self._label_columns), media=media),
+            parse=_parser_of(**{**self._row_options, **changed})(heads, chat, media),
             finish=lambda drafts: media.check(tokenize_pairs(tokenizer, drafts)),
             collate=partial(collate_pairs, pad_token_id=int(tokenizer.pad_token_id)),
             keys=lambda row: row.keys,
@@ -128,6 +135,26 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
             made_with=(tokenizer, heads),
             dated=chat.dated,
         )
+
+
+def _parser_of(
+    *,
+    label_columns: dict[str, str] | None,
+    margin_column: str | None,
+    score_columns: tuple[str, str] | None,
+    instruction: str | None,
+    **columns: Any,
+) -> Callable[[Sequence[str], ChatFormat, MediaReader], PreferenceParser]:
+    margins = MarginReader(margin_column, score_columns)
+    template = None if instruction is None else PromptTemplate(instruction)
+    return lambda heads, chat, media: PreferenceParser(
+        chat,
+        LabelReader(heads, label_columns or {}),
+        margins=margins,
+        media=media,
+        instruction=template,
+        **columns,
+    )
 
 
 def _check(heads: Sequence[str], split: Split[PairRow], what: str) -> Split[PairRow]:

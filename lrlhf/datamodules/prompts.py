@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 import lightning as L
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.core import RowKind
 from lrlhf.datamodules.datasets.pretraining import DEFAULT_TEXT_COLUMN, PretrainingTexts
 from lrlhf.datamodules.loading.loader import data_ranks
 from lrlhf.datamodules.loading.sources import Data, entries_of
 from lrlhf.datamodules.loading.splits import Split
+from lrlhf.datamodules.loading.validation import Validation
+from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.collate import PromptRow, collate_prompts, with_place
 from lrlhf.datamodules.rows.media_rows import Unread
@@ -56,7 +57,8 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
     Args:
         train: One source, a list of them, or rows; `Weighted` entries give each a share of an
             epoch.
-        val: Validation data of its own; every row is kept.
+        val: Validation data of its own, every row of which is kept: as ``train``, or several sets
+            by their names, see `ValidationSet`.
         prompt_column: Column with the prompt.
         prompt_template: A jinja2 template over the columns that makes the prompt instead, such as
             ``"5 + 3 = 8\n{{ metadata.expression }} ="``.
@@ -81,7 +83,7 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
     def __init__(  # noqa: PLR0913 - the constructor is the schema of the config
         self,
         train: Data,
-        val: Data | None = None,
+        val: Validation | None = None,
         *,
         prompt_column: str = DEFAULT_PROMPT_COLUMN,
         prompt_template: str | None = None,
@@ -97,17 +99,17 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
         pretraining_max_tokens: int = 1024,
         **options: Any,
     ) -> None:
-        super().__init__(self._prompts, train, val, **options)
+        self._row_options: dict[str, Any] = {
+            "prompt_column": prompt_column,
+            "prompt_template": prompt_template,
+            "as_chat": as_chat,
+            "hh_as_chat": hh_as_chat,
+            "system_prompt": system_prompt,
+            "column_patterns": column_patterns,
+        }
+        _parser_of(**self._row_options)  # what cannot be read is refused at once
+        super().__init__(self._prompts, train, val, row_options=self._row_options, **options)
         self._max_tokens = max_prompt_tokens
-        self._parser = partial(
-            PromptParser,
-            column=prompt_column,
-            template=PromptTemplate(prompt_template) if prompt_template is not None else None,
-            as_chat=as_chat,
-            hh_as_chat=hh_as_chat,
-            system_prompt=system_prompt,
-            patterns=tuple(ColumnPattern(*item) for item in (column_patterns or {}).items()),
-        )
         self._deduplicate = deduplicate
         self._pretraining: PretrainingTexts | None = None
         if pretraining is not None:
@@ -123,14 +125,16 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
                 seed=self._seed,
             )
 
-    def _prompts(self, trainer: L.Trainer | None) -> RowKind[PromptDraft, PromptRow, PromptBatch]:
+    def _prompts(
+        self, trainer: L.Trainer | None, **changed: Any
+    ) -> RowKind[PromptDraft, PromptRow, PromptBatch]:
         reader = tokenizer, chat, media = self.reader(trainer)
         media = media.limited(self._max_tokens, "max_prompt_tokens")
         companion = None
         if self._pretraining is not None:
             companion = partial(self._pretraining.stream, reader, data_ranks(trainer))
         return RowKind(
-            parse=self._parser(chat, media=media),
+            parse=_parser_of(**{**self._row_options, **changed})(chat, media=media),
             finish=lambda drafts: media.check(tokenize_drafts(tokenizer, drafts)),
             collate=partial(collate_prompts, pad_token_id=int(tokenizer.pad_token_id)),
             keys=lambda row: (_key(row),),
@@ -142,6 +146,26 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
             made_with=(tokenizer,),
             dated=chat.dated,
         )
+
+
+def _parser_of(
+    *,
+    prompt_column: str,
+    prompt_template: str | None,
+    as_chat: bool,
+    hh_as_chat: bool,
+    system_prompt: str | None,
+    column_patterns: dict[str, str] | None,
+) -> Callable[..., PromptParser]:
+    return partial(
+        PromptParser,
+        column=prompt_column,
+        template=PromptTemplate(prompt_template) if prompt_template is not None else None,
+        as_chat=as_chat,
+        hh_as_chat=hh_as_chat,
+        system_prompt=system_prompt,
+        patterns=tuple(ColumnPattern(*item) for item in (column_patterns or {}).items()),
+    )
 
 
 def tokenize_drafts(

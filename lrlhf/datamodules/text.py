@@ -9,8 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 import lightning as L
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.core import RowDataModule, RowKind
+from lrlhf.datamodules.core import RowDataModule
 from lrlhf.datamodules.loading.sources import Data
+from lrlhf.datamodules.loading.validation import Validation
+from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.media import MediaOptions, MediaProcessor
@@ -45,9 +47,9 @@ class TextDataModule(RowDataModule[RowT, BatchT]):
 
     def __init__(
         self,
-        kind: Callable[[L.Trainer | None], RowKind[Any, RowT, BatchT]],
+        kind: Callable[..., RowKind[Any, RowT, BatchT]],
         train: Data,
-        val: Data | None = None,
+        val: Validation | None = None,
         *,
         tokenizer: str | PreTrainedTokenizerBase | None = None,
         chat_template: str | None = None,

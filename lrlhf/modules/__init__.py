@@ -9,7 +9,14 @@ from lrlhf.modules.policy.importance_sampling import ImportanceSampling
 from lrlhf.modules.ppo import PPO
 from lrlhf.modules.reward_model import RewardModel
 from lrlhf.modules.rloo import RLOO
-from lrlhf.modules.settings import Advantage, Critic, DynamicSampling, Reference, Update
+from lrlhf.modules.settings import (
+    Advantage,
+    Critic,
+    DynamicSampling,
+    Evaluation,
+    Reference,
+    Update,
+)
 
 __all__ = [
     "PPO",
@@ -18,6 +25,7 @@ __all__ = [
     "Critic",
     "DumpReplay",
     "DynamicSampling",
+    "Evaluation",
     "Exportable",
     "Guard",
     "ImportanceSampling",

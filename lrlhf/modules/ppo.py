@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from peft import PeftModel
@@ -18,8 +18,10 @@ from lrlhf.guard.guard_settings import Guard
 from lrlhf.models import CausalLM
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.checks import uses_loss_scaler
+from lrlhf.modules.metrics.measurement import Measurement
 from lrlhf.modules.metrics.rollout_metrics import measure_critic
 from lrlhf.modules.optimizers import OptimizerConfig
+from lrlhf.modules.policy import evaluation_steps
 from lrlhf.modules.policy.critic import CriticStep, JointStep, ValueFunction, load_value_function
 from lrlhf.modules.policy.generate import generate
 from lrlhf.modules.policy.gradient_step import OptimizerStep, PolicyStep
@@ -30,7 +32,7 @@ from lrlhf.modules.policy.policy_parts import PolicyParts
 from lrlhf.modules.policy.policy_settings import complete_settings
 from lrlhf.modules.policy.retake import retake
 from lrlhf.modules.policy.update_batches import minibatches_of
-from lrlhf.modules.settings import Advantage, Critic, DynamicSampling, Reference, Update
+from lrlhf.modules.settings import Advantage, Critic, DynamicSampling, Evaluation, Reference, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import RolloutEngine, Sampling
 from lrlhf.run import waits_for_every_parameter
@@ -58,7 +60,8 @@ class PPO(TrainingModule):
         num_generations: Responses per prompt.
         sampling: How training responses are generated.
         eval_sampling: How validation responses are generated; None: greedily, with the lengths and
-            stop strings of ``sampling``.
+            stop strings of ``sampling``, and at its temperature if several are sampled.
+        evaluation: How many responses a validation samples, and what it measures.
         reference: The frozen policy and the KL penalty.
         advantage: How scores become advantages, where the algorithm's own way is not wanted.
         update: How advantages become optimizer steps.
@@ -106,6 +109,7 @@ class PPO(TrainingModule):
         num_generations: int = 4,
         sampling: Sampling = Sampling(),  # noqa: B008  frozen
         eval_sampling: Sampling | None = None,
+        evaluation: Evaluation = Evaluation(),  # noqa: B008  frozen
         reference: Reference = Reference(),  # noqa: B008  frozen
         advantage: Advantage = Advantage(),  # noqa: B008  frozen
         update: Update = Update(),  # noqa: B008  frozen
@@ -126,6 +130,7 @@ class PPO(TrainingModule):
             num_generations=num_generations,
             sampling=sampling,
             eval_sampling=eval_sampling,
+            evaluation=evaluation,
             reference=reference,
             advantage=advantage,
             update=update,
@@ -146,7 +151,6 @@ class PPO(TrainingModule):
         self.value_head = self.values.head if self.values and not self.critic else None
         self.parts = PolicyParts(self, loaded, rewards, engine, self.settings, self.values)
         self.engine, self.rewards = self.parts.engine, self.parts.rewards
-        self.means = self.parts.means
         self.policy_step = PolicyStep(self.policy, self.tokenizer, self.settings)
         self.critic_step = self.joint_step = None
         if self.values is not None:
@@ -155,6 +159,8 @@ class PPO(TrainingModule):
             self.joint_step = JointStep(
                 self.policy_step, self.critic_step, self.tokenizer, self.settings
             )
+        self.measurements: list[Measurement] = []
+        """What the last evaluation has found."""
         self.kl_coef = self.settings.kl_coef
         self.samples_per_step = 0
 
@@ -236,14 +242,11 @@ class PPO(TrainingModule):
     def teardown(self, stage: str) -> None:
         self.parts.sampler.close()
 
-    def validation_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Any]:
-        return {"records": self.parts.evaluate(self, batch, batch_idx)}
+    validation_step = test_step = evaluation_steps.validation_step
+    on_validation_epoch_start = on_test_epoch_start = evaluation_steps.start
+    on_validation_epoch_end = on_test_epoch_end = evaluation_steps.end
 
-    def test_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Any]:
-        return self.validation_step(batch, batch_idx)
-
-    def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
-        return self.parts.answer(self, batch, batch_idx).records
+    predict_step = evaluation_steps.predict_step
 
     @property
     def step_names(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from peft import PeftModel
@@ -17,7 +17,9 @@ from lrlhf.guard.dump_replay import Retaken
 from lrlhf.guard.guard_settings import Guard
 from lrlhf.models import CausalLM
 from lrlhf.modules.base import TrainingModule
+from lrlhf.modules.metrics.measurement import Measurement
 from lrlhf.modules.optimizers import OptimizerConfig
+from lrlhf.modules.policy import evaluation_steps
 from lrlhf.modules.policy.generate import generate
 from lrlhf.modules.policy.gradient_step import PolicyStep
 from lrlhf.modules.policy.importance_sampling import ImportanceSampling
@@ -27,7 +29,7 @@ from lrlhf.modules.policy.policy_parts import PolicyParts
 from lrlhf.modules.policy.policy_settings import complete_settings
 from lrlhf.modules.policy.retake import retake
 from lrlhf.modules.policy.update_batches import minibatches_of
-from lrlhf.modules.settings import Advantage, DynamicSampling, Reference, Update
+from lrlhf.modules.settings import Advantage, DynamicSampling, Evaluation, Reference, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import RolloutEngine, Sampling
 from lrlhf.types import PromptBatch, StoredRollout
@@ -54,7 +56,8 @@ class RLOO(TrainingModule):
         num_generations: Responses per prompt.
         sampling: How training responses are generated.
         eval_sampling: How validation responses are generated; None: greedily, with the lengths and
-            stop strings of ``sampling``.
+            stop strings of ``sampling``, and at its temperature if several are sampled.
+        evaluation: How many responses a validation samples, and what it measures.
         reference: The frozen policy and the KL penalty.
         advantage: How scores become advantages, where the algorithm's own way is not wanted.
         update: How advantages become optimizer steps.
@@ -99,6 +102,7 @@ class RLOO(TrainingModule):
         num_generations: int = 4,
         sampling: Sampling = Sampling(),  # noqa: B008  frozen
         eval_sampling: Sampling | None = None,
+        evaluation: Evaluation = Evaluation(),  # noqa: B008  frozen
         reference: Reference = Reference(),  # noqa: B008  frozen
         advantage: Advantage = Advantage(),  # noqa: B008  frozen
         update: Update = Update(),  # noqa: B008  frozen
@@ -119,6 +123,7 @@ class RLOO(TrainingModule):
             num_generations=num_generations,
             sampling=sampling,
             eval_sampling=eval_sampling,
+            evaluation=evaluation,
             reference=reference,
             advantage=advantage,
             update=update,
@@ -138,8 +143,9 @@ class RLOO(TrainingModule):
         self.optimizer_config = optimizer.filled(lr=1e-6)
         self.parts = PolicyParts(self, loaded, rewards, engine, self.settings)
         self.engine, self.rewards = self.parts.engine, self.parts.rewards
-        self.means = self.parts.means
         self.policy_step = PolicyStep(self.policy, self.tokenizer, self.settings)
+        self.measurements: list[Measurement] = []
+        """What the last evaluation has found."""
         self.kl_coef = self.settings.kl_coef
         self.samples_per_step = 0
 
@@ -189,14 +195,11 @@ class RLOO(TrainingModule):
     def teardown(self, stage: str) -> None:
         self.parts.sampler.close()
 
-    def validation_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Any]:
-        return {"records": self.parts.evaluate(self, batch, batch_idx)}
+    validation_step = test_step = evaluation_steps.validation_step
+    on_validation_epoch_start = on_test_epoch_start = evaluation_steps.start
+    on_validation_epoch_end = on_test_epoch_end = evaluation_steps.end
 
-    def test_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Any]:
-        return self.validation_step(batch, batch_idx)
-
-    def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
-        return self.parts.answer(self, batch, batch_idx).records
+    predict_step = evaluation_steps.predict_step
 
     @property
     def step_names(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from lrlhf.functional.algorithm import Aggregate
 from lrlhf.models import CausalLM, HeadKind, ValueModel, ValueNetwork
 from lrlhf.modules.optimizers import OptimizerConfig
+from lrlhf.rewards.lookup import NamedFunction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +211,62 @@ class DynamicSampling:
     def __post_init__(self) -> None:
         if self.prompts < 1:
             raise ValueError(f"dynamic_sampling.prompts is {self.prompts}; it must be 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What a validation of a policy samples and measures.
+
+    With several responses to a prompt, its metrics are their means, and all means and intervals are
+    over prompts. A response is right if the value that ``correct`` names reaches ``threshold``.
+
+    Args:
+        num_samples: Responses per prompt and temperature; one at temperature 0, where all would be
+            equal. They are generated in rounds of ``num_generations`` per prompt, so that memory
+            does not grow with their number.
+        temperatures: At which every prompt is answered. The metrics of each are called
+            ``eval/t0.7/score`` and so on; those of the first also ``eval/score``. Empty: at that of
+            ``eval_sampling`` alone.
+        metrics: Reward functions that are asked in evaluations only and enter no score: a list, or
+            a mapping that names them.
+        correct: Name of the reward or metric that judges whether a response is right; None: the
+            score.
+        threshold: Its least value for a right response.
+        pass_at: Each k of ``pass@k``, the share of prompts with a right one among k responses
+            (Chen et al. 2021, eq. 1, https://arxiv.org/abs/2107.03374). None: the powers of two up
+            to ``num_samples`` and that itself, if it is above 1.
+
+    Raises:
+        ValueError: An option is out of its range.
+    """
+
+    num_samples: int = 1
+    temperatures: tuple[float, ...] = ()
+    metrics: list[NamedFunction] | dict[str, NamedFunction] = field(default_factory=list)
+    correct: str | None = None
+    threshold: float = 1.0
+    pass_at: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ValueError(f"evaluation.num_samples is {self.num_samples}; it must be 1 or more")
+        if len(set(self.temperatures)) < len(self.temperatures) or min((0, *self.temperatures)) < 0:
+            raise ValueError(
+                f"evaluation.temperatures is {[*self.temperatures]}: give each once, 0 or more"
+            )
+        if not all(1 <= k <= self.num_samples for k in self.pass_at or ()):
+            raise ValueError(
+                f"evaluation.pass_at is {[*(self.pass_at or ())]}; each must lie between 1 and "
+                f"num_samples ({self.num_samples})"
+            )
+
+    @property
+    def tried(self) -> tuple[int, ...]:
+        """Each k of pass@k."""
+        if self.pass_at is not None:
+            return tuple(sorted(set(self.pass_at)))
+        powers = {1 << power for power in range(self.num_samples.bit_length())}
+        return tuple(sorted({*powers, self.num_samples})) if self.num_samples > 1 else ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,6 +139,19 @@ class ComparesAnswers(Protocol):
     answer_column: str
 
 
+@runtime_checkable
+class ReadsAnswer(Protocol):
+    """A reward function that tells what it takes for the answer in a response."""
+
+    def answer_of(self, text: str) -> str | None:
+        """Return the answer in a form in which equal ones are the same text; None: there is none.
+
+        Args:
+            text: The response.
+        """
+        ...
+
+
 def judging_column(function: Callable[..., Any]) -> dict[str, str]:
     """Return the data column by which a function judges responses, and what the column is called.
 

@@ -6,7 +6,7 @@ import math
 import numbers
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,6 +133,17 @@ class RewardResult:
     """What went wrong in this batch, tracebacks included; begins with the function's name."""
     turn_weights: Float[Tensor, " B"] | None = None
     """What the score multiplies the rewards of single turns with; None: unknown."""
+
+    def with_metrics(self, other: RewardResult) -> RewardResult:
+        """Return the same scores, with the values of further functions beside them."""
+        return replace(
+            self,
+            per_function=torch.cat([self.per_function, other.per_function], dim=1),
+            names=(*self.names, *other.names),
+            metrics={**self.metrics, **other.metrics},
+            extras={**other.extras, **self.extras},
+            failures=[*self.failures, *other.failures],
+        )
 
 
 class Journal:

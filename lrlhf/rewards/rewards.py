@@ -33,6 +33,7 @@ from lrlhf.rewards.function_weights import (
 from lrlhf.rewards.lookup import (
     BoundFunction,
     NamedFunction,
+    ReadsAnswer,
     bind_functions,
     chosen_arguments,
     filled_by_python,
@@ -141,6 +142,12 @@ class Rewards(KeepsArguments):
                 if found.get(column, column) == column:
                     found[column] = heading
         return found
+
+    @property
+    def answer_readers(self) -> dict[str, ReadsAnswer]:
+        """The functions that tell what a response answers, by name."""
+        functions: dict[str, object] = dict(self._functions)
+        return {name: one for name, one in functions.items() if isinstance(one, ReadsAnswer)}
 
     def asking_for(self, argument: str) -> list[str]:
         """Return the functions whose signature names an argument."""

@@ -87,6 +87,7 @@ class Collector:
         phase: Callable[[str], AbstractContextManager[None]],
         weight_version: int | None = None,
         limited: bool = True,
+        metrics: Rewards | None = None,
     ) -> Collected:
         """Generate and score ``len(seeds) / len(prompts)`` responses to each prompt.
 
@@ -99,6 +100,7 @@ class Collector:
             weight_version: Of the policy, for the records where the engine tells none; None:
                 ``step``.
             limited: Whether ``max_unscorable_fraction`` holds for these responses by themselves.
+            metrics: Further functions whose values are told and enter no score.
         """
         num_generations = len(seeds) // len(prompts)
         with phase("generate"):
@@ -113,6 +115,7 @@ class Collector:
             phase=phase,
             weight_version=weight_version,
             limited=limited,
+            metrics=metrics,
         )
 
     def score(
@@ -125,6 +128,7 @@ class Collector:
         phase: Callable[[str], AbstractContextManager[None]],
         weight_version: int | None = None,
         limited: bool = True,
+        metrics: Rewards | None = None,
     ) -> Collected:
         """Score responses that were generated; see `collect`."""
         num_generations = len(rollout) // len(prompts)
@@ -133,14 +137,16 @@ class Collector:
             texts = response_texts(prompts, rollout, self._tokenizer, sampling)
             columns = self._columns(prompts)
             with scored_episodes(rollout) as further:
-                rewards = self._rewards.score(
-                    prompts=[prompts.prompts[group] for group in groups],
-                    completions=_completions(prompts, rollout, texts),
-                    completion_ids=response_ids(rollout, prompts),
-                    columns=[columns[group] for group in groups],
-                    limited=limited,
+                asked: dict[str, Any] = {
+                    "prompts": [prompts.prompts[group] for group in groups],
+                    "completions": _completions(prompts, rollout, texts),
+                    "completion_ids": response_ids(rollout, prompts),
+                    "columns": [columns[group] for group in groups],
                     **further,
-                )
+                }
+                rewards = self._rewards.score(**asked, limited=limited)
+                if metrics is not None:
+                    rewards = rewards.with_metrics(metrics.score(**asked, limited=False))
             rollout = with_turn_rewards(rollout, rewards)
         records = rollout_records(
             prompts,

@@ -61,6 +61,10 @@ class Sampling:
         least = min(self.min_new_tokens, limit)
         return replace(self, max_new_tokens=limit, min_new_tokens=least)
 
+    def at_temperature(self, temperature: float) -> Sampling:
+        """Return the same at another temperature."""
+        return replace(self, temperature=temperature)
+
     @property
     def truncates(self) -> bool:
         """Whether some tokens can never be sampled, so that the policy is not what is sampled."""

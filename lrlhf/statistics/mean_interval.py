@@ -20,8 +20,8 @@ class MeanInterval(NamedTuple):
     low: float
     """NaN, as ``high``, where a single cluster says nothing of the spread."""
     high: float
-    count: int
-    """Independent clusters."""
+    number: int
+    """Of independent clusters."""
 
 
 def mean_interval(

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.models import TokenBudget, frozen_reference
-from lrlhf.modules import Advantage, Reference, Update
+from lrlhf.modules import Advantage, Evaluation, Reference, Update
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.load_policy import LoadedPolicy
 from lrlhf.modules.policy.policy_settings import PolicySettings, complete_settings
@@ -25,6 +25,7 @@ def settings_of(**options: Any) -> PolicySettings:
         "num_generations": 2,
         "sampling": Sampling(max_new_tokens=4),
         "eval_sampling": None,
+        "evaluation": Evaluation(),
         "reference": Reference(),
         "advantage": Advantage(),
         "update": Update(),

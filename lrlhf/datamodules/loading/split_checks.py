@@ -39,7 +39,9 @@ def refuse_other_rows(trainer: L.Trainer | None, splits: Splits[Any], *, dated: 
     """
     if trainer is None or trainer.world_size == 1 or not torch.distributed.is_initialized():
         return
-    own = [fingerprint(split.values, read_files=False) for split in splits if split is not None]
+    train, held = splits
+    parts = (train, *held.values())
+    own = [fingerprint(split.values, read_files=False) for split in parts]
     # today's date may be in the tokens, and midnight fall between two ranks
     digests = Collectives(trainer).gather([(one.data, not dated and one.tokens) for one in own])
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]

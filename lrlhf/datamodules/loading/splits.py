@@ -1,17 +1,17 @@
-"""The train and the validation split of a data set, without leaks from one to the other."""
+"""Rows and where they come from, and splits without leaks from one to the other."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lrlhf.datamodules.loading.order import EpochOrder
-from lrlhf.datamodules.loading.sources import Component, Entries, components_of
+from lrlhf.datamodules.loading.sources import Component
 from lrlhf.datamodules.rows.bad_rows import BadDataError
 
 logger = logging.getLogger(__name__)
@@ -70,8 +70,8 @@ class Split(Generic[RowT]):
         return order
 
 
-Splits = tuple[Split[RowT], Split[RowT] | None]
-"""The rows to train on, and those to validate on."""
+Splits = tuple[Split[RowT], Mapping[str, Split[RowT]]]
+"""The rows to train on, and those to validate on, by the name of their set."""
 
 
 class FirstRows(NamedTuple, Generic[RowT]):
@@ -85,70 +85,6 @@ class FirstRows(NamedTuple, Generic[RowT]):
     """How many were read."""
     complete: bool
     """Whether these are all that there are."""
-
-
-@dataclass(frozen=True)
-class ValidationData(Generic[RowT]):
-    """Where the validation rows come from: data of its own, or some of the train rows."""
-
-    val: Entries | None = None
-    size: int = 0
-    fraction: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        settings = {"val": self.val, "val_size": self.size, "val_fraction": self.fraction}
-        given = [name for name, value in settings.items() if value]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are given: give only one of them")
-        if not 0 <= self.fraction < 1 or self.size < 0:
-            raise ValueError(
-                f"val_fraction={self.fraction}, val_size={self.size}: the fraction lies in 0…1, "
-                "the size is 0 or more"
-            )
-
-    @property
-    def any(self) -> bool:
-        """Whether there are to be validation rows."""
-        return self.val is not None or self.size > 0 or self.fraction > 0
-
-    def load(
-        self,
-        train: Split[RowT],
-        load: Callable[[Entries, str], Split[RowT]],
-        keys: Callable[[RowT], Iterable[str]],
-    ) -> Splits[RowT]:
-        """Hold rows out of the train data by what they must not share, or load data of its own."""
-        if not self.any:
-            return train, None
-        if self.val is None:
-            return self._hold_out(train, keys)
-        if any(part.weight is not None for part in components_of(self.val)):
-            raise ValueError("val: validation takes every row once, so its sources have no weights")
-        own = load(self.val, "validation")
-        seen = {key for row in train.values for key in keys(row)}
-        shared = sum(not seen.isdisjoint(keys(row)) for row in own.values)
-        if shared:
-            logger.warning(
-                "%d of %d validation rows share a prompt or a text with the train data: their "
-                "results say less than they seem to",
-                shared,
-                len(own.rows),
-            )
-        return train, own
-
-    def _hold_out(self, train: Split[RowT], keys: Callable[[RowT], Iterable[str]]) -> Splits[RowT]:
-        split = hold_out(
-            [keys(row) for row in train.values],
-            size=self.size,
-            fraction=self.fraction,
-            seed=self.seed,
-        )
-        kept, held = (replace(train, rows=[train.rows[row] for row in rows]) for rows in split)
-        rank_zero_only(logger.info)(
-            "held out %d of %d rows for validation", len(held.rows), len(train.rows)
-        )
-        return kept, held
 
 
 def hold_out(

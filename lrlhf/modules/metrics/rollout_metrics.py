@@ -1,14 +1,12 @@
-"""What an iteration reports of its rollout and of its update, and an evaluation of its answers."""
+"""What an iteration reports of its rollout and of its update."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-import lightning as L
 import torch
-from torch import Tensor, nn
-from torchmetrics import MeanMetric
+from torch import Tensor
 
 from lrlhf.functional.algorithm import PolicyLoss
 from lrlhf.functional.kl import kl_estimate
@@ -18,7 +16,7 @@ from lrlhf.guard.anomalies import reference_kl
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.settings import Critic
 from lrlhf.rewards import RewardResult
-from lrlhf.rollout import Collected, groups_differ
+from lrlhf.rollout import groups_differ
 from lrlhf.types import Episode, Experience, Rollout
 
 
@@ -153,33 +151,3 @@ def measure_critic(experience: Experience, metrics: MetricSums) -> None:
 def explained_variance(error_std: float, return_std: float) -> float:
     """Share of the returns' variance that the values explain; below 0: worse than their mean."""
     return 1.0 - (error_std / return_std) ** 2 if return_std > 0 else float("nan")
-
-
-class ResponseMeans(nn.Module):
-    """Mean score, length and truncation of the responses of an evaluation.
-
-    Args:
-        reward_names: Of the reward functions, each logged by itself too.
-    """
-
-    def __init__(self, reward_names: tuple[str, ...]) -> None:
-        super().__init__()
-        self._names = ["eval/score", *(f"eval/{name}" for name in reward_names)]
-        self._names += ["eval/response_length", "eval/truncated_fraction"]
-        self.means = nn.ModuleList(MeanMetric(nan_strategy="ignore") for _ in self._names)
-
-    def log(self, module: L.LightningModule, collected: Collected) -> None:
-        """Count the responses of one batch, and have their means logged when all are counted."""
-        rollout, rewards = collected.rollout, collected.rewards
-        values = torch.cat(
-            [
-                rewards.scores[:, None].to(module.device),
-                rewards.per_function.to(module.device),
-                rollout.response_mask.sum(dim=1, keepdim=True),
-                rollout.truncated[:, None],
-            ],
-            dim=1,
-        )
-        for name, metric, column in zip(self._names, self.means, values.T, strict=True):
-            metric(column)
-            module.log(name, metric, prog_bar=name == "eval/score", batch_size=len(rollout))  # type: ignore[arg-type]

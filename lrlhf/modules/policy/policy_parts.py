@@ -21,13 +21,13 @@ from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.checks import refuse_idle_encoder, refuse_other_batch
 from lrlhf.modules.contracts import KLPenalized
 from lrlhf.modules.metrics.rollout_metrics import (
-    ResponseMeans,
     explained_variance,
     measure_kl,
     measure_mismatch,
 )
 from lrlhf.modules.policy.batch_plan import BatchPlan, plan_batches
 from lrlhf.modules.policy.critic import ValueFunction
+from lrlhf.modules.policy.evaluation import Evaluator, metrics_of
 from lrlhf.modules.policy.experience import Sample, make_experience
 from lrlhf.modules.policy.iteration import Iteration, UpdateContext
 from lrlhf.modules.policy.load_policy import LoadedPolicy
@@ -37,7 +37,7 @@ from lrlhf.modules.policy.sampler import Sampler
 from lrlhf.modules.policy.scorer import Scorer
 from lrlhf.modules.settings import Reference
 from lrlhf.rewards.rewards import Rewards, as_rewards
-from lrlhf.rollout import Collected, RolloutEngine, TransformersEngine
+from lrlhf.rollout import RolloutEngine, TransformersEngine
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
 from lrlhf.run.quiet_output import quiet
 from lrlhf.types import Experience, PromptBatch, SequenceBatch, StoredRollout
@@ -82,8 +82,11 @@ class PolicyParts:
             check_has_experts(policy.model)
         self.reference = load_reference(policy.model, settings)
         self.moments = RunningMoments()
-        self.means = ResponseMeans(tuple(rewards.names))
-        self.sampler = Sampler(policy, self.engine, rewards, settings, seed=module.seed)
+        metrics = metrics_of(settings.evaluation, rewards)
+        self.sampler = Sampler(
+            policy, self.engine, rewards, settings, seed=module.seed, metrics=metrics
+        )
+        self.evaluator = Evaluator(self.sampler, rewards, metrics, settings, seed=module.seed)
         models = {"policy": policy.model, **({} if critic is None else {"critic": critic.model})}
         self.scorer = Scorer(
             policy.model, self.reference, self.engine, settings, critic=critic, models=models
@@ -177,20 +180,6 @@ class PolicyParts:
         module.token_budget.settle(it.ranks.least)
         mix_reference(self.reference, self.policy.model, self.settings.reference, it)
         log_iteration(module, experience, it)
-
-    # ---- evaluation
-
-    def answer(self, module: TrainingModule, batch: PromptBatch, batch_idx: int) -> Collected:
-        """Answer held-out prompts and score the answers."""
-        return self.sampler.answer(batch, batch_idx, Iteration(module))
-
-    def evaluate(
-        self, module: TrainingModule, batch: PromptBatch, batch_idx: int
-    ) -> list[dict[str, Any]]:
-        """Answer held-out prompts, log the means, and return a readable line for each answer."""
-        collected = self.answer(module, batch, batch_idx)
-        self.means.log(module, collected)
-        return collected.records
 
     # ---- Lightning's hooks
 

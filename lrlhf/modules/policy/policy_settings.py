@@ -21,7 +21,7 @@ from lrlhf.functional.algorithms.ppo import PPO_CLIP
 from lrlhf.functional.names import unknown_name
 from lrlhf.modules.policy.batch_plan import largest_divisor
 from lrlhf.modules.policy.importance_sampling import AUTOMATIC, ImportanceSampling
-from lrlhf.modules.settings import Advantage, DynamicSampling, Reference, Update
+from lrlhf.modules.settings import Advantage, DynamicSampling, Evaluation, Reference, Update
 from lrlhf.rollout import Sampling
 from lrlhf.run import Collectives
 
@@ -37,6 +37,7 @@ class PolicySettings:
     num_generations: int
     sampling: Sampling
     eval_sampling: Sampling
+    evaluation: Evaluation
     reference: Reference
     advantage: Advantage
     update: Update
@@ -80,6 +81,7 @@ def complete_settings(  # noqa: PLR0913  what the constructors take
     num_generations: int,
     sampling: Sampling,
     eval_sampling: Sampling | None,
+    evaluation: Evaluation,
     reference: Reference,
     advantage: Advantage,
     update: Update,
@@ -98,6 +100,7 @@ def complete_settings(  # noqa: PLR0913  what the constructors take
         num_generations: See `RLOO`.
         sampling: See `RLOO`.
         eval_sampling: See `RLOO`.
+        evaluation: See `RLOO`.
         reference: See `RLOO`.
         advantage: See `RLOO`.
         update: See `RLOO`.
@@ -121,7 +124,8 @@ def complete_settings(  # noqa: PLR0913  what the constructors take
         algorithm=chosen,
         num_generations=num_generations,
         sampling=sampling,
-        eval_sampling=eval_sampling or greedy_like(sampling),
+        eval_sampling=eval_sampling or _default_eval_sampling(sampling, evaluation),
+        evaluation=evaluation,
         reference=reference,
         advantage=advantage,
         update=update,
@@ -150,6 +154,14 @@ def greedy_like(sampling: Sampling) -> Sampling:
         stop=sampling.stop,
         stop_in_text=sampling.stop_in_text,
     )
+
+
+def _default_eval_sampling(sampling: Sampling, evaluation: Evaluation) -> Sampling:
+    """Return greedy sampling, or that of training where several responses are to differ."""
+    greedy = greedy_like(sampling)
+    if evaluation.num_samples == 1 or evaluation.temperatures:
+        return greedy
+    return replace(greedy, temperature=sampling.temperature)
 
 
 def assemble_algorithm(
@@ -245,6 +257,13 @@ def _check_sampling(settings: PolicySettings) -> None:
             "sampling.top_p, top_k, min_p or min_new_tokens cuts tokens off, so responses would "
             "not come from the policy that is trained; set them to 1.0, 0, 0.0 and 0, or accept "
             "the bias with allow_truncated_sampling: true"
+        )
+    tried = settings.evaluation.temperatures or (settings.eval_sampling.temperature,)
+    if settings.evaluation.num_samples > 1 and max(tried) == 0:
+        raise ValueError(
+            f"evaluation.num_samples is {settings.evaluation.num_samples}, but responses at "
+            "temperature 0 are all the same: set evaluation.temperatures or "
+            "eval_sampling.temperature above 0"
         )
     for name, options in settings.algorithm.beside.items():
         try:

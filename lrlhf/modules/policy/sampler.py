@@ -32,10 +32,8 @@ from lrlhf.run import sample_seeds
 from lrlhf.run.step_numbers import model_step
 from lrlhf.types import PromptBatch, Rollout, StoredRollout
 
-_EVAL_STREAM = 1_000_003
-"""Keeps the random numbers of validation apart from those of any training step."""
 _BESIDE_STREAM = 1_000_033
-"""The same for what is sampled beside the responses."""
+"""Keeps the random numbers of what is sampled beside the responses apart from theirs."""
 
 
 @runtime_checkable
@@ -56,6 +54,7 @@ class Sampler:
         rewards: What scores the responses.
         settings: Of the run.
         seed: Seeds the responses, together with step and prompt.
+        metrics: What is measured of responses in evaluations only.
 
     Raises:
         ValueError: The engine cannot do what the settings ask for.
@@ -69,7 +68,9 @@ class Sampler:
         settings: PolicySettings,
         *,
         seed: int,
+        metrics: Rewards | None = None,
     ) -> None:
+        self._metrics = metrics
         self._policy = policy
         self._engine = engine
         self._rewards = rewards
@@ -251,12 +252,11 @@ class Sampler:
 
     # ---- evaluation
 
-    def answer(self, batch: PromptBatch, batch_idx: int, it: Iteration) -> Collected:
-        """Answer held-out prompts once each, as ``eval_sampling`` says, and score the answers."""
-        position = batch_idx * it.ranks.world_size + it.ranks.rank
-        seeds = sample_seeds(self._seed, _EVAL_STREAM, position, count=len(batch))
-        sampling, step = self._settings.eval_sampling, model_step(it.trainer)
-        return self._generate(batch, sampling, seeds, it, evaluated=step)
+    def answer(
+        self, batch: PromptBatch, sampling: Sampling, seeds: Sequence[int], it: Iteration
+    ) -> Collected:
+        """Answer held-out prompts, each as often as there are seeds for it, and score that."""
+        return self._generate(batch, sampling, seeds, it, evaluated=model_step(it.trainer))
 
     # ---- the engine
 
@@ -280,6 +280,7 @@ class Sampler:
             phase=it.phase,
             weight_version=it.step if evaluated is None else evaluated,
             limited=limited,
+            metrics=None if evaluated is None else self._metrics,
         )
 
     def _prepare(self, it: Iteration, *, evaluates: bool = False) -> None:
@@ -314,6 +315,8 @@ class Sampler:
             self._queue.drop()
         self._engine.close()
         self._rewards.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
     # ---- checkpoints
 

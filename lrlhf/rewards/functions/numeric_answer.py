@@ -112,6 +112,14 @@ class NumericAnswer(RewardFunction):
             len(completions),
         )
 
+    def answer_of(self, text: str) -> str | None:
+        """Return the number in a response, else what may be an expression; for majority votes."""
+        number = self._given_number(text)
+        if number is not None:
+            return str(number)
+        expression = self._given_text(text)
+        return None if expression is None else "".join(expression.split()) or None
+
     def _score(self, text: str, answer: object, share: float) -> float | None:
         if answer is None:
             return None

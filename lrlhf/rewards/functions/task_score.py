@@ -82,6 +82,11 @@ class ReasoningGymScore(RewardFunction):
         log_metric("reasoning_gym/unreadable", len(unreadable) / max(1, len(scores)))
         return scores
 
+    def answer_of(self, text: str) -> str | None:
+        """Return what the task's scorer is given; for majority votes."""
+        found = text if self._extract is None else self._extract.last(text)
+        return None if found is None else found.strip()
+
     def _score(self, text: str, entry: Mapping[str, Any], share: float) -> float | None:
         task = _task_of(entry)
         answer = text if self._extract is None else self._extract.last(text, share=share)

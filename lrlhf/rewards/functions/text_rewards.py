@@ -40,6 +40,11 @@ class ExactMatch(RewardFunction):
             len(completions),
         )
 
+    def answer_of(self, text: str) -> str | None:
+        """Return what is compared, in the form in which it is; for majority votes."""
+        found = text if self._extract is None else self._extract.last(text)
+        return None if found is None else self._form(found)
+
     def _score(self, text: str, answer: object, share: float) -> float | None:
         if answer is None:
             return None

@@ -1,0 +1,298 @@
+"""Evaluations of a policy: several responses to a prompt, and what they say together."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lrlhf.functional.names import unknown_name
+from lrlhf.modules.metrics.measurement import Measurement, measured_mean
+from lrlhf.modules.policy.iteration import Iteration
+from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.modules.policy.sampler import Sampler
+from lrlhf.modules.settings import Evaluation
+from lrlhf.rewards import Rewards
+from lrlhf.rewards.functions.one_by_one import UnjudgedError
+from lrlhf.rewards.lookup import ReadsAnswer
+from lrlhf.rollout import Collected, Sampling
+from lrlhf.rollout.responses import prompt_token_ids
+from lrlhf.run import Collectives, sample_seeds
+from lrlhf.statistics.pass_at_k import majority_score, pass_at_k
+from lrlhf.types import PromptBatch
+
+_STREAM = 1_000_003
+"""Keeps the random numbers of an evaluation apart from those of any training step."""
+_SCORE, _LENGTH, _TRUNCATED = "score", "response_length", "truncated_fraction"
+
+
+class Pass(NamedTuple):
+    """One way of answering all prompts."""
+
+    label: str
+    """What its metrics are called by, such as ``t0.7``; empty: it is the only one."""
+    sampling: Sampling
+    num_samples: int
+
+
+class PromptResult(NamedTuple):
+    """What is kept of all responses to a prompt; its size does not depend on their number."""
+
+    groups: tuple[str, ...]
+    """Beginnings of the names of metrics that the prompt counts for, such as ``gsm8k/``."""
+    values: dict[str, float]
+
+
+def passes_of(settings: PolicySettings) -> list[Pass]:
+    """Return the ways in which an evaluation answers its prompts, the main one first."""
+    given, sampling = settings.evaluation, settings.eval_sampling
+    temperatures = given.temperatures or (sampling.temperature,)
+    return [
+        Pass(
+            f"t{temperature:g}" if len(temperatures) > 1 else "",
+            sampling.at_temperature(temperature),
+            given.num_samples if temperature > 0 else 1,
+        )
+        for temperature in temperatures
+    ]
+
+
+def metrics_of(evaluation: Evaluation, rewards: Rewards) -> Rewards | None:
+    """Return the functions that evaluations ask beside the rewards; None: there are none.
+
+    Raises:
+        ValueError: One has the name of a reward, or ``correct`` names none of them.
+    """
+    metrics = None
+    if evaluation.metrics:
+        metrics = Rewards(evaluation.metrics, max_unscorable_fraction=1.0)
+    own = () if metrics is None else metrics.names
+    for name in own:
+        if name in (*rewards.names, _SCORE, _LENGTH, _TRUNCATED):
+            raise ValueError(
+                f"evaluation.metrics has a function called {name!r}, as is a reward or a metric "
+                "that is always there: write metrics as a mapping, which gives it another name"
+            )
+    known = [_SCORE, *rewards.names, *own]
+    if evaluation.correct not in (None, *known):
+        raise unknown_name("value in evaluation.correct", str(evaluation.correct), known)
+    return metrics
+
+
+class Evaluator:
+    """Answers held-out prompts and measures the answers of all ranks.
+
+    Args:
+        sampler: Generates and scores.
+        rewards: What the score is made of.
+        metrics: What is measured beside it.
+        settings: Of the run.
+        seed: Seeds the responses, together with the prompt.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        rewards: Rewards,
+        metrics: Rewards | None,
+        settings: PolicySettings,
+        *,
+        seed: int,
+    ) -> None:
+        self._sampler = sampler
+        self._seed = seed
+        self._passes = passes_of(settings)
+        self._at_once = settings.num_generations
+        evaluation = settings.evaluation
+        self._correct, self._threshold = evaluation.correct or _SCORE, evaluation.threshold
+        self._tried = evaluation.tried
+        self._names = [*rewards.names, *(() if metrics is None else metrics.names)]
+        readers = rewards.answer_readers | ({} if metrics is None else metrics.answer_readers)
+        self._reader: ReadsAnswer | None = readers.get(self._correct)
+        if evaluation.correct is None:
+            self._reader = next(iter(readers.values()), None)
+        self._results: list[PromptResult] = []
+
+    def reset(self) -> None:
+        """Forget what an evaluation that was broken off has measured."""
+        self._results = []
+
+    def answer(self, batch: PromptBatch, batch_idx: int, it: Iteration) -> Collected:
+        """Answer each prompt once, in the main way."""
+        seeds = [own[0] for own in self._seeds(batch, batch_idx, 1, it)]
+        return self._sampler.answer(batch, self._passes[0].sampling, seeds, it)
+
+    def evaluate(
+        self, batch: PromptBatch, batch_idx: int, it: Iteration, *, name: str = ""
+    ) -> list[dict[str, Any]]:
+        """Answer prompts in every way, and keep what their responses say together.
+
+        Args:
+            batch: Prompts of this rank.
+            batch_idx: Its number, which seeds prompts without a place in the data.
+            it: Of the trainer and the ranks.
+            name: Of the validation set.
+
+        Returns:
+            A readable line for each response.
+        """
+        records: list[dict[str, Any]] = []
+        for one in self._passes:
+            seeds = self._seeds(batch, batch_idx, one.num_samples, it)
+            prompts = [_Responses() for _ in range(len(batch))]
+            for first in range(0, one.num_samples, self._at_once):
+                chosen = [seed for own in seeds for seed in own[first : first + self._at_once]]
+                collected = self._sampler.answer(batch, one.sampling, chosen, it)
+                records += self._taken(collected, prompts, one, first)
+            groups = self._groups(one, name)
+            results = (self._measured(responses, one) for responses in prompts)
+            self._results += [PromptResult(groups, values) for values in results]
+        return records
+
+    def measure(self, ranks: Collectives) -> list[Measurement]:
+        """Return the metrics of all prompts of all ranks, and forget these."""
+        columns: defaultdict[str, list[float]] = defaultdict(list)
+        results, self._results = self._results, []
+        for result in (one for own in ranks.gather(results) for one in own):
+            for group in result.groups:
+                for name, value in result.values.items():
+                    columns[f"eval/{group}{name}"].append(value)
+        return [measured_mean(name, values) for name, values in columns.items()]
+
+    def metric_names(self, sets: Sequence[str]) -> set[str]:
+        """Return the names of all metrics that an evaluation of some validation sets can have."""
+        names: set[str] = set()
+        for one in self._passes:
+            values = {_SCORE, *self._names, _LENGTH, _TRUNCATED, *self._names_together(one)}
+            prefixes = {group for name in sets for group in self._groups(one, name)}
+            names |= {f"eval/{prefix}{value}" for prefix in prefixes for value in values}
+        heads = (_SCORE, "pass@", "maj@")
+        of_answers = {name for name in names if name.rpartition("/")[2].startswith(heads)}
+        return names | {f"{name}_{end}" for name in of_answers for end in ("low", "high")}
+
+    def _names_together(self, one: Pass) -> list[str]:
+        """Return the names of what several responses say together."""
+        names = [f"pass@{k}" for k in self._tried if k <= one.num_samples]
+        if self._reader is not None and one.num_samples > 1:
+            names.append(f"maj@{one.num_samples}")
+        return names
+
+    def _groups(self, one: Pass, name: str) -> tuple[str, ...]:
+        sets = ("", f"{name}/") if name else ("",)
+        labels = [f"{one.label}/"] if one.label else [""]
+        if one.label and one is self._passes[0]:
+            labels.append("")
+        return tuple(f"{own}{label}" for own in sets for label in labels)
+
+    def _seeds(
+        self, batch: PromptBatch, batch_idx: int, count: int, it: Iteration
+    ) -> list[list[int]]:
+        """Return the seeds of each prompt's responses, which do not depend on its batch."""
+        position = batch_idx * it.ranks.world_size + it.ranks.rank
+        return [
+            sample_seeds(self._seed, _STREAM, number, count=count)
+            for number in prompt_numbers(batch, position)
+        ]
+
+    def _taken(
+        self, collected: Collected, prompts: Sequence[_Responses], one: Pass, first: int
+    ) -> Iterator[dict[str, Any]]:
+        """Count the responses of a round towards their prompts, and say more in their lines."""
+        records, size = collected.records, len(collected.records) // len(prompts)
+        for row, record in enumerate(records):
+            responses = prompts[row // size]
+            values = _values(collected, row)
+            responses.add(values)
+            told = dict(record)
+            if one.num_samples > 1:
+                told["sample"] = first + row % size
+            if self._tried:
+                value = values[self._correct]
+                right = None if math.isnan(value) else value >= self._threshold
+                responses.rights.append(right)
+                told["correct"] = right
+                if self._reader is not None:
+                    told["answer"] = _answer(self._reader, record["completion"])
+                    responses.answers.append(told["answer"])
+            yield told
+
+    def _measured(self, responses: _Responses, one: Pass) -> dict[str, float]:
+        values = {name: responses.mean(name) for name in (_SCORE, *self._names)}
+        values |= responses.together(self._names_together(one))
+        return values | {name: responses.mean(name) for name in (_LENGTH, _TRUNCATED)}
+
+
+class _Responses:
+    """What the responses to one prompt were worth so far."""
+
+    def __init__(self) -> None:
+        self._columns: defaultdict[str, list[float]] = defaultdict(list)
+        self.rights: list[bool | None] = []
+        """None: nobody could say."""
+        self.answers: list[str | None] = []
+
+    def add(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            if not math.isnan(value):
+                self._columns[name].append(value)
+
+    def mean(self, name: str) -> float:
+        """Return the mean of a value over the responses that have it; NaN: none has."""
+        known = self._columns[name]
+        return math.fsum(known) / len(known) if known else math.nan
+
+    def together(self, names: Sequence[str]) -> dict[str, float]:
+        """Return metrics such as ``pass@4``; NaN: too few responses could be judged."""
+        judged = [right for right in self.rights if right is not None]
+        found = {}
+        for name in names:
+            kind, _, number = name.partition("@")
+            if len(judged) < (int(number) if kind == "pass" else 1):
+                found[name] = math.nan
+            elif kind == "pass":
+                found[name] = pass_at_k(len(judged), sum(judged), int(number))
+            else:
+                pairs = zip(self.answers, self.rights, strict=True)
+                votes = [(answer, float(right)) for answer, right in pairs if right is not None]
+                found[name] = majority_score(*zip(*votes, strict=True))
+        return found
+
+
+def prompt_numbers(batch: PromptBatch, position: int) -> list[int]:
+    """Return a number for each prompt, the same in any batch, on any rank and machine.
+
+    It is made of the prompt and its row in its file; where the data tells no place, of the place in
+    the batches.
+
+    Args:
+        batch: Prompts.
+        position: Of the batch among those of all ranks.
+    """
+    places = batch.places or ("",) * len(batch)
+    numbers = []
+    for row, (ids, place) in enumerate(zip(prompt_token_ids(batch), places, strict=True)):
+        where = place.rpartition(":")[2] or f"{position}/{row}"
+        told = f"{where} {ids.tolist()}".encode()
+        numbers.append(int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "big"))
+    return numbers
+
+
+def _values(collected: Collected, row: int) -> dict[str, float]:
+    rewards, rollout = collected.rewards, collected.rollout
+    per_function = zip(rewards.names, rewards.per_function[row].tolist(), strict=True)
+    return {
+        **dict(per_function),
+        _SCORE: float(rewards.scores[row]),
+        _LENGTH: float(rollout.response_mask[row].sum()),
+        _TRUNCATED: float(rollout.truncated[row]),
+    }
+
+
+def _answer(reader: ReadsAnswer, text: str) -> str | None:
+    """Return the answer in a response; none where it cannot be found in time."""
+    try:
+        return reader.answer_of(text)
+    except UnjudgedError:
+        return None
