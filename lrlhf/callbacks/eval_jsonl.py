@@ -9,14 +9,15 @@ from typing import Any
 import lightning as L
 
 from lrlhf.arguments import KeepsArguments
+from lrlhf.callbacks.line_spool import LineSpool
 from lrlhf.callbacks.output_files import (
     atomic_write,
-    gather_on_zero,
     hold_output_folder,
     json_line,
     output_folder,
     row_number,
 )
+from lrlhf.modules.validation_sets import set_names
 from lrlhf.run.step_numbers import LoadedStep, model_step
 
 
@@ -25,7 +26,8 @@ class EvalJSONL(KeepsArguments, LoadedStep):
 
     Each line has the step, where its row stands in the data (``source`` and ``row``, from 1), and
     what the module tells of it: of a policy the prompt, its answer, the score, the rewards and the
-    ``columns`` that they read; of a reward model both texts, labels, scores and margins.
+    ``columns`` that they read; of a reward model both texts, labels, scores and margins. Of several
+    validation sets it has the name too (``set``).
 
     The lines of all ranks go into one file, in the order of the data: that of ``source`` and
     ``row``, or of an ``index`` in the records. A test run writes ``test_scores_{step}.jsonl``. A
@@ -43,14 +45,14 @@ class EvalJSONL(KeepsArguments, LoadedStep):
         """Refuse a step that returns none; false: write no file then."""
         self.paths: list[Path] = []
         """Files written by this process, oldest first; on rank zero only."""
-        self._lines: list[tuple[int, str, int, str]] = []
-        """Data loader, source, position in it and text of each."""
+        self._lines = LineSpool()
+        """By data loader, source, and position in it."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         hold_output_folder(trainer, self.dirpath, stage)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._lines = []
+        self._lines.clear()
 
     on_test_start = on_validation_start
 
@@ -72,31 +74,38 @@ class EvalJSONL(KeepsArguments, LoadedStep):
                 "{'records': [...]}; return them, or remove EvalJSONL from trainer.callbacks"
             )
         several = len(trainer.num_test_batches if trainer.testing else trainer.num_val_batches) > 1
-        loader = {"dataloader": dataloader_idx} if several else {}
+        loader: dict[str, Any] = {"dataloader": dataloader_idx} if several else {}
+        if name := set_names(trainer)[dataloader_idx]:
+            loader = {"set": name}
         for record in outputs["records"]:
             # without a position the order of arrival stands, because the sort is stable
             position = row_number(record, "index", "row")
             line = json_line({"step": model_step(trainer), **loader, **record})
-            self._lines.append((dataloader_idx, str(record.get("source", "")), position, line))
+            self._lines.add((dataloader_idx, str(record.get("source", "")), position), line)
 
     on_test_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if is_evaluation(trainer):
             self._write(trainer, "eval_scores")
+        self._lines.clear()
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write(trainer, "test_scores")
+        self._lines.clear()
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        self._lines.clear()
 
     def _write(self, trainer: L.Trainer, name: str) -> None:
-        lines = gather_on_zero(trainer, self._lines)
-        self._lines = []
-        if not trainer.is_global_zero or not (lines or self.needs_records):
+        self._lines.gather(trainer)
+        if not trainer.is_global_zero or not (len(self._lines) or self.needs_records):
             return
-        lines.sort(key=lambda line: line[:3])
         path = output_folder(trainer, self.dirpath) / f"{name}_{model_step(trainer)}.jsonl"
         with atomic_write(path) as handle:
-            handle.writelines(f"{text}\n".encode() for *_, text in lines)
+            handle.writelines(line + b"\n" for line in self._lines.sorted_lines())
         self.paths.append(path)
 
 

@@ -19,10 +19,13 @@ from lrlhf.guard.guard_settings import refuse_policy_limits
 from lrlhf.models import RewardNetwork, ScoreModel
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.checks import refuse_idle_encoder, refuse_other_batch, uses_loss_scaler
+from lrlhf.modules.metrics.measurement import Measurement
 from lrlhf.modules.metrics.reward_metrics import (
+    INTERVAL,
     RewardMetrics,
     RewardSummary,
     fit_tie_threshold,
+    measurements_of,
     three_way_accuracy,
 )
 from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
@@ -37,6 +40,7 @@ from lrlhf.modules.pairs.pair_step import (
 )
 from lrlhf.modules.pairs.reward_loading import load_reward_model
 from lrlhf.modules.pairs.score import score
+from lrlhf.modules.validation_sets import set_names
 from lrlhf.run import Collectives, gradients_of, seed_everything_for
 from lrlhf.run.lightning_internals import trainer_of
 from lrlhf.types import PreferenceBatch, SequenceBatch
@@ -45,7 +49,6 @@ _LR = 1e-5
 _WARMUP = 0.03
 """Share of a run's steps, where the optimizer does not say."""
 _STAGE = "reward"
-_EVAL_ONLY = ("accuracy_low", "accuracy_high", "pairs")
 
 
 class RewardModel(TrainingModule):
@@ -125,6 +128,8 @@ class RewardModel(TrainingModule):
         self.register_buffer("tie_thresholds", torch.full((len(weights),), torch.nan))
         self.train_metrics = RewardMetrics(self.head_names, weights)
         self.eval_metrics = RewardMetrics(self.head_names, weights)
+        self.measurements: list[Measurement] = []
+        """What the last evaluation has found."""
         self.stateful["pairs"] = _UnloggedPairs(self, self.train_metrics)
         self._step = PairStep()
 
@@ -193,11 +198,11 @@ class RewardModel(TrainingModule):
         return self._step.add(total, taken, Collectives(self.trainer))
 
     def _measured(
-        self, scores: PairScores, batch: PreferenceBatch, metrics: RewardMetrics
+        self, scores: PairScores, batch: PreferenceBatch, metrics: RewardMetrics, number: int = 0
     ) -> Tensor:
         losses = self.objective(*scores, batch.labels, batch.margin)
         lengths = torch.stack([batch.candidate0.lengths, batch.candidate1.lengths], dim=-1)
-        metrics.update(*scores, losses, batch.labels, lengths)
+        metrics.update(*scores, losses, batch.labels, lengths, number)
         return losses
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -264,9 +269,9 @@ class RewardModel(TrainingModule):
     def validation_step(
         self, batch: PreferenceBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> dict[str, Any]:
-        del batch_idx, dataloader_idx
+        del batch_idx
         scores = self.score_pairs(batch)
-        self._measured(scores, batch, self.eval_metrics)
+        self._measured(scores, batch, self.eval_metrics, dataloader_idx)
         return {"records": score_records(scores, batch, self.head_names, self.tokenizer)}
 
     test_step = validation_step
@@ -278,6 +283,11 @@ class RewardModel(TrainingModule):
         del batch_idx, dataloader_idx
         scores = self.score_pairs(batch)
         return score_records(scores, batch, self.head_names, self.tokenizer)
+
+    def on_validation_epoch_start(self) -> None:
+        self.eval_metrics.reset()  # of one that was broken off
+
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
         summary = self._compute(self.eval_metrics)
@@ -307,10 +317,22 @@ class RewardModel(TrainingModule):
         """Sum up the pairs since the last call, all ranks together; empty: there are none."""
         metrics = self._compute(self.train_metrics).metrics
         loss = {"train/loss": metrics.pop("loss")} if metrics else {}
-        kept = {k: v for k, v in metrics.items() if k.split("/")[0] not in _EVAL_ONLY}
+        kept = {k: v for k, v in metrics.items() if k.split("/")[0] not in INTERVAL}
         return {**loss, **{f"reward_model/{k}": v for k, v in kept.items()}}
 
     def _log_evaluation(self, stage: str, summary: RewardSummary) -> None:
+        values = self._evaluation_values(summary)
+        names = set_names(self.trainer)
+        for number, own in summary.sets.items():
+            if name := names[number]:
+                of_set = self._evaluation_values(own)
+                values |= {f"{name}/{key}": value for key, value in of_set.items()}
+        # equal on all ranks already; sync_dist says so to Lightning
+        logged = {f"{stage}/{key}": value for key, value in values.items()}
+        self.log_dict(logged, batch_size=1, sync_dist=True)
+        self.measurements = measurements_of(logged)
+
+    def _evaluation_values(self, summary: RewardSummary) -> dict[str, float]:
         values = dict(summary.metrics)
         several = len(self.head_names) > 1
         for (name, head), threshold in zip(
@@ -320,8 +342,7 @@ class RewardModel(TrainingModule):
                 suffix = f"/{name}" if several else ""
                 values[f"tie_threshold{suffix}"] = threshold
                 values[f"three_way_accuracy{suffix}"] = three_way_accuracy(head, threshold)
-        # equal on all ranks already; sync_dist says so to Lightning
-        self.log_dict({f"{stage}/{k}": v for k, v in values.items()}, batch_size=1, sync_dist=True)
+        return values
 
     @staticmethod
     def _compute(metrics: RewardMetrics) -> RewardSummary:

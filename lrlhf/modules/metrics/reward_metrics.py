@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -13,8 +14,11 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
+from lrlhf.modules.metrics.measurement import Measurement
 from lrlhf.run import Collectives
 
+INTERVAL = ("accuracy_low", "accuracy_high", "pairs")
+"""What an evaluation says of an accuracy: its interval, and the pairs behind it."""
 _CALIBRATION_BINS = 20  # even, so that no bin lies across one half
 
 
@@ -42,6 +46,8 @@ class RewardSummary(NamedTuple):
 
     metrics: dict[str, float]
     heads: dict[str, HeadPairs]
+    sets: Mapping[int, RewardSummary] = MappingProxyType({})
+    """Of the pairs of each validation set, by its number."""
 
 
 class RewardMetrics(Metric):
@@ -55,6 +61,7 @@ class RewardMetrics(Metric):
     full_state_update = False
     pairs: list[Tensor]
     lengths: list[Tensor]
+    sets: list[Tensor]
 
     def __init__(self, head_names: Sequence[str], head_weights: Sequence[float]) -> None:
         super().__init__()
@@ -62,9 +69,16 @@ class RewardMetrics(Metric):
         self.head_weights = tuple(head_weights)
         self.add_state("pairs", default=[], dist_reduce_fx="cat")
         self.add_state("lengths", default=[], dist_reduce_fx="cat")
+        self.add_state("sets", default=[], dist_reduce_fx="cat")
 
     def update(
-        self, scores0: Tensor, scores1: Tensor, losses: Tensor, labels: Tensor, lengths: Tensor
+        self,
+        scores0: Tensor,
+        scores1: Tensor,
+        losses: Tensor,
+        labels: Tensor,
+        lengths: Tensor,
+        number: int = 0,
     ) -> None:
         """Add a batch.
 
@@ -74,10 +88,12 @@ class RewardMetrics(Metric):
             losses: Unweighted loss of every label, [B, H].
             labels: 1: candidate 0 is better, -1: candidate 1, 0: equal, NaN: no label; [B, H].
             lengths: Tokens of both candidates, [B, 2].
+            number: Of the validation set that they are from.
         """
         columns = (scores0, scores1, labels, losses)
         self.pairs.append(torch.stack([column.detach().float() for column in columns], dim=-1))
         self.lengths.append(lengths.float())
+        self.sets.append(torch.full((len(lengths),), number, device=lengths.device))
 
     def update_with_nothing(self) -> None:
         """Take part in the sum although this rank may have seen no pair.
@@ -106,6 +122,14 @@ class RewardMetrics(Metric):
     def compute(self) -> RewardSummary:
         """Return every metric that the collected pairs define, and the pairs themselves."""
         pairs, lengths = dim_zero_cat(self.pairs), dim_zero_cat(self.lengths)
+        sets = dim_zero_cat(self.sets)
+        own = {
+            number: self._summary(pairs[sets == number], lengths[sets == number])
+            for number in sets.unique().tolist()
+        }
+        return self._summary(pairs, lengths)._replace(sets=own)
+
+    def _summary(self, pairs: Tensor, lengths: Tensor) -> RewardSummary:
         heads = {name: _head_pairs(pairs[:, i], lengths) for i, name in enumerate(self.head_names)}
         if len(pairs) == 0:
             return RewardSummary({}, heads)
@@ -170,6 +194,23 @@ def accuracy_metrics(gaps: Float[Tensor, " N"]) -> dict[str, float]:
     accuracy = float(win_rate(gaps))
     low, high = wilson_interval(accuracy, len(gaps))
     return {"accuracy": accuracy, "accuracy_low": low, "accuracy_high": high, "pairs": len(gaps)}
+
+
+def measurements_of(logged: Mapping[str, float]) -> list[Measurement]:
+    """Return the metrics of an evaluation; accuracies have an interval."""
+    found = []
+    for name, value in logged.items():
+        parts = name.split("/")
+        if not set(INTERVAL) & set(parts):
+            low, high, pairs = (
+                logged.get("/".join(end if part == "accuracy" else part for part in parts))
+                if "accuracy" in parts
+                else None
+                for end in INTERVAL
+            )
+            interval = (math.nan if low is None else low, math.nan if high is None else high)
+            found.append(Measurement(name, value, *interval, int(pairs or 0)))
+    return found
 
 
 def signed_gaps(head: HeadPairs) -> Float[Tensor, " M"]:
