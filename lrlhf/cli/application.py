@@ -31,6 +31,7 @@ from lrlhf.cli.config_files import (
     read_config_files,
 )
 from lrlhf.cli.convert_command import convert
+from lrlhf.cli.evaluation import EVALUATIONS, show_evaluation, take_export
 from lrlhf.cli.export_command import export_checkpoint
 from lrlhf.cli.generate_command import generate
 from lrlhf.cli.messages.causes import Progress, blaming_user
@@ -46,6 +47,7 @@ from lrlhf.cli.replay_command import dump_and_options, show_replay
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.cli.serve_command import serve_reward
 from lrlhf.cli.serve_policy_command import serve_policy
+from lrlhf.modules.metrics.measurement import HasMeasurements
 from lrlhf.planning.checks.mistake import MistakeError, RefusedError
 from lrlhf.planning.checks.run_checks import check_run
 from lrlhf.planning.checks.trainer_options import check_strategy
@@ -96,6 +98,8 @@ class Application(Commands):
         refuse_nulls(options)
         if options is not None and options.trainer.default_root_dir is None:
             options.trainer.default_root_dir = _run_folder(self._arguments)
+        if options is not None and self._arguments[0] in EVALUATIONS:
+            take_export(options)
 
     def before_instantiate_classes(self) -> None:
         # the other processes of a run have the same config
@@ -135,6 +139,8 @@ class Application(Commands):
     def run_command(self, subcommand: str) -> None:
         progress = Progress()
         self.trainer.callbacks.append(progress)  # type: ignore[attr-defined]
+        if isinstance(self.model, HasMeasurements):
+            self.config_init[subcommand]["verbose"] = False  # a table with intervals follows
         with answering_sigterm(self.trainer.strategy.launcher):
             try:
                 super().run_command(subcommand)
@@ -144,6 +150,8 @@ class Application(Commands):
                 if isinstance(error, Exception) and progress.blames_user(error):
                     raise UserError from error
                 raise
+        if subcommand in ("validate", "test"):
+            show_evaluation(self.trainer)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         if not self.trains:

@@ -42,6 +42,15 @@ class Measured(Protocol):
 
 
 @runtime_checkable
+class NamesMetrics(Protocol):
+    """A module that knows beforehand what its evaluation can measure."""
+
+    def evaluation_names(self) -> set[str]:
+        """Return the names of all metrics that its evaluations may log; empty: there are none."""
+        ...
+
+
+@runtime_checkable
 class KLPenalized(Protocol):
     """A module with a KL penalty whose strength may change between iterations."""
 

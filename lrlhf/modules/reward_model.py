@@ -22,6 +22,7 @@ from lrlhf.modules.checks import refuse_idle_encoder, refuse_other_batch, uses_l
 from lrlhf.modules.metrics.measurement import Measurement
 from lrlhf.modules.metrics.reward_metrics import (
     INTERVAL,
+    METRICS,
     RewardMetrics,
     RewardSummary,
     fit_tie_threshold,
@@ -299,6 +300,14 @@ class RewardModel(TrainingModule):
     def on_test_epoch_end(self) -> None:
         # with the thresholds of the last validation: fitted on other pairs than these
         self._log_evaluation("test", self._compute(self.eval_metrics))
+
+    def evaluation_names(self) -> set[str]:
+        """Return the names of all metrics that evaluations may log."""
+        heads = self.head_names if len(self.head_names) > 1 else ()
+        names = {*METRICS, *(f"{name}/{head}" for name in METRICS for head in heads)}
+        sets = set_names(self.trainer)
+        prefixes = {prefix for one in sets for prefix in ("", f"{one}/" if one else "")}
+        return {f"eval/{prefix}{name}" for prefix in prefixes for name in names}
 
     # ---- logging
 

@@ -198,6 +198,7 @@ class RLOO(TrainingModule):
     validation_step = test_step = evaluation_steps.validation_step
     on_validation_epoch_start = on_test_epoch_start = evaluation_steps.start
     on_validation_epoch_end = on_test_epoch_end = evaluation_steps.end
+    evaluation_names = evaluation_steps.evaluation_names
 
     predict_step = evaluation_steps.predict_step
 

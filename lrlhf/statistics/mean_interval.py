@@ -29,6 +29,7 @@ def mean_interval(
     clusters: Sequence[Hashable] | None = None,
     *,
     confidence: float = 0.95,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
 ) -> MeanInterval:
     """Return the mean of values and its interval, NaN where there is no value.
 
@@ -44,6 +45,7 @@ def mean_interval(
         clusters: What each value belongs to, such as its prompt: values of one cluster depend on
             each other. None: all are independent.
         confidence: Share of such intervals that hold the true mean.
+        bounds: Least and largest mean that there can be; the interval ends there.
 
     Raises:
         ValueError: ``confidence`` does not lie between 0 and 1, or there is not one cluster for
@@ -76,7 +78,8 @@ def mean_interval(
     gaps = [math.fsum(value - mean for value in own) for own in groups.values()]
     error = math.sqrt(math.fsum(gap * gap for gap in gaps) * count / (count - 1)) / total
     reach = student_quantile((1 + confidence) / 2, count - 1) * error
-    return MeanInterval(mean, mean - reach, mean + reach, count)
+    low, high = max(bounds[0], mean - reach), min(bounds[1], mean + reach)
+    return MeanInterval(mean, low, high, count)
 
 
 def _wilson(share: float, count: int, confidence: float) -> tuple[float, float]:

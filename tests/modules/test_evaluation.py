@@ -116,7 +116,7 @@ def test_several_samples_are_measured_per_prompt(build, data, tmp_path: Path) ->
     assert found.keys() == known
 
 
-def test_batches_order_and_rounds_do_not_matter(build, data, tmp_path: Path) -> None:
+def test_batches_order_and_rounds_do_not_matter(build, tmp_path: Path) -> None:
     def run(name: str, *, words: str, size: int, at_once: int) -> tuple[dict[str, float], Lines]:
         folder = tmp_path / name
         folder.mkdir()

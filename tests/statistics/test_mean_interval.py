@@ -63,6 +63,13 @@ def test_too_little_to_say() -> None:
     assert mean_interval([0.5, 0.5])[:3] == (0.5, 0.5, 0.5)
 
 
+def test_no_interval_goes_beyond_what_can_be() -> None:
+    values = [0.5, 1.0, 1.0]
+    assert mean_interval(values).high > 1
+    assert mean_interval(values, bounds=(0, 1))[:2] == mean_interval(values)[:2]
+    assert mean_interval(values, bounds=(0, 1)).high == 1
+
+
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="confidence is 95"):
         mean_interval([1.0], confidence=95)

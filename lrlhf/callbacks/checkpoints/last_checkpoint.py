@@ -13,6 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lrlhf.functional.names import unknown_name
+from lrlhf.modules.contracts import NamesMetrics
 from lrlhf.run.atomic import TEMPORARY, atomic_link, check_room, remove, remove_unclaimed
 from lrlhf.run.checkpoints.checkpoint_search import (
     Found,
@@ -110,6 +112,30 @@ def score_of(metrics: Mapping[str, Any], monitor: str, mode: str) -> Tensor:
     score: Tensor = metrics[monitor].detach().clone()
     worst = float("inf") if mode == "min" else float("-inf")
     return torch.where(torch.isnan(score), worst, score)
+
+
+def check_monitor(trainer: L.Trainer, module: L.LightningModule, monitor: str | None) -> None:
+    """Refuse a metric that no evaluation of the run will measure, before anything is trained.
+
+    Code of the user's own may log whatever it likes, and is not judged.
+
+    Raises:
+        ValueError: There is no such metric; names the nearest, or there is no validation.
+    """
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    own = {type(one).__module__.partition(".")[0] for one in (module, *callbacks)}
+    if own - {"lrlhf", "lightning"} or not isinstance(module, NamesMetrics):
+        return
+    if monitor is None or not monitor.startswith("eval/"):
+        return
+    known = module.evaluation_names()
+    if not known:
+        raise ValueError(
+            f"RLCheckpoint monitor is {monitor!r}, and there is nothing to validate on: give the "
+            "data val, val_size or val_fraction"
+        )
+    if monitor not in known:
+        raise unknown_name("RLCheckpoint monitor", monitor, sorted(known))
 
 
 def prepare_folder(

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lrlhf.arguments import KeepsArguments
 from lrlhf.callbacks.checkpoints.last_checkpoint import (
     call_last,
+    check_monitor,
     find_best,
     find_last,
     prepare_folder,
@@ -144,6 +145,8 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         return str(find_best(Path(self.folder_of(trainer)), self.CHECKPOINT_NAME_LAST))
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if not self._ranked_by_default:
+            check_monitor(trainer, pl_module, self.monitor)
         chosen = self.dirpath is not None
         self.folder_of(trainer)
         with warnings.catch_warnings():

@@ -31,7 +31,9 @@ class HasMeasurements(Protocol):
 
 def measured_mean(name: str, values: Sequence[float]) -> Measurement:
     """Return the mean of one value of each prompt, NaN left out."""
-    return Measurement(name, *mean_interval(values))
+    is_share = name.rpartition("/")[2].split("@")[0] in ("pass", "maj", "truncated_fraction")
+    bounds = (0.0, 1.0) if is_share else (-math.inf, math.inf)
+    return Measurement(name, *mean_interval(values, bounds=bounds))
 
 
 def logged_values(found: Iterable[Measurement]) -> dict[str, float]:

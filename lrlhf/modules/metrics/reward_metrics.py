@@ -19,6 +19,12 @@ from lrlhf.run import Collectives
 
 INTERVAL = ("accuracy_low", "accuracy_high", "pairs")
 """What an evaluation says of an accuracy: its interval, and the pairs behind it."""
+METRICS = (
+    *("loss", "accuracy", *INTERVAL, "margin", "chosen_mean", "rejected_mean", "score_ties"),
+    *("score_mean", "score_std", "score_min", "score_max", "calibration_error", "longer_wins"),
+    *("length_correlation", "tie_gap", "tie_threshold", "three_way_accuracy"),
+)
+"""All that an evaluation may find of a head."""
 _CALIBRATION_BINS = 20  # even, so that no bin lies across one half
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, cast
+
+import lightning as L
 
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.metrics.measurement import Measurement, logged_values
@@ -15,11 +17,15 @@ from lrlhf.types import PromptBatch
 _MAIN = "eval/score"
 
 
-class Evaluates(TrainingModule):
+class Evaluates(Protocol):
     """What these hooks need of a module."""
 
     parts: PolicyParts
     measurements: list[Measurement]
+    log: Any
+
+    @property
+    def trainer(self) -> L.Trainer: ...
 
 
 def validation_step(
@@ -28,7 +34,7 @@ def validation_step(
     """Answer the prompts of a batch; returns a readable line for each response."""
     name = set_names(module.trainer)[dataloader_idx]
     evaluator = module.parts.evaluator
-    return {"records": evaluator.evaluate(batch, batch_idx, Iteration(module), name=name)}
+    return {"records": evaluator.evaluate(batch, batch_idx, _iteration(module), name=name)}
 
 
 def predict_step(
@@ -36,7 +42,12 @@ def predict_step(
 ) -> list[dict[str, Any]]:
     """Answer each prompt once; returns a readable line for each response."""
     del dataloader_idx
-    return module.parts.evaluator.answer(batch, batch_idx, Iteration(module)).records
+    return module.parts.evaluator.answer(batch, batch_idx, _iteration(module)).records
+
+
+def evaluation_names(module: Evaluates) -> set[str]:
+    """Return the names of all metrics that evaluations log."""
+    return module.parts.evaluator.metric_names(set_names(module.trainer))
 
 
 def start(module: Evaluates) -> None:
@@ -50,3 +61,7 @@ def end(module: Evaluates) -> None:
     for name, value in logged_values(module.measurements).items():
         # equal on all ranks already; sync_dist says so to Lightning
         module.log(name, value, prog_bar=name == _MAIN, batch_size=1, sync_dist=True)
+
+
+def _iteration(module: Evaluates) -> Iteration:
+    return Iteration(cast(TrainingModule, module))

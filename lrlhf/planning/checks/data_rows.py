@@ -16,6 +16,7 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 from lrlhf.datamodules import HubSource, Source, TextDataModule, Weighted
 from lrlhf.datamodules.loading.sources import resolve_source
 from lrlhf.datamodules.loading.splits import FirstRows
+from lrlhf.datamodules.loading.validation import is_named
 from lrlhf.functional.names import import_value
 from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.checks.models import TrainedModel
@@ -127,12 +128,19 @@ def check_reward_columns(model: Any, columns: frozenset[str]) -> list[str] | Non
     entry = options_of(model).get("rewards")
     if not is_ours(entry):
         return None
-    needed = dict(_needed_columns(options_of(entry)))
+    metrics = options_of(options_of(model).get("evaluation")).get("metrics")
+    places = {("rewards", "functions"): options_of(entry)}
+    places["evaluation", "metrics"] = {"functions": metrics}
+    asked = [
+        (column, name, ("model", *place))
+        for place, functions in places.items()
+        for column, name in _needed_columns(functions)
+    ]
     plays = options_of(model).get("episodes") is not None
-    for column, name in needed.items():
+    for column, name, place in asked:
         if column in OF_EPISODES and not plays:
             raise MistakeError(
-                ("model", "rewards", "functions"),
+                place,
                 f"the reward function {name} reads {column!r}, which only episodes have: set "
                 "model.episodes",
                 value=name,
@@ -141,13 +149,13 @@ def check_reward_columns(model: Any, columns: frozenset[str]) -> list[str] | Non
             continue
         near = difflib.get_close_matches(column, columns, n=1)
         raise MistakeError(
-            ("model", "rewards", "functions"),
+            place,
             f"the reward function {name} reads the column '{column}', and the data has none of "
             f"that name{f'; did you mean {near[0]!r}?' if near else ''} (columns: "
             f"{', '.join(sorted(columns)) or 'none'})",
             value=name,
         )
-    return sorted(set(needed) - _ALWAYS - {*OF_EPISODES})
+    return sorted({column for column, _, _ in asked} - _ALWAYS - {*OF_EPISODES})
 
 
 def check_environment_columns(model: Any, columns: frozenset[str]) -> None:
@@ -219,7 +227,11 @@ def _of_signature(function: Any) -> list[str]:
 
 
 def _sources(entries: Any) -> list[Any]:
-    """What an option of the data names, shares and added columns left out."""
+    """What an option of the data names, shares, added columns and names of sets left out."""
+    if is_named(entries) and "class_path" not in entries:
+        if set(entries) <= {"source", "options"}:  # one of the sets
+            return _sources(entries["source"])
+        return [source for one in entries.values() for source in _sources(one)]
     listed = entries if isinstance(entries, list) else [] if entries is None else [entries]
     return [
         options_of(entry)["source"]

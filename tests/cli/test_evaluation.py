@@ -1,0 +1,184 @@
+"""``lrlhf validate``: several sets, several samples, exported models, and the table."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import yaml
+
+from lrlhf.cli import run
+from tests.cli.experiment import experiment
+
+REWARD = "tests.modules.policy_runs.letters"
+Lines = list[dict[str, Any]]
+
+
+class Bare(L.LightningModule):
+    """Has no option for a model."""
+
+
+@pytest.fixture
+def config(model_folder: str) -> dict[str, Any]:
+    for name in ("train", "easy", "hard"):
+        rows = [{"prompt": f"{name} {n} + 1 = ", "answer": n + 1} for n in range(4)]
+        Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    asked = [{"question": f"what is {n}?", "answer": n} for n in range(3)]
+    Path("asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    sets = {
+        "easy": "easy.jsonl",
+        "more": ["easy.jsonl", "hard.jsonl"],
+        "asked": {"source": "asked.jsonl", "options": {"prompt_column": "question"}},
+    }
+    evaluation = {
+        "num_samples": 2,
+        "metrics": [{"class_path": "NumericAnswer"}],
+        "correct": "numeric_answer",
+    }
+    return experiment(
+        "RLOO",
+        {"policy": model_folder, "evaluation": evaluation},
+        {"train": "train.jsonl", "val": sets, "batch_size": 2},
+        reward=REWARD,
+        default_root_dir="here",
+        callbacks=[{"class_path": "EvalJSONL"}],
+        val_check_interval=1,
+        num_sanity_val_steps=0,
+    )
+
+
+def start(command: str, config: dict[str, Any], *flags: str) -> int:
+    Path("run.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    return run([command, "--config", "run.yaml", *flags])
+
+
+def lines(path: str) -> Lines:
+    return [json.loads(line) for line in Path(path).read_bytes().split(b"\n") if line]
+
+
+def table(text: str) -> dict[str, list[str]]:
+    rows = [line.split() for line in text.splitlines() if line.startswith("eval/")]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_several_sets_and_samples_from_a_config(
+    config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start("validate", config) == 0
+    found = lines("here/eval_scores_0.jsonl")
+    assert [line["set"] for line in found] == ["easy"] * 8 + ["more"] * 16 + ["asked"] * 6
+    assert {"correct", "answer", "sample", "temperature"} <= found[0].keys()
+    assert found[0]["rewards"].keys() == {"letters", "numeric_answer"}
+    shown = capsys.readouterr().out
+    assert "examples: here/eval_scores_0.jsonl" in shown
+    measured = table(shown)
+    asked = [line["score"] for line in found if line["set"] == "asked"]
+    assert float(measured["eval/asked/score"][0]) == pytest.approx(sum(asked) / 6, rel=1e-3)
+    assert [measured[f"eval/{name}score"][-1] for name in ("", "easy/", "more/", "asked/")] == [
+        *("15", "4", "8", "3")
+    ]
+    assert measured["eval/easy/pass@2"][2] == "to"  # with its interval
+    assert "eval/more/maj@2" in measured
+    assert "Validate metric" not in shown  # Lightning's
+
+
+def test_an_exported_model_is_evaluated_in_a_folder_of_its_own(
+    config: dict[str, Any], model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start("validate", config) == 0
+    same = lines("here/eval_scores_0.jsonl")
+    config["model"]["init_args"]["policy"] = {"source": "nowhere", "lora": {"r": 2}}
+    Path("final").symlink_to(model_folder)
+    assert start("validate", config, "--ckpt_path", "final") == 0
+    name = Path(model_folder).name
+    assert lines(f"here/validate/{name}/eval_scores_0.jsonl") == same
+    assert f"examples: here/validate/{name}/eval_scores_0.jsonl" in capsys.readouterr().out
+
+
+def test_a_reward_model_has_accuracies_of_each_set(
+    model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, size in (("train", 4), ("a", 3), ("b", 2)):
+        pairs = [{"prompt": f"{n} ", "chosen": f"{n}{name}", "rejected": "x"} for n in range(size)]
+        Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    swapped = {"chosen_column": "rejected", "rejected_column": "chosen"}
+    sets = {"a": "a.jsonl", "b": "b.jsonl", "c": {"source": "b.jsonl", "options": swapped}}
+    settings = experiment(
+        "RewardModel",
+        {"model": model_folder},
+        {"train": "train.jsonl", "val": sets, "batch_size": 2},
+        default_root_dir="here",
+        callbacks=[{"class_path": "EvalJSONL"}],
+    )
+    assert start("validate", settings) == 0
+    found = lines("here/eval_scores_0.jsonl")
+    assert [line["set"] for line in found] == ["a"] * 3 + ["b"] * 2 + ["c"] * 2
+    measured = table(capsys.readouterr().out)
+    right = [line["scores0"]["reward"] > line["scores1"]["reward"] for line in found]
+    for name, own in (("", right), ("a/", right[:3]), ("b/", right[3:5]), ("c/", right[5:])):
+        value, _, _, _, number = measured[f"eval/{name}accuracy"]
+        assert float(value) == pytest.approx(sum(own) / len(own), rel=1e-3)
+        assert int(number) == len(own)
+    # the same pairs the other way round
+    assert sum(right[3:5]) == 2 - sum(right[5:])
+    assert "eval/a/accuracy_low" not in measured
+
+
+@pytest.mark.parametrize(
+    ("monitor", "expected"),
+    [
+        ("eval/asked/pass@2", ""),
+        ("eval/more/maj@2", ""),
+        ("eval/askd/pass@2", "did you mean 'eval/asked/pass@2'?"),
+        ("eval/asked/pass@4", "RLCheckpoint monitor"),
+    ],
+)
+def test_the_best_checkpoint_is_chosen_by_any_metric(
+    config: dict[str, Any], monitor: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saver = {"class_path": "RLCheckpoint", "init_args": {"dirpath": "saved", "monitor": monitor}}
+    config["trainer"] |= {"callbacks": [saver], "enable_checkpointing": True}
+    assert start("fit", config) == (2 if expected else 0)
+    if expected:
+        error = capsys.readouterr().err
+        assert expected in error
+        assert "Traceback" not in error
+        assert not Path("saved").exists()
+    else:
+        assert Path("saved/step=000001.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("val", "message"),
+    [
+        ({"a/b": "easy.jsonl"}, "'a/b' cannot name a validation set"),
+        ({"t0.7": "easy.jsonl"}, "'t0.7' cannot name a validation set"),
+        ({"easy": "esy.jsonl"}, "esy.jsonl"),
+        (
+            {"easy": {"source": "easy.jsonl", "options": {"prompt_colum": "q"}}},
+            "val.easy.options: PromptDataModule has no option 'prompt_colum'",
+        ),
+        (
+            {"easy": {"source": "easy.jsonl", "options": {"prompt_column": "q"}}},
+            "easy validation data",
+        ),
+    ],
+)
+def test_mistakes_of_validation_sets_are_told_in_a_line(
+    config: dict[str, Any], val: Any, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config["data"]["init_args"]["val"] = val
+    assert start("check", config) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_a_module_without_a_model_option_refuses_an_export(
+    config: dict[str, Any], model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {"class_path": "tests.cli.test_evaluation.Bare"}
+    settings = {**config, "model": own}
+    assert start("validate", settings, "--ckpt_path", model_folder) == 2
+    assert "is an exported model, and" in capsys.readouterr().err
