@@ -39,7 +39,7 @@ def take_export(options: Any) -> None:
     path = options.get("ckpt_path")
     if path is None or not (Path(path) / "config.json").is_file():
         return
-    given = options.model.get("init_args") or Namespace()
+    given = options.model.get("init_args") or Namespace()  # type: ignore[no-untyped-call]
     option = next((name for name in _OPTIONS if name in given), None)
     if option is None:
         raise ConfigError(

@@ -10,7 +10,8 @@ _CONFIG = """\
   --model.KEY VALUE           an option of the model, over what the files say
   --data.KEY VALUE            an option of the data"""
 _CHECKPOINT = """\
-  --ckpt_path PATH            the checkpoint; last and best are those of the run's own folder"""
+  --ckpt_path PATH            the checkpoint; last and best are those of the run's own folder; or the
+                              folder of an exported model"""
 _MORE = """\
 more:
   lrlhf fit --model.help RLOO                    what a class accepts: RLOO, PPO, RewardModel,
@@ -102,7 +103,7 @@ examples:
     "validate": f"""\
 usage: lrlhf validate --config FILE [--ckpt_path PATH] [--KEY VALUE ...]
 
-Run the validation set once.
+Measure a model on the validation sets once, with intervals.
 
 {_EVALUATION.replace("limit_{command}", "limit_val")}""",
     "test": f"""\

@@ -126,7 +126,8 @@ def check_monitor(trainer: L.Trainer, module: L.LightningModule, monitor: str | 
     own = {type(one).__module__.partition(".")[0] for one in (module, *callbacks)}
     if own - {"lrlhf", "lightning"} or not isinstance(module, NamesMetrics):
         return
-    if monitor is None or not monitor.startswith("eval/"):
+    fits = trainer.state.fn == TrainerFn.FITTING
+    if not fits or monitor is None or not monitor.startswith("eval/"):
         return
     known = module.evaluation_names()
     if not known:

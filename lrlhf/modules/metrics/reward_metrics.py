@@ -131,7 +131,7 @@ class RewardMetrics(Metric):
         sets = dim_zero_cat(self.sets)
         own = {
             number: self._summary(pairs[sets == number], lengths[sets == number])
-            for number in sets.unique().tolist()
+            for number in sorted(set(sets.tolist()))
         }
         return self._summary(pairs, lengths)._replace(sets=own)
 
