@@ -139,7 +139,8 @@ class Application(Commands):
     def run_command(self, subcommand: str) -> None:
         progress = Progress()
         self.trainer.callbacks.append(progress)  # type: ignore[attr-defined]
-        if isinstance(self.model, HasMeasurements):
+        evaluates = subcommand in ("validate", "test") and isinstance(self.model, HasMeasurements)
+        if evaluates:
             self.config_init[subcommand]["verbose"] = False  # a table with intervals follows
         with answering_sigterm(self.trainer.strategy.launcher):
             try:
@@ -150,7 +151,7 @@ class Application(Commands):
                 if isinstance(error, Exception) and progress.blames_user(error):
                     raise UserError from error
                 raise
-        if subcommand in ("validate", "test"):
+        if evaluates:
             show_evaluation(self.trainer)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:

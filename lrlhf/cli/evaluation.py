@@ -62,6 +62,8 @@ def show_evaluation(trainer: L.Trainer) -> None:
     module = trainer.lightning_module
     if not isinstance(module, HasMeasurements) or not trainer.is_global_zero:
         return
+    if not module.measurements:  # they stay in processes that were forked
+        return
     sys.stdout.write(f"{measurement_table(module.measurements)}\n")
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:

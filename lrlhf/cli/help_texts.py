@@ -10,8 +10,8 @@ _CONFIG = """\
   --model.KEY VALUE           an option of the model, over what the files say
   --data.KEY VALUE            an option of the data"""
 _CHECKPOINT = """\
-  --ckpt_path PATH            the checkpoint; last and best are those of the run's own folder; or the
-                              folder of an exported model"""
+  --ckpt_path PATH            the checkpoint; last and best are those of the run's own folder. Or
+                              the folder of an exported model"""
 _MORE = """\
 more:
   lrlhf fit --model.help RLOO                    what a class accepts: RLOO, PPO, RewardModel,

@@ -199,7 +199,7 @@ class RewardModel(TrainingModule):
         return self._step.add(total, taken, Collectives(self.trainer))
 
     def _measured(
-        self, scores: PairScores, batch: PreferenceBatch, metrics: RewardMetrics, number: int = 0
+        self, scores: PairScores, batch: PreferenceBatch, metrics: RewardMetrics, number: int = -1
     ) -> Tensor:
         losses = self.objective(*scores, batch.labels, batch.margin)
         lengths = torch.stack([batch.candidate0.lengths, batch.candidate1.lengths], dim=-1)
@@ -272,7 +272,8 @@ class RewardModel(TrainingModule):
     ) -> dict[str, Any]:
         del batch_idx
         scores = self.score_pairs(batch)
-        self._measured(scores, batch, self.eval_metrics, dataloader_idx)
+        named = set_names(self.trainer)[dataloader_idx]
+        self._measured(scores, batch, self.eval_metrics, dataloader_idx if named else -1)
         return {"records": score_records(scores, batch, self.head_names, self.tokenizer)}
 
     test_step = validation_step
@@ -333,9 +334,8 @@ class RewardModel(TrainingModule):
         values = self._evaluation_values(summary)
         names = set_names(self.trainer)
         for number, own in summary.sets.items():
-            if name := names[number]:
-                of_set = self._evaluation_values(own)
-                values |= {f"{name}/{key}": value for key, value in of_set.items()}
+            of_set = self._evaluation_values(own)
+            values |= {f"{names[number]}/{key}": value for key, value in of_set.items()}
         # equal on all ranks already; sync_dist says so to Lightning
         logged = {f"{stage}/{key}": value for key, value in values.items()}
         self.log_dict(logged, batch_size=1, sync_dist=True)

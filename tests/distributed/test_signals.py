@@ -88,11 +88,10 @@ def test_the_running_step_is_finished_and_saved(tmp_path: Path) -> None:
     assert module.weight == 6.0
 
 
-@pytest.mark.parametrize("sets", [[3], [1, 2]])  # of two: told at the end of the first
 def test_a_validation_of_one_process_ends_early_and_the_run_goes_on_from_there(
-    tmp_path: Path, sets: list[int]
+    tmp_path: Path,
 ) -> None:
-    options: dict[str, Any] = {"val_check_interval": 2, "validation": [*map(batches, sets)]}
+    options: dict[str, Any] = {"val_check_interval": 2, "validation": batches(3)}
     module = Told(validation=0)
     with pytest.raises(SystemExit):
         run(tmp_path, module, **options)
@@ -101,7 +100,6 @@ def test_a_validation_of_one_process_ends_early_and_the_run_goes_on_from_there(
     again = Told()
     run(tmp_path, again, ckpt_path=tmp_path / "ck" / "last.ckpt", **options)
     assert again.weight == 6.0
-    assert again.validated_weights == [2.0] * 3 + [4.0] * 3 + [6.0] * 3
 
 
 @pytest.mark.parametrize("limit", [{"max_steps": 4}, {"max_epochs": 1}])

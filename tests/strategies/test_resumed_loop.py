@@ -83,7 +83,7 @@ class Toy(L.LightningModule):
         optimizer.zero_grad()
         return None
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val", self.weight.sum())
 
 
@@ -138,6 +138,7 @@ def run(
     saves: Path | None = None,
     ckpt_path: Path | None = None,
     exhausted: bool = False,
+    sets: int = 1,
     **options: Any,
 ) -> tuple[list[str], list[tuple[Path, int]]]:
     """Train; returns what happened, and the checkpoints with the number of what came before."""
@@ -160,7 +161,7 @@ def run(
     trainer.fit(
         module,
         Numbers(size, exhausted=exhausted),
-        validation,
+        [validation] * sets,
         ckpt_path=ckpt_path,
         weights_only=True,
     )
@@ -185,6 +186,7 @@ def still_to_come(trace: list[str], saved: Path, position: int) -> list[str]:
 
 RUNS: dict[str, dict[str, Any]] = {
     "inside epochs": {"max_epochs": 2, "val_check_interval": 2, "size": 3},
+    "of two sets": {"max_epochs": 2, "val_check_interval": 2, "size": 3, "sets": 2},
     "at their ends": {"max_epochs": 2, "size": 2},
     "by steps": {"max_steps": 5, "max_epochs": -1, "size": 3},
     "at the last step": {"max_steps": 2, "max_epochs": -1, "val_check_interval": 2, "size": 6},
@@ -206,7 +208,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-SHORT = ("inside epochs", "at the last step", "across epochs", "accumulating")
+SHORT = ("inside epochs", "of two sets", "at the last step", "across epochs", "accumulating")
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ class RewardMetrics(Metric):
         losses: Tensor,
         labels: Tensor,
         lengths: Tensor,
-        number: int = 0,
+        number: int = -1,
     ) -> None:
         """Add a batch.
 
@@ -94,7 +94,7 @@ class RewardMetrics(Metric):
             losses: Unweighted loss of every label, [B, H].
             labels: 1: candidate 0 is better, -1: candidate 1, 0: equal, NaN: no label; [B, H].
             lengths: Tokens of both candidates, [B, 2].
-            number: Of the validation set that they are from.
+            number: Of the validation set that they are from, which is summed up too; -1: of none.
         """
         columns = (scores0, scores1, labels, losses)
         self.pairs.append(torch.stack([column.detach().float() for column in columns], dim=-1))
@@ -131,7 +131,7 @@ class RewardMetrics(Metric):
         sets = dim_zero_cat(self.sets)
         own = {
             number: self._summary(pairs[sets == number], lengths[sets == number])
-            for number in sorted(set(sets.tolist()))
+            for number in sorted({*sets.tolist()} - {-1})
         }
         return self._summary(pairs, lengths)._replace(sets=own)
 
