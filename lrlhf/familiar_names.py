@@ -156,6 +156,11 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     "reward_weights": "model.rewards.init_args.weights",
     # data
     **dict.fromkeys(("train_dataset", "dataset_name", "prompt_data", "train_files"), "data.train"),
+    **dict.fromkeys(
+        ("num_generations_eval", "eval_n_samples_per_prompt", "n_samples_per_eval_prompt"),
+        "model.evaluation.num_samples",
+    ),
+    "eval_temperature": "model.evaluation.temperatures",
     **dict.fromkeys(("eval_dataset", "test_dataset", "val_files"), "data.val"),
     **dict.fromkeys(
         (

@@ -17,7 +17,7 @@ from lrlhf.callbacks.output_files import (
     output_folder,
     row_number,
 )
-from lrlhf.modules.validation_sets import set_names
+from lrlhf.modules.validation_sets import set_column
 from lrlhf.run.step_numbers import LoadedStep, model_step
 
 
@@ -73,14 +73,12 @@ class EvalJSONL(KeepsArguments, LoadedStep):
                 f"EvalJSONL needs {step} of {type(pl_module).__name__} to return "
                 "{'records': [...]}; return them, or remove EvalJSONL from trainer.callbacks"
             )
-        several = len(trainer.num_test_batches if trainer.testing else trainer.num_val_batches) > 1
-        loader: dict[str, Any] = {"dataloader": dataloader_idx} if several else {}
-        if name := set_names(trainer)[dataloader_idx]:
-            loader = {"set": name}
+        loaders = trainer.num_test_batches if trainer.testing else trainer.num_val_batches
+        column = set_column(trainer, dataloader_idx, len(loaders))
         for record in outputs["records"]:
             # without a position the order of arrival stands, because the sort is stable
             position = row_number(record, "index", "row")
-            line = json_line({"step": model_step(trainer), **loader, **record})
+            line = json_line({"step": model_step(trainer), **column, **record})
             self._lines.add((dataloader_idx, str(record.get("source", "")), position), line)
 
     on_test_batch_end = on_validation_batch_end

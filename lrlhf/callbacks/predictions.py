@@ -16,6 +16,7 @@ from lrlhf.callbacks.output_files import (
     output_folder,
     row_number,
 )
+from lrlhf.modules.validation_sets import set_column
 
 _logger = logging.getLogger(__name__)
 
@@ -53,10 +54,10 @@ class PredictionJSONL(L.Callback):
     ) -> None:
         if not isinstance(outputs, list):
             return
-        several = len(trainer.num_predict_batches) > 1
+        column = set_column(trainer, dataloader_idx, len(trainer.num_predict_batches))
         for record in outputs:
             if isinstance(record, Mapping):
-                line = {"dataloader": dataloader_idx, **record} if several else record
+                line = {**column, **record}
                 # else the ranks took the rows of a batch in turn
                 arrival = len(self._lines) * trainer.world_size + trainer.global_rank
                 number = row_number(record, "row", "index")

@@ -25,6 +25,8 @@ from lrlhf.types import PromptBatch
 
 _STREAM = 1_000_003
 """Keeps the random numbers of an evaluation apart from those of any training step."""
+_ROUNDED = 1e-6
+"""Of a value that is a float32, where the threshold is not."""
 _SCORE, _LENGTH, _TRUNCATED = "score", "response_length", "truncated_fraction"
 
 
@@ -106,7 +108,8 @@ class Evaluator:
         self._passes = passes_of(settings)
         self._at_once = settings.num_generations
         evaluation = settings.evaluation
-        self._correct, self._threshold = evaluation.correct or _SCORE, evaluation.threshold
+        self._correct = evaluation.correct or _SCORE
+        self._threshold = evaluation.threshold - _ROUNDED * max(1.0, abs(evaluation.threshold))
         self._tried = evaluation.tried
         self._names = [*rewards.names, *(() if metrics is None else metrics.names)]
         readers = rewards.answer_readers | ({} if metrics is None else metrics.answer_readers)
