@@ -182,3 +182,18 @@ def test_a_module_without_a_model_option_refuses_an_export(
     settings = {**config, "model": own}
     assert start("validate", settings, "--ckpt_path", model_folder) == 2
     assert "is an exported model, and" in capsys.readouterr().err
+
+
+def test_columns_of_metrics_are_checked_and_a_monitor_needs_data(
+    config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluation = config["model"]["init_args"]["evaluation"]
+    evaluation["metrics"][0]["init_args"] = {"answer_column": "answr"}
+    assert start("check", config) == 2
+    assert "reads the column 'answr'" in capsys.readouterr().err
+    evaluation["metrics"][0]["init_args"] = {}
+    saver = {"class_path": "RLCheckpoint", "init_args": {"monitor": "eval/score"}}
+    config["trainer"] |= {"callbacks": [saver], "enable_checkpointing": True}
+    del config["data"]["init_args"]["val"]
+    assert start("fit", config) == 2
+    assert "there is nothing to validate on" in capsys.readouterr().err

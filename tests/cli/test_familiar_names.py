@@ -15,7 +15,7 @@ from lrlhf.environments import Episodes
 from lrlhf.familiar_names import FAMILIAR_NAMES
 from lrlhf.models import CausalLM, ScoreModel
 from lrlhf.modules import PPO, RewardModel
-from lrlhf.modules.settings import Advantage, Critic, Reference, Update
+from lrlhf.modules.settings import Advantage, Critic, Evaluation, Reference, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, VLLMEngine
 from tests.cli import toys  # noqa: F401  its classes are known by their short names
@@ -29,6 +29,7 @@ GROUPS = {
     "update": Update,
     "critic": Critic,
     "episodes": Episodes,
+    "evaluation": Evaluation,
 }
 
 

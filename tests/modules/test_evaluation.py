@@ -13,6 +13,7 @@ import pytest
 from lrlhf.callbacks import EvalJSONL
 from lrlhf.datamodules import PromptDataModule, ValidationSet
 from lrlhf.modules import PPO, RLOO, Critic, Evaluation
+from lrlhf.modules.hyperparameters import NOT_KEPT, as_hyperparameters
 from lrlhf.rewards import ExactMatch, NumericAnswer, Rewards
 from lrlhf.rollout import Sampling, TransformersEngine
 from lrlhf.types import Rollout
@@ -295,3 +296,14 @@ def test_answers_that_the_rewards_read() -> None:
     words = ExactMatch(extract="is (.*)")
     assert words.answer_of("it is  Red. ") == words.answer_of("it is red") == "red"
     assert words.answer_of("it may be red") is None
+
+
+def test_a_checkpoint_remembers_what_is_measured() -> None:
+    given = Evaluation(
+        num_samples=3, temperatures=(0.5, 0.0), metrics=[NumericAnswer(which="boxed")]
+    )
+    stored = as_hyperparameters(RLOO, {"evaluation": given})
+    assert NOT_KEPT not in stored
+    options = stored["evaluation"]["init_args"]
+    assert options["temperatures"] == [0.5, 0.0]
+    assert options["metrics"][0]["init_args"] == {"which": "boxed"}
