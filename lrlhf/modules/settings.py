@@ -222,8 +222,8 @@ class Evaluation:
 
     Args:
         num_samples: Responses per prompt and temperature; one at temperature 0, where all would be
-            equal. They are generated in rounds of ``num_generations`` per prompt, so that memory
-            does not grow with their number.
+            equal. They are generated in rounds of ``num_generations`` per prompt, so that what
+            generation needs does not grow with their number.
         temperatures: At which every prompt is answered. The metrics of each are called
             ``eval/t0.7/score`` and so on; those of the first also ``eval/score``. Empty: at that of
             ``eval_sampling`` alone.

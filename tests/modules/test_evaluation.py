@@ -167,6 +167,7 @@ def test_each_temperature_is_measured_and_named(build, data, tmp_path: Path) -> 
         evaluation=Evaluation(num_samples=3, temperatures=(0.0, 1.5), pass_at=(3,)),
     )
     found, lines = validate(module, data, tmp_path)
+    assert ["answer" in line for line in lines] == [line["temperature"] > 0 for line in lines]
     greedy = [line for line in lines if line["temperature"] == 0]
     warm = [line for line in lines if line["temperature"] == 1.5]
     assert (len(greedy), len(warm)) == (7, 21)
@@ -263,6 +264,15 @@ def test_responses_that_nobody_can_judge_are_left_out(build, data, tmp_path: Pat
     numbers = {one.name: one.number for one in module.measurements}
     assert numbers["eval/pass@4"] == sum(len(own) == 4 for own in judged)
     assert numbers["eval/begin"] == 7
+
+
+def test_majority_votes_need_no_pass_at_k(build, data, tmp_path: Path) -> None:
+    module = build(
+        rewards=Rewards([First()]), evaluation=Evaluation(num_samples=3, pass_at=(), threshold=0.9)
+    )
+    found, _ = validate(module, data, tmp_path)
+    assert 0 <= found["eval/maj@3"] <= 1
+    assert not any("pass@" in name for name in found)
 
 
 def test_ppo_evaluates_alike(build, data, tmp_path: Path) -> None:

@@ -204,6 +204,7 @@ class Evaluator:
     ) -> Iterator[dict[str, Any]]:
         """Count the responses of a round towards their prompts, and say more in their lines."""
         records, size = collected.records, len(collected.records) // len(prompts)
+        judges = bool(self._names_together(one))
         for row, record in enumerate(records):
             responses = prompts[row // size]
             values = _values(collected, row)
@@ -211,7 +212,7 @@ class Evaluator:
             told = dict(record)
             if one.num_samples > 1:
                 told["sample"] = first + row % size
-            if self._tried:
+            if judges:
                 value = values[self._correct]
                 right = None if math.isnan(value) else value >= self._threshold
                 responses.rights.append(right)
