@@ -7,7 +7,7 @@ import ast
 import inspect
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -28,7 +28,7 @@ OWNERS: dict[str, tuple[type, ...]] = {
 }
 METRIC = re.compile(
     r"(train|eval|test|policy|value|rollout|rewards|reward_model|kl|mismatch|importance|sync|perf|guard)"
-    r"/[a-z0-9_]+(/[a-z0-9_]+)?"
+    r"/[a-z0-9_…]+(/[a-z0-9_]+)?"
 )
 PATH = re.compile(r"[a-z_0-9]+(\.[a-z_0-9]+)+")
 NAMED_VALUES = {"algorithm": ALGORITHMS, "loss": POLICY_LOSSES, "estimator": ESTIMATORS}
@@ -36,19 +36,10 @@ NAMED_VALUES = {"algorithm": ALGORITHMS, "loss": POLICY_LOSSES, "estimator": EST
 
 def wrong_names(span: str) -> list[str]:
     """What a span of code names that does not exist; empty: it is right."""
-    text = span.strip()
-    if METRIC.fullmatch(text):
-        return [] if is_metric(text) else [text]
-    if text.startswith("lrlhf "):
-        words = text.split()
-        wrong = [] if words[1] in _TEXTS else [words[1]]
-        return wrong + [flag for flag in words if flag.startswith("--") and not is_flag(flag)]
-    if text.startswith("--"):
-        return [] if is_flag(text.split()[0]) else [text]
-    if re.fullmatch(r"[A-Z][A-Z_0-9]+(=\S+)?", text):
-        return []  # variables of the environment
-    if re.match(r"[A-Z]\w+(\(|\.|$)", text) or re.match(r"(trainer|module)\.\w+\(", text):
-        return [*wrong_in_expression(text)]
+    text = re.sub("<[a-z]+>", "…", span.strip())
+    for pattern, look in KINDS:
+        if re.fullmatch(pattern, text):
+            return [*look(text)]
     if (ROOT / text).exists() or is_file(text):
         return []
     if PATH.fullmatch(text):
@@ -58,6 +49,29 @@ def wrong_names(span: str) -> list[str]:
     if re.fullmatch(r"[\w-]+", text):
         return [] if text in words_of_source() else [text]
     return [part for part in text.split("…") if not is_said(part.strip())]
+
+
+def wrong_in_command(text: str) -> Iterator[str]:
+    command, *words = text.split()[1:]
+    if command not in _TEXTS:
+        yield command
+    yield from (flag for flag in words if flag.startswith("--") and not is_flag(flag))
+
+
+def wrong_flag(text: str) -> Iterator[str]:
+    if not is_flag(text.split()[0]):
+        yield text
+
+
+def wrong_metric(text: str) -> Iterator[str]:
+    if not is_metric(text):
+        yield text
+
+
+def wrong_argument(text: str) -> Iterator[str]:
+    """An option beside its value, as Python has it."""
+    yield from wrong_names(text.partition("=")[0])
+    yield from wrong_in_expression(f"dict({text})")
 
 
 # options
@@ -99,7 +113,7 @@ def options_of(cls: type) -> dict[str, Any]:
         found = {name: hints.get(name) for name in parameters} | found
         if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
             break
-    return found
+    return {name: hint for name, hint in found.items() if not name.startswith("_")}
 
 
 def classes_in(annotation: Any) -> Iterator[type]:
@@ -217,6 +231,8 @@ def is_said(part: str) -> bool:
 
 def is_metric(name: str) -> bool:
     texts, patterns = source()
+    if "…" in name:
+        return name.replace("…", "(.+)") in patterns
     if re.sub(r"_p(01|50|99)$", "", name) in texts:
         return True
     filled = (re.fullmatch(one, name) for one in patterns if "/" in one and one != "(.+)/(.+)")
@@ -224,13 +240,31 @@ def is_metric(name: str) -> bool:
 
 
 def is_file(name: str) -> bool:
+    """Whether the source names a file or folder; ``…`` stands for what it fills in."""
     texts, patterns = source()
     plain = name.rstrip("/").rpartition("/")[2]
-    if not re.fullmatch(r"[\w<>*.-]+\.[a-z]+|[\w/]+/", name.rpartition("/")[2] or name):
+    if name.endswith("/"):
+        return plain in texts
+    if not re.fullmatch(r"[\w…*.-]+\.(jsonl|json|csv|png|txt|ckpt|pt|html|yaml)", plain):
         return False
-    return plain in texts or any(re.fullmatch(one, plain) for one in patterns if "\\." in one)
+    filled = [one for one in patterns if one.endswith("\\." + plain.rpartition(".")[2])]
+    return plain in texts or any(
+        re.fullmatch(one, plain) for one in filled if len(one.replace("(.+)", "")) > len("\\.jsonl")
+    )
 
 
 def is_import(path: str) -> bool:
     module, _, name = path.rpartition(".")
     return path.startswith("lrlhf.") and hasattr(import_module(module), name)
+
+
+KINDS: tuple[tuple[str, Callable[[str], Iterable[str]]], ...] = (
+    (METRIC.pattern, wrong_metric),
+    (r"lrlhf .*", wrong_in_command),
+    (r"--.*", wrong_flag),
+    (r"[A-Z][A-Z_0-9]+(=\S+)?", lambda _: ()),  # variables of the environment
+    (r'"[\w.-]+"', lambda text: wrong_names(text.strip('"'))),
+    (r"[a-z_]+=.*", wrong_argument),
+    (r"([A-Z]\w+|trainer\.\w+(?=\()|module\.\w+(?=\())([(.].*)?", wrong_in_expression),
+)
+"""Patterns of spans, and what looks for wrong names in those that match."""
