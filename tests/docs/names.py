@@ -89,6 +89,8 @@ def is_path(path: str) -> bool:
             return False
         if step == "options" and number < len(steps):
             return steps[number] in keywords_of_algorithms()
+        if steps[0] == "trainer":  # what is below is for other packages to say
+            return True
         owners = tuple(cls for annotation in found for cls in classes_in(annotation))
         if not owners and number < len(steps):
             return False
@@ -247,9 +249,13 @@ def is_file(name: str) -> bool:
         return plain in texts
     if not re.fullmatch(r"[\w…*.-]+\.(jsonl|json|csv|png|txt|ckpt|pt|html|yaml)", plain):
         return False
-    filled = [one for one in patterns if one.endswith("\\." + plain.rpartition(".")[2])]
-    return plain in texts or any(
-        re.fullmatch(one, plain) for one in filled if len(one.replace("(.+)", "")) > len("\\.jsonl")
+    stem, _, ending = plain.rpartition(".")
+    if plain in texts or {stem, f"*.{ending}"} <= texts:
+        return True
+    filled = ((one, re.fullmatch(one, plain)) for one in patterns if one.endswith(f"\\.{ending}"))
+    # with nothing around what is filled in, that has to be a name itself
+    return any(
+        match and (set(match.groups()) <= texts or one.count("_") > 0) for one, match in filled
     )
 
 
