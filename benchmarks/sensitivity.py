@@ -138,7 +138,7 @@ def run(setting: Setting, seed: int, iterations: int) -> Outcome:
 
 
 def draw(results: Mapping[str, Mapping[str, Sequence[Outcome]]], path: Path) -> None:
-    """Draw a panel for each factor: the seeds as points, their means as lines."""
+    """Draw a panel for each factor so far: the seeds as points, their means as lines."""
     figure = importlib.import_module("matplotlib.figure").Figure((10, 5.6), layout="constrained")
     for panel, (factor, rows) in zip(
         figure.subplots(2, 3, sharey=True).flat, results.items(), strict=False
@@ -167,6 +167,7 @@ def main() -> None:
     for name in ("lightning.pytorch", "lightning.fabric", "lrlhf"):
         logging.getLogger(name).setLevel(logging.ERROR)
     outcomes: dict[Setting, list[Outcome]] = {}
+    results: dict[str, dict[str, list[Outcome]]] = {}
     for factor, settings in FACTORS.items():
         head = f"| {factor} | score of each seed | mean | on the way | KL |"
         print(f"\n{head}\n|---|---|---|---|---|")  # noqa: T201
@@ -180,7 +181,8 @@ def main() -> None:
                 f"| {name} | {scores} | {mean:.2f} ± {width:.2f} | {way:.2f} | {kl:.1f} |",
                 flush=True,
             )
-    draw({f: {n: outcomes[s] for n, s in rows.items()} for f, rows in FACTORS.items()}, asked.out)
+        results[factor] = {name: outcomes[setting] for name, setting in settings.items()}
+        draw(results, asked.out)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ SMALL = [
 ]
 LEARNED = [
     "--model.rewards.functions=[length.length]",
-    "--model.critic.model=null",
+    "--model.critic.model.source={model}",
     "--model.critic.optimizer.lr=1e-4",
 ]
 
@@ -47,5 +47,5 @@ def test_a_translated_config_trains(
     text = config.read_text(encoding="utf-8")
     flags += ["--data.val=rows.jsonl"] if "val:" in text else []
     flags += ["--data.system_prompt=null"] if "system_prompt:" in text else []
-    flags += LEARNED if "LearnedReward" in text else []
+    flags += [flag.format(model=model_folder) for flag in LEARNED if "LearnedReward" in text]
     assert run(["fit", f"--config={config}", *flags]) == 0
