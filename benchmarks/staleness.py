@@ -129,20 +129,24 @@ def hidden(generated: Sequence[Generated], waits: Sequence[tuple[float, float]])
 
 def final_score(module: RLOO, seed: int) -> float:
     """Return the mean reward of 16 responses to each prompt by the policy as it is."""
+    scores = letters(fresh_responses(module, PROMPTS, seed))
+    return sum(scores) / len(scores)
+
+
+def fresh_responses(module: RLOO, texts: Sequence[str], seed: int) -> list[str]:
+    """Return 16 responses to each prompt by the policy as it is."""
     engine = TransformersEngine()
     engine.attach(module.policy, TOKENIZER)
-    prompts = untold_prompts([TOKENIZER(text)["input_ids"] for text in PROMPTS])
+    prompts = untold_prompts([TOKENIZER(text)["input_ids"] for text in texts])
     rollout = engine.generate(
         prompts,
         Sampling(max_new_tokens=TOKENS),
         num_generations=16,
-        seeds=range(1000 * seed, 1000 * seed + 16 * len(PROMPTS)),
+        seeds=range(1000 * seed, 1000 * seed + 16 * len(texts)),
     )
-    texts = [
+    return [
         TOKENIZER.decode(ids, skip_special_tokens=True) for ids in response_ids(rollout, prompts)
     ]
-    scores = letters(texts)
-    return sum(scores) / len(scores)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

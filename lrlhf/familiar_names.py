@@ -1,4 +1,4 @@
-"""What options of TRL, OpenRLHF and verl, and former ones of lrlhf, are called here."""
+"""What options of TRL, OpenRLHF, verl and LightRFT, and former ones of lrlhf, are called here."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ _FOLDER = "trainer.default_root_dir"
 _REWARDS = "model.rewards.init_args.functions"
 _LORA = "model.policy.init_args.lora (for a RewardModel model.model.init_args.lora)"
 _POLICY = "model.policy (for a RewardModel model.model)"
+_ENGINE = "model.engine (overlays in configs/engine)"
+_OVERLONG = "model.rewards.init_args.functions: lrlhf.rewards.OverlongPenalty"
+_CHECKPOINTS = "trainer.callbacks: lrlhf.callbacks.RLCheckpoint"
 
 RENAMED_KEYS: Mapping[str, str] = {
     "max_skipped_steps": "guard.max_skipped",
@@ -32,10 +35,13 @@ Old names of one word are known to classes that have the present one: others mea
 """
 FAMILIAR_NAMES: Mapping[str, str] = {
     # KL
-    **dict.fromkeys(("beta", "init_kl_coef", "kl_coef", "kl_loss_coef", "kl_ctrl"), _KL),
+    **dict.fromkeys(
+        ("beta", "init_kl_coef", "init_coef", "kl_coef", "kl_loss_coef", "kl_ctrl"), _KL
+    ),
     **dict.fromkeys(("kl_estimator", "kl_loss_type", "kl_penalty"), "model.reference.kl_estimator"),
     **dict.fromkeys(
-        ("use_kl_loss", "use_kl_in_reward", "use_kl_estimator_k3"), "model.reference.placement"
+        ("use_kl_loss", "use_loss", "use_kl_in_reward", "use_kl_estimator_k3"),
+        "model.reference.placement",
     ),
     **dict.fromkeys(("kl_target", "target_kl"), "trainer.callbacks: lrlhf.callbacks.KLControl"),
     **dict.fromkeys(("sync_ref_model", "ref_model_sync_steps"), "model.reference.sync_every"),
@@ -46,15 +52,26 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     "critic_learning_rate": "model.critic.optimizer.lr",
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "model.optimizer.schedule"),
     **dict.fromkeys(
-        ("warmup_ratio", "lr_warmup_ratio", "warmup_steps", "lr_warmup_steps"),
+        (
+            "warmup_ratio",
+            "lr_warmup_ratio",
+            "warmup_steps",
+            "lr_warmup_steps",
+            "lr_warmup_steps_ratio",
+        ),
         "model.optimizer.warmup_steps (below 1: a share of all steps)",
     ),
-    "weight_decay": "model.optimizer.weight_decay",
+    **dict.fromkeys(("weight_decay", "l2"), "model.optimizer.weight_decay"),
+    "min_lr_ratio": "model.optimizer.min_lr_fraction",
     **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_betas"), "model.optimizer.betas"),
     "adam_epsilon": "model.optimizer.eps",
     "optim": "model.optimizer.optimizer_class",
-    "freezing_actor_steps": "model.update.freeze_steps",
-    **dict.fromkeys(("max_grad_norm", "max_norm", "grad_clip", "gradient_clip"), _CLIP_NORM),
+    **dict.fromkeys(
+        ("freezing_actor_steps", "freezing_steps", "critic_warmup"), _UPDATE + "freeze_steps"
+    ),
+    **dict.fromkeys(
+        ("max_grad_norm", "max_norm", "grad_clip", "clip_grad", "gradient_clip"), _CLIP_NORM
+    ),
     # sampling
     **dict.fromkeys(
         ("max_completion_length", "response_length", "generate_max_len", "max_response_length"),
@@ -70,16 +87,25 @@ FAMILIAR_NAMES: Mapping[str, str] = {
         ("max_prompt_length", "prompt_max_len", "max_prompt_len"), "data.max_prompt_tokens"
     ),
     **dict.fromkeys(
-        ("use_vllm", "vllm_mode", "vllm_server_host", "vllm_num_engines", "colocate_all_models"),
-        "model.engine (overlays in configs/engine)",
+        ("use_vllm", "vllm_mode", "vllm_server_host", "vllm_num_engines", "num_engines"), _ENGINE
     ),
-    "vllm_gpu_memory_utilization": "model.engine.init_args.gpu_memory_utilization",
-    "gpu_memory_utilization": "model.engine.init_args.gpu_memory_utilization",
+    **dict.fromkeys(("colocate_all_models", "colocate_all", "engine_type"), _ENGINE),
+    **dict.fromkeys(("engine_tp_size", "tensor_model_parallel_size", "sync_backend"), _ENGINE),
+    **dict.fromkeys(("enable_sleep", "enable_engine_sleep", "free_cache_engine"), _ENGINE),
+    **dict.fromkeys(
+        ("async_enable", "async_queue_size", "partial_rollout_enable"), "model.max_staleness"
+    ),
+    "val_kwargs": "model.eval_sampling",
+    **dict.fromkeys(
+        ("vllm_gpu_memory_utilization", "gpu_memory_utilization", "engine_mem_util"),
+        "model.engine.init_args.gpu_memory_utilization",
+    ),
     # episodes
     **dict.fromkeys(
-        ("environment_factory", "agent_func_path", "environment"), "model.episodes.environment"
+        ("environment_factory", "agent_func_path", "environment", "default_agent_loop"),
+        "model.episodes.environment",
     ),
-    "tools": "model.episodes.tools",
+    **dict.fromkeys(("tools", "tool_config_path"), "model.episodes.tools"),
     **dict.fromkeys(
         ("max_tool_calling_iterations", "max_assistant_turns"), "model.episodes.max_turns"
     ),
@@ -98,10 +124,18 @@ FAMILIAR_NAMES: Mapping[str, str] = {
             "log_prob_micro_batch_size_per_gpu",
             "use_dynamic_bsz",
             "packing_samples",
+            "micro_batch_size",
+            "dynamic_batch_enable",
         ),
         _MICRO,
     ),
-    **dict.fromkeys(("epsilon", "cliprange", "eps_clip", "clip_ratio"), _CLIP),
+    **dict.fromkeys(
+        ("epsilon", "cliprange", "eps_clip", "clip_ratio", "clip_ratio_low", "eps_clip_low_high"),
+        _CLIP,
+    ),
+    **dict.fromkeys(("dual_clip", "clip_ratio_c"), "model.update.options.dual_clip"),
+    "aux_loss_coef": _UPDATE + "router_loss_coef",
+    "ptx_coef": _UPDATE + "pretraining_coef",
     **dict.fromkeys(
         ("epsilon_high", "eps_clip_high", "clip_ratio_high"), "model.update.options.clip_high"
     ),
@@ -109,7 +143,9 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     "vf_coef": "model.critic.backbone_coef, or model.critic.optimizer.lr",
     **dict.fromkeys(("gamma", "lam", "lambd", "gae_lambda"), "model.advantage.options"),
     **dict.fromkeys(("entropy_coeff", "entropy_loss_coef"), _UPDATE + "entropy_coef"),
-    "top_entropy_quantile": _UPDATE + "high_entropy_fraction",
+    **dict.fromkeys(
+        ("top_entropy_quantile", "high_entropy_token_ratio"), _UPDATE + "high_entropy_fraction"
+    ),
     **dict.fromkeys(("loss_type", "policy_loss_type", "loss_mode"), _UPDATE + "loss"),
     **dict.fromkeys(
         ("loss_agg_mode", "importance_sampling_level"),
@@ -117,19 +153,51 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     ),
     **dict.fromkeys(("scale_rewards", "normalize_reward"), "model.advantage.scale_rewards"),
     **dict.fromkeys(
+        ("normalize_enable", "reward_running_norm", "reward_running_norm_minus_mean"),
+        "model.advantage.scale_rewards",
+    ),
+    **dict.fromkeys(
         ("normalize_advantages", "whiten_rewards", "whiten_advantages"), "model.advantage.normalize"
     ),
+    **dict.fromkeys(("advantages_norm", "no_std_norm"), "model.advantage.normalize"),
+    "advantage_clip": "model.advantage.clip",
+    **dict.fromkeys(("reward_clip_range", "reward_clip"), "model.advantage.reward_clip_range"),
     **dict.fromkeys(
         ("mask_truncated_completions", "missing_eos_penalty", "overlong_filtering"),
         "model.advantage.truncated",
     ),
-    **dict.fromkeys(("advantage_estimator", "adv_estimator"), "model.algorithm"),
-    **dict.fromkeys(("dynamic_filtering", "filter_groups"), "model.dynamic_sampling"),
+    "stop_properly_penalty_coef": "model.advantage.truncated",
+    **dict.fromkeys(("advantage_estimator", "adv_estimator", "use_cpg_loss"), "model.algorithm"),
+    "norm_adv_by_std_in_grpo": "model.advantage.estimator",
+    **dict.fromkeys(
+        ("dynamic_filtering", "dynamic_filtering_enable", "filter_groups"),
+        "model.dynamic_sampling.prompts",
+    ),
+    "vllm_generate_batch_size": "model.dynamic_sampling.prompts",
+    **dict.fromkeys(
+        ("is_correction_enable", "enable_vllm_is_correction"), "model.importance_sampling"
+    ),
+    **dict.fromkeys(
+        ("is_correction_type", "rollout_is", "rollout_rs"), "model.importance_sampling.mode"
+    ),
+    **dict.fromkeys(
+        ("is_correction_threshold", "rollout_is_threshold"), "model.importance_sampling.high"
+    ),
     "center_rewards_coefficient": "model.center_coef",
     # models
     **dict.fromkeys(("model_name_or_path", "pretrain", "model_path"), _POLICY),
     **dict.fromkeys(("critic_pretrain", "value_model"), "model.critic.model"),
     **dict.fromkeys(("peft_config", "use_peft", "lora_r", "lora_rank", "lora_alpha"), _LORA),
+    **dict.fromkeys(("lora_dropout", "target_modules"), _LORA),
+    **dict.fromkeys(
+        ("freeze_visual_encoder", "freeze_vision_tower", "freeze_prefix"),
+        "model.policy.init_args.freeze_vision",
+    ),
+    "enable_activation_offload": "model.policy.init_args.activation_offload",
+    "heads_types": "model.model.init_args.heads",
+    "pooling_method": "model.model.init_args.pooling",
+    "probing_layer": "model.model.init_args.layer",
+    "scale_for_train": "model.model.init_args.learn_scale",
     **dict.fromkeys(("torch_dtype", "dtype"), "model.policy.init_args.dtype"),
     **dict.fromkeys(
         ("attn_implementation", "flash_attn"), "model.policy.init_args.attn_implementation"
@@ -138,7 +206,11 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     "disable_dropout": "model.policy.init_args.dropout",
     "trust_remote_code": "model.policy.init_args.trust_remote_code",
     **dict.fromkeys(
-        ("gradient_checkpointing", "enable_gradient_checkpointing"),
+        (
+            "gradient_checkpointing",
+            "enable_gradient_checkpointing",
+            "gradient_checkpointing_enable",
+        ),
         "model.policy.init_args.gradient_checkpointing",
     ),
     # rewards
@@ -149,11 +221,17 @@ FAMILIAR_NAMES: Mapping[str, str] = {
             "reward_model_path",
             "reward_pretrain",
             "remote_rm_url",
+            "remote_url",
+            "reward_manager",
+            "sandbox_fusion",
             "reward_fn",
         ),
         _REWARDS,
     ),
     "reward_weights": "model.rewards.init_args.weights",
+    "reward_fn_key": "model.rewards.init_args.label_column",
+    **dict.fromkeys(("overlong_buffer", "overlong_buffer_len"), _OVERLONG),
+    **dict.fromkeys(("overlong_penalty_factor", "overlong_buffer_penalty_factor"), _OVERLONG),
     # data
     **dict.fromkeys(("train_dataset", "dataset_name", "prompt_data", "train_files"), "data.train"),
     **dict.fromkeys(
@@ -161,7 +239,18 @@ FAMILIAR_NAMES: Mapping[str, str] = {
         "model.evaluation.num_samples",
     ),
     "eval_temperature": "model.evaluation.temperatures",
-    **dict.fromkeys(("eval_dataset", "test_dataset", "val_files"), "data.val"),
+    **dict.fromkeys(("prompt_dataset", "prompt_split", "prompt_probs", "train_data"), "data.train"),
+    "custom_cls": "data.train",
+    **dict.fromkeys(
+        ("eval_dataset", "test_dataset", "val_files", "eval_data", "eval_split"), "data.val"
+    ),
+    "pretrain_data": "data.pretraining",
+    "chosen_key": "data.chosen_column",
+    "rejected_key": "data.rejected_column",
+    "margin_loss_enable": "data.margin_column",
+    "task_instruction": "data.instruction",
+    "input_template": "data.prompt_template",
+    **dict.fromkeys(("fps", "max_pixels"), "data.media"),
     **dict.fromkeys(
         (
             "per_device_train_batch_size",
@@ -176,7 +265,10 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("dataloader_num_workers", "dataset_num_proc"), "data.num_workers"),
     "shuffle_dataset": "data.shuffle",
     "max_length": "data.max_tokens (of prompts data.max_prompt_tokens)",
+    "max_len": f"data.max_prompt_tokens and {_LENGTH} (of pairs data.max_tokens)",
+    "filter_overlong_prompts": "data.max_prompt_tokens",
     "max_samples": "trainer.limit_train_batches",
+    "max_eval_samples": "trainer.limit_val_batches",
     "chat_template_path": "data.chat_template",
     "apply_chat_template": "data.as_chat",
     "system_prompt": "data.system_prompt",
@@ -185,12 +277,20 @@ FAMILIAR_NAMES: Mapping[str, str] = {
         ("report_to", "use_wandb", "wandb_project", "project_name", "logging_dir"),
         "trainer.logger",
     ),
+    **dict.fromkeys(("use_tensorboard", "tensorboard_dir"), "trainer.logger"),
     **dict.fromkeys(
         ("run_name", "wandb_run_name", "experiment_name"), "trainer.logger.init_args.name"
     ),
     **dict.fromkeys(("logging_steps", "logging_strategy"), "trainer.log_every_n_steps"),
     **dict.fromkeys(
-        ("log_completions", "num_completions_to_print"),
+        (
+            "log_completions",
+            "num_completions_to_print",
+            "save_trajectories",
+            "num_trajectories_to_save",
+            "log_val_generations",
+            "rollout_data_dir",
+        ),
         "trainer.callbacks: lrlhf.callbacks.RolloutLog",
     ),
     **dict.fromkeys(
@@ -201,20 +301,30 @@ FAMILIAR_NAMES: Mapping[str, str] = {
             "save_strategy",
             "metric_for_best_model",
             "load_best_model_at_end",
+            "max_num",
+            "max_ckpt_num",
+            "max_actor_ckpt_to_keep",
+            "best_metric_key",
         ),
-        "trainer.callbacks: lrlhf.callbacks.RLCheckpoint",
+        _CHECKPOINTS,
     ),
+    "validation_data_dir": "trainer.callbacks: lrlhf.callbacks.EvalJSONL",
+    **dict.fromkeys(("enable_ema", "ema_beta"), "trainer.callbacks: lrlhf.callbacks.EMA"),
     **dict.fromkeys(("eval_steps", "eval_strategy", "test_freq"), "trainer.val_check_interval"),
     "val_before_train": "trainer.num_sanity_val_steps",
-    "save_hf_ckpt": "trainer.callbacks: lrlhf.callbacks.HFExport",
+    **dict.fromkeys(("save_hf_ckpt", "save_hf"), "trainer.callbacks: lrlhf.callbacks.HFExport"),
     **dict.fromkeys(("output_dir", "save_path", "default_local_dir"), _FOLDER),
     **dict.fromkeys(("num_train_epochs", "num_episodes", "total_epochs"), "trainer.max_epochs"),
     "total_training_steps": "trainer.max_steps",
-    **dict.fromkeys(("bf16", "fp16", "mixed_precision"), "trainer.precision"),
+    **dict.fromkeys(("bf16", "fp16", "mixed_precision", "param_dtype"), "trainer.precision"),
     "seed": "seed_everything",
-    "resume_from_checkpoint": "ckpt_path",
-    **dict.fromkeys(("deepspeed", "zero_stage", "fsdp", "fsdp_config"), "trainer.strategy"),
-    **dict.fromkeys(("n_gpus_per_node", "num_processes"), "trainer.devices"),
+    **dict.fromkeys(
+        ("resume_from_checkpoint", "load_enable", "load_checkpoint", "resume_mode"), "ckpt_path"
+    ),
+    **dict.fromkeys(
+        ("deepspeed", "zero_stage", "fsdp", "fsdp_config", "adam_offload"), "trainer.strategy"
+    ),
+    **dict.fromkeys(("n_gpus_per_node", "num_gpus_per_node", "num_processes"), "trainer.devices"),
     **dict.fromkeys(("nnodes", "num_machines"), "trainer.num_nodes"),
     **dict.fromkeys(
         ("push_to_hub", "hub_model_id"),
