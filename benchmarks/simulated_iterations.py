@@ -9,14 +9,18 @@ some settings, by non-negative least squares of relative errors. Then the iterat
 settings are predicted: other batch sizes, lengths and model sizes, and with vLLM generation one
 iteration ahead. Response lengths are those that the runs had. Each setting runs ``--repeats``
 times, all settings by turns; a time is the median over the runs of the median over their
-iterations. The sum of the phases is compared. With ``--clock cpu`` they are measured in CPU time of
-this process, which other programs disturb less; that needs ``--engine transformers``.
+iterations. The sum of the phases is compared. Where several processes compute at once, their common
+time is multiplied by how much slower a processor is while another one is busy, which is measured
+first with products of matrices: processors of a virtual machine may share a core. With ``--clock
+cpu`` phases are measured in CPU time of this process, which other programs disturb less; that needs
+``--engine transformers``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import sys
 import tempfile
@@ -140,6 +144,8 @@ def main() -> None:
             setting: _workload(setting, options.engine, folder / str(number))
             for number, setting in enumerate(settings)
         }
+    slowdown = 1.0 if options.engine == "transformers" else _slowdown()
+    _say(f"a processor while the other one is busy takes {slowdown:.2f} times as long")
     rates, transfer, reward = _fit({one: (work[one], measured[one]) for one in FITTED})
     _say("\n" + "\n".join(f"{name}: {getattr(rates, name):.4g}" for name in FREE))
     _say(f"push: {transfer:.4g} s; reward: {reward:.4g} s per response\n")
@@ -155,6 +161,7 @@ def main() -> None:
             max_staleness=one.max_staleness,
         )
         predicted, found = simulation.seconds(layout), measured[one]
+        predicted += (slowdown - 1) * _common_seconds(simulation, layout)
         kind = "fitted" if one in FITTED else "predicted"
         _say(
             f"| {_words(one, work[one])} | {kind} | {predicted:.3f} | {found.seconds:.3f} | "
@@ -312,6 +319,40 @@ def _median(runs: Sequence[Measured]) -> Measured:
         statistics.median(run.seconds for run in runs),
         statistics.median(run.cpu_seconds for run in runs),
     )
+
+
+# ------------------------------------------------------------------ the machine
+
+
+def _multiply(rounds: int) -> float:
+    """Return the seconds of a fixed number of products, on one thread."""
+    torch.set_num_threads(1)
+    left, right = torch.ones(512, 512), torch.ones(512, 512)
+    begin = time.perf_counter()
+    for _ in range(rounds):
+        torch.mm(left, right)
+    return time.perf_counter() - begin
+
+
+def _slowdown(rounds: int = 2000) -> float:
+    """Return how many times as long a process computes while another one does so too."""
+    _multiply(rounds)
+    alone = statistics.median(_multiply(rounds) for _ in range(3))
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(2) as pool:
+        pool.map(_multiply, [rounds] * 2, chunksize=1)  # both have imported everything
+        both = pool.map(_multiply, [3 * rounds] * 2, chunksize=1)
+    return max(1.0, statistics.mean(both) / 3 / alone)
+
+
+def _common_seconds(simulation: Simulation, layout: Layout) -> float:
+    """Return the seconds in which two processes compute: servers, or trainer and server."""
+    draws = simulation.draws(layout)
+    generation = statistics.mean(one.generate for one in draws)
+    if layout.max_staleness == 0:
+        return generation if layout.replicas > 1 else 0.0
+    training = statistics.mean(one.logprob + one.update for one in draws)
+    return min(generation, training)
 
 
 # ------------------------------------------------------------------ the model

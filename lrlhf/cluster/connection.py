@@ -7,8 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, Final
 
@@ -87,25 +86,3 @@ def free_place() -> tuple[str, int]:
     with socket.socket() as listener:
         listener.bind((host, 0))
         return host, int(listener.getsockname()[1])
-
-
-@contextmanager
-def asked_to_end() -> Iterator[list[int]]:
-    """Note SIGTERM and Ctrl-C; a second one raises KeyboardInterrupt.
-
-    Yields:
-        The signals that came.
-    """
-    came: list[int] = []
-
-    def note(number: int, _: object) -> None:
-        came.append(number)
-        if len(came) > 1:
-            raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from lrlhf.background import in_background
-from lrlhf.cluster.connection import NO_GPUS, asked_to_end, connect, with_environment
+from lrlhf.cluster.connection import NO_GPUS, connect, with_environment
 from lrlhf.cluster.rewards import NAME, RETRIES, RewardWorker
 from lrlhf.cluster.settings import Cluster
 from lrlhf.cluster.trainers import BOARD, TERMINATED, Board, Command, trainers
+from lrlhf.noted_signals import noted_signals
 
 _SILENCE_SECONDS = 15.0
 """Without a look at the board after which no trainer runs that could end by itself."""
@@ -63,7 +64,7 @@ def launch(cluster: Cluster, run: Run) -> int:
     ray = _connected(cluster, namespace)
     try:
         _check_room(cluster, ray.cluster_resources())
-        with asked_to_end() as asked, _placed(ray, cluster) as groups:
+        with noted_signals(second_interrupts=True) as asked, _placed(ray, cluster) as groups:
             board = _board(ray)
             workers = _reward_workers(ray, cluster, run, groups)
             command = Command(

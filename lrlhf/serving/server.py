@@ -9,11 +9,10 @@ import ipaddress
 import logging
 import signal
 import socket
-from collections.abc import Iterator
-from types import FrameType
 
 import uvicorn
 
+from lrlhf.noted_signals import noted_signals
 from lrlhf.rewards.remote.service_token import DEFAULT_TOKEN_ENV
 from lrlhf.serving.app import RewardService
 from lrlhf.serving.connections import KEEP_ALIVE_SECONDS, Connection, Door, room_for
@@ -63,7 +62,7 @@ def serve(
     """
     listener = _listening(host, port)
     server = new_server(service, max_queue=max_queue, grace_seconds=grace_seconds)
-    with listener, _noted_signals() as notes:
+    with listener, noted_signals() as notes:
         asyncio.run(_serve(service, server, listener))
     if service.batcher.failure is not None:
         raise service.batcher.failure
@@ -119,19 +118,3 @@ def _listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
         raise OSError(f"cannot listen at {host}, port {port}: {error}") from error
-
-
-@contextlib.contextmanager
-def _noted_signals() -> Iterator[list[signal.Signals]]:
-    """Note the signals that end the server, which it sends again once it has ended."""
-    notes: list[signal.Signals] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        notes.append(signal.Signals(number))
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield notes
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

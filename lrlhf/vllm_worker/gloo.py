@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from math import prod
@@ -20,6 +23,10 @@ from torch.distributed import (  # type: ignore[attr-defined]  # documented to b
 BUCKET = 2**24
 """Bytes that are sent at once; a larger tensor goes alone. Memory of twice that size and more is
 given back to the system and cleared anew for every bucket, which takes as long as sending it."""
+
+_LEFT = "left"
+"""Is in the store once a member has left."""
+_LOOK_EVERY = timedelta(seconds=0.5)
 
 
 class GlooGroup:
@@ -42,17 +49,46 @@ class GlooGroup:
         options._timeout = timedelta(seconds=timeout)
         address = host if rank == 0 else _own_address(host, store.port)
         options._devices = [gloo.create_device(hostname=address)]
-        self._group = gloo(PrefixStore(token, store), rank, size, options)
+        self._store = PrefixStore(token, store)
+        self._group: Any = gloo(self._store, rank, size, options)
+        self._work: Any = None
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
-        """Send a tensor, or fill it with what is sent; returns when that is done."""
+        """Send a tensor, or fill it with what is sent; returns when that is done.
+
+        Raises:
+            RuntimeError: The timeout has passed, a member was lost, or one has left the group.
+        """
+        if self._group is None:
+            raise RuntimeError("the group of trainer and workers is closed")
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = src, 0
-        self._group.broadcast([tensor], options).wait()
+        self._work = self._group.broadcast([tensor], options)
+        while not self._is_done():
+            # gloo does not tell one that waits for the rest of a message that it will not come
+            if self._group is None or self._store.check([_LEFT]):
+                raise RuntimeError("the group of trainer and workers was given up")
+
+    def _is_done(self) -> bool:
+        try:
+            return bool(self._work.wait(_LOOK_EVERY))
+        except RuntimeError:
+            return self._work.is_completed() and bool(self._work.wait())
 
     def destroy(self) -> None:
-        """Close the connections; what waits for the others fails, here and there."""
-        self._group.abort()
+        """Leave; what waits for the others fails, here and there."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        with contextlib.suppress(RuntimeError):  # of a store that is gone, as a member sees too
+            self._store.set(_LEFT, "")
+        # the end of a group waits for what runs in it, and Python would wait with it
+        threading.Thread(target=_keep_until_done, args=(group, self._work), daemon=True).start()
+
+
+def _keep_until_done(_group: Any, work: Any) -> None:
+    while work is not None and not work.is_completed():
+        time.sleep(_LOOK_EVERY.total_seconds())
 
 
 def open_store(host: str, timeout: float) -> TCPStore:

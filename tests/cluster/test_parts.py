@@ -17,11 +17,12 @@ import pytest
 
 from lrlhf.cluster import Cluster, launch, trainers
 from lrlhf.cluster import rewards as rewards_module
-from lrlhf.cluster.connection import ENVIRONMENT, asked_to_end
+from lrlhf.cluster.connection import ENVIRONMENT
 from lrlhf.cluster.guarded import GuardedProgram
 from lrlhf.cluster.replicas import RayServer, RayServerEngine, Replica, adapted, portable
 from lrlhf.cluster.rewards import RayRewards, RewardWorker, packed, unpacked
 from lrlhf.cluster.trainers import Board, _attend
+from lrlhf.noted_signals import noted_signals
 from lrlhf.rewards import Rewards, completion_segments
 from lrlhf.rewards.function import CompletionText, CompletionTurns, RewardError, TextSegment
 from lrlhf.rollout.vllm.vllm_base import EngineStartError
@@ -121,7 +122,7 @@ def test_a_command_takes_its_model_and_address_elsewhere(tmp_path: Path) -> None
 
 def test_the_first_signal_is_noted_and_the_second_interrupts() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with asked_to_end() as asked:
+    with noted_signals(second_interrupts=True) as asked:
         signal.raise_signal(signal.SIGTERM)
         assert asked == [signal.SIGTERM]
         with pytest.raises(KeyboardInterrupt):

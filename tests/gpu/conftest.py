@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tests.vllm.models import build_policy
 
 FOLDER = Path(__file__).parent
 STANDS_IN = bool(os.environ.get("LRLHF_GPU_STAND_IN")) and not torch.cuda.is_available()
@@ -48,3 +51,9 @@ def two_gpus() -> None:
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip(f"needs 2 GPUs, found {count}")
+
+
+@pytest.fixture
+def policy(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A tiny one that vLLM loads too."""
+    return build_policy(tokenizer).to("cuda:0")

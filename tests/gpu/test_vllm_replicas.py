@@ -10,23 +10,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.rollout import Sampling, VLLMServerEngine
 from tests.gpu.test_weight_transfer import CLOSE, assert_pushes_arrive, disturb, new_server
-from tests.vllm.models import LONG, build_policy, prompts_of, signal_server
+from tests.vllm.models import LONG, prompts_of, signal_server
 
 GPUS = torch.cuda.device_count()
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.vllm,
-    pytest.mark.skipif(GPUS < 1, reason="no GPU"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(1500),
 ]
 three_gpus = pytest.mark.skipif(GPUS < 3, reason="fewer than 3 GPUs")
-
-
-@pytest.fixture
-def policy(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    return build_policy(tokenizer).to("cuda:0")
 
 
 @pytest.fixture(

@@ -14,24 +14,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.rollout import Sampling, SyncedEngine, VLLMEngine, VLLMServerEngine
 from lrlhf.vllm_worker.fingerprint import fingerprint
-from tests.vllm.models import LONG, build_policy, prompts_of, signal_server
+from tests.vllm.models import LONG, prompts_of, signal_server
 
 GPUS = torch.cuda.device_count()
 # an engine computes in bfloat16 here; see `VLLMWeightSync`
 CLOSE = 0.08
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 1, reason="no GPU"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(1500),
 ]
 two_gpus = pytest.mark.skipif(GPUS < 2, reason="fewer than 2 GPUs")
-
-
-@pytest.fixture
-def policy(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    return build_policy(tokenizer).to("cuda:0")
 
 
 @torch.no_grad()

@@ -1,9 +1,16 @@
-"""How tensors are put together for the way."""
+"""How tensors are put together for the way, and what becomes of a group that breaks."""
+
+import itertools
+import sys
+import threading
+import time
+from collections import deque
 
 import pytest
 import torch
 
 from lrlhf.vllm_worker import gloo
+from tests.forked import Popen
 
 
 @pytest.mark.parametrize(
@@ -49,3 +56,46 @@ def test_a_store_listens_on_one_address_only() -> None:
     assert store.check(["worker"])
     with pytest.raises(torch.distributed.DistError):
         gloo.join_store("127.0.0.2", store.port, 0.5)
+
+
+MEMBER = """
+import os, sys, time, torch
+from lrlhf.vllm_worker import gloo
+port, rank, size, ends = map(int, sys.argv[1:])
+store = gloo.join_store("127.0.0.1", port, 60)
+group = gloo.GlooGroup(store, host="127.0.0.1", token="t", rank=rank, size=size, timeout=120)
+data = torch.empty(2**20)
+try:
+    for number in range(2**20):
+        if rank == size - 1 and number == 3:
+            os._exit(9) if ends else time.sleep(600)
+        group.broadcast(data)
+except RuntimeError:
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["lost", "hung"])
+@pytest.mark.parametrize("size", [3, 5])
+def test_members_of_a_broken_group_fail_long_before_its_timeout(size: int, ends: bool) -> None:
+    store = gloo.open_store("127.0.0.1", 60)
+    told = [
+        [str(int(number)) for number in (store.port, rank, size, ends)] for rank in range(1, size)
+    ]
+    members = [Popen([sys.executable, "-c", MEMBER, *one]) for one in told]
+    try:
+        group = gloo.GlooGroup(store, host="127.0.0.1", token="t", rank=0, size=size, timeout=120)
+        data, begun = torch.zeros(2**20), time.monotonic()
+        if not ends:  # who notices is another thread: the server does not answer
+            threading.Timer(2.0, group.destroy).start()
+        with pytest.raises(RuntimeError):  # endlessly
+            deque(map(group.broadcast, itertools.repeat(data)), maxlen=0)
+        group.destroy()
+        assert [member.wait(30) for member in members[:-1]] == [0] * (size - 2)
+        assert time.monotonic() - begun < 40
+        with pytest.raises(RuntimeError, match="closed"):
+            group.broadcast(data)
+    finally:
+        for member in members:
+            member.kill()
+            member.wait()
