@@ -60,7 +60,7 @@ class _MeanSquares(NamedTuple):
     """From the seeds of each side that has several, and its degrees of freedom."""
     residual: list[float]
     """Of each of these sides: what the two above have in common."""
-    count: int
+    num_prompts: int
     """Prompts."""
 
     @property
@@ -71,7 +71,7 @@ class _MeanSquares(NamedTuple):
 
     @property
     def degrees(self) -> float:
-        parts = [*self.seeds, (self.prompts, self.count - 1)]
+        parts = [*self.seeds, (self.prompts, self.num_prompts - 1)]
         spread = math.fsum(part**2 / degrees for part, degrees in parts)
         # a square as small as that of 1e-170 is zero
         return max(1.0, self.variance**2 / spread) if spread > 0 else 1.0

@@ -1,0 +1,184 @@
+"""What a comparison says, in sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from lrlhf.analysis.compare.comparison import Comparison, Need, Row
+from lrlhf.statistics import Estimate
+
+_LEVEL = 0.05
+_FEW = 10
+_NEUTRAL = ("length", "truncated", "turns")
+"""Metrics of which more is neither better nor worse."""
+
+
+def answer(found: Comparison, a: str = "A", b: str = "B") -> str:
+    """Say in one sentence which side is better, by how much, and of what this speaks."""
+    row = found.main
+    what = "pairs" if row.metric.partition("/")[0] in ("accuracy", "margin") else "prompts"
+    return f"{_verdict(row, a, b)} on these {row.prompts:,} {what}; {scope(found, a, b)}."
+
+
+def _verdict(row: Row, a: str, b: str) -> str:
+    if not row.differing and row.difference.value == 0:
+        return f"{a} and {b} have the same {row.metric}, one by one,"
+    size = amount(abs(row.difference.value), row)
+    up = row.difference.value > 0
+    told = f"{_interval(row, up=up)}, {probability(row)}"
+    if row.adjusted_p > _LEVEL:
+        way = "above" if up else "below"
+        return (
+            f"No difference in {row.metric} is shown between {a} and {b}: {b} is {size} {way} {a} "
+            f"({told})"
+        )
+    if row.metric.startswith(_NEUTRAL):
+        return f"{b} has {'more' if up else 'less'} {row.metric} than {a} by {size} ({told})"
+    return f"{b} is {'better' if up else 'worse'} than {a} by {size} ({told})"
+
+
+def _interval(row: Row, *, up: bool) -> str:
+    """Say the interval in the direction of the difference."""
+    low, high = row.difference.low, row.difference.high
+    if not up:
+        low, high = -high, -low
+    if math.isinf(low):
+        return "too few for a 95 % interval"
+    scale = _scale(row)
+    return f"95 % interval {plain(low * scale, row)} to {plain(high * scale, row)}"
+
+
+def scope(found: Comparison, a: str = "A", b: str = "B") -> str:
+    """Say of what the main result speaks: of checkpoints, or of recipes."""
+    first, second = found.seeds
+    if first == second == 1:
+        return "one seed each: this speaks of these two checkpoints, not of the recipes"
+    if min(first, second) > 1:
+        count = f"{first} seeds each" if first == second else f"{first} and {second} seeds"
+        return f"{count}: this speaks of the recipes, as far as so few seeds tell"
+    alone, several = (a, b) if first == 1 else (b, a)
+    return (
+        f"one seed of {alone}, {max(first, second)} of {several}: this speaks of the recipe of "
+        f"{several} against this one checkpoint of {alone}"
+    )
+
+
+def notes(found: Comparison, a: str = "A", b: str = "B") -> Iterator[str]:
+    """Say what one should know before one believes the figures."""
+    row, matched = found.main, found.matched
+    for folder, count in matched.unmatched.items():
+        if count:
+            yield f"{count:,} of the prompts of {folder} are not in all runs, and were left out."
+    if row.left_out:
+        yield f"{row.left_out:,} prompts were left out: not all runs have a {row.metric} of them."
+    for one in found.others:
+        if one.left_out:
+            yield f"{one.metric}: {one.left_out:,} prompts without a value in all runs left out."
+    for name in found.empty:
+        yield f"{name}: no prompt has a value in all runs."
+    if matched.by == "text":
+        yield "Prompts were matched by their text."
+    if max(matched.samples) > 1:
+        yield (
+            f"The samples of a prompt ({matched.samples[0]} and {matched.samples[1]}) are "
+            "averaged: they are no further prompts."
+        )
+    steps = [sorted({one.step for one in side.evaluations}) for side in (found.a, found.b)]
+    if steps[0] != steps[1]:
+        told = (", ".join(map(str, one)) for one in steps)
+        yield "Evaluations after different steps: {0} step {2}, {1} step {3}.".format(a, b, *told)
+    if found.seeds == (1, 1) and row.differing < min(_FEW, row.prompts):
+        unseen = f"{300 / row.prompts:.2g} %"
+        yield (
+            f"{b} and {a} differ on {row.differing} of {row.prompts:,} prompts only"
+            + (f": they could still differ on up to {unseen} of such prompts." if not row.differing
+               else ", and the interval rests on these few.")
+        )  # fmt: skip
+
+
+def wins_and_losses(found: Comparison, a: str = "A", b: str = "B") -> str:
+    """Say how often B does better than A on the same prompt."""
+    row = found.main
+    return (
+        f"{b} against {a}, prompt by prompt: {row.wins.wins:.1%} wins, {row.wins.ties:.1%} ties, "
+        f"{row.wins.losses:.1%} losses; wins less losses {row.wins.net.value * 100:+.1f} points "
+        f"({_net(row.wins.net)})"
+    )
+
+
+def _net(net: Estimate) -> str:
+    if math.isinf(net.low):
+        return "too few for an interval"
+    return f"95 % interval {100 * net.low:+.1f} to {100 * net.high:+.1f}"
+
+
+def power_sentences(found: Comparison) -> Iterator[str]:
+    """Say what this evaluation could see, and what it would take to see more."""
+    if found.power is None:
+        return
+    row, seeds = found.main, found.seeds
+    with_seeds = "" if max(seeds) == 1 else f" and {_seeds(seeds)}"
+    yield (
+        f"With {row.prompts:,} prompts{with_seeds} a difference of "
+        f"{amount(found.power.detectable, row)} would be found in 80 % of evaluations."
+    )
+    needs = "; ".join(f"{amount(one.difference, row)}: {_need(one, seeds)}" for one in
+                      found.power.needs)  # fmt: skip
+    if needs:
+        yield f"To find a smaller or larger one as often takes: {needs}."
+
+
+def _need(need: Need, seeds: tuple[int, int]) -> str:
+    prompts = "no number of prompts" if need.prompts is None else f"{need.prompts:,} prompts"
+    if max(seeds) == 1:
+        return prompts
+    told = f"{prompts} with {_seeds(seeds)}"
+    if min(seeds) == 1:
+        return told
+    if need.seeds is None:
+        return f"{told} (with these prompts no number of seeds)"
+    return f"{told}, or {need.seeds} seeds each with these prompts"
+
+
+def _seeds(seeds: tuple[int, int]) -> str:
+    return f"{seeds[0]} seeds each" if seeds[0] == seeds[1] else f"{seeds[0]} and {seeds[1]} seeds"
+
+
+def probability(row: Row) -> str:
+    """Say the p-value; of several comparisons also the corrected one."""
+    p = row.difference.p_value
+    told = f"p = {p:.2g}" if p >= 0.001 else "p < 0.001"
+    if row.adjusted_p != p:
+        told += f", {row.adjusted_p:.2g} after Holm's correction"
+    return told
+
+
+def amount(value: float, row: Row) -> str:
+    """Write a difference with its unit: shares in points, hundredths."""
+    return plain(value * _scale(row), row) + (" points" if row.binary else "")
+
+
+def plain(value: float, row: Row) -> str:
+    """Write a number as precisely as its unit asks for."""
+    if math.isinf(value):
+        return "−∞" if value < 0 else "∞"
+    text = f"{value:.1f}" if row.binary else f"{value:.3g}"
+    return text.replace("-", "−")
+
+
+def _scale(row: Row) -> float:
+    return 100.0 if row.binary else 1.0
+
+
+def cells(row: Row) -> list[str]:
+    """Return what a table shows of a row: A, B, difference, interval, p."""
+    scale = _scale(row)
+    first, second = (plain(mean * scale, row) for mean in row.means)
+    if row.binary:
+        first, second = f"{first} %", f"{second} %"
+    sign = "+" if row.difference.value > 0 else ""
+    low, high = (plain(end * scale, row) for end in (row.difference.low, row.difference.high))
+    p = f"{row.adjusted_p:.3f}" if row.adjusted_p >= 0.001 else "<0.001"
+    value = f"{sign}{plain(row.difference.value * scale, row)}"
+    return [first, second, value, f"{low} to {high}", p]
