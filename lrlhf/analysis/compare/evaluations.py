@@ -79,14 +79,19 @@ def main_metric(evaluation: Evaluation) -> str:
 
 
 def _read(folder: Path, step: int, path: Path) -> Evaluation:
-    samples = []
+    """Read a file; metrics at other temperatures than the first are called ``t0.7/score``."""
+    samples: list[Sample] = []
+    temperature = None
     for number, record in enumerate(records(path), start=1):
-        values = measures(record)
-        if not values and "score" not in record and "labels" not in record:
+        if "score" not in record and not isinstance(record.get("labels"), Mapping):
             raise ValueError(
                 f"{path}, line {number} has neither a score nor labels: it is no line that "
                 "EvalJSONL has written"
             )
+        values = measures(record)
+        temperature = record.get("temperature") if not samples else temperature
+        if record.get("temperature") != temperature:
+            values = {f"t{record.get('temperature')}/{name}": one for name, one in values.items()}
         samples.append(_sample(record, values))
     if not samples:
         raise ValueError(f"{path} is empty")
@@ -117,6 +122,7 @@ def _of_response(record: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, Any] = {"score": record.get("score")}
     for name, value in _mapping(record.get("rewards")).items():
         found[f"rewards/{name}"] = value
+    found["correct"] = record.get("correct")
     found["length"] = record.get("length")
     if "finish_reason" in record:
         found["truncated"] = float(record["finish_reason"] == "length")

@@ -115,14 +115,18 @@ def _parts(report: Report, step: str) -> Iterator[RenderableType]:
         yield Text("")
         yield _metrics(one, letters)
         yield Text(words.wins_and_losses(one, *letters))
-        for sentence in [*words.power_sentences(one), *words.notes(one, *letters)]:
+        for sentence in words.notes(one, *letters):
             yield Text(sentence)
+        if one.power is not None:
+            yield Text(words.power_sentence(one, one.power))
+            yield _table(words.needs(one, one.power))
         yield from _configs(diff, letters)
     for sentence in notes(report, step):
         yield Text(sentence)
-    if table := _costs(report):
+    costs = cost_rows(report)
+    if len(costs[0]) > 1:
         yield Text("")
-        yield table
+        yield _table(costs)
 
 
 def _metrics(found: Comparison, letters: tuple[str, str]) -> Table:
@@ -155,10 +159,17 @@ def _configs(diff: ConfigDiff, letters: tuple[str, str]) -> Iterator[RenderableT
     for sentence in config_sentences(diff):
         yield Text(sentence)
     if diff.changes:
-        table = Table("option", *letters, title="config", title_justify="left", box=None)
-        for change in diff.changes:
-            table.add_row(*map(Text, change))
-        yield table
+        yield _table([["option", *letters], *map(list, diff.changes)], left=True)
+
+
+def _table(rows: Sequence[Sequence[Any]], *, left: bool = False) -> Table:
+    """Lay out headings and rows; the first column is text, the others are numbers unless left."""
+    table = Table(box=None)
+    for index, name in enumerate(rows[0]):
+        table.add_column(name, overflow="fold", justify="left" if left or not index else "right")
+    for row in rows[1:]:
+        table.add_row(*(Text(one if isinstance(one, str) else _shown(one)) for one in row))
+    return table
 
 
 def config_sentences(diff: ConfigDiff) -> Iterator[str]:
@@ -171,19 +182,6 @@ def config_sentences(diff: ConfigDiff) -> Iterator[str]:
         yield f"Not counted as differences: {', '.join(diff.apart)}."
     if diff.within:
         yield (f"The runs of one side differ in more than their seeds: {', '.join(diff.within)}.")
-
-
-def _costs(report: Report) -> Table | None:
-    rows = cost_rows(report)
-    if len(rows[0]) == 1:
-        return None
-    table = Table(title="cost", title_justify="left", box=None)
-    table.add_column(rows[0][0], overflow="fold")
-    for name in rows[0][1:]:
-        table.add_column(name, justify="right")
-    for row in rows[1:]:
-        table.add_row(Text(str(row[0])), *map(_shown, row[1:]))
-    return table
 
 
 def cost_rows(report: Report) -> list[list[Any]]:
@@ -225,7 +223,7 @@ def as_json(report: Report, *, step: str = "last") -> dict[str, Any]:
         {
             "answer": words.answer(one, *letters),
             "scope": words.scope(one, *letters),
-            "notes": [*words.power_sentences(one), *words.notes(one, *letters)],
+            "notes": list(words.notes(one, *letters)),
             "a": _side(one.a),
             "b": _side(one.b),
             "matched_by": one.matched.by,

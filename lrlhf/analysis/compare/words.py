@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lrlhf.analysis.compare.comparison import Comparison, Need, Row
+from lrlhf.analysis.compare.comparison import Comparison, Power, Row
 from lrlhf.statistics import Estimate
 
 _LEVEL = 0.05
@@ -66,17 +66,8 @@ def scope(found: Comparison, a: str = "A", b: str = "B") -> str:
 
 def notes(found: Comparison, a: str = "A", b: str = "B") -> Iterator[str]:
     """Say what one should know before one believes the figures."""
+    yield from _left_out(found)
     row, matched = found.main, found.matched
-    for folder, count in matched.unmatched.items():
-        if count:
-            yield f"{count:,} of the prompts of {folder} are not in all runs, and were left out."
-    if row.left_out:
-        yield f"{row.left_out:,} prompts were left out: not all runs have a {row.metric} of them."
-    for one in found.others:
-        if one.left_out:
-            yield f"{one.metric}: {one.left_out:,} prompts without a value in all runs left out."
-    for name in found.empty:
-        yield f"{name}: no prompt has a value in all runs."
     if matched.by == "text":
         yield "Prompts were matched by their text."
     if max(matched.samples) > 1:
@@ -86,59 +77,70 @@ def notes(found: Comparison, a: str = "A", b: str = "B") -> Iterator[str]:
         )
     steps = [sorted({one.step for one in side.evaluations}) for side in (found.a, found.b)]
     if steps[0] != steps[1]:
-        told = (", ".join(map(str, one)) for one in steps)
-        yield "Evaluations after different steps: {0} step {2}, {1} step {3}.".format(a, b, *told)
+        first, second = (", ".join(map(str, one)) for one in steps)
+        yield f"Evaluations after different steps: {a} step {first}, {b} step {second}."
     if found.seeds == (1, 1) and row.differing < min(_FEW, row.prompts):
-        unseen = f"{300 / row.prompts:.2g} %"
-        yield (
-            f"{b} and {a} differ on {row.differing} of {row.prompts:,} prompts only"
-            + (f": they could still differ on up to {unseen} of such prompts." if not row.differing
-               else ", and the interval rests on these few.")
-        )  # fmt: skip
+        few = f"{b} and {a} differ on {row.differing} of {row.prompts:,} prompts only"
+        unseen = f"they could still differ on up to {300 / row.prompts:.2g} % of such prompts"
+        yield f"{few}; {'the interval rests on these few' if row.differing else unseen}."
+
+
+def _left_out(found: Comparison) -> Iterator[str]:
+    for folder, count in found.matched.unmatched.items():
+        if count:
+            yield f"{count:,} of the prompts of {folder} are not in all runs, and were left out."
+    for row in (found.main, *found.others):
+        if row.left_out:
+            yield f"{row.metric}: {row.left_out:,} prompts without a value in all runs left out."
+    for name in found.empty:
+        yield f"{name}: no prompt has a value in all runs."
 
 
 def wins_and_losses(found: Comparison, a: str = "A", b: str = "B") -> str:
     """Say how often B does better than A on the same prompt."""
     row = found.main
-    return (
+    told = (
         f"{b} against {a}, prompt by prompt: {row.wins.wins:.1%} wins, {row.wins.ties:.1%} ties, "
-        f"{row.wins.losses:.1%} losses; wins less losses {row.wins.net.value * 100:+.1f} points "
-        f"({_net(row.wins.net)})"
+        f"{row.wins.losses:.1%} losses"
     )
+    if row.wins.net == row.difference:  # right or wrong, once each
+        return f"{told}."
+    net = f"{row.wins.net.value * 100:+.1f} points".replace("-", "−")
+    return f"{told}; wins less losses {net} ({_net(row.wins.net)})."
 
 
 def _net(net: Estimate) -> str:
     if math.isinf(net.low):
         return "too few for an interval"
-    return f"95 % interval {100 * net.low:+.1f} to {100 * net.high:+.1f}"
+    return f"95 % interval {100 * net.low:.1f} to {100 * net.high:.1f}".replace("-", "−")
 
 
-def power_sentences(found: Comparison) -> Iterator[str]:
-    """Say what this evaluation could see, and what it would take to see more."""
-    if found.power is None:
-        return
-    row, seeds = found.main, found.seeds
-    with_seeds = "" if max(seeds) == 1 else f" and {_seeds(seeds)}"
-    yield (
-        f"With {row.prompts:,} prompts{with_seeds} a difference of "
-        f"{amount(found.power.detectable, row)} would be found in 80 % of evaluations."
+def power_sentence(found: Comparison, seen: Power) -> str:
+    """Say what this evaluation could see."""
+    seeds = "" if max(found.seeds) == 1 else f" and {_seeds(found.seeds)}"
+    return (
+        f"With {found.main.prompts:,} prompts{seeds} a difference of "
+        f"{amount(seen.detectable, found.main)} would be found in 80 % of evaluations."
     )
-    needs = "; ".join(f"{amount(one.difference, row)}: {_need(one, seeds)}" for one in
-                      found.power.needs)  # fmt: skip
-    if needs:
-        yield f"To find a smaller or larger one as often takes: {needs}."
 
 
-def _need(need: Need, seeds: tuple[int, int]) -> str:
-    prompts = "no number of prompts" if need.prompts is None else f"{need.prompts:,} prompts"
-    if max(seeds) == 1:
-        return prompts
-    told = f"{prompts} with {_seeds(seeds)}"
-    if min(seeds) == 1:
-        return told
-    if need.seeds is None:
-        return f"{told} (with these prompts no number of seeds)"
-    return f"{told}, or {need.seeds} seeds each with these prompts"
+def needs(found: Comparison, seen: Power) -> list[list[str]]:
+    """Return headings and rows: how many prompts, or seeds, find a difference as often."""
+    prompts, seeds = "prompts", "seeds each"
+    if max(found.seeds) > 1:
+        prompts += f" with {_seeds(found.seeds)}"
+        seeds += f" with {found.main.prompts:,} prompts"
+    several = min(found.seeds) > 1
+    rows = [
+        [amount(one.difference, found.main), _number(one.prompts)]
+        + ([_number(one.seeds)] if several else [])
+        for one in seen.needs
+    ]
+    return [["to find", prompts, *([seeds] if several else [])], *rows]
+
+
+def _number(count: int | None) -> str:
+    return "no number does" if count is None else f"{count:,}"
 
 
 def _seeds(seeds: tuple[int, int]) -> str:
