@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _EPILOG = """\
 A RUN is the folder of a run with eval_scores_<step>.jsonl. In quotes it may be a pattern
 ('runs/a_seed*'), whose folders are the seeds of one side. The first RUN, or --against, is what the
-others are compared with. With --config the RUNs are models or checkpoints, which are first
+others are compared with. With --config a RUN may also be a model or a checkpoint, and each is first
 evaluated on the validation set of that config.
 
 examples:

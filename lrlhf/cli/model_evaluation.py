@@ -14,7 +14,9 @@ import yaml
 from lrlhf.cli.config_files import config_arguments, read_config_files
 from lrlhf.cli.messages.errors import ConfigError
 
-_CHECKPOINTS = (".ckpt",)
+_CHECKPOINT = ".ckpt"
+_OF_RUN = ("checkpoints/last.ckpt", "export/final")
+"""What stands for a run."""
 _OPTIONS = {"RewardModel": "model"}
 """What a module calls the model that it trains; others call it ``policy``."""
 
@@ -27,7 +29,8 @@ def evaluate_models(
     All of them get the same prompts, and, where responses are sampled, the same seeds.
 
     Args:
-        sides: Models of each side: checkpoints, exported folders, hub ids.
+        sides: Models of each side: runs (their last checkpoint, else their export), checkpoints,
+            exported folders, hub ids.
         configs: Config files, later ones override earlier ones.
         output: Where the evaluations go, a folder for each model.
 
@@ -51,10 +54,13 @@ def _evaluate(model: str, flags: Sequence[str], option: str, output: Path) -> Pa
     for old in folder.glob("eval_scores_*.jsonl"):
         old.unlink()
     path = Path(model)
-    is_checkpoint = path.suffix in _CHECKPOINTS
+    if path.is_dir() and path.suffix != _CHECKPOINT and not (path / "config.json").exists():
+        path = next((path / one for one in _OF_RUN if (path / one).exists()), path)
+    is_checkpoint = path.suffix == _CHECKPOINT
     if (is_checkpoint or model.startswith((".", "/"))) and not path.exists():
         raise ConfigError(f"no model {model}")
-    chosen = ["--ckpt_path", model] if is_checkpoint else [f"--model.{option}", model]
+    source = str(path) if path.exists() else model
+    chosen = ["--ckpt_path", source] if is_checkpoint else [f"--model.{option}", source]
     command = [sys.executable, "-m", "lrlhf", "validate", *flags, *chosen]
     command += ["--trainer.default_root_dir", str(folder)]
     sys.stderr.write(f"evaluating {model}\n")

@@ -84,7 +84,7 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     if items:
         for key, inner in items:
             yield from _flat(inner, key)
-    else:
+    elif name:
         yield name, str(value)
 
 

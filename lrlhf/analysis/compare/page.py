@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from lrlhf.analysis.compare import words
-from lrlhf.analysis.compare.comparison import Comparison, Power, scores_of
+from lrlhf.analysis.compare.comparison import Comparison, Power, Row, scores_of
 from lrlhf.analysis.compare.configs import ConfigDiff
 from lrlhf.analysis.compare.report import (
     Report,
@@ -61,8 +61,7 @@ def write_comparison(report: Report, path: Path, *, step: str = "last") -> Path:
 def _parts(found: Comparison, letters: Letters) -> Iterator[Text | Table | Chart]:
     columns = ["metric", "prompts", *letters, "difference", "from", "to", "p"]
     rows = [
-        [row.subset or row.metric, row.prompts, *row.means, row.difference.value]
-        + [*map(_finite, (row.difference.low, row.difference.high)), row.adjusted_p]
+        [row.subset or row.metric, row.prompts, *row.means, *_difference(row), row.adjusted_p]
         for row in (found.main, *found.others, *found.subsets)
     ]
     yield Table(columns, rows, note=f"From, to: 95 % interval. {family_note(found)}")
@@ -75,6 +74,10 @@ def _parts(found: Comparison, letters: Letters) -> Iterator[Text | Table | Chart
         needed = words.needs(found, found.power)
         yield Table(needed[0], needed[1:])
         yield _power(found, found.power)
+
+
+def _difference(row: Row) -> list[float | None]:
+    return [_finite(value) for value in row.difference[:3]]
 
 
 def _forest(found: Comparison) -> Chart:
