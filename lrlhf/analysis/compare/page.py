@@ -18,6 +18,7 @@ from lrlhf.analysis.compare.report import (
     notes,
 )
 from lrlhf.analysis.page import Chart, Section, Table, Text, write_page
+from lrlhf.analysis.page.page import Cell
 from lrlhf.statistics import power
 
 _PROMPTS = 100
@@ -128,7 +129,7 @@ def _prompts(found: Comparison, letters: Letters) -> Table:
     shown = np.argsort(-np.abs(gaps), kind="stable")[:_PROMPTS]
     shown = shown[np.argsort(-gaps[shown], kind="stable")]
     told = [f"answer of {letter}" for letter in letters]
-    rows = [
+    rows: list[list[Cell]] = [
         [
             " ".join(prompts[index].key[-2:] if found.matched.by == "row" else ()),
             _short(prompts[index].text),
