@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -133,25 +134,29 @@ def letters(completions: list[str]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_models_are_evaluated_on_the_same_prompts(model_folder: str, capfd: Capture) -> None:
-    rows = [{"prompt": f"say {word}"} for word in "abcdefgh"]
+@pytest.mark.parametrize("module", ["RLOO", "RewardModel"])
+def test_models_are_evaluated_on_the_same_prompts(
+    module: str, model_folder: str, capfd: Capture
+) -> None:
+    rows = [{"prompt": f"say {one}", "chosen": one * 2, "rejected": one} for one in "abcdefgh"]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    policy = module == "RLOO"
+    options = {"policy": {"source": "nowhere"}, "eval_sampling": {"max_new_tokens": 4}}
     config = experiment(
-        "RLOO",
-        {"policy": {"source": "nowhere"}, "eval_sampling": {"max_new_tokens": 4}},
+        module,
+        options if policy else {"model": {"source": "nowhere"}},
         {"train": "rows.jsonl", "val": "rows.jsonl", "val_batch_size": 4},
         reward=f"{__name__}.letters",
         callbacks=[{"class_path": "EvalJSONL"}],
     )
     Path("run.yaml").write_text(yaml.safe_dump(config))
-    Path("again2").mkdir()
-    for path in Path(model_folder).iterdir():
-        (Path("again2") / path.name).write_bytes(path.read_bytes())
-    status = run(["compare", model_folder, "again2", "--config", "run.yaml", "--output", "out"])
+    shutil.copytree(model_folder, "copy/export/final")
+    status = run(["compare", model_folder, "copy", "--config", "run.yaml", "--output", "out"])
     shown = capfd.readouterr()
     assert status == 0, shown.err
-    # the same weights, prompts and seeds
-    assert shown.out.startswith("A and B have the same score, one by one, on these 8 prompts")
+    # the same weights, prompts and seeds; a reward model's new head has the same seed too
+    what = "score, one by one, on these 8 prompts" if policy else "accuracy, one by one, on these 8"
+    assert shown.out.startswith(f"A and B have the same {what}")
     assert len(list(Path("out").glob("*/eval_scores_0.jsonl"))) == 2
-    assert run(["compare", "./gone", "again2", "--config", "run.yaml"]) == 2
+    assert run(["compare", "./gone", "copy", "--config", "run.yaml"]) == 2
     assert capfd.readouterr().err.endswith("error: no model ./gone\n")
