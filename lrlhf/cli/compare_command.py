@@ -18,6 +18,8 @@ from lrlhf.cli.messages.errors import ConfigError
 if TYPE_CHECKING:
     from lrlhf.analysis.compare import Report
 
+_MOST_SIDES = 26
+"""Letters that they are called by."""
 _EPILOG = """\
 A RUN is the folder of a run with eval_scores_<step>.jsonl. In quotes it may be a pattern
 ('runs/a_seed*'), whose folders are the seeds of one side. The first RUN, or --against, is what the
@@ -148,21 +150,22 @@ def _sides(given: argparse.Namespace) -> dict[str, list[str]]:
     """Return the runs of each side by its name, the one that others are compared with first.
 
     Raises:
-        ConfigError: There are less than two, a pattern fits nothing, or a run is there twice.
+        ConfigError: There are less than two or too many, a pattern fits nothing, or a run is there
+            twice.
     """
-    asked = [given.a, given.b, *([one] for one in given.runs)]
-    sides = {", ".join(side): _found(side) for side in asked if side}
-    if len(sides) < 2:
+    asked = [side for side in (given.a, given.b, *([one] for one in given.runs)) if side]
+    if not 2 <= len(asked) <= _MOST_SIDES:
         _refuse(
-            "lrlhf compare needs two sides: lrlhf compare RUN_A RUN_B, or --a RUN ... --b RUN ..."
+            f"lrlhf compare needs two sides, up to {_MOST_SIDES}: lrlhf compare RUN_A RUN_B, or "
+            "with several seeds --a RUN ... --b RUN ..."
         )
+    found = [(", ".join(side), _found(side)) for side in asked]
     seen: set[Path] = set()
-    for runs in sides.values():
-        for run in runs:
-            if Path(run).resolve() in seen:
-                _refuse(f"{run} is given twice; a run is one seed of one side")
-            seen.add(Path(run).resolve())
-    return sides
+    for run in (run for _, side in found for run in side):
+        if Path(run).resolve() in seen:
+            _refuse(f"{run} is given twice; a run is one seed of one side")
+        seen.add(Path(run).resolve())
+    return dict(found)
 
 
 def _found(patterns: Sequence[str]) -> list[str]:

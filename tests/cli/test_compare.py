@@ -104,6 +104,8 @@ def test_a_page_has_the_answer_and_the_prompts(capsys: Capture) -> None:
 
 def test_mistakes_are_told_in_one_line(capsys: Capture) -> None:
     assert "needs two sides" in refused(capsys, "runs/a_seed1")
+    assert "needs two sides, up to 26" in refused(capsys, *(f"r{one}" for one in range(27)))
+    assert "is given twice" in refused(capsys, "runs/a_seed1", "runs/a_seed1/")
     assert "there is no folder runs/c" in refused(capsys, "runs/a_seed1", "runs/c")
     assert "nothing fits runs/c*" in refused(capsys, "runs/a_seed1", "runs/c*")
     assert "is given twice" in refused(capsys, "runs/a_seed*", "runs/a_seed1")

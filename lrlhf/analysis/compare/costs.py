@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -67,15 +68,17 @@ def _columns(path: Path) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     if not path.exists():
         return found
-    with path.open(newline="", encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
-            for name, cell in row.items():
-                if not cell or name is None:
-                    continue
-                try:
-                    value = float(cell)
-                except ValueError as error:
-                    raise ValueError(f"{path}: {name} is '{cell}', which is no number") from error
-                if math.isfinite(value):
-                    found.setdefault(name, []).append(value)
+    text = path.read_text(encoding="utf-8")
+    # a run that goes on may be writing the last line
+    whole = text[: text.rfind("\n") + 1]
+    for row in csv.DictReader(io.StringIO(whole, newline="")):
+        for name, cell in row.items():
+            if not cell:
+                continue
+            try:
+                value = float(cell)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}: {name} is '{cell}', which is no number") from error
+            if math.isfinite(value):
+                found.setdefault(name, []).append(value)
     return found

@@ -60,7 +60,7 @@ def test_costs_are_added_up() -> None:
     )
     # logged in every other of 4 steps; tokens_per_s is no time
     (folder / "timings.csv").write_text(
-        "step,perf/generate_s,perf/tokens_per_s\n2,1.0,900\n4,2.0,800\n"
+        "step,perf/generate_s,perf/tokens_per_s\n2,1.0,900\n4,2.0,800\n5,1"
     )
     lines = [{"step": 1, "length": 3}, {"step": 1, "length": 5}]
     (folder / "rollouts.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in lines))
