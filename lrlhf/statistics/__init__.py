@@ -1,1 +1,27 @@
 """Statistics of evaluations: intervals, paired comparisons, and metrics over several samples."""
+
+from lrlhf.statistics.estimate import Estimate
+from lrlhf.statistics.holm import holm
+from lrlhf.statistics.mean_interval import MeanInterval, mean_interval
+from lrlhf.statistics.paired import Variances, Wins, paired_difference, variances, wins
+from lrlhf.statistics.pass_at_k import pass_at_k
+from lrlhf.statistics.power import detectable_difference, power, prompts_needed, seeds_needed
+from lrlhf.statistics.sign_flips import mean_by_sign_flips
+
+__all__ = [
+    "Estimate",
+    "MeanInterval",
+    "Variances",
+    "Wins",
+    "detectable_difference",
+    "holm",
+    "mean_by_sign_flips",
+    "mean_interval",
+    "paired_difference",
+    "pass_at_k",
+    "power",
+    "prompts_needed",
+    "seeds_needed",
+    "variances",
+    "wins",
+]

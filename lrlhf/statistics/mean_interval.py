@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-_NORMAL = 1000
-"""Degrees of freedom from which on Student's distribution is taken for the normal one."""
+from lrlhf.statistics.student_t import t_quantile
 
 
 class MeanInterval(NamedTuple):
@@ -77,52 +76,14 @@ def mean_interval(
         return MeanInterval(mean, math.nan, math.nan, 1)
     gaps = [math.fsum(value - mean for value in own) for own in groups.values()]
     error = math.sqrt(math.fsum(gap * gap for gap in gaps) * count / (count - 1)) / total
-    reach = student_quantile((1 + confidence) / 2, count - 1) * error
+    reach = t_quantile(confidence, count - 1) * error
     low, high = max(bounds[0], mean - reach), min(bounds[1], mean + reach)
     return MeanInterval(mean, low, high, count)
 
 
 def _wilson(share: float, count: int, confidence: float) -> tuple[float, float]:
-    z = student_quantile((1 + confidence) / 2, _NORMAL)
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
     scale = 1 + z**2 / count
     center = share + z**2 / (2 * count)
     spread = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
     return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
-
-
-def student_quantile(probability: float, degrees: int) -> float:
-    """Return the quantile of Student's t distribution, accurate to 1e-9 below 1000 degrees.
-
-    From 1000 degrees on it is that of the normal distribution, which is 0.12 % less at most.
-
-    Args:
-        probability: Above one half and below 1.
-        degrees: Of freedom, at least 1.
-
-    Reference:
-        Abramowitz and Stegun 1964, 26.7.3 and 26.7.4
-    """
-    wanted = 2 * probability - 1
-    low, high = 0.0, 1.0 if degrees >= _NORMAL else math.pi / 2
-    if degrees >= _NORMAL:
-        while math.erf(high / math.sqrt(2)) < wanted:
-            high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        reached = (
-            math.erf(middle / math.sqrt(2)) if degrees >= _NORMAL else _within(middle, degrees)
-        )
-        low, high = (middle, high) if reached < wanted else (low, middle)
-    return low if degrees >= _NORMAL else math.tan(low) * math.sqrt(degrees)
-
-
-def _within(angle: float, degrees: int) -> float:
-    """Return the probability of -t to t, with t = tan(angle) · √degrees."""
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = degrees % 2
-    terms: NDArray[np.float64] = np.arange(1 + odd, degrees - 1, 2, dtype=np.float64)
-    # 1, 1/2, 1·3/(2·4), … or 1, 2/3, 2·4/(3·5), …, each with its power of cos²
-    series = 1.0 + float(np.sum(np.cumprod(terms / (terms + 1) * cosine**2)))
-    if not odd:
-        return sine * series
-    return 2 / math.pi * (angle + (sine * cosine * series if degrees > 1 else 0.0))

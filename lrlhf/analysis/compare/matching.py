@@ -1,0 +1,180 @@
+"""The same prompts in the evaluations of two sides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lrlhf.analysis.compare.evaluations import Evaluation, Key, Sample
+
+Match = Literal["auto", "row", "text"]
+_PROMPT = 2
+"""Place of the prompt in the key of a text."""
+
+
+class Side(NamedTuple):
+    """What is compared: the runs of one recipe, which differ in their seeds."""
+
+    name: str
+    evaluations: list[Evaluation]
+
+
+class Prompt(NamedTuple):
+    """A prompt, or a pair, that all runs of both sides have."""
+
+    key: Key
+    """What it was matched by."""
+    text: str
+    columns: Mapping[str, Any]
+    answers: tuple[str, str]
+    """The first one of each side."""
+
+
+class Matched(NamedTuple):
+    """Two sides over the prompts that they have in common."""
+
+    prompts: list[Prompt]
+    values: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
+    """Of each metric the means over the samples of a prompt, [seeds, prompts] of each side; NaN
+    where there is none."""
+    samples: tuple[int, int]
+    """Most samples of one prompt, of each side."""
+    binary: frozenset[str]
+    """Metrics that are 0 or 1 on each sample of both sides."""
+    by: str
+    """``row`` or ``text``."""
+    unmatched: dict[str, int]
+    """Prompts that a run has and another one has not, by run."""
+
+
+_Groups = dict[Key, list[Sample]]
+
+
+def match(a: Side, b: Side, by: Match = "auto") -> Matched:
+    """Find the prompts that every run of both sides has.
+
+    Args:
+        a: One side.
+        b: The other.
+        by: ``row``: by evaluation set, source and row. ``text``: by what was asked. ``auto``: by
+            row where all lines have one and the texts of equal rows are equal, else by text.
+
+    Raises:
+        ValueError: They have none in common, or their lines do not say from which row they are.
+    """
+    runs = [*a.evaluations, *b.evaluations]
+    placed = all(sample.place is not None for run in runs for sample in run.samples)
+    if by == "row" and not placed:
+        raise ValueError(
+            "not all evaluations say from which source and row a line is; match them by text"
+        )
+    found = None
+    if placed and by != "text":
+        found = [_group(run, by_row=True) for run in runs]
+        others = _different_texts(found)
+        if others and by == "auto":
+            found = None
+            by_text = [_group(run, by_row=False) for run in runs]
+            if not set.intersection(*map(set, by_text)):
+                raise ValueError(
+                    f"{a.name} and {b.name} have the same rows, but on {len(others)} of them "
+                    f"another prompt (first {' '.join(others[0][-2:])}): they were evaluated on "
+                    "different data, or with different templates; --match row compares them "
+                    "nevertheless"
+                )
+    groups = found or [_group(run, by_row=False) for run in runs]
+    common = set.intersection(*map(set, groups))
+    if not common:
+        raise ValueError(
+            f"{a.name} and {b.name} have no prompt in common ({len(groups[0])} and "
+            f"{len(groups[-1])} prompts): evaluate them on the same data"
+        )
+    unmatched = {
+        str(run.folder): len(own.keys() - common) for run, own in zip(runs, groups, strict=True)
+    }
+    keys = sorted(common, key=_in_order)
+    split = len(a.evaluations)
+    return _matched(keys, groups[:split], groups[split:], "row" if found else "text", unmatched)
+
+
+def _matched(
+    keys: Sequence[Key],
+    a: Sequence[_Groups],
+    b: Sequence[_Groups],
+    by: str,
+    unmatched: dict[str, int],
+) -> Matched:
+    names: dict[str, None] = {}
+    whole: dict[str, bool] = {}
+    for own in (*a, *b):
+        for key in keys:
+            for sample in own[key]:
+                for name, value in sample.values.items():
+                    names.setdefault(name)
+                    whole[name] = whole.get(name, True) and value in (0.0, 1.0)
+    values = {name: (_means(name, keys, a), _means(name, keys, b)) for name in names}
+    both = {name: sides for name, sides in values.items() if all(map(_any_finite, sides))}
+    prompts = [_prompt(key, a[0][key][0], b[0][key][0]) for key in keys]
+    most = [max(len(own[key]) for own in side for key in keys) for side in (a, b)]
+    binary = frozenset(name for name in both if whole[name])
+    return Matched(prompts, _without_copies(both), (most[0], most[1]), binary, by, unmatched)
+
+
+def _without_copies(
+    values: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]],
+) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Leave out a reward that is the score itself: one reward of weight 1."""
+    score = values.get("score")
+    return {
+        name: sides
+        for name, sides in values.items()
+        if score is None
+        or not name.startswith("rewards/")
+        or not all(
+            np.array_equal(own, other, equal_nan=True)
+            for own, other in zip(sides, score, strict=True)
+        )
+    }
+
+
+def _prompt(key: Key, first: Sample, second: Sample) -> Prompt:
+    text = "\n".join(filter(None, first.text[_PROMPT:]))
+    return Prompt(key, text, first.columns, (first.answer, second.answer))
+
+
+def _means(name: str, keys: Sequence[Key], side: Sequence[_Groups]) -> NDArray[np.float64]:
+    return np.array([[_mean(name, own[key]) for key in keys] for own in side])
+
+
+def _mean(name: str, samples: Sequence[Sample]) -> float:
+    values = [sample.values[name] for sample in samples if name in sample.values]
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def _group(run: Evaluation, *, by_row: bool) -> _Groups:
+    groups: _Groups = {}
+    for sample in run.samples:
+        key = sample.place if by_row and sample.place is not None else sample.text
+        groups.setdefault(key, []).append(sample)
+    return groups
+
+
+def _different_texts(groups: Sequence[_Groups]) -> list[Key]:
+    """Return the common rows whose texts are not the same in all runs."""
+    common = set.intersection(*map(set, groups))
+    return sorted(
+        (key for key in common if len({own[key][0].text for own in groups}) > 1), key=_in_order
+    )
+
+
+def _any_finite(values: NDArray[np.float64]) -> bool:
+    return bool(np.isfinite(values).any(axis=1).all())
+
+
+def _in_order(key: Key) -> list[tuple[int, str]]:
+    """Sort row 10 behind row 9."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in key]

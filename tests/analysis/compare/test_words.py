@@ -1,0 +1,86 @@
+"""The sentences that answer the question."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lrlhf.analysis.compare import compare_runs
+from lrlhf.analysis.compare.words import answer, needs, notes, power_sentence, wins_and_losses
+from tests.analysis.compare.runs import scored, write_run
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def told(a: list[list[float]], b: list[list[float]]):  # type: ignore[no-untyped-def]
+    sides = {
+        name: [write_run(f"{name}{i}", scored(scores)) for i, scores in enumerate(side)]
+        for name, side in (("a", a), ("b", b))
+    }
+    return compare_runs(sides).comparisons[0]
+
+
+ZEROS, ONES = [0.0] * 20, [1.0] * 20
+HALF = [1.0] * 10 + [0.0] * 10
+
+
+def test_one_seed_each_speaks_of_two_checkpoints() -> None:
+    found = answer(told([HALF], [ONES]))
+    assert found.startswith("B is better than A by 50.0 points (95 % interval ")
+    assert found.endswith(
+        " on these 20 prompts; one seed each: this speaks of these two checkpoints, not of the "
+        "recipes."
+    )
+
+
+def test_a_worse_side_is_said_to_be_worse_with_its_interval_turned() -> None:
+    better, worse = answer(told([HALF], [ONES])), answer(told([ONES], [HALF]))
+    assert worse.startswith("B is worse than A by 50.0 points (95 % interval ")
+    low, high = (float(worse.split("interval ")[1].split(",")[0].split(" to ")[i]) for i in (0, 1))
+    assert 0 < low < 50 < high
+    assert better.endswith("recipes.")
+
+
+def test_what_is_not_shown_is_not_claimed() -> None:
+    few = [1.0, 1.0, *ZEROS[2:]]
+    found = answer(told([ZEROS], [few]))
+    assert found.startswith("No difference in score is shown between A and B: B is 10.0 points ab")
+
+
+def test_equal_sides_are_equal_and_what_could_be_unseen_is_said() -> None:
+    found = told([HALF], [HALF])
+    assert answer(found).startswith("A and B have the same score, one by one, on these 20 prompts")
+    # the rule of three: 3 / 20
+    assert any("up to 15 % of such prompts" in note for note in notes(found))
+    assert "0.0% wins, 100.0% ties" in wins_and_losses(found)
+
+
+def test_seeds_are_said() -> None:
+    generator = np.random.default_rng(0)
+    seeds = [(generator.random(20) < 0.5).astype(float).tolist() for _ in range(5)]
+    assert "3 and 2 seeds: this speaks of the recipes" in answer(told(seeds[:3], seeds[3:]))
+    one = answer(told(seeds[:1], seeds[1:3]))
+    assert "this speaks of the recipe of B against this one checkpoint of A" in one
+
+
+def test_what_it_takes_is_said() -> None:
+    found = told([HALF], [ONES])
+    assert found.power is not None
+    assert power_sentence(found, found.power).startswith("With 20 prompts a difference of ")
+    headings, *rows = needs(found, found.power)
+    assert headings == ["to find", "prompts"]
+    assert [row[0] for row in rows] == ["1.0 points", "2.0 points", "5.0 points", "10.0 points"]
+    counts = [int(row[1].replace(",", "")) for row in rows]
+    # as 1/d²; the variance of the differences is 0.25 · 20/19
+    assert counts[0] == pytest.approx(7.849 * 0.25 * 20 / 19 / 0.01**2, rel=0.01)
+    assert counts[1] == pytest.approx(counts[0] / 4, rel=0.01)
+
+
+def test_scores_that_are_no_shares_have_no_points() -> None:
+    found = answer(told([[0.25 * i for i in range(20)]], [[0.25 * i + 1.5 for i in range(20)]]))
+    assert found.startswith("B is better than A by 1.5 (95 % interval 1.5 to 1.5, p < 0.001)")
