@@ -25,6 +25,7 @@ COMMANDS = {
     "predict": "run the prediction set once",
     "generate": "answer a file of prompts with a checkpoint or model",
     "chat": "talk with a checkpoint or model in the terminal",
+    "inspect": "write a page with the curves and the responses of runs",
     "export": "write a checkpoint's model as a folder that transformers loads",
     "replay": "repeat a step that was left out, and show where it goes wrong",
     "convert": "turn a checkpoint's folder into one file, or the other way round",
@@ -35,6 +36,7 @@ COMMANDS = {
 _OWN_HELP = {
     "chat": "lrlhf.cli.chat_command",
     "generate": "lrlhf.cli.generate_command",
+    "inspect": "lrlhf.cli.inspect_command",
     "serve-policy": "lrlhf.cli.serve_policy_command",
 }
 """Commands whose options are known without importing torch."""

@@ -24,6 +24,8 @@ from lrlhf.secrets import safe
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 _INTERRUPTED = 130
+_READERS = {"inspect": "lrlhf.cli.inspect_command:inspect"}
+"""Commands that only read files, and need no torch."""
 
 
 def run(arguments: Sequence[str], *, debug: bool = False) -> int:
@@ -37,6 +39,10 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
         The exit status, see `lrlhf.__main__.main`.
     """
     try:
+        if arguments[0] in _READERS:
+            module, _, name = _READERS[arguments[0]].partition(":")
+            getattr(import_module(module), name)(arguments[1:])
+            return 0
         files = read_config_files(arguments)
         remember_secrets(files, arguments)
         check_names(files, arguments[0])
