@@ -37,8 +37,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--responses",
         type=_count,
-        default=10_000,
-        help="responses of all runs in the page at most; default: 10000",
+        help="responses of all runs in the page at most; default: 10000, or as many as 20 MB hold",
     )
     return parser
 
