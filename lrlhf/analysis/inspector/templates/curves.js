@@ -3,7 +3,7 @@ const MARGIN = { l: 52, r: 10, t: 6, b: 24 };
 let curveState = { smoothing: 0, search: "", step: null };
 let curveCards = [];
 
-const metricNames = () => [...new Set(data.runs.flatMap((run) => Object.keys(run.curves)))].sort();
+const metricNames = () => [...new Set(data.runs.flatMap((run) => Object.keys(run.curves)))].sort((a, b) => b.endsWith("/score") - a.endsWith("/score") || a.localeCompare(b));
 
 const smoothed = (values, weight) => {
   let mean = 0, bias = 1;
@@ -49,7 +49,7 @@ const curveCard = (metric) => {
       card.drawn = true;
       drawChart(plot, curveTraces(metric), {
         margin: MARGIN, showlegend: false, height: 150, font: { color: colour("--faint"), family: "system-ui, sans-serif", size: 11 },
-        xaxis: { range, fixedrange: true, automargin: false, nticks: 5, tickformat: "d" }, yaxis: { fixedrange: true, automargin: false, nticks: 4, tickformat: "~g", exponentformat: "e" },
+        xaxis: { range, fixedrange: true, automargin: false, nticks: 5, tickformat: "d" }, yaxis: { fixedrange: true, automargin: false, nticks: 6, tickformat: "~g", exponentformat: "e" },
       }, { staticPlot: true });
     },
     read(step) {
@@ -110,7 +110,7 @@ const curvesView = () => {
   const sections = order.map((prefix) => {
     const cards = groups.get(prefix).map(curveCard);
     curveCards.push(...cards);
-    return el("section", { class: "metrics" }, el("h2", { text: visible(prefix) }), el("div", { class: "grid" }, cards.map((card) => card.element)));
+    return el("section", { class: `metrics span${Math.min(cards.length, 3)}` }, el("h2", { text: visible(prefix) }), el("div", { class: "grid" }, cards.map((card) => card.element)));
   });
   const search = el("input", { type: "search", placeholder: "Metric", "aria-label": "Search metrics", oninput: () => {
     for (const card of curveCards) card.element.hidden = !card.metric.toLowerCase().includes(search.value.toLowerCase());
@@ -120,7 +120,7 @@ const curvesView = () => {
     curveState.smoothing = Number(value);
     for (const card of curveCards) if (card.drawn) card.draw();
   });
-  const view = el("div", { class: "curves" }, el("div", { class: "bar" }, search, smoothing, el("span", { id: "pointed", class: "told" })), sections);
+  const view = el("div", { class: "curves" }, el("div", { class: "bar" }, search, smoothing, el("span", { id: "pointed", class: "told" })), el("div", { class: "groups" }, sections));
   view.addEventListener("pointerleave", () => readCurves(null));
   return { element: view, opened() { readCurves(null); curveCards.forEach((card) => watch.observe(card.element)); }, recolour() { curveCards.forEach((card) => card.drawn && card.draw()); } };
 };

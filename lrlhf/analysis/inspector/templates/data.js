@@ -9,6 +9,12 @@ const json = (number) => (number === NOTHING ? null : JSON.parse(data.texts[numb
 const cell = (name, row) => data.responses.columns[name][row];
 const completion = (row) => text(cell("completion", row));
 const prompt = (row) => text(cell("prompt", row));
+// What was asked last: of a chat the turn of the user's, without what a template adds.
+const asked = (row) => {
+  const messages = json(data.responses.more.messages?.[row] ?? NOTHING);
+  const last = Array.isArray(messages) ? messages.findLast((message) => message?.role === "user") : null;
+  return last ? messageText(last.content) : prompt(row);
+};
 const isEvaluation = (row) => cell("evaluation", row) === 1;
 const media = (row) => json(cell("media", row)) ?? [];
 const allRows = () => Array.from({ length: data.responses.size }, (_, row) => row);

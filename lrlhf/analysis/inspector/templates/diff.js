@@ -10,11 +10,28 @@ const diffWords = (first, second) => {
   while (end < a.length - start && end < b.length - start && a[a.length - 1 - end] === b[b.length - 1 - end]) end += 1;
   const middle = editScript(a.slice(start, a.length - end), b.slice(start, b.length - end));
   const parts = [...a.slice(0, start).map((word) => ["same", word]), ...middle, ...a.slice(a.length - end).map((word) => ["same", word])];
+  return tidied(parts);
+};
+
+// Words of a kind together; a lone space between two changes is part of both.
+const tidied = (parts) => {
   const joined = [];
-  for (const [kind, word] of parts) {
-    if (joined.length && joined[joined.length - 1][0] === kind) joined[joined.length - 1][1] += word;
-    else joined.push([kind, word]);
-  }
+  let removed = "", added = "";
+  const flush = () => {
+    if (removed) joined.push(["removed", removed]);
+    if (added) joined.push(["added", added]);
+    removed = added = "";
+  };
+  parts.forEach(([kind, word], at) => {
+    const between = (removed || added) && /^[^\S\n]+$/.test(word) && at + 1 < parts.length && parts[at + 1][0] !== "same";
+    if (kind !== "added" && (kind === "removed" || between)) removed += word;
+    if (kind !== "removed" && (kind === "added" || between)) added += word;
+    if (kind !== "same" || between) return;
+    flush();
+    if (joined.length && joined[joined.length - 1][0] === "same") joined[joined.length - 1][1] += word;
+    else joined.push(["same", word]);
+  });
+  flush();
   return joined;
 };
 

@@ -26,13 +26,14 @@ const field = (label, input) => el("label", { class: "field" }, el("span", { tex
 const number = (value, digits = 3) => {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
-  if (Number.isInteger(value) && size < 1e7) return value.toLocaleString("en");
-  return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(2) : Number(value.toPrecision(digits)).toString();
+  if (Number.isInteger(value) && size < 1e7) return value.toLocaleString("en").replace("-", "−");
+  const shown = size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(2) : Number(value.toPrecision(digits)).toString();
+  return shown.replace("-", "−");
 };
 
 const percent = (share) => `${Math.round(share * 100)} %`;
 
-const signed = (value) => (value > 0 ? `+${number(value)}` : number(value).replace("-", "−"));
+const signed = (value) => (value > 0 ? `+${number(value)}` : number(value));
 
 // A list in pages: `render` makes the element of an entry, and only those that are shown exist.
 const pagedList = (size, render, empty) => {
@@ -55,8 +56,13 @@ const pagedList = (size, render, empty) => {
   return {
     element: el("div", { class: "paged" }, list, pager),
     set(some) { entries = some; show(0); },
-    showEntry(entry) { const at = entries.indexOf(entry); if (at >= 0) show(Math.floor(at / size)); },
+    showEntry(entry) {
+      const at = entries.indexOf(entry);
+      if (at < 0) return;
+      show(Math.floor(at / size));
+      const shown = list.children[at % size];
+      list.scrollTop = shown.offsetTop - list.offsetTop - list.clientHeight / 3;
+    },
     get entries() { return entries; },
-    refresh() { show(page); },
   };
 };

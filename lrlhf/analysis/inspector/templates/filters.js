@@ -55,7 +55,7 @@ const filterBar = (filter, changed) => {
     field("steps", limits("from", "to", "Step")),
     el("span", { class: "field" }, choice("Part", numeric(), filter.part, set("part")), limits("low", "high", "Value")),
     Object.keys(data.responses.tokens).length ? el("label", { class: "field" }, el("input", { type: "checkbox", onchange: (event) => set("tokens")(event.target.checked) }), el("span", { text: "with token values" })) : null);
-  const search = el("input", { type: "search", placeholder: "Search prompts and responses", "aria-label": "Search prompts and responses", value: filter.search || null, oninput: later("search") });
+  const search = el("input", { type: "search", placeholder: "Search", "aria-label": "Search prompts and responses", value: filter.search || null, oninput: later("search") });
   const order = el("span", { class: "order" }, choice("Sort by", sorts.map(([name, shown]) => [name, `by ${shown}`]), filter.sort, set("sort")), direction);
   const wide = matchMedia("(min-width: 800px)").matches;
   return el("div", { class: "searching" }, el("div", { class: "bar" }, search, order), el("details", { open: wide }, el("summary", { text: "Filters" }), more));

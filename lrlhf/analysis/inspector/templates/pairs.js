@@ -49,7 +49,7 @@ const pairsView = () => {
   const update = () => {
     const statistics = current().heads[head];
     figures.hidden = !statistics;
-    facts.textContent = statistics ? `${percent(statistics.accuracy)} of ${statistics.pairs.toLocaleString("en")} labelled pairs are ranked as people rank them. Predictions are ${number(statistics.calibration_error * 100, 2)} points off on average.` : "No pair of this evaluation is labelled.";
+    facts.textContent = statistics ? `${percent(statistics.accuracy)} of ${statistics.pairs.toLocaleString("en")} labelled pairs are ranked as people rank them. The predicted probabilities are ${number(statistics.calibration_error * 100, 2)} percentage points off on average.` : "No pair of this evaluation is labelled.";
     const bias = statistics?.length;
     lengthNote.textContent = bias ? `The model prefers the longer answer in ${percent(bias.model_prefers_longer)} of ${bias.pairs.toLocaleString("en")} pairs, people in ${percent(bias.people_prefer_longer)}.${bias.correlation === null ? "" : ` Correlation of margin and length difference: ${number(bias.correlation, 2)}.`}` : "The records hold no texts.";
     if (statistics) drawCalibration(statistics);
@@ -65,7 +65,7 @@ const pairsView = () => {
   };
   const figures = el("div", { class: "figures" }, el("figure", {}, el("figcaption", { text: "Calibration" }), calibration, el("p", { class: "note", text: "On the dotted line a model is as sure as it is right; below it, it is too sure. Larger dots stand for more pairs." })),
     el("figure", {}, el("figcaption", { text: "Length" }), length, lengthNote));
-  const input = el("input", { type: "search", placeholder: "Search pairs", "aria-label": "Search pairs", oninput: () => { search = input.value; listed(); } });
+  const input = el("input", { type: "search", placeholder: "Search", "aria-label": "Search pairs", oninput: () => { search = input.value; listed(); } });
   const element = el("div", { class: "pairs" }, el("div", { class: "bar" }, names.length > 1 ? choice("Evaluation", names, chosen, pick) : el("span", { text: names[0][1] }), heads), facts, figures,
     el("div", { class: "bar" }, input, choice("Sort pairs", Object.entries(orders).map(([name, [label]]) => [name, label]), order, (name) => { order = name; listed(); }), told), list.element);
   return { element, opened() { pick(chosen); }, recolour() { update(); } };

@@ -75,13 +75,13 @@ const promptsView = (go) => {
   const sorts = { steps: ["most steps", (a, b) => b.steps - a.steps], rise: ["score rose most", (a, b) => b.change - a.change], fall: ["score fell most", (a, b) => a.change - b.change], count: ["most responses", (a, b) => b.rows.length - a.rows.length] };
   const item = (group) => el("button", { type: "button", class: "item", "aria-current": group === chosen ? "true" : null, "data-prompt": group.number, onclick: () => go(`prompt/${group.number}`) },
     el("span", { class: "chips" }, chip(`${group.rows.length} responses`), chip(`${group.steps} step${group.steps > 1 ? "s" : ""}`), group.evaluated ? chip("evaluation", "evaluation") : null, group.steps > 1 ? chip(signed(group.change), group.change > 0 ? "rose" : group.change < 0 ? "fell" : "", "mean score, last step less first") : null),
-    el("bdi", { class: "said", text: snippet(prompt(group.rows[0]), 200, filter.search) || "(empty)" }));
+    el("bdi", { class: "said", text: snippet(asked(group.rows[0]), 200, filter.search) || "(empty)" }));
   const list = pagedList(50, item, "No prompt is like that.");
   const update = () => {
     const wanted = filter.search.toLowerCase();
     list.set(promptGroups.filter((group) => prompt(group.rows[0]).toLowerCase().includes(wanted)).sort((a, b) => sorts[filter.sort][1](a, b) || a.number - b.number));
   };
-  const search = el("input", { type: "search", placeholder: "Search prompts", "aria-label": "Search prompts", oninput: () => { filter.search = search.value; update(); } });
+  const search = el("input", { type: "search", placeholder: "Search", "aria-label": "Search prompts", oninput: () => { filter.search = search.value; update(); } });
   const bar = el("div", { class: "bar" }, search, choice("Sort prompts", Object.entries(sorts).map(([name, [label]]) => [name, label]), "steps", (value) => { filter.sort = value; update(); }));
   const element = el("div", { class: "split" }, el("div", { class: "side" }, bar, list.element), detail);
   update();

@@ -18,10 +18,17 @@ const measuresOf = (tokens) => Object.entries(MEASURES).flatMap(([name, measure]
   return values?.some((value) => value !== null) ? [{ name, middle: null, ...measure, values }] : [];
 });
 
-// The distance from the middle at which a colour is full: few tokens stand out so far that the others would be pale.
-const scaleOf = ({ values, middle }) => {
-  const sizes = values.filter((value) => value !== null).map((value) => Math.abs(value - (middle ?? 0))).sort((a, b) => a - b);
-  return sizes[Math.min(sizes.length - 1, Math.floor(sizes.length * 0.98))] || 1;
+// The distance from the middle at which a colour is full, the same for all responses: of each hundred tokens two are
+// further away, or all others would be pale. A few hundred responses tell.
+const scales = {};
+const scaleOf = ({ name, of, middle }) => {
+  if (!(name in scales)) {
+    const all = Object.values(data.responses.tokens), every = Math.ceil(all.length / 200);
+    const values = all.filter((_, at) => at % every === 0).flatMap((tokens) => of(tokens) ?? []);
+    const sizes = values.filter((value) => value !== null).map((value) => Math.abs(value - (middle ?? 0))).sort((a, b) => a - b);
+    scales[name] = sizes[Math.min(sizes.length - 1, Math.floor(sizes.length * 0.98))] || 1;
+  }
+  return scales[name];
 };
 
 const tint = (value, middle, scale) => {

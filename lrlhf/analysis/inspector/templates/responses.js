@@ -5,7 +5,7 @@ const responsesView = (go) => {
   const item = (row) => el("button", { type: "button", class: "item", "data-row": row, "aria-current": row === chosen ? "true" : null, onclick: () => go(`response/${row}`) },
     el("span", { class: "chips" }, scoreChip(cell("score", row)), chips(row)),
     el("bdi", { class: "said", text: snippet(completion(row), 220, filter.search) || "(empty)" }),
-    el("bdi", { class: "asked", text: snippet(prompt(row), 140, filter.search) }));
+    el("bdi", { class: "asked", text: snippet(asked(row), 140, filter.search) }));
   const list = pagedList(50, item, "No response is like that.");
   const told = el("p", { class: "told", id: "found", "aria-live": "polite" });
   const update = () => {
@@ -30,7 +30,7 @@ const responsesView = (go) => {
     if (row === null) {
       detail.replaceChildren(el("p", { class: "empty", text: "Choose a response from the list." }));
     } else {
-      detail.replaceChildren(el("div", { class: "bar moves" }, close, before, after, el("span", { class: "told", text: "keys j and k" })), responseView(row, (of) => go(`prompt/${promptOf(of)}`)));
+      detail.replaceChildren(el("div", { class: "bar moves" }, close, before, after, el("span", { class: "told keys", text: "keys j and k" })), responseView(row, (of) => go(`prompt/${promptOf(of)}`)));
       detail.scrollTop = 0;
       list.showEntry(row);
     }
