@@ -45,7 +45,7 @@ def opening() -> Iterator[Opened]:
                 viewport={"width": width, "height": height}, color_scheme=scheme
             )
             page = context.new_page()
-            page.set_default_timeout(20_000)
+            page.set_default_timeout(40_000)
             page.on("console", lambda told: complaints.append(f"console: {told.text}"))
             page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
             page.on("dialog", lambda dialog: complaints.append(f"dialog: {dialog.message}"))
@@ -54,7 +54,7 @@ def opening() -> Iterator[Opened]:
             return page
 
         yield opened
-    assert complaints == []
+    assert not complaints, complaints
 
 
 def _foreign(url: str) -> list[str]:

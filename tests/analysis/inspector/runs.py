@@ -1,4 +1,4 @@
-"""Run folders in code, with the files that a run writes: a policy that learns, and a reward model."""
+"""Run folders in code: of a policy that learns, and of a reward model."""
 
 import json
 import random
