@@ -65,3 +65,8 @@ def fits(page: Any) -> bool:
     """Whether nothing is wider than the window."""
     wide: bool = page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     return wide
+
+
+def eventually(locator: Any) -> Any:
+    """Return what waits until something holds of a part of a page."""
+    return pytest.importorskip("playwright.sync_api").expect(locator)

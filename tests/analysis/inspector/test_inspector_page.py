@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lrlhf.analysis.inspector import write_inspector
-from tests.analysis.browser import NARROW, WIDE, Opened, fits, opening
+from tests.analysis.browser import NARROW, WIDE, Opened, eventually, fits, opening
 from tests.analysis.inspector.runs import policy_run, reward_run, write_lines
 
 pytestmark = pytest.mark.slow
@@ -90,11 +90,6 @@ def test_the_step_under_the_pointer_is_read_off_every_curve_of_every_run(
     page.context.close()
 
 
-def listed(page: Any) -> list[str]:
-    texts: list[str] = page.locator(".item .said").all_inner_texts()
-    return texts
-
-
 @pytest.fixture
 def five(tmp_path: Path) -> Path:
     rewards = [{"exact": value} for value in (3.0, None, 1.0, 2.0, 5.0)]
@@ -114,7 +109,7 @@ def test_responses_are_searched_filtered_and_sorted(opened: Opened, five: Path) 
 
     def expect(count: int, *texts: str) -> None:
         page.locator("#found", has_text=re.compile(f"^{count} of")).wait_for()
-        assert listed(page) == list(texts)
+        eventually(page.locator(".item .said")).to_have_text(list(texts))
 
     expect(5, "red apple", "green pear", "sour Apple", "sweet plum", "bitter")
     page.get_by_label("Search prompts and responses").fill("APPLE")
@@ -379,6 +374,7 @@ def test_ten_thousand_responses_open_in_three_seconds(opened: Opened, tmp_path: 
         line["completion"] += " ".join(
             words[(at * 7 + k * (1 + at % 13)) % len(words)] for k in range(250)
         )
+    lines[5_000]["completion"] += " zyzzyva"
     write_lines(tmp_path / "rollouts.jsonl", lines)
     output = tmp_path / "inspect.html"
     write_inspector([tmp_path], output, max_responses=10_400)
@@ -387,8 +383,8 @@ def test_ten_thousand_responses_open_in_three_seconds(opened: Opened, tmp_path: 
     page.wait_for_selector(".item")
     assert page.locator("#found").inner_text() == "10,080 of 10,080 responses"
     taken = busy_seconds(page)
-    page.get_by_label("Search prompts and responses").fill("basil")
-    page.locator("#found", has_text=re.compile("^1,2.. of")).wait_for()
+    page.get_by_label("Search prompts and responses").fill("Zyzzyva")
+    page.locator("#found", has_text="1 of 10,080").wait_for()
     assert (taken < 3, busy_seconds(page) - taken < 1) == (True, True)
     page.context.close()
 

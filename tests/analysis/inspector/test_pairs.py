@@ -29,7 +29,7 @@ def test_calibration_compares_predicted_and_true_shares() -> None:
     low, high = told["calibration"]
     assert (low["pairs"], low["predicted"], low["right"]) == (2, pytest.approx(0.62), 0.5)
     assert (high["pairs"], high["predicted"], high["right"]) == (4, pytest.approx(0.92), 0.75)
-    # (2 * 0.12 + 4 * 0.17) / 6
+    # two pairs are off by 0.12, four by 0.17
     assert told["calibration_error"] == pytest.approx(0.92 / 6)
     assert told["length"] is None
 
@@ -46,7 +46,7 @@ def test_length_bias_counts_who_prefers_the_longer_text() -> None:
     assert told["pairs"] == 4
     assert told["model_prefers_longer"] == 0.75
     assert told["people_prefer_longer"] == 0.5
-    # means 0.25 and -1.25; covariance 75 + 0.25 * 1.25 * 4 - ... written out:
+    # margins and lengths less their means, 0.25 and -1.25
     x, y = [1.75, 0.75, -3.25, 0.75], [11.25, 6.25, -13.75, -3.75]
     over = sum(a * b for a, b in zip(x, y, strict=True))
     under = math.sqrt(sum(a * a for a in x) * sum(b * b for b in y))
