@@ -16,8 +16,10 @@ _PACKAGE = "lrlhf.analysis.inspector"
 _RESPONSES = 10_000
 _DATA_BYTES = 17_000_000
 """Of data in a page of 20 MB, in which plotly takes two."""
-_SCRIPTS = ("elements", "data", "texts", "curves", "filters", "response", "responses")
-_SCRIPTS += ("diff", "prompts", "pairs", "main")
+_SCRIPTS = (
+    *("elements", "data", "texts", "curves", "filters", "response"),
+    *("responses", "diff", "prompts", "pairs", "main"),
+)
 
 
 def write_inspector(

@@ -43,8 +43,9 @@ def judged_pairs(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Judged]
         if not isinstance(margins, dict) or not isinstance(labels, dict):
             raise ValueError(f"{path}, line {number}: a pair needs margins and labels by head")
         first, second = record.get("candidate0"), record.get("candidate1")
-        texts = isinstance(first, str) and isinstance(second, str)
-        length = len(first) - len(second) if texts else None
+        length = None
+        if isinstance(first, str) and isinstance(second, str):
+            length = len(first) - len(second)
         found = {
             head: Judged(margin, labels[head], length)
             for head, value in margins.items()

@@ -16,7 +16,11 @@ class Text(NamedTuple):
     """A paragraph. Everything in it is shown as it is: nothing is taken for markup."""
 
     text: str
-    kind = "text"
+
+    @property
+    def kind(self) -> str:
+        """What the template asks for."""
+        return "text"
 
 
 class Table(NamedTuple):
@@ -33,7 +37,11 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[Cell]]
     title: str = ""
     note: str = ""
-    kind = "table"
+
+    @property
+    def kind(self) -> str:
+        """What the template asks for."""
+        return "table"
 
 
 class Chart(NamedTuple):
@@ -52,7 +60,11 @@ class Chart(NamedTuple):
     title: str = ""
     note: str = ""
     height: int = 320
-    kind = "chart"
+
+    @property
+    def kind(self) -> str:
+        """What the template asks for."""
+        return "chart"
 
 
 class Section(NamedTuple):

@@ -34,7 +34,7 @@ const numeric = () => [["score", "score"], ...Object.keys(data.responses.rewards
 const filterBar = (filter, changed) => {
   const { columns } = data.responses, set = (name) => (value) => { filter[name] = value; changed(); };
   let waits = 0;
-  const later = (name) => (event) => { clearTimeout(waits); const { value } = event.target; waits = setTimeout(() => set(name)(value), 120); };
+  const later = (name) => (event) => { filter[name] = event.target.value; clearTimeout(waits); waits = setTimeout(changed, 120); };
   const limits = (low, high, what) => el("span", { class: "limits" },
     el("input", { type: "number", step: "any", placeholder: "from", "aria-label": `${what} from`, value: filter[low] || null, oninput: later(low) }), "–",
     el("input", { type: "number", step: "any", placeholder: "to", "aria-label": `${what} to`, value: filter[high] || null, oninput: later(high) }));
