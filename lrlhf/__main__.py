@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": "answer a file of prompts with a checkpoint or model",
     "chat": "talk with a checkpoint or model in the terminal",
     "compare": "tell whether a run is better than another, by how much, or not",
+    "inspect": "write a page with the curves and the responses of runs",
     "export": "write a checkpoint's model as a folder that transformers loads",
     "replay": "repeat a step that was left out, and show where it goes wrong",
     "convert": "turn a checkpoint's folder into one file, or the other way round",
@@ -37,6 +38,7 @@ _OWN_HELP = {
     "chat": "lrlhf.cli.chat_command",
     "compare": "lrlhf.cli.compare_command",
     "generate": "lrlhf.cli.generate_command",
+    "inspect": "lrlhf.cli.inspect_command",
     "serve-policy": "lrlhf.cli.serve_policy_command",
 }
 """Commands whose options are known without importing torch."""

@@ -323,6 +323,8 @@ class Experience(Rollout):
     values: Float[Tensor, "B T"] | None = None
     """None: no critic."""
     returns: Float[Tensor, "B T"] | None = None
+    entropy: Float[Tensor, "B T"] | None = None
+    """Of the policy's next-token distributions before the update; None: it was not needed."""
 
     @property
     def value_mask(self) -> Bool[Tensor, "B T"]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +50,11 @@ class RunFiles:
         return self.folder / "rollouts.jsonl"
 
     @property
+    def response_files(self) -> list[Path]:
+        """The file of the responses of training, if there is one."""
+        return [self._responses] if self._responses.exists() else []
+
+    @property
     def config(self) -> dict[str, Any]:
         """The merged config; empty for a run that was started from Python."""
         path = self.folder / "config.yaml"
@@ -63,15 +70,25 @@ class RunFiles:
         """Return every logged metric: a row per step, NaN where a step has none."""
         import pandas as pd  # noqa: PLC0415  takes half a second
 
-        if not self._metrics.exists():
-            return pd.DataFrame(index=pd.Index([], name="step"))
-        # a step has a row of training and one of the evaluation after it
-        return pd.read_csv(self._metrics).groupby("step").last()
+        frame = pd.DataFrame(self.curves()).rename_axis("step").sort_index()
+        return frame.astype(float)
+
+    def curves(self) -> dict[str, dict[int, float]]:
+        """Return the values of every logged metric by step, those of ``timings.csv`` too.
+
+        Raises:
+            ValueError: A cell is no number; names file, line and column.
+        """
+        found: dict[str, dict[int, float]] = {}
+        for path in (self._metrics, self.folder / "timings.csv"):
+            if path.exists():
+                _add_curves(path, found)
+        return found
 
     def responses(self) -> Iterator[dict[str, Any]]:
         """Yield the responses of training, in the order of the steps."""
-        if self._responses.exists():
-            yield from records(self._responses)
+        for path in self.response_files:
+            yield from records(path)
 
     def evaluation(self, step: int | None = None) -> list[dict[str, Any]]:
         """Return the records of the evaluation after a step; None: of the last.
@@ -93,14 +110,50 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: A line is no JSON object; names file and line.
     """
+    for number, line in whole_lines(path):
+        yield record_of(line, path, number)
+
+
+def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield number, from 1, and bytes of the lines that end in a line break."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number} is no JSON: {error}") from error
-            if not isinstance(record, dict):
-                raise ValueError(f"{path}, line {number} is no JSON object")
-            yield record
+            if line.endswith(b"\n"):
+                yield number, line
+
+
+def record_of(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """Parse a line of a file.
+
+    Raises:
+        ValueError: It is no JSON object; names file and line.
+    """
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}, line {number} is no JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{path}, line {number} is no JSON object")
+    return record
+
+
+def _add_curves(path: Path, found: dict[str, dict[int, float]]) -> None:
+    """Add the columns of a CSV file; a step may have several rows, with other metrics in each."""
+    lines = (line.decode(errors="replace") for _, line in whole_lines(path))
+    for number, row in enumerate(csv.DictReader(lines), start=2):
+        step = _number(row.pop("step", None) or "", path, number, "step")
+        if not step.is_integer():
+            raise ValueError(f"{path}, line {number}: the step is {step}, no whole number")
+        for name, text in row.items():
+            if text:
+                value = _number(text, path, number, name)
+                curve = found.setdefault(name, {})
+                if not (math.isnan(value) and int(step) in curve):
+                    curve[int(step)] = value
+
+
+def _number(text: str, path: Path, line: int, column: str) -> float:
+    try:
+        return float(text)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}, line {line}: {column} is {text!r}, no number") from error

@@ -19,9 +19,10 @@ from lrlhf.callbacks.output_files import (
     output_folder,
 )
 from lrlhf.callbacks.reports.rollout_table import render, send, spread
-from lrlhf.modules.contracts import ScoresResponses
+from lrlhf.modules.contracts import Exportable, ScoresResponses
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.rollout.storage import rollout_files, rollout_path, save_rollout
+from lrlhf.rollout.token_values import token_values
 from lrlhf.run.atomic import naming
 from lrlhf.run.checkpoints.set_aside import set_aside
 from lrlhf.run.step_numbers import running_step
@@ -44,6 +45,9 @@ class RolloutLog(KeepsArguments, L.Callback, RolloutListener):
     without an engine. What holds for ``rollouts.jsonl`` after a resume and at a new start holds
     for the folder ``rollouts`` too.
 
+    With ``token_values`` some lines have ``tokens``, which `lrlhf inspect` shows in colour: lists
+    with an entry for each of ``token_ids``, see `lrlhf.rollout.token_values`.
+
     Args:
         dirpath: Folder of the file; None: the run folder.
         print_every: Print a table of responses in the first iteration and each so many; None:
@@ -56,12 +60,14 @@ class RolloutLog(KeepsArguments, L.Callback, RolloutListener):
         save_tensors: Also keep token ids, masks, log-probabilities and scores. On several machines
             they must share the folder.
         keep_tensors: Keep the tensors of only so many iterations, the newest; None: of all.
+        token_values: Responses of each iteration that are written with the values of their tokens,
+            spread over the iteration's responses; 0: none.
 
     Raises:
         ValueError: If an option is out of range, or a line of an earlier file cannot be read.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the constructor is the config schema
         self,
         dirpath: str | Path | None = None,
         print_every: int | None = 10,
@@ -71,7 +77,10 @@ class RolloutLog(KeepsArguments, L.Callback, RolloutListener):
         max_chars: int = 400,
         save_tensors: bool = False,
         keep_tensors: int | None = None,
+        token_values: int = 4,
     ) -> None:
+        if token_values < 0:
+            raise ValueError(f"RolloutLog token_values is {token_values}; it must be at least 0")
         for name, value in {
             "print_every": print_every,
             "samples": samples,
@@ -90,6 +99,7 @@ class RolloutLog(KeepsArguments, L.Callback, RolloutListener):
         self.max_chars = max_chars
         self.save_tensors = save_tensors
         self.keep_tensors = keep_tensors
+        self.token_values = token_values
         self.path: Path | None = None
         """The file, once training has started."""
 
@@ -125,6 +135,7 @@ class RolloutLog(KeepsArguments, L.Callback, RolloutListener):
         records: Sequence[dict[str, Any]],
     ) -> None:
         ranked = [{**record, "rank": trainer.global_rank} for record in records]
+        self._add_token_values(trainer, module, experience, ranked)
         everything = gather_on_zero(trainer, ranked)
         if self.save_tensors:
             self._save(trainer, experience, ranked)
@@ -145,6 +156,25 @@ class RolloutLog(KeepsArguments, L.Callback, RolloutListener):
         if _is_due(step, self.table_every):
             rows = spread(everything, self.table_rows)
             send(trainer, rows, key=_TABLE, step=step, answers=answers)
+
+    def _add_token_values(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        experience: Experience,
+        records: Sequence[dict[str, Any]],
+    ) -> None:
+        """Add its tokens to this rank's share of the responses that are written with them."""
+        for record in records:
+            record.pop("tokens", None)  # a stored rollout has those of the earlier run
+        tokenizer = module.tokenizer if isinstance(module, Exportable) else None
+        if tokenizer is None:
+            return
+        share, rest = divmod(self.token_values, trainer.world_size)
+        count = min(share + (trainer.global_rank < rest), len(records))
+        for row in (index * len(records) // count for index in range(count)):
+            ids = records[row]["token_ids"]
+            records[row]["tokens"] = token_values(experience, row, ids, tokenizer)
 
     def _save(
         self, trainer: L.Trainer, experience: Experience, records: Sequence[dict[str, Any]]

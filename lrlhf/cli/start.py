@@ -24,7 +24,10 @@ from lrlhf.secrets import safe
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 _INTERRUPTED = 130
-_READERS = {"compare": "lrlhf.cli.compare_command:compare"}
+_READERS = {
+    "compare": "lrlhf.cli.compare_command:compare",
+    "inspect": "lrlhf.cli.inspect_command:inspect",
+}
 """Commands that only read files, and need no torch."""
 
 

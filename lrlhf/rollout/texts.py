@@ -15,6 +15,8 @@ from lrlhf.types import PromptBatch, Rollout
 _CONTEXT = 8
 _INCOMPLETE = "\ufffd"
 """What a decoder writes for the first bytes of a letter."""
+_LONGEST = 16
+"""Tokens that are waited for until a letter is complete; what is longer is none."""
 
 
 def response_texts(
@@ -134,3 +136,27 @@ def _before_stop(decoder: _Decoder, ids: Sequence[int], stops: Sequence[str]) ->
         kept -= 1
         said = decoder.text(ids[:kept], special=True)
     return decoder.text(ids[:kept]) + full[len(said) : end]
+
+
+def token_texts(
+    tokenizer: PreTrainedTokenizerBase, before: Sequence[int], ids: Sequence[int]
+) -> list[str]:
+    """Decode tokens one by one, special ones included.
+
+    The bytes of a letter may be in several tokens: the last of them shows the letter, those before
+    it are empty. Joined, the texts are those of all tokens together.
+
+    Args:
+        tokenizer: The policy's.
+        before: Tokens of the text that they go on.
+        ids: The tokens.
+    """
+    whole = [*before, *ids]
+    texts, begin = [], len(before)
+    for end in range(begin + 1, len(whole) + 1):
+        decoder = _Decoder(tokenizer, whole[max(0, begin - _CONTEXT) : begin])
+        text = decoder.text(whole[begin:end], special=True)
+        waits = text.endswith(_INCOMPLETE) and end - begin < _LONGEST and end < len(whole)
+        texts.append("" if waits else text)
+        begin = begin if waits else end
+    return texts

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
-
-from lrlhf.run.atomic import atomic_write
+from lrlhf.analysis.page.document import write_document
 
 Cell = str | float | int | bool | None
 
@@ -20,7 +16,11 @@ class Text(NamedTuple):
     """A paragraph. Everything in it is shown as it is: nothing is taken for markup."""
 
     text: str
-    kind = "text"
+
+    @property
+    def kind(self) -> str:
+        """What the template asks for."""
+        return "text"
 
 
 class Table(NamedTuple):
@@ -37,7 +37,11 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[Cell]]
     title: str = ""
     note: str = ""
-    kind = "table"
+
+    @property
+    def kind(self) -> str:
+        """What the template asks for."""
+        return "table"
 
 
 class Chart(NamedTuple):
@@ -56,7 +60,11 @@ class Chart(NamedTuple):
     title: str = ""
     note: str = ""
     height: int = 320
-    kind = "chart"
+
+    @property
+    def kind(self) -> str:
+        """What the template asks for."""
+        return "chart"
 
 
 class Section(NamedTuple):
@@ -81,51 +89,19 @@ def write_page(path: str | Path, title: str, sections: Sequence[Section], lead: 
     Raises:
         ImportError: A section has a chart, and plotly is not installed.
     """
-    path = Path(path)
     charts = any(isinstance(part, Chart) for section in sections for part in section.parts)
-    page = (
-        _environment()
-        .get_template("page.html.jinja")
-        .render(title=title, lead=lead, sections=sections, plotly=plotly_source() if charts else "")
+    script = files("lrlhf.analysis.page").joinpath("templates", "page.js").read_text("utf-8")
+    return write_document(
+        path,
+        "lrlhf.analysis.page",
+        "page.html.jinja",
+        script=script,
+        plotly=charts,
+        title=title,
+        lead=lead,
+        sections=sections,
+        shown=_shown,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as handle:
-        handle.write(page.encode(errors="replace"))
-    return path
-
-
-def script_json(value: Any) -> str:
-    """Return JSON that can stand inside of ``<script>``, whatever texts it holds."""
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-@cache
-def plotly_source() -> str:
-    """Return plotly's JavaScript.
-
-    Raises:
-        ImportError: plotly is not installed; says how to install it.
-    """
-    try:
-        found = files("plotly").joinpath("package_data", "plotly.min.js")
-    except ModuleNotFoundError as error:
-        raise ImportError("charts in a page need plotly: pip install 'lrlhf[plots]'") from error
-    return found.read_text(encoding="utf-8")
-
-
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("lrlhf.analysis.page", "templates"),
-        autoescape=select_autoescape(default=True, default_for_string=True),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["script_json"] = script_json
-    environment.filters["shown"] = _shown
-    return environment
 
 
 def _shown(cell: Cell) -> str:

@@ -163,6 +163,8 @@ def _commands(trainer: L.Trainer, places: Mapping[str, Path]) -> dict[str, str]:
     saved = (callback for callback in callbacks if isinstance(callback, SaveConfigCallback))
     configs = [run_folder(trainer) / callback.config_filename for callback in saved]
     commands: dict[str, str] = {}
+    if configs and configs[0].is_file():
+        commands["look at it"] = f"lrlhf inspect {shlex.quote(short_path(configs[0].parent))}"
     if _RESUMED in places and configs and configs[0].is_file():
         config = shlex.quote(short_path(configs[0]))
         last = shlex.quote(short_path(places[_RESUMED]))

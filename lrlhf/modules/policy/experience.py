@@ -118,7 +118,7 @@ def make_experience(
         return experience
     assert scored.entropy is not None
     chosen = high_entropy_mask(scored.entropy, experience.loss_mask, fraction=fraction)
-    return replace(experience, selected=chosen)
+    return replace(experience, selected=chosen, entropy=scored.entropy)
 
 
 def as_experience(

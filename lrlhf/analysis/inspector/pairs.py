@@ -1,0 +1,167 @@
+"""Pairs that a reward model judged: which ones a page shows, and what all of them say."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lrlhf.analysis.inspector.texts import Texts, short_number
+from lrlhf.analysis.run_files import records
+
+_BINS = 10
+_OWN = {"step", "source", "row", "prompt", "candidate0", "candidate1", "labels", "scores0"}
+_OWN |= {"scores1", "margins", "info", "media"}
+
+
+class Judged(NamedTuple):
+    """What one head made of one pair that people have judged."""
+
+    margin: float
+    """Score of candidate 0 less that of candidate 1."""
+    label: float
+    """1: candidate 0 is better, -1: candidate 1."""
+    length: int | None
+    """Characters of candidate 0 less those of candidate 1; None: there is no text."""
+
+    @property
+    def signed(self) -> float:
+        """By how much the better candidate won."""
+        return self.margin * self.label
+
+
+def judged_pairs(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Judged]]]:
+    """Yield the pairs of an evaluation, and by head those that are labelled and not equal.
+
+    Raises:
+        ValueError: A line is no pair; names file and line.
+    """
+    for number, record in enumerate(records(path), start=1):
+        margins, labels = record.get("margins"), record.get("labels")
+        if not isinstance(margins, dict) or not isinstance(labels, dict):
+            raise ValueError(f"{path}, line {number}: a pair needs margins and labels by head")
+        first, second = record.get("candidate0"), record.get("candidate1")
+        length = None
+        if isinstance(first, str) and isinstance(second, str):
+            length = len(first) - len(second)
+        found = {
+            head: Judged(margin, labels[head], length)
+            for head, value in margins.items()
+            if (margin := short_number(value)) is not None and labels.get(head) in (1, -1)
+        }
+        yield record, found
+
+
+def page_of(path: Path, count: int, texts: Texts) -> dict[str, Any]:
+    """Return an evaluation as the page reads it.
+
+    Args:
+        path: Its file.
+        count: Pairs to show at most; then half of them are the worst mistakes, and the others are
+            taken at even distances. The statistics are of all pairs.
+        texts: Takes the texts.
+
+    Raises:
+        ValueError: A line is no pair; names file and line.
+    """
+    judged: dict[str, list[Judged]] = {}
+    worst: list[float] = []
+    for _, by_head in judged_pairs(path):
+        worst.append(min((pair.signed for pair in by_head.values()), default=math.inf))
+        for head, pair in by_head.items():
+            judged.setdefault(head, []).append(pair)
+    chosen = _chosen(worst, count)
+    shown = [
+        _row(record, texts)
+        for number, (record, _) in enumerate(judged_pairs(path))
+        if number in chosen
+    ]
+    return {
+        "total": len(worst),
+        "pairs": shown,
+        "heads": {head: head_statistics(pairs) for head, pairs in judged.items()},
+    }
+
+
+def head_statistics(pairs: Sequence[Judged]) -> dict[str, Any]:
+    """Return what the labelled pairs say of a head.
+
+    ``accuracy``: the share of pairs in which the better candidate has the higher score.
+    ``calibration``: for ten ranges of the predicted probability, sigmoid(|margin|) in [0.5, 1],
+    that the candidate with the higher score is better: pairs, mean prediction, and share in which
+    it is. ``calibration_error``: the mean distance of the two, weighted by pairs.
+    ``length``: shares of pairs in which model and people prefer the longer text, and the
+    correlation of margin and difference in length.
+    """
+    bins: list[list[Judged]] = [[] for _ in range(_BINS)]
+    for pair in pairs:
+        place = int((_sigmoid(abs(pair.margin)) - 0.5) * 2 * _BINS)
+        bins[min(place, _BINS - 1)].append(pair)
+    calibration = [
+        {
+            "pairs": len(part),
+            "predicted": statistics.fmean(_sigmoid(abs(pair.margin)) for pair in part),
+            "right": _share(pair.signed > 0 for pair in part),
+        }
+        for part in bins
+        if part
+    ]
+    gaps = (entry["pairs"] * abs(entry["predicted"] - entry["right"]) for entry in calibration)
+    return {
+        "pairs": len(pairs),
+        "accuracy": _share(pair.signed > 0 for pair in pairs),
+        "calibration": calibration,
+        "calibration_error": sum(gaps) / len(pairs),
+        "length": _length_bias(pairs),
+    }
+
+
+def _length_bias(pairs: Sequence[Judged]) -> dict[str, Any] | None:
+    told = [(pair, pair.length) for pair in pairs if pair.length]
+    if not told:
+        return None
+    margins, lengths = [pair.margin for pair, _ in told], [length for _, length in told]
+    varied = min(len(set(margins)), len(set(lengths))) > 1
+    return {
+        "pairs": len(told),
+        "model_prefers_longer": _share(pair.margin * length > 0 for pair, length in told),
+        "people_prefer_longer": _share(pair.label * length > 0 for pair, length in told),
+        "correlation": statistics.correlation(margins, lengths) if varied else None,
+    }
+
+
+def _chosen(worst: Sequence[float], count: int) -> set[int]:
+    if len(worst) <= count:
+        return set(range(len(worst)))
+    order = sorted(range(len(worst)), key=worst.__getitem__)
+    half, rest = order[: count // 2], sorted(order[count // 2 :])
+    even = count - len(half)
+    return {*half, *(rest[index * len(rest) // even] for index in range(even))}
+
+
+def _row(record: Mapping[str, Any], texts: Texts) -> dict[str, Any]:
+    def numbers(values: Any) -> dict[str, Any]:
+        return {head: short_number(value) for head, value in (values or {}).items()}
+
+    more = {key: value for key, value in record.items() if key not in _OWN}
+    return {
+        **{key: texts.number(record.get(key)) for key in ("prompt", "candidate0", "candidate1")},
+        **{key: numbers(record.get(key)) for key in ("labels", "scores0", "scores1", "margins")},
+        "place": texts.number(_place(record)),
+        "media": texts.json_number(record.get("media")),
+        "more": texts.json_number({**more, **(record.get("info") or {})}),
+    }
+
+
+def _place(record: Mapping[str, Any]) -> str | None:
+    return f"{record['source']}:{record.get('row')}" if record.get("source") else None
+
+
+def _sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
+
+
+def _share(values: Any) -> float:
+    return statistics.fmean(map(float, values))
