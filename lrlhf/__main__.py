@@ -19,6 +19,7 @@ COMMANDS = {
     "fit": "train a reward model or a policy",
     "launch": "run fit on a Ray cluster, with rollout replicas and reward workers",
     "check": "look for mistakes in a config and its data, without loading weights",
+    "audit": "look for faults in all rows of the data",
     "plan": "print batch sizes, steps and memory of fit, without training",
     "validate": "run the validation set once",
     "test": "run the test set once",

@@ -20,6 +20,7 @@ import lrlhf.loggers
 import lrlhf.modules
 import lrlhf.rewards
 import lrlhf.rollout  # noqa: F401  classes that are imported can be named by their short names
+from lrlhf.cli.audit_command import add_audit_options, audit_data
 from lrlhf.cli.batch_limits import read_whole_numbers_as_such
 from lrlhf.cli.chat_command import chat
 from lrlhf.cli.cheap_parts import CheapParts
@@ -211,6 +212,29 @@ class Checker(Application):
         sys.stdout.write("found no mistake in what was looked at\n")
 
 
+class Auditor(Application):
+    """Reads the config of ``fit`` and looks for faults in its data; loads no weights.
+
+    Args:
+        arguments: Those of ``fit``, the command included.
+    """
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.usage = "lrlhf audit [--json FILE] [--html FILE] [the options of lrlhf fit]"
+        parser.description = "Look for faults in all rows of the training and validation data."
+        add_audit_options(parser)
+
+    def before_instantiate_classes(self) -> None:
+        """Leave it to the command itself: a run may refuse what is to be looked at here."""
+
+    def instantiate_classes(self) -> None:
+        """Build nothing: the constructors would load weights."""
+
+    def run_command(self, subcommand: str) -> None:
+        options = self.config[subcommand]
+        audit_data(options, CheapParts(options).data)
+
+
 class Exporter(Application):
     """Builds the model of a ``fit`` config, fills it from a checkpoint and writes it out.
 
@@ -329,7 +353,7 @@ def _application(
     if command == "replay":
         folder, options = dump_and_options(options)
         return partial(Replayer, folder), ["fit", *options]
-    readers = {"plan": Planner, "check": Checker, "export": Exporter}
+    readers = {"plan": Planner, "check": Checker, "audit": Auditor, "export": Exporter}
     if command in readers:
         return readers[command], ["fit", *options]
     return Application, arguments

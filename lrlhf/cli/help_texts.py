@@ -79,6 +79,22 @@ example:
   lrlhf check --config configs/quickstart.yaml
 
 {_MORE}""",
+    "audit": f"""\
+usage: lrlhf audit --config FILE [--json FILE] [--html FILE] [the options of lrlhf fit]
+
+Look for faults in all rows of the training and validation data: duplicates, contradictions, leaks,
+biases, broken texts, bad images. Loads no weights, and changes nothing.
+
+options:
+{_CONFIG}
+  --json FILE                 write all findings with all their rows
+  --html FILE                 write a page of the findings
+  --label_noise true          also fit small reward models to find doubtful labels; takes longer
+
+example:
+  lrlhf audit --config configs/reward_hh.yaml --data.train pairs.jsonl.gz --html audit.html
+
+{_MORE}""",
     "plan": f"""\
 usage: lrlhf plan --config FILE [--gpus N] [--gpu NAME] [the options of lrlhf fit]
 

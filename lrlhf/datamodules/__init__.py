@@ -1,6 +1,6 @@
 """Data modules for prompts, preference pairs and stored rollouts, and what they read."""
 
-from lrlhf.datamodules.core import RowDataModule, RowKind
+from lrlhf.datamodules.core import RowDataModule
 from lrlhf.datamodules.datasets.media_pairs import MediaPairs
 from lrlhf.datamodules.datasets.ratings import RatedPairs, RatedText
 from lrlhf.datamodules.datasets.tasks import ReasoningGym
@@ -9,6 +9,7 @@ from lrlhf.datamodules.loading.sources import FileSource, HubSource, MemorySourc
 from lrlhf.datamodules.preferences import PreferenceDataModule
 from lrlhf.datamodules.prompts import PromptDataModule
 from lrlhf.datamodules.replay import ReplayDataModule
+from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
 from lrlhf.datamodules.text import TextDataModule
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import lightning as L
 
-from lrlhf.datamodules.core import RowKind
 from lrlhf.datamodules.loading.sources import Data
 from lrlhf.datamodules.loading.splits import Split
+from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadDataError
 from lrlhf.datamodules.rows.collate import PairRow, collate_pairs, with_place
 from lrlhf.datamodules.rows.preference_labels import LabelReader, MarginReader

@@ -12,11 +12,11 @@ from typing import Any
 import lightning as L
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.core import RowKind
 from lrlhf.datamodules.datasets.pretraining import DEFAULT_TEXT_COLUMN, PretrainingTexts
 from lrlhf.datamodules.loading.loader import data_ranks
 from lrlhf.datamodules.loading.sources import Data, entries_of
 from lrlhf.datamodules.loading.splits import Split
+from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.collate import PromptRow, collate_prompts, with_place
 from lrlhf.datamodules.rows.media_rows import Unread

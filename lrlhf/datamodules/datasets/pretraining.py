@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.core import RowKind
 from lrlhf.datamodules.loading.fetching import Fetching
 from lrlhf.datamodules.loading.loader import Ranks
 from lrlhf.datamodules.loading.order import EpochOrder, Rows
 from lrlhf.datamodules.loading.sources import Entries, Row
+from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import ChatFormat, read_messages
 from lrlhf.datamodules.rows.collate import Candidate, right_padded
