@@ -26,7 +26,7 @@ def add_audit_options(parser: ArgumentParser) -> None:
     parser.add_argument("--json", type=str | None, help="file for all findings with all their rows")
     parser.add_argument("--html", type=str | None, help="file for a page of the findings")
     parser.add_argument(
-        "--label_noise", type=bool, default=False, help="fit small reward models to doubt labels"
+        "--label-noise", action="store_true", help="fit small reward models to doubt labels"
     )
 
 

@@ -89,7 +89,7 @@ options:
 {_CONFIG}
   --json FILE                 write all findings with all their rows
   --html FILE                 write a page of the findings
-  --label_noise true          also fit small reward models to find doubtful labels; takes longer
+  --label-noise               also fit small reward models to find doubtful labels; takes longer
 
 example:
   lrlhf audit --config configs/reward_hh.yaml --data.train pairs.jsonl.gz --html audit.html

@@ -75,10 +75,10 @@ def _held_out_logits(rows: Sequence[AuditedRow], groups: NDArray[Any]) -> NDArra
         [row.answers[_place(row, better=better)] for row in rows] for better in (True, False)
     )
     words = vectorizer.transform(better) - vectorizer.transform(worse)
-    lengths = [
-        [np.log1p(len(one)) - np.log1p(len(two))] for one, two in zip(better, worse, strict=True)
-    ]
-    differences = sparse.hstack([words, sparse.csr_matrix(lengths)], format="csr")
+    lengths = np.log1p([[len(answer) for answer in answers] for answers in (better, worse)])
+    differences = sparse.hstack(
+        [words, sparse.csr_matrix(lengths[:1].T - lengths[1:].T)], format="csr"
+    )
     # each pair one way round by its digest: a model without intercept needs both classes
     signs = np.array([1 if _key(row)[0] % 2 else -1 for row in rows])
     turned = differences.multiply(signs[:, None]).tocsr()

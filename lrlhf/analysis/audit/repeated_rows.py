@@ -103,16 +103,13 @@ def _near_duplicates(rows: Sequence[AuditedRow]) -> Iterator[RowToLookAt]:
     partners: dict[int, dict[int, float]] = defaultdict(dict)
     for one, two, similarity in found.pairs():
         if rows[one].split == rows[two].split and _alike(rows[one], rows[two]):
-            partners[max(one, two)][min(one, two)] = similarity
+            partners[one][two] = partners[two][one] = similarity
     keys = [[index, *partners.get(index, ())] for index in range(len(rows))]
-    for first, *others in connected_groups(keys):
+    for _, *others in connected_groups(keys):
         for index in others:
-            near = max(
-                partners.get(index, {}).items(), key=lambda item: item[1], default=(first, SIMILAR)
-            )
-            yield RowToLookAt(
-                rows[index].split, rows[index].place, f"{near[1]:.2f} like {rows[near[0]].place}"
-            )
+            near, similarity = max(partners[index].items(), key=lambda item: (item[1], -item[0]))
+            detail = f"{similarity:.2f} like {rows[near].place}"
+            yield RowToLookAt(rows[index].split, rows[index].place, detail)
 
 
 def _whole(row: AuditedRow) -> str:

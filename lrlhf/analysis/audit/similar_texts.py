@@ -129,7 +129,7 @@ class SimilarTexts:
         for word in words:
             if word not in known:
                 known[word] = _stable(word)
-        ids = np.fromiter((known[word] for word in words), np.uint64, len(words))
+        ids = np.array([known[word] for word in words], np.uint64)
         runs = len(ids) - _WORDS + 1
         if runs < 1:
             return np.empty(0, np.uint32)
