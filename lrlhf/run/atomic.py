@@ -11,10 +11,12 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from safetensors import SafetensorError
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TEMPORARY: Final = "tmp"
 HELD: Final = (errno.EACCES, errno.EAGAIN)
@@ -292,6 +294,8 @@ def check_room(path: Path, content: Any, what: str = "a checkpoint") -> None:
 
 
 def _tensors(content: Any) -> Iterator[Tensor]:
+    from torch import Tensor  # noqa: PLC0415  what only writes pages does without torch
+
     if isinstance(content, Tensor):
         yield content
     elif isinstance(content, Mapping | list | tuple):
