@@ -26,6 +26,7 @@ COMMANDS = {
     "predict": "run the prediction set once",
     "generate": "answer a file of prompts with a checkpoint or model",
     "chat": "talk with a checkpoint or model in the terminal",
+    "reward": "what the rewards of a config say of given responses, or said in a run",
     "export": "write a checkpoint's model as a folder that transformers loads",
     "replay": "repeat a step that was left out, and show where it goes wrong",
     "convert": "turn a checkpoint's folder into one file, or the other way round",

@@ -44,6 +44,7 @@ from lrlhf.cli.null_values import refuse_nulls
 from lrlhf.cli.parser import Parser
 from lrlhf.cli.plan_command import add_plan_options, describe_run
 from lrlhf.cli.replay_command import dump_and_options, show_replay
+from lrlhf.cli.reward_command import add_reward_options, responses_and_options, run_rewards
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.cli.serve_command import serve_reward
 from lrlhf.cli.serve_policy_command import serve_policy
@@ -235,6 +236,37 @@ class Auditor(Application):
         audit_data(options, CheapParts(options).data)
 
 
+class RewardRunner(Application):
+    """Builds the rewards of a ``fit`` config, and runs them over given responses.
+
+    Args:
+        responses: The file.
+        arguments: Those of ``fit``, the command included.
+    """
+
+    def __init__(self, responses: Path, arguments: Sequence[str]) -> None:
+        self._responses = responses
+        super().__init__(arguments)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.usage = (
+            "lrlhf reward --config FILE RESPONSES [--json FILE] [--html FILE] "
+            "[the options of lrlhf fit]"
+        )
+        parser.description = "Tell what the rewards of a config say of given responses."
+        add_reward_options(parser)
+
+    def before_instantiate_classes(self) -> None:
+        """Leave the data and the model alone: nothing but the rewards is used."""
+
+    def instantiate_classes(self) -> None:
+        """Build nothing: the constructors would load weights."""
+
+    def run_command(self, subcommand: str) -> None:
+        options = self.config[subcommand]
+        run_rewards(options, CheapParts(options).all_rewards, self._responses)
+
+
 class Exporter(Application):
     """Builds the model of a ``fit`` config, fills it from a checkpoint and writes it out.
 
@@ -353,6 +385,9 @@ def _application(
     if command == "replay":
         folder, options = dump_and_options(options)
         return partial(Replayer, folder), ["fit", *options]
+    if command == "reward":
+        responses, options = responses_and_options(options)
+        return partial(RewardRunner, responses), ["fit", *options]
     readers = {"plan": Planner, "check": Checker, "audit": Auditor, "export": Exporter}
     if command in readers:
         return readers[command], ["fit", *options]

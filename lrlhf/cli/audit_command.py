@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import lightning as L
 from jsonargparse import ArgumentParser, Namespace
 
 from lrlhf.analysis.audit import as_json, as_page, as_text, audit
-from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.cli.report_files import check_output, write_json
 from lrlhf.datamodules import RowDataModule
 from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.checks.models import check_models
 from lrlhf.planning.config_entries import options_of
-from lrlhf.run.atomic import atomic_write
 
 
 def add_audit_options(parser: ArgumentParser) -> None:
@@ -76,23 +72,3 @@ def audit_data(config: Namespace, build: Callable[[], L.LightningDataModule]) ->
         as_page(found, sections["html"], "Audit of the data")
     if sections["json"] is not None:
         write_json(sections["json"], as_json(found))
-
-
-def check_output(option: str, path: str | None) -> None:
-    """Refuse a file that cannot be written, before anything takes time.
-
-    Raises:
-        ConfigError: It is a folder, or would lie in what is no folder.
-    """
-    if path is None:
-        return
-    above = next(folder for folder in Path(path).absolute().parents if folder.exists())
-    if Path(path).is_dir() or not above.is_dir():
-        raise ConfigError(f"--{option} is {path}; give the name of a file in a folder")
-
-
-def write_json(path: str, value: dict[str, Any]) -> None:
-    """Write a JSON file, which appears complete or not at all."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(Path(path)) as handle:
-        handle.write(json.dumps(value, indent=1, ensure_ascii=False).encode("utf-8", "replace"))

@@ -145,6 +145,29 @@ options:
   --use_ema true              the averaged weights instead of the last ones
 
 {_MORE}""",
+    "reward": f"""\
+usage: lrlhf reward RUN [--json FILE] [--html FILE]
+       lrlhf reward --config FILE RESPONSES [--json FILE] [--html FILE] [the options of lrlhf fit]
+
+Tell what rewards said in a run, from its rollouts.jsonl, or run the rewards of a config over a file
+of responses: values, responses without one, variance within prompts, prompts without signal,
+correlations with each other and with the length, time. Loads no policy. An audit: it raises no
+alarm.
+
+options:
+  RUN                         the folder of a run
+  RESPONSES                   rows with prompt and completion (or completions), or the
+                              rollouts.jsonl of a run
+{_CONFIG}
+  --json FILE                 write all figures
+  --html FILE                 write a page with charts (needs plotly)
+  --prompts_per_call N        responses of so many prompts in one call; 1 unless given
+
+examples:
+  lrlhf reward runs/quickstart --html rewards.html
+  lrlhf reward --config configs/quickstart.yaml answers.jsonl
+
+{_MORE}""",
     "convert": """\
 usage: lrlhf convert [--to {{sharded,full}}] SOURCE TARGET
 

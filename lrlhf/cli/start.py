@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 
-from lrlhf.cli.config_files import ConfigFile, read_config_files
+from lrlhf.cli.config_files import ConfigFile, config_arguments, read_config_files
 from lrlhf.cli.early_checks import check_names
 from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.messages.secrets import remember_secrets
@@ -24,6 +24,8 @@ from lrlhf.secrets import safe
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 _INTERRUPTED = 130
+_READERS = {"reward": "lrlhf.cli.reward_command:report_run"}
+"""Commands that, without a config, only read files, and need no torch."""
 
 
 def run(arguments: Sequence[str], *, debug: bool = False) -> int:
@@ -37,6 +39,10 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
         The exit status, see `lrlhf.__main__.main`.
     """
     try:
+        if arguments[0] in _READERS and not config_arguments(arguments):
+            module, _, name = _READERS[arguments[0]].partition(":")
+            getattr(import_module(module), name)(arguments[1:])
+            return 0
         files = read_config_files(arguments)
         remember_secrets(files, arguments)
         check_names(files, arguments[0])

@@ -2,7 +2,7 @@
 
 from lrlhf.analysis.reward_lab.lab import Lab, look_at
 from lrlhf.analysis.reward_lab.report import as_json, as_page, as_text
-from lrlhf.analysis.reward_lab.responses import Response, given_responses, responses_of_run
+from lrlhf.analysis.reward_lab.responses import Response, responses_of_run
 
 __all__ = [
     "Lab",
@@ -10,7 +10,6 @@ __all__ = [
     "as_json",
     "as_page",
     "as_text",
-    "given_responses",
     "look_at",
     "responses_of_run",
 ]

@@ -105,7 +105,7 @@ def as_page(lab: Lab, path: str | Path, title: str) -> Path:
         ImportError: plotly is not installed; says how to install it.
     """
     sections = [
-        Section("Values", [*_overview(lab), *map(lambda part: _histogram(lab, part), lab.parts)])
+        Section("Values", [*_overview(lab), *(_histogram(lab, part) for part in lab.parts)])
     ]
     if lab.steps:
         sections.append(Section("Steps", _steps(lab)))
@@ -258,7 +258,8 @@ def _lines(lab: Lab) -> Iterator[str]:
     ):
         shown = rows[:_ROWS_IN_TEXT]
         yield from _block(title, [
-            f"{one.response.place}: {one.detail}: {_short(one.response.completion)}" for one in shown
+            f"{own.response.place}: {own.detail}: {_short(own.response.completion)}"
+            for own in shown
         ])  # fmt: skip
     yield from ("", DISCLAIMER)
 

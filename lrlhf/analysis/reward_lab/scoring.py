@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.analysis.reward_lab.responses import GivenResponse, Response, beginning_of, end_of
+from lrlhf.analysis.reward_lab.given import GivenResponse
+from lrlhf.analysis.reward_lab.responses import Response, beginning_of, end_of
 from lrlhf.rewards import CompletionText, CompletionTurns, Rewards
 from lrlhf.rewards.function import TextSegment, content_text
 
