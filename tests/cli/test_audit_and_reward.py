@@ -147,9 +147,10 @@ def record(step: int, group: int, score: float | None, completion: str) -> dict[
 def write_run(folder: str) -> str:
     Path(folder).mkdir()
     rows = [
-        record(step, group, None if (step, group, k) == (2, 0, 0) else float(k * step), "x" * (k + 1))
+        record(step, group, float(k * step), "x" * (k + 1))
         for step in (1, 2) for group in range(3) for k in range(4)
     ]  # fmt: skip
+    rows[12] = record(2, 0, None, "x")
     write_rows(f"{folder}/rollouts.jsonl", rows)
     return folder
 
