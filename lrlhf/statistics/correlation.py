@@ -20,8 +20,8 @@ class Correlation(NamedTuple):
     low: float
     """NaN too where there are fewer than ten groups."""
     high: float
-    count: int
-    """Pairs of values."""
+    pairs: int
+    """Of values that both sides have."""
 
 
 def ranks(values: ArrayLike) -> NDArray[np.float64]:

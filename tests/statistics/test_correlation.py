@@ -46,7 +46,7 @@ def test_responses_that_repeat_their_group_make_the_interval_no_narrower() -> No
     repeated = spearman_interval(np.repeat(one, 5), np.repeat(two, 5), np.repeat(range(60), 5))
 
     assert repeated[:3] == pytest.approx(alone[:3])
-    assert (alone.count, repeated.count) == (60, 300)
+    assert (alone.pairs, repeated.pairs) == (60, 300)
 
 
 def test_nan_does_not_count_and_few_groups_give_no_interval() -> None:
@@ -56,7 +56,7 @@ def test_nan_does_not_count_and_few_groups_give_no_interval() -> None:
     found = spearman_interval(one, two, range(12))
     few = spearman_interval(one, two, [0] * 12)
 
-    assert (found.value, found.count) == (pytest.approx(1.0), 11)
+    assert (found.value, found.pairs) == (pytest.approx(1.0), 11)
     assert found.low == pytest.approx(1.0)
     assert few.value == pytest.approx(1.0)
     assert math.isnan(few.low)

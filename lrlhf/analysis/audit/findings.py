@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Severity = Literal["error", "warning", "note"]
@@ -27,7 +28,8 @@ class RowToLookAt(NamedTuple):
         return self.split, source, int(number) if number.isdigit() else 0
 
 
-class Finding(NamedTuple):
+@dataclass(frozen=True)
+class Finding:
     """One kind of fault."""
 
     name: str

@@ -28,7 +28,7 @@ def as_json(audit: Audit) -> dict[str, Any]:
         "measures": [measure._asdict() for measure in audit.measures],
         "findings": [
             {
-                **finding._asdict(),
+                **vars(finding),
                 "share": finding.share,
                 "rows": [row._asdict() for row in finding.rows],
             }

@@ -22,7 +22,8 @@ _ODD_ROWS = 20
 Values = NDArray[np.float64]
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True)
+class Share:
     """A part of so many, with its 95 % interval."""
 
     count: int
@@ -194,12 +195,13 @@ def _part(
 
 
 def _finite(values: Values) -> Values:
-    return values[~np.isnan(values)]
+    there: Values = values[~np.isnan(values)]
+    return there
 
 
 def _distribution(values: Values) -> Distribution:
     if not len(values):
-        return Distribution(*[math.nan] * 7, distinct=0)
+        return Distribution(*[math.nan] * 7, 0)
     low, p5, median, p95, high = np.quantile(values, (0, 0.05, 0.5, 0.95, 1)).tolist()
     return Distribution(
         float(values.mean()),
@@ -271,8 +273,8 @@ def _disputed(responses: Sequence[Response], values: Mapping[str, Values]) -> li
     gaps[known] = np.nanmax(table[:, known], axis=0) - np.nanmin(table[:, known], axis=0)
     rows = []
     for row in _largest(gaps):
-        own = {name: values[name][row] for name in shares if not math.isnan(values[name][row])}
-        told = ", ".join(f"{name} {value:.4g}" for name, value in own.items())
+        known_of = {name: values[name][row] for name in shares if not np.isnan(values[name][row])}
+        told = ", ".join(f"{name} {value:.4g}" for name, value in known_of.items())
         rows.append(OddRow(responses[row], float(gaps[row]), told))
     return rows
 

@@ -68,7 +68,7 @@ def _part_json(part: Part) -> dict[str, Any]:
 
 
 def _share_json(share: Share) -> dict[str, Any]:
-    return {**share._asdict(), "share": share.value, "interval": list(share.interval)}
+    return {**vars(share), "share": share.value, "interval": list(share.interval)}
 
 
 def _rows_json(rows: Sequence[OddRow]) -> list[dict[str, Any]]:
@@ -139,7 +139,7 @@ def as_page(lab: Lab, path: str | Path, title: str) -> Path:
 
 def _overview(lab: Lab) -> list[Text | Table]:
     correlations = [
-        [*names, one.value, one.low, one.high, one.count] for names, one in lab.correlations.items()
+        [*names, one.value, one.low, one.high, one.pairs] for names, one in lab.correlations.items()
     ]
     parts: list[Text | Table] = [Text(f"{fact}.") for fact in lab.facts]
     parts += [Text(f"In {count} calls: {failure}") for failure, count in lab.failures.items()]
