@@ -153,7 +153,17 @@ class Application(Commands):
         return super().instantiate_trainer(**kwargs)
 
 
-class Planner(Application):
+class Reader(Application):
+    """Reads the config of ``fit``, and builds nothing: the constructors would load weights."""
+
+    def before_instantiate_classes(self) -> None:
+        """Leave checks to the command itself, which says what it looks at."""
+
+    def instantiate_classes(self) -> None:
+        """Build nothing."""
+
+
+class Planner(Reader):
     """Reads the config of ``fit`` and prints what it would do; builds and writes nothing.
 
     Args:
@@ -173,9 +183,6 @@ class Planner(Application):
         _check_checkpoint(options.ckpt_path)
         check_strategy(options.trainer)
 
-    def instantiate_classes(self) -> None:
-        """Build nothing: the constructors would load weights."""
-
     def run_command(self, subcommand: str) -> None:
         try:
             for number, paragraph in enumerate(describe_run(self.config[subcommand])):
@@ -185,7 +192,7 @@ class Planner(Application):
             raise RefusedError from error
 
 
-class Checker(Application):
+class Checker(Reader):
     """Reads the config of ``fit`` and looks for mistakes; loads no weights and writes nothing.
 
     Args:
@@ -199,12 +206,6 @@ class Checker(Application):
             "before it loads weights."
         )
 
-    def before_instantiate_classes(self) -> None:
-        """Leave it to the command itself, which says what it looks at."""
-
-    def instantiate_classes(self) -> None:
-        """Build nothing: the constructors would load weights."""
-
     def run_command(self, subcommand: str) -> None:
         del subcommand
         for finding in self.findings():
@@ -213,7 +214,7 @@ class Checker(Application):
         sys.stdout.write("found no mistake in what was looked at\n")
 
 
-class Auditor(Application):
+class Auditor(Reader):
     """Reads the config of ``fit`` and looks for faults in its data; loads no weights.
 
     Args:
@@ -225,18 +226,12 @@ class Auditor(Application):
         parser.description = "Look for faults in all rows of the training and validation data."
         add_audit_options(parser)
 
-    def before_instantiate_classes(self) -> None:
-        """Leave it to the command itself: a run may refuse what is to be looked at here."""
-
-    def instantiate_classes(self) -> None:
-        """Build nothing: the constructors would load weights."""
-
     def run_command(self, subcommand: str) -> None:
         options = self.config[subcommand]
         audit_data(options, CheapParts(options).data)
 
 
-class RewardRunner(Application):
+class RewardRunner(Reader):
     """Builds the rewards of a ``fit`` config, and runs them over given responses.
 
     Args:
@@ -255,12 +250,6 @@ class RewardRunner(Application):
         )
         parser.description = "Tell what the rewards of a config say of given responses."
         add_reward_options(parser)
-
-    def before_instantiate_classes(self) -> None:
-        """Leave the data and the model alone: nothing but the rewards is used."""
-
-    def instantiate_classes(self) -> None:
-        """Build nothing: the constructors would load weights."""
 
     def run_command(self, subcommand: str) -> None:
         options = self.config[subcommand]

@@ -39,7 +39,8 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
         The exit status, see `lrlhf.__main__.main`.
     """
     try:
-        if arguments[0] in _READERS and not config_arguments(arguments):
+        # the options that go with a config are those of `fit`
+        if arguments[0] in _READERS and not (config_arguments(arguments) or "--help" in arguments):
             module, _, name = _READERS[arguments[0]].partition(":")
             getattr(import_module(module), name)(arguments[1:])
             return 0

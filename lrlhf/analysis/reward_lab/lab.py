@@ -201,7 +201,8 @@ def _finite(values: Values) -> Values:
 
 def _distribution(values: Values) -> Distribution:
     if not len(values):
-        return Distribution(*[math.nan] * 7, 0)
+        none = math.nan
+        return Distribution(none, none, none, none, none, none, none, 0)
     low, p5, median, p95, high = np.quantile(values, (0, 0.05, 0.5, 0.95, 1)).tolist()
     return Distribution(
         float(values.mean()),

@@ -31,7 +31,7 @@ def as_text(lab: Lab) -> str:
 
 def as_json(lab: Lab) -> dict[str, Any]:
     """Return the report in JSON types: all figures, and the places of all rows without a value."""
-    return _plain(
+    plain: dict[str, Any] = _plain(
         {
             "what": DISCLAIMER,
             "responses": lab.responses,
@@ -54,6 +54,7 @@ def as_json(lab: Lab) -> dict[str, Any]:
             "steps": [one._asdict() for one in lab.steps],
         }
     )
+    return plain
 
 
 def _part_json(part: Part) -> dict[str, Any]:
@@ -181,7 +182,7 @@ def _steps(lab: Lab) -> list[Text | Table | Chart]:
 
 
 def _odd(title: str, what: str, rows: Sequence[OddRow]) -> Table:
-    cells = [
+    cells: list[list[Any]] = [
         [one.value, one.response.place, one.detail, one.response.prompt, one.response.completion]
         for one in rows
     ]
