@@ -117,7 +117,7 @@ def test_the_slow_function_and_its_responses_are_named(tmp_path: Path) -> None:
 def test_calls_hold_whole_prompts(tmp_path: Path) -> None:
     found = scored(tmp_path, digit, prompts_per_call=5)
 
-    assert [one.count for one in found.timings] == [50, 50, 20]
+    assert [one.responses for one in found.timings] == [50, 50, 20]
 
 
 def test_failures_are_told_and_stop_nothing(tmp_path: Path) -> None:

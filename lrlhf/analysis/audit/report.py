@@ -45,8 +45,12 @@ def as_page(audit: Audit, path: str | Path, title: str) -> Path:
         path: The ``.html`` file.
         title: Of the page.
     """
-    counts = [[split, of, audit.usable[split]] for split, of in audit.totals.items()]
-    measures = [[each.name, each.value, each.low, each.high, each.of] for each in audit.measures]
+    counts: list[list[Any]] = [
+        [split, of, audit.usable[split]] for split, of in audit.totals.items()
+    ]
+    measures: list[list[Any]] = [
+        [each.name, each.value, each.low, each.high, each.of] for each in audit.measures
+    ]
     overview = Section(
         "Overview",
         [

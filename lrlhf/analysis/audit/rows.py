@@ -200,8 +200,10 @@ def _audited_kind(kind: RowKind[Any, Any, Any], parser: Parser) -> RowKind[Any, 
         parsed = parser(row, folder)
         contents.seen.clear()
         said = plain(row, folder)
-        make = _of_pair if isinstance(said, PairDraft) else _of_prompt
-        own = make(row, said, contents.seen)
+        if isinstance(said, PairDraft):
+            own = _of_pair(row, said, contents.seen)
+        else:
+            own = _of_prompt(said, contents.seen)
         column = parser.prompt_column if isinstance(parser, PreferenceParser) else parser.column
         given = row.get(column)
         if isinstance(given, str) and not given.strip():
@@ -224,9 +226,8 @@ def _audited_kind(kind: RowKind[Any, Any, Any], parser: Parser) -> RowKind[Any, 
         )
         places = {row.place for row in kept.rows}
         rows = [row for row in split.rows if row.place in places]
-        return replace(
-            split, rows=[_of(row, replace(row.value.row, place=row.place)) for row in rows]
-        )
+        own = [_of(row, replace(row.value.row, place=row.place)) for row in rows]
+        return Split(split.components, own, split.columns)
 
     return replace(
         kind,
@@ -290,7 +291,7 @@ def _of_pair(row: Row, draft: PairDraft, seen: Sequence[list[tuple[str, str]]]) 
     )
 
 
-def _of_prompt(_: Row, draft: PromptDraft, seen: Sequence[list[tuple[str, str]]]) -> AuditedRow:
+def _of_prompt(draft: PromptDraft, seen: Sequence[list[tuple[str, str]]]) -> AuditedRow:
     text, turns = draft.text.text, list(seen)
     if not turns and is_transcript(text):
         turns = [_transcript(text.removesuffix(ASSISTANT))]

@@ -21,6 +21,8 @@ _COLUMNS = (
     "part", "without value", "mean", "std", "min", "5 %", "median", "95 %", "max", "distinct",
     "variance within prompts", "prompts without signal", "rank correlation with length",
 )  # fmt: skip
+_OF_SIGNAL = 10
+"""The first column that is not of the values alone."""
 _TIME_COLUMNS = ("part", "calls", "s per call p50", "p99", "s per response p50", "p99")
 
 
@@ -144,7 +146,11 @@ def _overview(lab: Lab) -> list[Text | Table]:
     ]
     parts: list[Text | Table] = [Text(f"{fact}.") for fact in lab.facts]
     parts += [Text(f"In {count} calls: {failure}") for failure, count in lab.failures.items()]
-    parts.append(Table(_COLUMNS, [_cells(part) for part in lab.parts]))
+    cells = [_cells(part) for part in lab.parts]
+    values, signal = slice(0, _OF_SIGNAL), slice(_OF_SIGNAL, None)
+    parts.append(Table(_COLUMNS[values], [own[values] for own in cells], title="Values"))
+    told = [[own[0], *own[signal]] for own in cells]
+    parts.append(Table([_COLUMNS[0], *_COLUMNS[signal]], told, title="Signal and length"))
     if correlations:
         columns = ["part", "other part", "Spearman", "95 % from", "to", "responses"]
         parts.append(Table(columns, _without_nan(correlations), title="Parts with each other"))

@@ -21,8 +21,8 @@ class Timing(NamedTuple):
 
     part: str
     seconds: float
-    count: int
-    """Responses in the call."""
+    responses: int
+    """In the call."""
     place: str
     """Of the first of them."""
 

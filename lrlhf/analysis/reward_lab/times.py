@@ -21,15 +21,15 @@ def with_times(lab: Lab, scored: ScoredResponses) -> Lab:
     for timing in scored.timings:
         by_part[timing.part].append(timing)
     first: Mapping[str, Response] = {one.place: one for one in reversed(scored.responses)}
-    slowest = sorted(scored.timings, key=lambda one: -one.seconds / one.count)[:_SLOWEST]
+    slowest = sorted(scored.timings, key=lambda one: -one.seconds / one.responses)[:_SLOWEST]
     return replace(
         lab,
         times=[_times(name, timings) for name, timings in by_part.items()],
         slowest=[
             OddRow(
                 first[one.place],
-                one.seconds / one.count,
-                f"{one.part}: {one.seconds:.3g} s for {one.count} responses",
+                one.seconds / one.responses,
+                f"{one.part}: {one.seconds:.3g} s for {one.responses} responses",
             )
             for one in slowest
         ],
@@ -39,7 +39,7 @@ def with_times(lab: Lab, scored: ScoredResponses) -> Lab:
 
 def _times(name: str, timings: Sequence[Timing]) -> CallTimes:
     seconds = np.array([one.seconds for one in timings])
-    each = seconds / np.array([one.count for one in timings])
+    each = seconds / np.array([one.responses for one in timings])
     middle, late = (0.5, 0.99)
     return CallTimes(
         name,
