@@ -1,4 +1,4 @@
-"""How one type of row is parsed, checked and collated."""
+"""How a type of row is read, checked and put into batches."""
 
 from __future__ import annotations
 

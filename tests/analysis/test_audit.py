@@ -212,6 +212,9 @@ def test_labels_that_were_turned_round_are_doubted() -> None:
     found = audited(rows, with_label_noise=True)
 
     assert tags(found, rows) == {"doubtful labels": {rows[number]["tag"] for number in turned}}
+    chances = [float(row.detail.rpartition(" ")[2]) for row in found.findings[0].rows]
+    assert chances == sorted(chances)
+    assert all(chance < 0.1 for chance in chances)
     assert audited(rows).findings == []
 
 

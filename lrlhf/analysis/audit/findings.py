@@ -21,12 +21,6 @@ class RowToLookAt(NamedTuple):
     detail: str
     """What is wrong with this one."""
 
-    @property
-    def order(self) -> tuple[str, str, int]:
-        """Sorts rows as they stand in the data."""
-        source, _, number = self.place.rpartition(":")
-        return self.split, source, int(number) if number.isdigit() else 0
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -43,12 +37,18 @@ class Finding:
     meaning: str
     remedy: str
     rows: Sequence[RowToLookAt]
-    """All of them, in the order of the data; none of a bias, which no single row has."""
+    """All of them, in the order of the data or the worst first; none of a bias."""
 
     @property
     def share(self) -> float:
         """Part of the rows that could have had it."""
         return self.count / self.of if self.of else 0.0
+
+
+def _place(row: RowToLookAt) -> tuple[str, str, int]:
+    """Sort rows as they stand in the data."""
+    source, _, number = row.place.rpartition(":")
+    return row.split, source, int(number) if number.isdigit() else 0
 
 
 class FaultKind(NamedTuple):
@@ -59,19 +59,20 @@ class FaultKind(NamedTuple):
     meaning: str
     remedy: str
 
-    def found(self, rows: Iterable[RowToLookAt], of: int) -> list[Finding]:
+    def found(self, rows: Iterable[RowToLookAt], of: int, *, ranked: bool = False) -> list[Finding]:
         """Return the finding, or nothing where no row has the fault.
 
         Args:
             rows: The rows that have it; one that is named twice counts once.
             of: Rows that could have had it.
+            ranked: Leave the rows in the order in which they are given, the worst first.
         """
         first: dict[tuple[str, str], RowToLookAt] = {}
         for row in rows:
             first.setdefault((row.split, row.place), row)
         if not first:
             return []
-        ordered = sorted(first.values(), key=lambda row: row.order)
+        ordered = list(first.values()) if ranked else sorted(first.values(), key=_place)
         return [
             Finding(self.name, self.severity, len(first), of, self.meaning, self.remedy, ordered)
         ]

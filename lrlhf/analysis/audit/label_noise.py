@@ -60,6 +60,7 @@ def label_noise(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure
             for k in doubtful[np.argsort(chances[doubtful], kind="stable")]
         ),
         of,
+        ranked=True,
     )
     return found, measures
 
