@@ -20,6 +20,7 @@ import lrlhf.loggers
 import lrlhf.modules
 import lrlhf.rewards
 import lrlhf.rollout  # noqa: F401  classes that are imported can be named by their short names
+from lrlhf.cli.audit_command import add_audit_options, audit_data
 from lrlhf.cli.batch_limits import read_whole_numbers_as_such
 from lrlhf.cli.chat_command import chat
 from lrlhf.cli.cheap_parts import CheapParts
@@ -44,6 +45,7 @@ from lrlhf.cli.null_values import refuse_nulls
 from lrlhf.cli.parser import Parser
 from lrlhf.cli.plan_command import add_plan_options, describe_run
 from lrlhf.cli.replay_command import dump_and_options, show_replay
+from lrlhf.cli.reward_command import add_reward_options, responses_and_options, run_rewards
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.cli.serve_command import serve_reward
 from lrlhf.cli.serve_policy_command import serve_policy
@@ -160,7 +162,17 @@ class Application(Commands):
         return super().instantiate_trainer(**kwargs)
 
 
-class Planner(Application):
+class Reader(Application):
+    """Reads the config of ``fit``, and builds nothing: the constructors would load weights."""
+
+    def before_instantiate_classes(self) -> None:
+        """Leave checks to the command itself, which says what it looks at."""
+
+    def instantiate_classes(self) -> None:
+        """Build nothing."""
+
+
+class Planner(Reader):
     """Reads the config of ``fit`` and prints what it would do; builds and writes nothing.
 
     Args:
@@ -180,9 +192,6 @@ class Planner(Application):
         _check_checkpoint(options.ckpt_path)
         check_strategy(options.trainer)
 
-    def instantiate_classes(self) -> None:
-        """Build nothing: the constructors would load weights."""
-
     def run_command(self, subcommand: str) -> None:
         try:
             for number, paragraph in enumerate(describe_run(self.config[subcommand])):
@@ -192,7 +201,7 @@ class Planner(Application):
             raise RefusedError from error
 
 
-class Checker(Application):
+class Checker(Reader):
     """Reads the config of ``fit`` and looks for mistakes; loads no weights and writes nothing.
 
     Args:
@@ -206,18 +215,54 @@ class Checker(Application):
             "before it loads weights."
         )
 
-    def before_instantiate_classes(self) -> None:
-        """Leave it to the command itself, which says what it looks at."""
-
-    def instantiate_classes(self) -> None:
-        """Build nothing: the constructors would load weights."""
-
     def run_command(self, subcommand: str) -> None:
         del subcommand
         for finding in self.findings():
             sys.stdout.write(f"{safe(finding)}\n")
             sys.stdout.flush()
         sys.stdout.write("found no mistake in what was looked at\n")
+
+
+class Auditor(Reader):
+    """Reads the config of ``fit`` and looks for faults in its data; loads no weights.
+
+    Args:
+        arguments: Those of ``fit``, the command included.
+    """
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.usage = "lrlhf audit [--json FILE] [--html FILE] [the options of lrlhf fit]"
+        parser.description = "Look for faults in all rows of the training and validation data."
+        add_audit_options(parser)
+
+    def run_command(self, subcommand: str) -> None:
+        options = self.config[subcommand]
+        audit_data(options, CheapParts(options).data)
+
+
+class RewardRunner(Reader):
+    """Builds the rewards of a ``fit`` config, and runs them over given responses.
+
+    Args:
+        responses: The file.
+        arguments: Those of ``fit``, the command included.
+    """
+
+    def __init__(self, responses: Path, arguments: Sequence[str]) -> None:
+        self._responses = responses
+        super().__init__(arguments)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.usage = (
+            "lrlhf reward --config FILE RESPONSES [--json FILE] [--html FILE] "
+            "[the options of lrlhf fit]"
+        )
+        parser.description = "Tell what the rewards of a config say of given responses."
+        add_reward_options(parser)
+
+    def run_command(self, subcommand: str) -> None:
+        options = self.config[subcommand]
+        run_rewards(options, CheapParts(options).all_rewards, self._responses)
 
 
 class Exporter(Application):
@@ -338,7 +383,10 @@ def _application(
     if command == "replay":
         folder, options = dump_and_options(options)
         return partial(Replayer, folder), ["fit", *options]
-    readers = {"plan": Planner, "check": Checker, "export": Exporter}
+    if command == "reward":
+        responses, options = responses_and_options(options)
+        return partial(RewardRunner, responses), ["fit", *options]
+    readers = {"plan": Planner, "check": Checker, "audit": Auditor, "export": Exporter}
     if command in readers:
         return readers[command], ["fit", *options]
     return Application, arguments

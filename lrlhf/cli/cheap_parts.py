@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lrlhf.cli.parser import Parser
 from lrlhf.modules.policy.policy_settings import PolicySettings, complete_settings
-from lrlhf.planning.checks.mistake import RefusedError
+from lrlhf.planning.checks.mistake import MistakeError, RefusedError
 from lrlhf.planning.config_entries import class_of, is_ours, options_of
 from lrlhf.rewards import Rewards
 from lrlhf.rewards.lookup import BUILTINS
@@ -65,6 +65,22 @@ class CheapParts:
         listed = functions.values() if isinstance(functions, Mapping) else functions
         if is_ours(entry) and all(map(_loads_nothing, listed)):
             _made(Rewards, self._options.model.init_args.rewards)
+
+    def all_rewards(self) -> Rewards:
+        """Make the rewards, whatever their functions load, and let them fail as often as they do.
+
+        Raises:
+            MistakeError: The module has no rewards of this library's kind.
+        """
+        entry = options_of(self._model).get("rewards")
+        if not is_ours(entry):
+            raise MistakeError(
+                ("model", "rewards"), "there are no rewards to run; give lrlhf.rewards.Rewards"
+            )
+        given = self._options.model.init_args.rewards.clone()
+        given.init_args.max_failures = None
+        made: Rewards = _made(Rewards, given)
+        return made
 
     def settings(self) -> PolicySettings | None:
         """Make the groups of options of a module, and complete those of a policy.

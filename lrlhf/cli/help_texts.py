@@ -80,6 +80,22 @@ example:
   lrlhf check --config configs/quickstart.yaml
 
 {_MORE}""",
+    "audit": f"""\
+usage: lrlhf audit --config FILE [--json FILE] [--html FILE] [the options of lrlhf fit]
+
+Look for faults in all rows of the training and validation data: duplicates, contradictions, leaks,
+biases, broken texts, bad images. Loads no weights, and changes nothing.
+
+options:
+{_CONFIG}
+  --json FILE                 write all findings with all their rows
+  --html FILE                 write a page of the findings
+  --label-noise               also fit small reward models to find doubtful labels; takes longer
+
+example:
+  lrlhf audit --config configs/reward_hh.yaml --data.train pairs.jsonl.gz --html audit.html
+
+{_MORE}""",
     "plan": f"""\
 usage: lrlhf plan --config FILE [--gpus N] [--gpu NAME] [the options of lrlhf fit]
 
@@ -128,6 +144,29 @@ options:
   --ckpt_path PATH            the checkpoint
   --output DIR                the folder, which must not exist
   --use_ema true              the averaged weights instead of the last ones
+
+{_MORE}""",
+    "reward": f"""\
+usage: lrlhf reward RUN [--json FILE] [--html FILE]
+       lrlhf reward --config FILE RESPONSES [--json FILE] [--html FILE] [the options of lrlhf fit]
+
+Tell what rewards said in a run, from its rollouts.jsonl, or run the rewards of a config over a file
+of responses: values, responses without one, variance within prompts, prompts without signal,
+correlations with each other and with the length, time. Loads no policy. An audit: it raises no
+alarm.
+
+options:
+  RUN                         the folder of a run
+  RESPONSES                   rows with prompt and completion (or completions), or the
+                              rollouts.jsonl of a run
+{_CONFIG}
+  --json FILE                 write all figures
+  --html FILE                 write a page with charts (needs plotly)
+  --prompts_per_call N        responses of so many prompts in one call; 1 unless given
+
+examples:
+  lrlhf reward runs/quickstart --html rewards.html
+  lrlhf reward --config configs/quickstart.yaml answers.jsonl
 
 {_MORE}""",
     "convert": """\

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 
-from lrlhf.cli.config_files import ConfigFile, read_config_files
+from lrlhf.cli.config_files import ConfigFile, config_arguments, read_config_files
 from lrlhf.cli.early_checks import check_names
 from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.messages.secrets import remember_secrets
@@ -27,8 +27,9 @@ _INTERRUPTED = 130
 _READERS = {
     "compare": "lrlhf.cli.compare_command:compare",
     "inspect": "lrlhf.cli.inspect_command:inspect",
+    "reward": "lrlhf.cli.reward_command:report_run",
 }
-"""Commands that only read files, and need no torch."""
+"""Commands that only read files, and need no torch; ``reward`` as far as it has no config."""
 
 
 def run(arguments: Sequence[str], *, debug: bool = False) -> int:
@@ -42,7 +43,7 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
         The exit status, see `lrlhf.__main__.main`.
     """
     try:
-        if arguments[0] in _READERS:
+        if arguments[0] in _READERS and not _runs_rewards(arguments):
             module, _, name = _READERS[arguments[0]].partition(":")
             getattr(import_module(module), name)(arguments[1:])
             return 0
@@ -55,6 +56,11 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
     except KeyboardInterrupt as error:
         return say_error(error, "interrupted", status=_INTERRUPTED, show=debug)
     return run_command(arguments, debug=debug)
+
+
+def _runs_rewards(arguments: Sequence[str]) -> bool:
+    """Tell whether ``reward`` has the options of ``fit``, which a config goes with."""
+    return arguments[0] == "reward" and bool(config_arguments(arguments) or "--help" in arguments)
 
 
 def _load(files: Sequence[ConfigFile]) -> Callable[..., int]:

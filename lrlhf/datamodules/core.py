@@ -163,6 +163,32 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
             )
         return found
 
+    def read_all(
+        self,
+        module: object,
+        change: Callable[[RowKind[Any, RowT, BatchT]], RowKind[Any, Any, Any]],
+        count: Callable[[str], BadRows],
+    ) -> Splits[Any]:
+        """Read all rows into splits as a run would, however many cannot be used.
+
+        Args:
+            module: As of `first_rows`.
+            change: Returns how to read rows, given how a run reads them.
+            count: Makes what counts the bad rows of the data of such a name.
+        """
+        beside = cast("L.Trainer", _Beside(module))
+
+        def read(one: NamedSet, what: str) -> Split[Any]:
+            kind = change(self._make_kind(beside, **one.options))
+            split = kind.read_rows(components_of(one.entries), count(what))
+            return kind.check(split, what) if split.rows else split
+
+        train = read(NamedSet("", self._train, {}), "train")
+        if not train.rows:
+            return train, {}
+        keys = change(self._make_kind(beside)).keys
+        return self._validation.load(train, lambda one: read(one, one.what), keys)
+
     def prepare_data(self) -> None:
         own = (one.entries for one in self._validation.sets)
         for entries in (self._train, *own, self._besides or ()):

@@ -123,11 +123,16 @@ def read_image(value: Any, options: MediaOptions) -> Image.Image:
     return _scaled(image, options.max_pixels)
 
 
-def check_image(value: Any) -> None:
-    """Look at the head of an image, without its pixels; raise `MediaError` if it is none."""
+def check_image(value: Any) -> tuple[int, int]:
+    """Look at the head of an image, without its pixels, and return its width and height.
+
+    Raises:
+        MediaError: It is no image.
+    """
     name = media_name(value)
     with _explained("broken image", name), _opened_image(value, name) as opened:
         _check_size(opened.size, name)
+        return opened.size
 
 
 def read_video(value: Any, options: MediaOptions) -> Video:

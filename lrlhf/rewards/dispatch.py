@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import inspect
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,8 @@ class Outcome(NamedTuple):
 
     value: Any
     error: BaseException | None
+    seconds: float = math.nan
+    """That the function took, waiting for its turn left out; NaN where it failed."""
 
 
 class CallTimeoutError(TimeoutError):
@@ -92,8 +95,8 @@ class Dispatcher:
                     _give_up(future, given_up)
                     outcomes.append(Outcome(None, self._too_slow()))
                 else:
-                    value = future.result() if error is None else None
-                    outcomes.append(Outcome(value, error))
+                    value, seconds = future.result() if error is None else (None, math.nan)
+                    outcomes.append(Outcome(value, error, seconds))
         except BaseException:  # an interrupt: nobody wants the rest
             for future, given_up in under_way:
                 _give_up(future, given_up)
@@ -124,8 +127,9 @@ class Dispatcher:
         _GIVEN_UP.set(given_up)
         try:
             if future.set_running_or_notify_cancel():  # else out of time before its turn came
-                result = call.function(**call.arguments)
-                future.set_result(self._settled(result, deadline))
+                begun = time.perf_counter()
+                value = self._settled(call.function(**call.arguments), deadline)
+                future.set_result((value, time.perf_counter() - begun))
         except BaseException as error:  # noqa: BLE001  whatever it is, the caller is told
             future.set_exception(error)
         finally:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import numbers
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,6 +131,8 @@ class RewardResult:
     """Columns that the functions logged, one value per response."""
     failures: list[str]
     """What went wrong in this batch, tracebacks included; begins with the function's name."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """That each function took for the batch, side by side with the others; NaN where it failed."""
     turn_weights: Float[Tensor, " B"] | None = None
     """What the score multiplies the rewards of single turns with; None: unknown."""
 

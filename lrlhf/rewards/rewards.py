@@ -288,6 +288,10 @@ class Rewards(KeepsArguments):
             metrics=metrics | unscored,
             extras=extras,
             failures=[*failures.values()],
+            seconds={
+                entry.bound.name: outcome.seconds
+                for entry, outcome in zip(asked, outcomes, strict=True)
+            },
             turn_weights=(weights.nan_to_num(nan=0.0) * self._of_turns).sum(dim=1),
         )
 

@@ -130,8 +130,8 @@ def test_what_the_help_says_next_works(
         (
             "--config",
             "error: no command '--config'; the command comes first: "
-            "lrlhf {fit,launch,check,plan,validate,test,predict,generate,chat,compare,"
-            "inspect,export,replay,convert,serve-reward,serve-policy} --config ...\n",
+            "lrlhf {fit,launch,check,audit,plan,validate,test,predict,generate,chat,compare,"
+            "inspect,reward,export,replay,convert,serve-reward,serve-policy} --config ...\n",
         ),
     ],
 )

@@ -57,7 +57,12 @@ class NamedSet(NamedTuple):
     @property
     def what(self) -> str:
         """What messages call its data."""
-        return f"{self.name} validation" if self.name else "validation"
+        return title_of(self.name)
+
+
+def title_of(name: str) -> str:
+    """Return what messages call the data of a validation set."""
+    return f"{name} validation" if name else "validation"
 
 
 def is_named(given: object) -> TypeGuard[Mapping[str, Any]]:

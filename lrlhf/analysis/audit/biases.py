@@ -1,0 +1,71 @@
+"""Whether the better answer is the longer one, or the first one, more often than by chance."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from lrlhf.analysis.audit.findings import Finding, Measure, Severity
+from lrlhf.analysis.audit.rows import AuditedRow
+from lrlhf.statistics.proportions import wilson_interval
+
+_NOTED, _GRAVE = 0.05, 0.15
+"""How far from one half a share must be to be a finding, and to be a warning."""
+
+
+def biases(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure]]:
+    """Measure length bias and position bias of pairs, by the first head that judges.
+
+    Ties, and for the length pairs of equally long answers, do not count. The position is only
+    that of candidates in an order that does not tell which is better (``candidate0``,
+    ``candidate1``).
+    """
+    judged = [(row, row.preferred) for row in rows if row.preferred is not None]
+    longer = [
+        row.answer_tokens[better] > row.answer_tokens[1 - better]
+        for row, better in judged
+        if len(set(row.answer_tokens)) == 2
+    ]
+    first = [better == 0 for row, better in judged if row.unordered]
+    findings: list[Finding] = []
+    measures: list[Measure] = []
+    for name, preferred, outcomes, meaning, remedy in (
+        (
+            "length bias",
+            "longer answer preferred",
+            longer,
+            "A reward model may learn the length instead of what makes answers good.",
+            "Compare answers of equal length, balance the pairs, or watch the correlation of "
+            "scores and length; right where longer answers are better.",
+        ),
+        (
+            "position bias",
+            "first answer preferred",
+            first,
+            "Whoever judged looked at the place of an answer too, or the order was not random.",
+            "Judge each pair in both orders, or shuffle the candidates before they are judged.",
+        ),
+    ):
+        count, of = sum(outcomes), len(outcomes)
+        low, high = wilson_interval(count, of)
+        if of:
+            measures.append(Measure(f"{preferred} (share)", count / of, low, high, of))
+        if of and not low <= 0.5 <= high and abs(count / of - 0.5) >= _NOTED:
+            severity: Severity = "warning" if abs(count / of - 0.5) >= _GRAVE else "note"
+            share = f"In {count / of:.1%} of {of:,} pairs ({low:.1%} to {high:.1%})"
+            said = f"{share} the {preferred.replace('preferred', 'is preferred')}. {meaning}"
+            findings.append(Finding(name, severity, count, of, said, remedy, ()))
+    return findings, measures
+
+
+def lengths(rows: Sequence[AuditedRow]) -> list[Measure]:
+    """Return the median and the largest number of tokens, of rows and of answers."""
+    measures = []
+    for what, counts in (
+        ("tokens of a row", [count for row in rows for count in row.tokens]),
+        ("tokens of an answer", [count for row in rows for count in row.answer_tokens]),
+    ):
+        if counts:
+            measures.append(Measure(f"{what}, median", statistics.median(counts), of=len(counts)))
+            measures.append(Measure(f"{what}, most", max(counts), of=len(counts)))
+    return measures

@@ -1,0 +1,318 @@
+"""The rows of a data module as an audit looks at them: read as a run reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.datamodules.core import RowDataModule
+from lrlhf.datamodules.loading.sources import Row
+from lrlhf.datamodules.loading.splits import Located, Split
+from lrlhf.datamodules.loading.validation import title_of
+from lrlhf.datamodules.row_kind import RowKind
+from lrlhf.datamodules.rows.bad_rows import BadRow, BadRows
+from lrlhf.datamodules.rows.chat import ChatFormat
+from lrlhf.datamodules.rows.collate import Candidate
+from lrlhf.datamodules.rows.implicit_prompts import ASSISTANT, is_transcript, transcript_messages
+from lrlhf.datamodules.rows.media_rows import TokenizedText, media_columns
+from lrlhf.datamodules.rows.preference_rows import PairDraft, PreferenceParser
+from lrlhf.datamodules.rows.prompt_rows import PromptDraft, PromptParser
+from lrlhf.media import MediaRefs
+from lrlhf.rewards.function import content_text
+from lrlhf.types import Message
+
+Parser = PreferenceParser | PromptParser
+_UNORDERED = ("candidate0", "candidate1", *media_columns("_0"), *media_columns("_1"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditedRow:
+    """One row that a run can use."""
+
+    prompt: str
+    """Without what a chat template adds."""
+    question: str
+    """What was asked last: the user's last turn, or all of a plain prompt."""
+    answers: tuple[str, ...] = ()
+    """The two candidates, without the prompt; of a row of prompts none."""
+    labels: tuple[float, ...] = ()
+    """By head: +1 the first candidate is better, -1 the second, 0 equal, NaN not labelled."""
+    unordered: bool = False
+    """The order of the candidates says nothing of which is better."""
+    roles: tuple[tuple[str, ...], ...] = ()
+    """Of the turns of each candidate with its prompt, or of the prompt alone; of text none."""
+    blank: str = ""
+    """What is blank in it, such as a turn; empty: nothing."""
+    refs: tuple[MediaRefs, ...]
+    """What each candidate shows, or what the prompt shows."""
+    tokens: tuple[int, ...] = ()
+    """Of each candidate with its prompt, or of the prompt."""
+    answer_tokens: tuple[int, ...] = ()
+    doubled: str = ""
+    """A special token that stands twice in a row; empty: none."""
+    keys: tuple[str, ...] = ()
+    """Rows that share one belong in the same split."""
+    split: str = ""
+    place: str = ""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Prompt and answers."""
+        return (self.prompt, *self.answers)
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """What tells the answers apart: text, and what is shown."""
+        pairs = zip(self.answers, self.refs, strict=True) if self.answers else ()
+        return tuple(f"{answer.strip()}\n{refs.key if refs else ''}" for answer, refs in pairs)
+
+    @property
+    def shown(self) -> str:
+        """What tells apart what the row shows; empty: it shows nothing."""
+        return " ".join(refs.key for refs in self.refs if refs)
+
+    @property
+    def preferred(self) -> int | None:
+        """Which candidate is better by the first head that says so; None: by no head."""
+        judged = [label for label in self.labels if abs(label) == 1]
+        return (0 if judged[0] > 0 else 1) if judged else None
+
+
+class BadRowFound(NamedTuple):
+    """One row that a run leaves out."""
+
+    split: str
+    place: str
+    problem: BadRow
+
+
+class AuditedData(NamedTuple):
+    """All rows."""
+
+    rows: Sequence[AuditedRow]
+    bad: Sequence[BadRowFound]
+    totals: dict[str, int]
+    """Rows by split, whether they can be used or not."""
+    tokenizer: PreTrainedTokenizerBase
+    is_pairs: bool
+
+    @property
+    def total(self) -> int:
+        """Rows of all splits."""
+        return sum(self.totals.values())
+
+
+def read_data(data: RowDataModule[Any, Any], beside: object) -> AuditedData:
+    """Read every row of the training and validation data as a run would.
+
+    Args:
+        data: A `PromptDataModule` or `PreferenceDataModule`.
+        beside: Has what the data takes from the module that it is used with, such as a
+            ``tokenizer``.
+
+    Raises:
+        BadDataError: A source cannot be read, or the data makes no sense as a whole.
+        ValueError: The data module is of another kind, or has no tokenizer.
+    """
+    bad: list[BadRowFound] = []
+    counters: list[BadRows] = []
+    parsers: list[Parser] = []
+
+    class Noted(BadRows):
+        def __init__(self, what: str) -> None:
+            super().__init__(what)
+            counters.append(self)
+
+        def add(self, place: str, problem: BadRow) -> None:
+            super().add(place, problem)
+            bad.append(BadRowFound(self.what, place, problem))
+
+    def audited(kind: RowKind[Any, Any, Any]) -> RowKind[Any, Any, Any]:
+        if not isinstance(kind.parse, PreferenceParser | PromptParser):
+            raise ValueError(
+                f"{type(data).__name__} holds rows of another kind; audited are prompts "
+                "(PromptDataModule) and pairs (PreferenceDataModule)"
+            )
+        parsers.append(kind.parse)
+        return _audited_kind(kind, kind.parse)
+
+    train, held = data.read_all(beside, audited, Noted)
+    splits = {"train": train, **{title_of(name): part for name, part in held.items()}}
+    rows = [
+        replace(located.value, split=split)
+        for split, part in splits.items()
+        for located in part.rows
+    ]
+    totals = {counter.what: counter.total for counter in counters}
+    for split, part in splits.items():
+        if split not in totals:  # some of the train rows
+            totals["train"] -= len(part.rows)
+            totals[split] = len(part.rows)
+    parser = parsers[0]
+    return AuditedData(
+        rows, bad, totals, parser.chat.tokenizer, isinstance(parser, PreferenceParser)
+    )
+
+
+@dataclass(frozen=True)
+class _Contents(ChatFormat):
+    """Writes what was said, without roles and marks, and remembers the turns."""
+
+    seen: list[list[tuple[str, str]]] = field(default_factory=list)
+
+    def render(self, messages: Sequence[Message], row: Row, *, prompt: bool) -> str:
+        del row, prompt
+        turns = [(str(message["role"]), _said(message)) for message in messages]
+        self.seen.append(turns)
+        return "".join(f"{said}\n\n" for _, said in turns)
+
+
+def _said(message: Message) -> str:
+    calls = message.get("tool_calls")
+    content = message.get("content")
+    shows = isinstance(content, list | tuple) and any(p.get("type") != "text" for p in content)
+    return content_text(content) + (f"\n{calls}" if calls else "") + ("\n<media>" * shows)
+
+
+class _Draft(NamedTuple):
+    """A parsed row, and what the audit keeps of it."""
+
+    parsed: Any
+    row: AuditedRow
+
+
+class _Loaded(NamedTuple):
+    """The same of a row that was tokenised."""
+
+    value: Any
+    row: AuditedRow
+
+
+def _audited_kind(kind: RowKind[Any, Any, Any], parser: Parser) -> RowKind[Any, Any, Any]:
+    """Return a kind whose rows are `AuditedRow`s, of which the same are bad."""
+    contents = _Contents(parser.chat.tokenizer)
+    plain = replace(parser, chat=contents)
+    specials = _specials(parser)
+
+    def parse(row: Row, folder: Path | None) -> _Draft:
+        parsed = parser(row, folder)
+        contents.seen.clear()
+        said = plain(row, folder)
+        if isinstance(said, PairDraft):
+            own = _of_pair(row, said, contents.seen)
+        else:
+            own = _of_prompt(said, contents.seen)
+        column = parser.prompt_column if isinstance(parser, PreferenceParser) else parser.column
+        given = row.get(column)
+        if isinstance(given, str) and not given.strip():
+            own = replace(own, blank=f"column {column!r}")
+        return _Draft(parsed, own)
+
+    def finish(drafts: Sequence[_Draft]) -> list[_Loaded | BadRow]:
+        assert kind.finish is not None
+        finished = kind.finish([draft.parsed for draft in drafts])
+        return [
+            value
+            if isinstance(value, BadRow)
+            else _Loaded(value, _counted(draft.row, value, specials, tuple(kind.keys(value))))
+            for draft, value in zip(drafts, finished, strict=True)
+        ]
+
+    def check(split: Split[_Loaded], what: str) -> Split[AuditedRow]:
+        kept = kind.check(
+            replace(split, rows=[_of(row, row.value.value) for row in split.rows]), what
+        )
+        places = {row.place for row in kept.rows}
+        rows = [row for row in split.rows if row.place in places]
+        own = [_of(row, replace(row.value.row, place=row.place)) for row in rows]
+        return Split(split.components, own, split.columns)
+
+    return replace(
+        kind,
+        parse=parse,
+        finish=finish,
+        check=check,
+        keys=lambda row: row.keys,
+        placed=lambda row, _: row,
+    )
+
+
+def _of(row: Located[Any], value: Any) -> Located[Any]:
+    return Located(row.component, row.place, value)
+
+
+def _specials(parser: Parser) -> dict[int, str]:
+    """Return the special tokens that must not stand twice in a row, by id."""
+    tokenizer = parser.chat.tokenizer
+    may = {tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.mask_token_id}
+    may = (may - {tokenizer.eos_token_id, tokenizer.bos_token_id}) | {*parser.media.placeholders}
+    ids = sorted({*tokenizer.all_special_ids} - may)
+    return {token: str(tokenizer.convert_ids_to_tokens(token)) for token in ids}
+
+
+def _counted(
+    row: AuditedRow, value: Any, specials: dict[int, str], keys: tuple[str, ...]
+) -> AuditedRow:
+    texts: Sequence[TokenizedText] = value.texts
+    ids = [text.input_ids for text in texts]
+    starts = [text.start for text in texts if isinstance(text, Candidate)]
+    doubled = (name for one in ids for token, name in specials.items() if _is_doubled(one, token))
+    return replace(
+        row,
+        tokens=tuple(len(one) for one in ids),
+        answer_tokens=tuple(len(ids[k]) - start for k, start in enumerate(starts)),
+        doubled=next(doubled, ""),
+        keys=keys,
+    )
+
+
+def _is_doubled(ids: NDArray[np.int32], token: int) -> bool:
+    places = np.flatnonzero(ids == token)
+    return bool((np.diff(places) == 1).any())
+
+
+def _of_pair(row: Row, draft: PairDraft, seen: Sequence[list[tuple[str, str]]]) -> AuditedRow:
+    pair, prompt = draft.pair, draft.pair.prompt.text
+    turns = list(seen[-2:])  # before them comes the prompt alone
+    if not turns and is_transcript(prompt):
+        turns = [_transcript(text.text) for text in pair.candidates]
+    asked = [said for role, said in (turns[0] if turns else ()) if role == "user"]
+    return AuditedRow(
+        prompt=prompt,
+        question=asked[-1] if asked else prompt if not turns else "",
+        answers=tuple(text.text.removeprefix(prompt) for text in pair.candidates),
+        labels=draft.labels,
+        unordered=any(name in row for name in _UNORDERED),
+        roles=tuple(tuple(role for role, _ in one) for one in turns),
+        blank=_blank(turns),
+        refs=pair.refs,
+    )
+
+
+def _of_prompt(draft: PromptDraft, seen: Sequence[list[tuple[str, str]]]) -> AuditedRow:
+    text, turns = draft.text.text, list(seen)
+    if not turns and is_transcript(text):
+        turns = [_transcript(text.removesuffix(ASSISTANT))]
+    asked = [said for role, said in (turns[0] if turns else ()) if role == "user"]
+    return AuditedRow(
+        prompt=text,
+        question=asked[-1] if asked else text,
+        roles=tuple(tuple(role for role, _ in one) for one in turns),
+        blank=_blank(turns),
+        refs=(draft.refs,),
+    )
+
+
+def _transcript(text: str) -> list[tuple[str, str]]:
+    return [(str(turn["role"]), str(turn["content"])) for turn in transcript_messages(text)]
+
+
+def _blank(conversations: Sequence[list[tuple[str, str]]]) -> str:
+    blank = [role for turns in conversations for role, said in turns if not said.strip()]
+    return f"a turn of the {blank[0]}" if blank else ""

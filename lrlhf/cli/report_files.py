@@ -1,0 +1,30 @@
+"""The files of reports: refused early, and written whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.run.atomic import atomic_write
+
+
+def check_output(option: str, path: str | None) -> None:
+    """Refuse a file that cannot be written, before anything takes time.
+
+    Raises:
+        ConfigError: It is a folder, or would lie in what is no folder.
+    """
+    if path is None:
+        return
+    above = next(folder for folder in Path(path).absolute().parents if folder.exists())
+    if Path(path).is_dir() or not above.is_dir():
+        raise ConfigError(f"--{option} is {path}; give the name of a file in a folder")
+
+
+def write_json(path: str, value: dict[str, Any]) -> None:
+    """Write a JSON file, which appears complete or not at all."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(Path(path)) as handle:
+        handle.write(json.dumps(value, indent=1, ensure_ascii=False).encode("utf-8", "replace"))

@@ -1,0 +1,129 @@
+"""``lrlhf reward``: what rewards say of responses. Reading a run's needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lrlhf.analysis.reward_lab import Lab, as_json, as_page, as_text, look_at, responses_of_run
+from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.cli.report_files import check_output, write_json
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
+
+    from lrlhf.rewards import Rewards
+
+_TITLE = "Rewards of {}"
+
+
+def report_run(arguments: Sequence[str]) -> None:
+    """Tell what the rewards said in a run.
+
+    Raises:
+        ConfigError: The folder or an option cannot be used.
+    """
+    parser = argparse.ArgumentParser(prog="lrlhf reward", allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", type=Path)
+    parser.add_argument("--json")
+    parser.add_argument("--html")
+    given = parser.parse_args(arguments)
+    for name in ("json", "html"):
+        check_output(name, vars(given)[name])
+    if given.run.is_file():
+        raise ConfigError(
+            f"{given.run} is a file; its rewards are in a config: lrlhf reward --config FILE "
+            f"{given.run}, or give the folder of a run"
+        )
+    try:
+        lab = look_at(responses_of_run(given.run))
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    _report(lab, str(given.run), given.json, given.html)
+
+
+def add_reward_options(parser: ArgumentParser) -> None:
+    """Add what ``reward`` takes beside the options of ``fit``."""
+    parser.add_argument("--json", type=str | None, help="file for all figures")
+    parser.add_argument("--html", type=str | None, help="file for a page with charts")
+    parser.add_argument(
+        "--prompts_per_call", type=int, default=1, help="responses of so many prompts in one call"
+    )
+
+
+def responses_and_options(options: Sequence[str]) -> tuple[Path, list[str]]:
+    """Split what follows the command: the file of responses, and the options.
+
+    Raises:
+        ConfigError: There is no such file, or not one.
+    """
+    if {"-h", "--help"} & set(options):
+        return Path(), list(options)
+    values = {
+        index + 1 for index, word in enumerate(options) if word.startswith("-") and "=" not in word
+    }
+    alone = [
+        index
+        for index, word in enumerate(options)
+        if not word.startswith("-") and index not in values
+    ]
+    if len(alone) != 1:
+        named = ", ".join(options[index] for index in alone) or "none is given"
+        raise ConfigError(f"lrlhf reward --config FILE needs one file of responses ({named})")
+    path = Path(options[alone[0]])
+    path = path / "rollouts.jsonl" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}; give one with prompts and completions")
+    return path, [word for index, word in enumerate(options) if index != alone[0]]
+
+
+def run_rewards(config: Namespace, build: Callable[[], Rewards], path: Path) -> None:
+    """Run the rewards of a config over a file of responses, and tell what they say.
+
+    Args:
+        config: Parsed.
+        build: Makes the rewards.
+        path: The responses.
+
+    Raises:
+        ConfigError: The file or an option cannot be used.
+        MistakeError: The rewards cannot be used on these responses.
+    """
+    # not at the top: they bring torch
+    from lrlhf.analysis.reward_lab.given import given_responses  # noqa: PLC0415
+    from lrlhf.analysis.reward_lab.scoring import score_responses  # noqa: PLC0415
+    from lrlhf.analysis.reward_lab.times import with_times  # noqa: PLC0415
+    from lrlhf.planning.checks.mistake import MistakeError  # noqa: PLC0415
+    from lrlhf.planning.checks.models import check_models  # noqa: PLC0415
+
+    for name in ("json", "html"):
+        check_output(name, config[name])
+    if config.prompts_per_call < 1:
+        raise ConfigError(f"--prompts_per_call is {config.prompts_per_call}; give 1 or more")
+    try:
+        given = given_responses(path)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    rewards = build()
+    trained = check_models(config.model.as_dict())
+    tokenizer = None if trained is None else trained.tokenizer()
+    try:
+        scored = score_responses(given, rewards, tokenizer, config.prompts_per_call)
+    except (ValueError, ImportError, OSError) as error:
+        raise MistakeError(("model", "rewards"), str(error)) from error
+    lab = with_times(look_at(scored.responses, scored.unit), scored)
+    _report(lab, str(path), config.json, config.html)
+
+
+def _report(lab: Lab, of: str, json: str | None, html: str | None) -> None:
+    sys.stdout.write(f"{as_text(lab)}\n")
+    if json is not None:
+        write_json(json, as_json(lab))
+    if html is not None:
+        try:
+            as_page(lab, html, _TITLE.format(of))
+        except ImportError as error:
+            raise ConfigError(str(error)) from error

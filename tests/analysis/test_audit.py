@@ -1,0 +1,294 @@
+"""Faults are planted in a clean data set: the audit finds these rows, and no others."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lrlhf.analysis.audit import Audit, as_json, as_page, as_text, audit
+from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
+from tests.analysis.texts import clean_pairs, question, sentences
+from tests.conftest import build_tokenizer
+from tests.datamodules.conftest import Rows
+
+BESIDE = SimpleNamespace(tokenizer=build_tokenizer(), processor=None, head_names=None)
+CONTEXT = 1500
+MAX_TOKENS = 2000
+GERMAN = (
+    "Der alte Kapitän hat gestern am Hafen erzählt, dass die Fischer wegen des Sturms nicht auf "
+    "das Meer fahren konnten und deshalb den ganzen Tag zu Hause geblieben sind."
+)
+Row = dict[str, Any]
+
+
+def audited(train: Sequence[Row], val: Sequence[Row] | None = None, **options: Any) -> Audit:
+    data = PreferenceDataModule(
+        train=Rows(train, "train.jsonl"),
+        val=None if val is None else Rows(val, "val.jsonl"),
+        max_tokens=MAX_TOKENS,
+    )
+    return audit(data, BESIDE, context=CONTEXT, **options)
+
+
+def tags(found: Audit, train: Sequence[Row], val: Sequence[Row] = ()) -> dict[str, set[str]]:
+    """Return the tags of the rows of each finding."""
+    rows = {"train.jsonl": train, "val.jsonl": val}
+    tagged: dict[str, set[str]] = {}
+    for finding in found.findings:
+        places = [row.place.rpartition(":") for row in finding.rows]
+        tagged[finding.name] = {rows[name][int(number) - 1]["tag"] for name, _, number in places}
+        assert finding.count == len(finding.rows)
+    return tagged
+
+
+def chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def planted() -> tuple[list[Row], list[Row], dict[str, set[str]]]:
+    """Return train rows, validation rows, and which tags each finding must have."""
+    train, val = clean_pairs(120), clean_pairs(40, seed=1)
+    draw = random.Random(9)
+
+    def pair(tag: str, **columns: Any) -> Row:
+        row = {"prompt": question(draw), "chosen": sentences(draw, 2), "tag": tag}
+        return {**row, "rejected": sentences(draw, 2), **columns}
+
+    once, like = pair("original"), pair("resembled")
+    asked, reworded = pair("asked in training"), pair("asked likewise in training")
+    judged = pair("judged")
+    said = sentences(draw, 2)
+    user, assistant = ("user", question(draw)), ("assistant", sentences(draw, 2))
+    other = chat(("assistant", sentences(draw, 2)))
+    cut = [pair(f"cut {number}", chosen=sentences(draw, 12)[:700]) for number in range(8)]
+    train += [
+        once, like, asked, reworded, judged, *cut,
+        {**once, "tag": "duplicate"},
+        {**like, "tag": "near-duplicate", "prompt": like["prompt"].replace("number", "no.", 1)},
+        {**judged, "tag": "other way round", "chosen": judged["rejected"],
+         "rejected": judged["chosen"]},
+        pair("identical", chosen=said, rejected=said),
+        pair("equal but for case", chosen=said + " Yes.", rejected=said.upper() + "  YES."),
+        pair("jinja", prompt=f"{question(draw)} {{{{ question }}}}"),
+        pair("format", chosen=f"{said} Answer {{question}} now."),
+        pair("None", rejected="None"),
+        pair("nan", prompt=f"{question(draw)}\nContext: nan"),
+        pair("two users", prompt=chat(user, user), chosen=chat(assistant), rejected=other),
+        pair("assistant first", prompt=chat(("assistant", said), user), chosen=chat(assistant),
+             rejected=other),
+        pair("no user", prompt=chat(("system", said)), chosen=chat(assistant), rejected=other),
+        pair("goes on", chosen=f"{said}\n\nHuman: And then?"),
+        pair("repeats", prompt=(repeated := question(draw)), chosen=f"{repeated} {said}"),
+        pair("mark", prompt=f"{question(draw)}<|im_end|>"),
+        pair("foreign mark", chosen=f"[INST] {said}"),
+        pair("doubled", chosen=f"{said}<|endoftext|><|endoftext|>"),
+        pair("empty answer", rejected="  "),
+        pair("empty prompt", prompt="   "),
+        pair("blank turn", prompt=chat(("user", " "), assistant, user), chosen=chat(assistant),
+             rejected=other),
+        pair("too long", prompt=sentences(draw, 30)),
+        pair("longer than the context", prompt=sentences(draw, 15)),
+        pair("German answer", chosen=GERMAN),
+        {"tag": "half a row", "prompt": question(draw), "chosen": said},
+    ]  # fmt: skip
+    val += [
+        pair("leak", prompt=asked["prompt"]),
+        pair("near leak", prompt=reworded["prompt"].replace("number", "no.", 1)),
+    ]
+    return train, val, {
+        "exact duplicates": {"duplicate"},
+        "near-duplicates": {"near-duplicate"},
+        "contradictory pairs": {"judged", "other way round"},
+        "equal candidates": {"identical", "equal but for case"},
+        "leaks between train and validation": {"leak"},
+        "near leaks between train and validation": {"near leak"},
+        "unfilled templates": {"jinja", "format"},
+        "literal None or nan": {"None", "nan"},
+        "roles missing or repeated": {"two users", "assistant first", "no user"},
+        "answers that go on with the next turn": {"goes on"},
+        "prompt inside of the answer": {"repeats"},
+        "special tokens in texts": {"mark", "foreign mark", "doubled"},
+        "doubled special tokens": {"doubled"},
+        "empty texts": {"empty answer", "empty prompt", "blank turn"},
+        "answers cut off at a limit": {row["tag"] for row in cut},
+        "left out: too long": {"too long"},
+        "longer than the model's context": {"longer than the context"},
+        "answers in another language than the prompt": {"German answer"},
+        "rows in a rare language": {"German answer"},
+        "left out: missing column": {"half a row"},
+    }  # fmt: skip
+
+
+def test_nothing_is_found_in_clean_data() -> None:
+    found = audited(clean_pairs(300), clean_pairs(60, seed=1), with_label_noise=True)
+
+    assert found.findings == []
+    assert found.totals == found.usable == {"train": 300, "validation": 60}
+    assert "nothing was found" in as_text(found)
+
+
+def test_every_planted_fault_is_found_in_its_rows() -> None:
+    train, val, expected = planted()
+
+    assert tags(audited(train, val), train, val) == expected
+
+
+def test_the_order_of_the_rows_does_not_matter() -> None:
+    train, val, _ = planted()
+    before = tags(audited(train, val), train, val)
+    random.Random(4).shuffle(train)
+    random.Random(5).shuffle(val)
+
+    after = tags(audited(train, val), train, val)
+
+    # which of two equal rows is the copy is a matter of their order
+    either = {"exact duplicates": {"original"}, "near-duplicates": {"resembled"}}
+    assert before.keys() == after.keys()
+    for name, rows in after.items():
+        assert rows in (before[name], either.get(name))
+
+
+@pytest.mark.parametrize(("longer", "severity"), [(170, "note"), (250, "warning")])
+def test_a_bias_to_the_longer_answer_is_told_with_its_interval(longer: int, severity: str) -> None:
+    rows = clean_pairs(300)
+    for number, row in enumerate(rows):
+        worse, better = sorted((row["chosen"], row["rejected"]), key=len)
+        better += "!"  # where they are equally long
+        row["chosen"], row["rejected"] = (better, worse) if number < longer else (worse, better)
+
+    found = audited(rows)
+
+    (bias,) = found.findings
+    assert (bias.name, bias.severity) == ("length bias", severity)
+    assert (bias.count, bias.of) == (longer, 300)
+    measure = next(one for one in found.measures if "longer" in one.name)
+    assert measure.low is not None
+    assert measure.high is not None
+    assert 0.5 < measure.low < longer / 300 < measure.high
+
+
+def as_candidates(rows: Sequence[Row], first: int) -> list[Row]:
+    """Write pairs in an order that says nothing, the first ``first`` of them better-first."""
+    written = []
+    for number, row in enumerate(rows):
+        better_first = number < first
+        names = ("candidate0", "candidate1") if better_first else ("candidate1", "candidate0")
+        texts = dict(zip(names, (row["chosen"], row["rejected"]), strict=True))
+        label = "A" if better_first else "B"
+        written.append({"prompt": row["prompt"], "label": label, "tag": row["tag"], **texts})
+    return written
+
+
+def test_a_bias_to_the_first_answer_is_found_where_the_order_says_nothing() -> None:
+    found = audited(as_candidates(clean_pairs(200), 130))
+
+    (bias,) = found.findings
+    assert (bias.name, bias.count, bias.of) == ("position bias", 130, 200)
+    assert audited(as_candidates(clean_pairs(200), 104)).findings == []
+
+
+def test_swapped_candidates_with_a_swapped_label_are_duplicates_and_contradict_nothing() -> None:
+    rows = as_candidates(clean_pairs(60), 30)
+    copy = {**rows[3], "tag": "copy", "label": "B"}
+    copy["candidate0"], copy["candidate1"] = copy["candidate1"], copy["candidate0"]
+    rows.append(copy)
+
+    assert tags(audited(rows), rows) == {"exact duplicates": {"copy"}}
+
+
+def test_labels_that_were_turned_round_are_doubted() -> None:
+    rows = clean_pairs(400)
+    turned = {7, 99, 180, 256, 391}
+    for number in turned:
+        rows[number]["chosen"], rows[number]["rejected"] = (
+            rows[number]["rejected"],
+            rows[number]["chosen"],
+        )
+
+    found = audited(rows, with_label_noise=True)
+
+    assert tags(found, rows) == {"doubtful labels": {rows[number]["tag"] for number in turned}}
+    chances = [float(row.detail.rpartition(" ")[2]) for row in found.findings[0].rows]
+    assert chances == sorted(chances)
+    assert all(chance < 0.1 for chance in chances)
+    assert audited(rows).findings == []
+
+
+def test_labels_are_not_doubted_where_the_model_knows_no_better_than_chance() -> None:
+    draw = random.Random(3)
+    rows = [
+        {"prompt": question(draw), "chosen": sentences(draw, 2), "rejected": sentences(draw, 2)}
+        for _ in range(200)
+    ]
+
+    found = audited(rows, with_label_noise=True)
+
+    assert found.findings == []
+    (told,) = [measure.value for measure in found.measures if measure.name == "label noise"]
+    assert "nothing can be said" in str(told)
+
+
+def test_rows_held_out_by_the_data_module_are_its_validation_rows() -> None:
+    rows = clean_pairs(80)
+    rows[10]["prompt"] = rows[50]["prompt"]  # which stay in one split
+    data = PreferenceDataModule(train=Rows(rows, "train.jsonl"), val_fraction=0.25)
+
+    found = audit(data, BESIDE)
+
+    assert found.totals == found.usable == {"train": 60, "validation": 20}
+    assert found.findings == []
+
+
+def test_prompts_are_audited_with_the_room_that_their_responses_need() -> None:
+    draw = random.Random(2)
+    rows: list[Row] = [{"prompt": question(draw), "tag": str(number)} for number in range(50)]
+    longest = max(len(row["prompt"]) for row in rows)
+    rows += [
+        {"prompt": rows[4]["prompt"], "tag": "again"},
+        {"prompt": f"{question(draw)} {'x' * longest}", "tag": "long"},
+    ]
+    data = PromptDataModule(train=Rows(rows, "train.jsonl"))
+
+    found = audit(data, BESIDE, context=longest + 100, new_tokens=100)
+
+    # a byte is a token
+    assert tags(found, rows) == {
+        "exact duplicates": {"again"},
+        "longer than the model's context": {"long"},
+    }
+    assert audit(data, BESIDE, context=10_000, new_tokens=100).findings == found.findings[1:]
+
+
+def test_rows_that_a_run_drops_as_duplicates_are_none() -> None:
+    rows = [{"prompt": "What is it that you want?"}] * 3 + [{"prompt": "Nothing at all."}]
+    data = PromptDataModule(train=Rows(rows, "train.jsonl"), deduplicate=True)
+
+    found = audit(data, BESIDE)
+
+    assert found.findings == []
+    assert (found.totals, found.usable) == ({"train": 4}, {"train": 2})
+
+
+def test_a_report_holds_what_was_found(tmp_path: Path) -> None:
+    rows = clean_pairs(30)
+    rows += [{**row, "tag": "copy"} for row in rows[:6]]
+    rows[0]["chosen"] = rows[30]["chosen"] = "<script>alert(1)</script> {{ name }}"
+
+    found = audited(rows)
+
+    text = as_text(found)
+    assert "exact duplicates: 6 of 36 (16.67%)" in text
+    assert "train.jsonl:31: same as train.jsonl:1" in text
+    assert "and 3 more" in text
+    report = json.loads(json.dumps(as_json(found)))
+    (copies,) = [one for one in report["findings"] if one["name"] == "exact duplicates"]
+    assert [row["place"] for row in copies["rows"]] == [f"train.jsonl:{n}" for n in range(31, 37)]
+    assert copies["share"] == pytest.approx(1 / 6)
+    page = as_page(found, tmp_path / "audit.html", "Audit of <data>").read_text()
+    assert "unfilled templates" in page
+    assert "train.jsonl:36" in page
+    assert "Audit of &lt;data&gt;" in page
