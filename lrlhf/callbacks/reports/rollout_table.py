@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lrlhf.callbacks.reports.markdown import inert
+from lrlhf.callbacks.reports.markdown import table as markdown_table
 from lrlhf.callbacks.reports.progress import short
 from lrlhf.secrets import escaped
 
@@ -231,21 +233,13 @@ def _typed(record: Mapping[str, Any], answers: Mapping[str, str] | None) -> tupl
 def _markdown(
     records: Sequence[Mapping[str, Any]], answers: Mapping[str, str] | None = None
 ) -> str:
-    rows = [_COLUMNS, ["---"] * len(_COLUMNS)]
+    rows = []
     for record in records:
         prompt, answer, completion, score, _, advantage, *rest = _typed(record, answers)
         rewards = " ".join(f"{name}={_number(value)}" for name, value in record["rewards"].items())
         texts = (prompt, answer or "-", completion, _number(score), rewards, _number(advantage))
-        rows.append([_inert(_visible(str(text))) for text in (*texts, *rest)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _inert(text: str) -> str:
-    """Keep Markdown and HTML from reading the text: every sign that could open either."""
-    return "".join(
-        f"&#{ord(character)};" if character in "\\`*_{}[]()<>#+-!|&~" else character
-        for character in text
-    )
+        rows.append([inert(str(text)) for text in (*texts, *rest)])
+    return markdown_table(_COLUMNS, rows)
 
 
 def _number(value: float | None) -> str:
