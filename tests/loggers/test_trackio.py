@@ -105,7 +105,7 @@ def test_a_table_has_its_pictures(tmp_path: Path) -> None:
     assert first["images"]["_type"] == "trackio.image"
     (stored,) = (tmp_path / "store").rglob("*.png")
     with Image.open(stored) as shown:
-        assert shown.getpixel((0, 0)) == (255, 0, 0)
+        assert shown.convert("RGB").getpixel((0, 0)) == (255, 0, 0)
     assert second["images"] is None
 
 
