@@ -65,7 +65,7 @@ def test_rewards_that_ask_for_it_know_how_far_the_run_is(build, train) -> None:
         return letters(completions)
 
     isolated = IsolatedReward("tests.rewards.isolated_functions.how_far", workers=2)
-    rewards = Rewards([paced, isolated], weights=[1.0, 0.0])
+    rewards = Rewards({"paced": paced, "how_far": isolated}, weights=[1.0, 0.0])
     evaluated = {"val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
     run = train(build(rewards=rewards), steps=2, **evaluated)
     # twice in training, and an evaluation of the model with two steps behind it
@@ -74,6 +74,15 @@ def test_rewards_that_ask_for_it_know_how_far_the_run_is(build, train) -> None:
     shares = {record["step"]: record["rewards"]["how_far"] for record in told}
     assert shares == {1: 0.5, 2: 1.0}
     assert "step" not in run.records[0]["columns"]
+
+
+def test_penalties_are_for_evaluations(build, train) -> None:
+    penalized = Sampling(max_new_tokens=6, frequency_penalty=1.0)
+    with pytest.raises(ValueError, match="frequency_penalty makes responses come from another"):
+        build(sampling=penalized, allow_truncated_sampling=True)
+    evaluated = {"val_check_interval": 1, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    run = train(build(eval_sampling=penalized), **evaluated)
+    assert math.isfinite(run.trainer.callback_metrics["eval/score"])
 
 
 def test_columns_of_the_data_go_before_those_of_the_run(build, tokenizer) -> None:
