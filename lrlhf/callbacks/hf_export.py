@@ -68,6 +68,8 @@ class HFExport(KeepsArguments, L.Callback):
             raise ValueError(f"HFExport keep is {keep}; it must be at least 1, or null for all")
         if push_to_hub is None and (push_steps or private is not None or revision is not None):
             raise ValueError("HFExport has options of a push; say where to with push_to_hub")
+        if push_steps and every_n_steps is None:
+            raise ValueError("HFExport push_steps is on, but there are no steps: set every_n_steps")
         self.repo = (
             None
             if push_to_hub is None
@@ -117,7 +119,7 @@ class HFExport(KeepsArguments, L.Callback):
                 folder = folder / "export" if self.dirpath is None else folder
                 with atomic_folder(folder / name) as fresh:
                     module.export_pretrained(fresh)
-                    write_model_card(fresh, self._origin(trainer, module))
+                    self._write_card(fresh, trainer, module)
                 self.last_export = folder / name
                 if self.keep is not None:
                     exports = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)]
@@ -127,6 +129,12 @@ class HFExport(KeepsArguments, L.Callback):
             else:
                 module.export_pretrained(None)
         trainer.strategy.barrier("hf_export")
+
+    def _write_card(self, folder: Path, trainer: L.Trainer, module: L.LightningModule) -> None:
+        try:
+            write_model_card(folder, self._origin(trainer, module))
+        except Exception as error:  # noqa: BLE001  the trained model must not be lost for its card
+            rank_zero_warn(f"the export of step {trainer.global_step} has no model card: {error!r}")
 
     def _origin(self, trainer: L.Trainer, module: L.LightningModule) -> Origin:
         return Origin(

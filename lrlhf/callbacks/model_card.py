@@ -297,9 +297,9 @@ def _of_policy(subset: str, records: Sequence[Mapping[str, Any]]) -> Iterator[_F
                 columns[name][prompt].append(float(value))
     for name, prompts in columns.items():
         means = torch.tensor([sum(of) / len(of) for of in prompts.values()], dtype=torch.float64)
-        mean, half = float(means.mean()), None
-        if len(means) > 1:
-            half = _Z * float(means.std()) / len(means) ** 0.5
+        mean, spread = float(means.mean()), float(means.std(correction=min(1, len(means) - 1)))
+        # of samples that are all alike the normal approximation would be too sure
+        half = _Z * spread / len(means) ** 0.5 if spread > 0 else None
         low, high = (None, None) if half is None else (mean - half, mean + half)
         yield _Figure(subset, name, mean, low, high, len(means))
 

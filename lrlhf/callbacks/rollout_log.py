@@ -146,8 +146,8 @@ class RolloutLog(KeepsArguments, L.Callback, RolloutListener):
             places = spread(range(len(everything)), self.table_rows)
             rows = [everything[place] for place in places]
             own = experience.media or ()  # the first rows; what others show is on their ranks
-            shown = [own[place] if place < len(own) else None for place in places]
-            send(trainer, rows, key=_TABLE, step=step, answers=answers, media=shown)
+            pictured = [own[place] if place < len(own) else None for place in places]
+            send(trainer, rows, key=_TABLE, step=step, answers=answers, media=pictured)
 
     def _save(
         self, trainer: L.Trainer, experience: Experience, records: Sequence[dict[str, Any]]

@@ -124,6 +124,11 @@ def test_options_of_a_push_to_nowhere_are_refused(option: dict[str, object]) -> 
         HFExport(**option)  # type: ignore[arg-type]
 
 
+def test_a_push_of_steps_that_are_never_exported_is_refused() -> None:
+    with pytest.raises(ValueError, match="set every_n_steps"):
+        HFExport(push_to_hub="a/b", push_steps=True)
+
+
 def test_no_option_takes_a_token() -> None:
     assert not any("token" in name for name in given_arguments(HFExport(push_to_hub="a/b")) or {})
     with pytest.raises(TypeError, match="token"):

@@ -60,6 +60,13 @@ def test_every_export_has_one(tmp_path: Path) -> None:
     assert (tmp_path / "export" / "final" / CURVES).exists()
 
 
+def test_a_card_that_cannot_be_written_costs_no_export(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("a: [")
+    with pytest.warns(UserWarning, match="step 1 has no model card"):
+        trainer(tmp_path, HFExport()).fit(ToyPolicy(), batches(1))
+    assert (tmp_path / "export" / "final" / "weight.txt").read_text() == "1"
+
+
 def test_metadata_name_what_the_hub_knows(tmp_path: Path) -> None:
     source = {"class_path": "CausalLM", "init_args": {"source": "org/base-model"}}
     data = PromptDataModule(train="org/questions:main@train", batch_size=2)
@@ -125,6 +132,8 @@ def test_parts_of_a_score_and_sets_have_rows_of_their_own(tmp_path: Path) -> Non
     made = card(tmp_path / "export", run=run_folder(tmp_path, records))
     rows = [line for line in made.text.splitlines() if line.startswith(("| sums", "| letters"))]
     assert [row.split(" | ")[1:3] for row in rows] == [["score", "2"], ["a", "1"]] * 2
+    # of samples that are all alike no interval is known
+    assert all(row.split("|")[4].strip() == "" for row in rows)
 
 
 def test_accuracy_of_a_reward_model_with_the_score_interval(tmp_path: Path) -> None:
