@@ -154,8 +154,11 @@ class RolloutLog(KeepsArguments, L.Callback, RolloutListener):
             table = render(shown, title=title, max_chars=self.max_chars, answers=answers)
             module.print(f"\n{table}")
         if _is_due(step, self.table_every):
-            rows = spread(everything, self.table_rows)
-            send(trainer, rows, key=_TABLE, step=step, answers=answers)
+            places = spread(range(len(everything)), self.table_rows)
+            rows = [everything[place] for place in places]
+            own = experience.media or ()  # the first rows; what others show is on their ranks
+            pictured = [own[place] if place < len(own) else None for place in places]
+            send(trainer, rows, key=_TABLE, step=step, answers=answers, media=pictured)
 
     def _add_token_values(
         self,

@@ -33,7 +33,7 @@ from lrlhf.cli.config_files import (
 )
 from lrlhf.cli.convert_command import convert
 from lrlhf.cli.evaluation import EVALUATIONS, show_evaluation, take_export
-from lrlhf.cli.export_command import export_checkpoint
+from lrlhf.cli.export_command import export_checkpoint, hub_repo
 from lrlhf.cli.generate_command import generate
 from lrlhf.cli.messages.causes import Progress, blaming_user
 from lrlhf.cli.messages.endings import end, how_to_continue
@@ -276,11 +276,16 @@ class Exporter(Application):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.usage = (
-            "lrlhf export --ckpt_path PATH --output DIR [--use_ema true] [the options of lrlhf fit]"
+            "lrlhf export --ckpt_path PATH --output DIR [--use_ema true] [--push_to_hub OWNER/NAME]"
+            " [the options of lrlhf fit]"
         )
         parser.description = "Write the model of a checkpoint as a folder that transformers loads."
         parser.add_argument("--output", type=str | None, help="the folder, which must not exist")
         parser.add_argument("--use_ema", type=bool, default=False, help="export averaged weights")
+        parser.add_argument("--license", type=str | None, help="identifier for the model card")
+        parser.add_argument("--push_to_hub", type=str | None, help="owner/name on the hub")
+        parser.add_argument("--private", type=bool | None, help="of a model new on the hub")
+        parser.add_argument("--revision", type=str | None, help="branch on the hub")
 
     def before_instantiate_classes(self) -> None:
         options = self.config[self.subcommand]
@@ -293,13 +298,15 @@ class Exporter(Application):
                 "of a checkpoint"
             )
         _check_checkpoint(options["ckpt_path"])
+        try:
+            if (repo := hub_repo(options)) is not None:
+                repo.check()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
     def run_command(self, subcommand: str) -> None:
-        options = self.config[subcommand]
-        checkpoint, folder = Path(options["ckpt_path"]), Path(options["output"])
         with blaming_user():
-            export_checkpoint(self.model, checkpoint, folder, use_ema=options["use_ema"])
-        sys.stdout.write(f"wrote {folder}\n")
+            export_checkpoint(self.model, self.datamodule, self.config[subcommand])
 
 
 class Replayer(Application):

@@ -21,8 +21,8 @@ def fill(
     *,
     averaged: Mapping[str, nn.Parameter] | None = None,
     prefix: str = "",
-) -> None:
-    """Give a module the weights of a checkpoint of any strategy.
+) -> int | None:
+    """Give a module the weights of a checkpoint of any strategy, and return its step if it has one.
 
     Args:
         module: Its weights have the names of the checkpoint.
@@ -42,14 +42,16 @@ def fill(
     names = [name for name in weights if name.startswith(prefix)]
     check_same_names("the checkpoint", names, module.state_dict(keep_vars=True))
     load_state(module, weights, strict=False)
+    step: int | None = stored.get("global_step")
     if averaged is None:
-        return
+        return step
     averages = _averages(stored, checkpoint)
     names = [name for name in averages if name.startswith(prefix)]
     check_same_names("the checkpoint's average", names, averaged)
     with torch.no_grad():
         for name, weight in averaged.items():
             weight.copy_(averages[name])
+    return step
 
 
 def _averages(stored: Mapping[str, Any], checkpoint: Path) -> Mapping[str, Tensor]:

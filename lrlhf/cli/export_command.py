@@ -2,33 +2,84 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 
 from lrlhf.callbacks.ema import trainable_weights
+from lrlhf.callbacks.hub import HubRepo
+from lrlhf.callbacks.model_card import Origin, write_model_card
 from lrlhf.cli.checkpoint_weights import fill
 from lrlhf.modules.contracts import Exportable
 from lrlhf.run.atomic import atomic_folder
+from lrlhf.secrets import safe
 
 
 def export_checkpoint(
-    module: L.LightningModule, checkpoint: Path, folder: Path, *, use_ema: bool = False
+    module: L.LightningModule, data: L.LightningDataModule | None, options: Mapping[str, Any]
 ) -> None:
     """Fill a module from a checkpoint of any strategy, and write its model into a new folder.
 
-    With ``use_ema`` it has the averaged weights of the `EMA` callback.
+    Args:
+        module: As the config builds it.
+        data: Of the same config, for the model card.
+        options: ``ckpt_path``, ``output``, ``use_ema`` (the averaged weights of the `EMA`
+            callback), ``license``, and those of the push: ``push_to_hub``, ``private``,
+            ``revision``.
 
     Raises:
         CheckpointMismatchError: The checkpoint is that of another model.
         FileExistsError: The folder exists.
+        HubError: The hub cannot be written to; the export is complete if it was begun.
         NotACheckpointError: The checkpoint is damaged, or none.
         ValueError: The module cannot be exported, or the checkpoint has no averaged weights.
     """
+    checkpoint, folder = Path(options["ckpt_path"]), Path(options["output"])
     if not isinstance(module, Exportable):
         raise ValueError(f"{type(module).__name__} has no export_pretrained()")
     if folder.exists():
         raise FileExistsError(f"{folder} exists; choose another name, or remove it")
-    fill(module, checkpoint, averaged=trainable_weights(module) if use_ema else None)
+    repo = hub_repo(options)
+    if repo is not None:
+        repo.create()
+    averaged = trainable_weights(module) if options["use_ema"] else None
+    step = fill(module, checkpoint, averaged=averaged)
+    origin = Origin(
+        module=module,
+        data=data,
+        step=step,
+        run=_run_of(checkpoint),
+        license=options["license"],
+        repo=None if repo is None else repo.repo_id,
+    )
     with atomic_folder(folder) as fresh:
         module.export_pretrained(fresh)
+        write_model_card(fresh, origin)
+    sys.stdout.write(f"wrote {folder}\n")
+    if repo is not None:
+        sys.stdout.write(safe(f"pushed it to {repo.push(folder, step=step)}\n"))
+
+
+def hub_repo(options: Mapping[str, Any]) -> HubRepo | None:
+    """Return where options say to push to.
+
+    Raises:
+        ValueError: They say how to push, but not where to, or the name is none.
+    """
+    name, private, revision = (options[key] for key in ("push_to_hub", "private", "revision"))
+    if name is not None:
+        return HubRepo(repo_id=name, private=private, revision=revision)
+    if private is not None or revision is not None:
+        raise ValueError("private and revision are options of a push: give push_to_hub too")
+    return None
+
+
+def _run_of(checkpoint: Path) -> Path | None:
+    """Return the run folder that a checkpoint is in; None: it was moved out of it."""
+    for folder in checkpoint.absolute().parents[:2]:
+        if (folder / "metrics.csv").exists() or (folder / "config.yaml").exists():
+            return folder
+    return None

@@ -144,6 +144,10 @@ options:
   --ckpt_path PATH            the checkpoint
   --output DIR                the folder, which must not exist
   --use_ema true              the averaged weights instead of the last ones
+  --license ID                licence for the model card, such as apache-2.0
+  --push_to_hub OWNER/NAME    push the folder to the Hugging Face hub (token: HF_TOKEN)
+  --private true              if the model is new there
+  --revision BRANCH           instead of main
 
 {_MORE}""",
     "reward": f"""\

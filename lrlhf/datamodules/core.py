@@ -131,6 +131,11 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
         self._companion: Companion[BatchT] | None = None
         self._loader: TrainLoader[RowT, BatchT] | None = None
 
+    @property
+    def train_components(self) -> list[Component]:
+        """Where the train rows come from."""
+        return components_of(self._train)
+
     def first_rows(self, module: object, number: int) -> list[FirstRows[RowT]]:
         """Read the first rows as a run would, and the others only where none of these can be used.
 

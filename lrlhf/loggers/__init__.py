@@ -2,6 +2,12 @@
 
 from lrlhf.loggers.csv import ResumingCSVLogger
 from lrlhf.loggers.tensorboard import ResumingTensorBoardLogger
+from lrlhf.loggers.trackio import ResumingTrackioLogger
 from lrlhf.loggers.wandb import ResumingWandbLogger
 
-__all__ = ["ResumingCSVLogger", "ResumingTensorBoardLogger", "ResumingWandbLogger"]
+__all__ = [
+    "ResumingCSVLogger",
+    "ResumingTensorBoardLogger",
+    "ResumingTrackioLogger",
+    "ResumingWandbLogger",
+]

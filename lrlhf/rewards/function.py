@@ -72,6 +72,8 @@ LogExtra = Callable[[str, Sequence[Any]], None]
 
 RESERVED = ("prompts", "completions", "completion_ids", "log_metric", "log_extra")
 """Arguments that are no data columns."""
+OF_RUNS = ("step", "max_steps")
+"""Columns that a run adds to those of the data, where these have none of the name."""
 OF_EPISODES = ("episodes", "environments")
 """Further ones of functions that score episodes and name them."""
 
@@ -230,7 +232,7 @@ def column_of(columns: Mapping[str, Any], name: str, *, setting: str) -> Sequenc
     if name in columns:
         values: Sequence[Any] = columns[name]
         return values
-    data = [column for column in columns if column not in RESERVED]
+    data = [column for column in columns if column not in (*RESERVED, *OF_RUNS)]
     listed = ", ".join(sorted(data)) or "none"
     raise MissingColumnError(
         f"the data has no column {name!r}{did_you_mean(name, data)} (columns: {listed}); set "

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from lrlhf.functional.names import import_function
 from lrlhf.rewards.function import (
     OF_EPISODES,
+    OF_RUNS,
     RESERVED,
     MissingColumnError,
     RewardError,
@@ -123,7 +124,7 @@ def chosen_arguments(
         chosen = {p.name: available[p.name] for p in parameters if p.name in available}
     for needed in _required(parameters):
         if needed not in available:
-            columns = sorted(set(available) - set(RESERVED))
+            columns = sorted(set(available) - {*RESERVED, *OF_RUNS})
             raise MissingColumnError(
                 f"reward function {name!r} takes an argument {needed!r}, and the data has no such "
                 f"column{did_you_mean(needed, available)} (columns: "
@@ -161,7 +162,7 @@ def judging_column(function: Callable[..., Any]) -> dict[str, str]:
     if isinstance(function, ComparesAnswers):
         return {function.answer_column: "right answer"}
     parameters = inspect.signature(function).parameters.values()
-    known = (*RESERVED, *OF_EPISODES)
+    known = (*RESERVED, *OF_EPISODES, *OF_RUNS)
     named = [p.name for p in parameters if p.kind in _BY_KEYWORD and p.name not in known]
     return {named[0]: named[0]} if len(named) == 1 else {}
 

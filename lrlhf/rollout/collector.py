@@ -72,6 +72,8 @@ class Collector:
         *,
         shows_media: bool = False,
     ) -> None:
+        self.max_steps: int | None = None
+        """Last step of the run, which rewards may ask for; None: it has no end."""
         self._shows_media = shows_media
         self._engine = engine
         self._rewards = rewards
@@ -135,7 +137,7 @@ class Collector:
         groups = [row // num_generations for row in range(len(rollout))]
         with phase("reward"):
             texts = response_texts(prompts, rollout, self._tokenizer, sampling)
-            columns = self._columns(prompts)
+            columns = self._columns(prompts, step)
             with scored_episodes(rollout) as further:
                 asked: dict[str, Any] = {
                     "prompts": [prompts.prompts[group] for group in groups],
@@ -160,10 +162,12 @@ class Collector:
         )
         return Collected(rollout, rewards, records)
 
-    def _columns(self, prompts: PromptBatch) -> list[Mapping[str, Any]]:
-        """Return each prompt's columns, with what it shows."""
+    def _columns(self, prompts: PromptBatch, step: int) -> list[Mapping[str, Any]]:
+        """Return each prompt's columns, with how far the run is, and what the prompt shows."""
+        progress = {"step": step, "max_steps": self.max_steps}
+        columns = [{**progress, **own} for own in prompts.columns]
         if not self._shows_media:
-            return list(prompts.columns)
+            return list(columns)
         media = prompts.media or (None,) * len(prompts)
         return [
             {
@@ -171,7 +175,7 @@ class Collector:
                 "images": [] if shown is None else list(shown.images),
                 "videos": [] if shown is None else list(shown.videos),
             }
-            for own, shown in zip(prompts.columns, media, strict=True)
+            for own, shown in zip(columns, media, strict=True)
         ]
 
 

@@ -16,6 +16,12 @@ class Sampling:
         top_p: Keep the smallest set of tokens with this much probability; 1 keeps all.
         top_k: Keep this many of the likeliest tokens; 0 keeps all.
         min_p: Drop tokens less likely than this fraction of the likeliest one; 0 keeps all.
+        repetition_penalty: Divides positive logits of tokens that prompt or response have already,
+            and multiplies negative ones (Keskar et al. 2019); 1 leaves all. Penalties make a
+            response come from another distribution than the policy's: they are for evaluation,
+            and refused where the policy is trained on the response.
+        presence_penalty: Taken off the logit of tokens that the response has already.
+        frequency_penalty: Taken off as often as it has them.
         stop: Strings that end a response where they first appear. Their tokens stay part of it;
             the text that rewards and logs get ends before them.
         stop_in_text: Leave them in the text too, such as ``</answer>`` that a reward looks for.
@@ -30,6 +36,9 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     stop: tuple[str, ...] = field(default=())
     stop_in_text: bool = False
 
@@ -45,6 +54,9 @@ class Sampling:
             ("top_p", 0 < self.top_p <= 1, "lie in (0, 1], 1 keeps all"),
             ("top_k", self.top_k >= 0, "be 0 (all tokens) or more"),
             ("min_p", 0 <= self.min_p < 1, "lie in [0, 1), 0 keeps all"),
+            ("repetition_penalty", self.repetition_penalty > 0, "be above 0, 1 leaves all"),
+            ("presence_penalty", abs(self.presence_penalty) <= 2, "lie in [-2, 2]"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= 2, "lie in [-2, 2]"),
         ):
             if not holds:
                 raise ValueError(f"sampling.{name} is {getattr(self, name)}; it must {rule}")
@@ -69,3 +81,9 @@ class Sampling:
     def truncates(self) -> bool:
         """Whether some tokens can never be sampled, so that the policy is not what is sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.min_new_tokens > 0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether probabilities depend on the tokens before otherwise than the policy's do."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)

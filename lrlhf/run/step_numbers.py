@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning as L
@@ -33,6 +34,14 @@ def model_step(trainer: L.Trainer) -> int:
         if known:
             return known[0]
     return trainer.global_step
+
+
+def last_step(trainer: L.Trainer) -> int | None:
+    """Return the number of a training's last step; None: it has no end, or nothing is trained."""
+    if trainer.state.fn != TrainerFn.FITTING:
+        return None
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if math.isfinite(steps) else None
 
 
 class LoadedStep(L.Callback):

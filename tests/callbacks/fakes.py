@@ -1,6 +1,7 @@
 """A module that satisfies the contracts of the callbacks, with numbers known beforehand."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.run import count_iterations_as_steps
-from lrlhf.types import Experience
+from lrlhf.types import Experience, Media
 
 
 class Weight(nn.Module):
@@ -46,6 +47,8 @@ class ToyPolicy(L.LightningModule):
         self.fail_at_step = fail_at_step
         self.validated_weights: list[float] = []
         self.extra_column: Any = "plain"
+        self.media: tuple[Media | None, ...] | None = None
+        """What the responses are about."""
 
     def setup(self, stage: str) -> None:
         if stage == "fit":
@@ -73,7 +76,8 @@ class ToyPolicy(L.LightningModule):
         for listener in listeners:
             listener.on_phase("generate")
             listener.on_phase("")
-            listener.on_rollout(self.trainer, self, experience(), self._records(step + 1))
+            rows = replace(experience(), media=self.media)
+            listener.on_rollout(self.trainer, self, rows, self._records(step + 1))
             listener.on_phase("update")
         self.log("rollout/score", float(step))
         self.log("train/loss", 0.25)

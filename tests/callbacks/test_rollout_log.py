@@ -1,13 +1,18 @@
+import html
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lrlhf.callbacks import RolloutLog
+from lrlhf.callbacks.reports.rollout_table import send
 from lrlhf.rollout import load_rollout
+from lrlhf.types import Media
 from tests.callbacks.fakes import ToyPolicy, batches, experience, record, resume, trainer
 
 
@@ -111,13 +116,85 @@ def test_tensorboard_gets_a_table_without_markup(tmp_path: Path) -> None:
     assert "2 &#43; 2 =" in text  # a plus sign could open a list
 
 
+def red() -> Media:
+    images = (Image.new("RGB", (8, 4), "red"), Image.new("RGB", (4, 8), "blue"))
+    return Media(tensors={}, tokens={}, images=images)
+
+
+def test_tensorboard_gets_the_images_of_each_row_side_by_side(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, name="tb", version=0)
+    log = RolloutLog(tmp_path, print_every=None, table_every=1)
+    module = ToyPolicy()
+    module.media = (red(),)  # of the first response; the second shows nothing
+    trainer(tmp_path, log, logger=logger).fit(module, batches(2))
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    pictures = events.Images("rollout/samples/images")
+    assert [event.step for event in pictures] == [1, 2]
+    with Image.open(io.BytesIO(pictures[0].encoded_image_string)) as shown:
+        assert shown.size == (256 + 4 + 256, 256)
+        assert shown.getpixel((128, 128)) == (255, 0, 0)
+        assert shown.getpixel((260 + 128, 128)) == (0, 0, 255)
+
+
+class Tables(Logger):
+    """A logger that shows tables of its own."""
+
+    name, version = "tables", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: list[tuple[str, list[str], list[list[Any]], int]] = []
+
+    def log_metrics(self, *_: Any, **__: Any) -> None:
+        """Take them."""
+
+    log_hyperparams = log_metrics
+
+    def log_table(self, key: str, columns: Any, data: Any, step: int) -> None:
+        self.tables.append((key, list(columns), [list(row) for row in data], step))
+
+
+def test_a_logger_with_tables_gets_turns_as_inert_text_and_images_as_pictures(
+    tmp_path: Path,
+) -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "# <b>4</b>"},
+        {"role": "assistant", "content": "It is 4."},
+    ]
+    rows = [record(1, 0, episode=turns), record(1, 1)]
+    logger = Tables()
+    send(trainer(tmp_path, logger=logger), rows, key="t", step=1, media=[None, red()])
+    ((key, columns, data, step),) = logger.tables
+    assert (key, step) == ("t", 1)
+    first, second = (dict(zip(columns, row, strict=True)) for row in data)
+    said = html.unescape(first["completion"])
+    assert said.startswith('assistant: [{"function": {"name": "add"')
+    assert said.endswith("\\ntool: # <b>4</b>\\nassistant: It is 4.")
+    assert "<b>" not in first["completion"]
+    assert first["images"] is None
+    assert second["completion"] == "answer 1"
+    assert second["images"].size == (516, 256)
+    assert second["length"] == 2
+
+
+def test_a_table_without_pictures_has_no_column_for_them(tmp_path: Path) -> None:
+    logger = Tables()
+    send(trainer(tmp_path, logger=logger), [record(1, 0)], key="t", step=1)
+    assert "images" not in logger.tables[0][1]
+
+
 @pytest.mark.slow
 def test_wandb_gets_a_table_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = WandbLogger(save_dir=tmp_path, project="toy", offline=True)
     log = RolloutLog(tmp_path, print_every=None, table_every=1, table_rows=1)
-    trainer(tmp_path, log, logger=logger).fit(ToyPolicy(), batches(2))
+    module = ToyPolicy()
+    module.media = (red(),)
+    trainer(tmp_path, log, logger=logger).fit(module, batches(2))
     logger.experiment.finish()
     tables: list[dict[str, Any]] = [
         json.loads(path.read_text())
@@ -133,9 +210,12 @@ def test_wandb_gets_a_table_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "advantage",
         "length",
         "finish",
+        "images",
     ]
     assert [table["columns"] for table in tables] == [columns, columns]
     rewards = '{"exact": 0.0, "format": null}'
+    images = [table["data"][0].pop() for table in tables]
+    assert images == ["Image", "Image"]  # the pictures themselves go where W&B keeps artifacts
     assert sorted(table["data"][0] for table in tables) == [
         [step, "2 + 2 =", "plain", "answer 0", 0, rewards, -0.5, 2, "stop"] for step in (1, 2)
     ]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,8 +22,12 @@ from lrlhf.cli import run
 from lrlhf.models import RewardNetwork, ValueModel
 from lrlhf.run.checkpoints.checkpoint_reader import is_folder_checkpoint, read_checkpoint
 from tests.cli.experiment import experiment
+from tests.hub_stand_in import Hub, hub
+
+__all__ = ["hub"]
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),  # of the hub's client
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
 ]
@@ -181,6 +186,50 @@ def test_weights_alone_export_with_no_processes_and_no_strategy(run_of: tuple[st
     flags = ["--trainer.devices=4", "--trainer.strategy=fsdp2"]
     assert export("--ckpt_path", "weights.ckpt", "--output", "o", *flags) == 0
     assert_same(weights("o"), weights("by the run/final"))
+
+
+def test_an_export_goes_to_the_hub_with_what_its_run_has_measured(
+    run_of: tuple[str, Path], hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("metrics.csv").write_text("step,rollout/score\n1,0.5\n2,0.75\n")
+    Path("eval_scores_2.jsonl").write_text('{"row": 1, "score": 0.5}\n{"row": 2, "score": 1.0}\n')
+    flags = ["--push_to_hub", "me/mine", "--private", "true", "--license", "mit"]
+    assert export("--ckpt_path", str(run_of[1]), "--output", "o", *flags) == 0
+    (files,) = hub.commits["me/mine@main"]
+    assert files == {path.name: path.read_bytes() for path in Path("o").iterdir()}
+    card = ModelCard(files["README.md"].decode())
+    assert card.data.license == "mit"
+    assert card.data.eval_results[0].metric_value == 0.75
+    assert "by RLOO for 2 steps" in card.text
+    assert "Trained on rows.jsonl." in card.text
+    assert "max_new_tokens: 3" in card.text
+    assert "training_curves.png" in files
+    assert "pushed it to http" in capsys.readouterr().out
+    # what the snippet in the card says works
+    AutoModelForCausalLM.from_pretrained("o")
+
+    hub.refused = "/commit/"
+    assert export("--ckpt_path", str(run_of[1]), "--output", "again", *flags[:2]) == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert line.endswith("push it with: hf upload me/mine again .")
+    assert Path("again/README.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (["--push_to_hub", "mine"], "give owner/name"),
+        (["--push_to_hub", "me/mine"], "HF_HUB_OFFLINE is set"),
+        (["--private", "true"], "give push_to_hub too"),
+    ],
+)
+def test_a_push_that_cannot_be_is_refused_before_anything_is_loaded(
+    run_of: tuple[str, Path], flags: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export("--ckpt_path", str(run_of[1]), "--output", "o", *flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert what in line
+    assert not Path("o").exists()
 
 
 def test_convert_says_in_one_line_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,37 @@ def test_clip_fractions_and_ratios_are_those_of_the_loss() -> None:
     assert values["sequence"]["policy/ratio_max"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_clipping_is_counted_where_it_takes_the_gradient(level: str) -> None:
+    # four responses of one token: below the range and above it, each with an advantage of either
+    # sign; clipping takes the gradient of the first and of the last
+    experience = random_experience(rows=4, width=2)
+    mask = experience.loss_mask
+    ratios = torch.tensor([0.5, 0.5, 2.0, 2.0])[:, None]
+    experience = replace(
+        experience,
+        old_logprobs=torch.zeros_like(experience.advantages),
+        advantages=torch.tensor([-1.0, 1.0, -1.0, 2.0])[:, None] * mask,
+    )
+    loss = POLICY_LOSSES["sequence_clip" if level == "sequence" else "token_clip"]
+    metrics = MetricSums()
+    measure_update(ratios.log() * mask, None, experience, metrics, loss=loss)
+    measured = reduced(metrics)
+    assert measured["policy/clip_fraction"] == 1.0
+    assert measured["policy/clip_fraction_low"] == 0.25
+    assert measured["policy/clip_fraction_high"] == 0.25
+
+
+def test_ranges_do_not_depend_on_how_the_values_are_split() -> None:
+    values = torch.tensor([3.0, 1.0, 8.0, 2.0])
+    split, whole = MetricSums(), MetricSums()
+    whole.add_range("length", values)
+    for part in values.split([1, 3, 0]):
+        split.add_range("length", part)
+    assert reduced(split) == reduced(whole)
+    assert reduced(whole) == {"length": 3.5, "length_min": 1.0, "length_max": 8.0}
+
+
 def test_whitening_counts_only_what_the_mask_counts() -> None:
     values = torch.tensor([1.0, 3.0, 100.0, NAN])
     whitened = one_process().whiten(values, torch.tensor([True, True, False, False]), eps=0.0)

@@ -1,16 +1,22 @@
 """RLOO end to end on a model of 27,000 parameters: learning, export, and what must not matter."""
 
+import contextlib
 import math
 from typing import Any
 
 import lightning as L
+import peft
 import pytest
+import torch
 
 from lrlhf.functional import ALGORITHMS
 from lrlhf.models import CausalLM, LoRA
 from lrlhf.modules import Guard, Reference, Update
 from lrlhf.modules.policy import scorer
-from lrlhf.rollout import Sampling
+from lrlhf.rewards import IsolatedReward, Rewards
+from lrlhf.rollout import Collector, Response, Sampling, assemble_rollout
+from lrlhf.types import PromptBatch
+from tests.conftest import build_language_model
 from tests.modules.policy_runs import SkewedEngine, assert_same, letters, moved, sgd
 
 LOGGED = """
@@ -33,6 +39,90 @@ def test_a_notebook_builds_and_trains_two_iterations_without_yaml(build, train) 
     assert len(run.records) == 16
     assert run.records[0]["score"] == pytest.approx(letters([run.records[0]["completion"]])[0])
     assert run.records[0]["columns"]["answer"] in "abcdefghijklmnop"
+
+
+def test_lengths_and_clipping_are_logged_in_detail(build, train) -> None:
+    run = train(build(update=Update(num_iterations=2), optimizer=sgd(3.0)))
+    lengths = [record["length"] for record in run.records]
+    ended = [record["length"] for record in run.records if record["finish_reason"] == "stop"]
+    for name, values in {"response_length": lengths, "terminated_length": ended}.items():
+        keys = [f"rollout/{name}{end}" for end in ("", "_min", "_max")]
+        if not values:
+            assert not run.logged.keys() & set(keys)
+            continue
+        expected = [sum(values) / len(values), min(values), max(values)]
+        assert [run.logged[key] for key in keys] == pytest.approx(expected)
+    low, high = (run.logged[f"policy/clip_fraction_{end}"] for end in ("low", "high"))
+    assert 0 < low + high <= run.logged["policy/clip_fraction"] + 1e-6
+
+
+def test_rewards_that_ask_for_it_know_how_far_the_run_is(build, train) -> None:
+    seen: list[tuple[set[int], set[int | None]]] = []
+
+    def paced(completions: list[str], step: list[int], max_steps: list[int | None]) -> list[float]:
+        seen.append((set(step), set(max_steps)))
+        assert len(step) == len(max_steps) == len(completions)
+        return letters(completions)
+
+    isolated = IsolatedReward("tests.rewards.isolated_functions.how_far", workers=2)
+    rewards = Rewards({"paced": paced, "how_far": isolated}, weights=[1.0, 0.0])
+    evaluated = {"val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    run = train(build(rewards=rewards), steps=2, **evaluated)
+    # twice in training, and an evaluation of the model with two steps behind it
+    assert seen == [({1}, {2}), ({2}, {2}), ({2}, {2})]
+    told = [record for records in run.watcher.records for record in records]
+    shares = {record["step"]: record["rewards"]["how_far"] for record in told}
+    assert shares == {1: 0.5, 2: 1.0}
+    assert "step" not in run.records[0]["columns"]
+
+
+def test_penalties_are_for_evaluations(build, train) -> None:
+    penalized = Sampling(max_new_tokens=6, frequency_penalty=1.0)
+    with pytest.raises(ValueError, match="frequency_penalty makes responses come from another"):
+        build(sampling=penalized, allow_truncated_sampling=True)
+    evaluated = {"val_check_interval": 1, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    run = train(build(eval_sampling=penalized), **evaluated)
+    assert math.isfinite(run.trainer.callback_metrics["eval/score"])
+
+
+def test_columns_of_the_data_go_before_those_of_the_run(build, tokenizer) -> None:
+    seen: list[Any] = []
+
+    def reads(completions: list[str], step: list[str]) -> list[float]:
+        seen.extend(step)
+        return [0.0] * len(completions)
+
+    module = build(reward=reads)
+    ids = torch.tensor([[5, 6]])
+    prompts = PromptBatch(
+        input_ids=ids,
+        attention_mask=ids > 0,
+        prompts=("ab",),
+        columns=({"step": "the data's"},),
+    )
+    answer = Response.sampled(torch.tensor([7]), torch.zeros(1), truncated=True)
+    rollout = assemble_rollout(prompts, [answer], num_generations=1, pad_id=0)
+    collector = Collector(module.engine, module.rewards, tokenizer)
+    collector.score(prompts, rollout, Sampling(), step=3, phase=contextlib.nullcontext)
+    assert seen == ["the data's"]
+
+
+def test_the_reference_of_a_policy_that_starts_from_adapters_has_them_too(
+    build, train, tokenizer
+) -> None:
+    policy = peft.get_peft_model(
+        build_language_model(tokenizer),
+        peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    )
+    bare = {name: p for name, p in policy.named_parameters() if "lora_B" in name}
+    for weight in bare.values():
+        torch.nn.init.normal_(weight, std=0.5)
+    # an engine that is not exact: the policy's own log-probabilities are computed like those
+    options = {"engine": SkewedEngine(spread=0.01), "update": Update(num_iterations=2)}
+    run = train(build(policy, optimizer=sgd(1.0), **options), steps=2)
+    first, second = run.watcher.experiences
+    torch.testing.assert_close(first.ref_logprobs, first.old_logprobs, rtol=0, atol=0)
+    assert not torch.equal(second.ref_logprobs, second.old_logprobs)
 
 
 @pytest.mark.parametrize(("lora", "budget"), [(None, 60), (LoRA(r=4, alpha=8), None)])

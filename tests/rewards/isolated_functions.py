@@ -125,3 +125,8 @@ def acting(completions: Sequence[str]) -> list[float]:
 def slow_together(completions: Sequence[str]) -> list[float]:
     time.sleep(0.4 * (len(completions) - 1))
     return lengths(completions)
+
+
+def how_far(step: Sequence[int], max_steps: Sequence[int]) -> list[float]:
+    """Share of the run that is done."""
+    return [now / last for now, last in zip(step, max_steps, strict=True)]

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.models import sequence_logprobs
 from lrlhf.rollout import Sampling, TransformersEngine
+from lrlhf.rollout.engines.token_sampler import TokenSampler
 from lrlhf.types import PromptBatch, Rollout
 from tests.models.text_families import tiny_model
 
@@ -204,6 +205,53 @@ def test_generation_leaves_training_mode_and_autocast_cache_as_they_were(
     assert gradient.abs().sum() > 0
 
 
+PENALTIES = {"repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+
+
+def test_penalties_change_logits_as_by_hand() -> None:
+    sampler = TokenSampler(
+        Sampling(temperature=0.0, **PENALTIES), [0], prompt_mask=torch.tensor([[False, True]])
+    )
+    # the padding is token 0, the prompt 1, and token 2 was said twice
+    said, logits = torch.tensor([[0, 1, 2, 2]]), torch.tensor([[4.0, 3.0, -1.0, 1.0]])
+    sampler(said, logits)
+    (response,) = sampler.responses(torch.tensor([[0]]), torch.tensor([1]))
+    # 3 / 2; -1 · 2 - 0.5 - 2 · 0.25; what was only padding or never said stays
+    penalized = torch.tensor([4.0, 1.5, -3.0, 1.0])
+    assert response.segments[0].logprobs.item() == pytest.approx(
+        4.0 - float(penalized.logsumexp(0)), abs=1e-6
+    )
+    assert logits.tolist() == [[4.0, 3.0, -1.0, 1.0]]
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_each_penalty_holds_whatever_else_is_in_the_batch(
+    language_model, tokenizer, name: str
+) -> None:
+    sampling = Sampling(temperature=0.0, max_new_tokens=8, **{name: 1.9})
+    together = responses(generate(language_model, tokenizer, sampling))
+    for text, response in zip(TEXTS, together, strict=True):
+        alone = generate(language_model, tokenizer, sampling, texts=(text,), seeds=[0])
+        assert responses(alone) == [response]
+    plain = generate(language_model, tokenizer, Sampling(temperature=0.0, max_new_tokens=8))
+    assert together != responses(plain)
+
+
+def test_the_repetition_penalty_is_that_of_transformers(language_model, tokenizer) -> None:
+    sampling = Sampling(temperature=0.0, max_new_tokens=8, repetition_penalty=1.7)
+    ((said,),) = [responses(generate(language_model, tokenizer, sampling, texts=("what is",)))]
+    ids = torch.tensor([tokenizer("what is")["input_ids"]])
+    own = language_model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=8,
+        repetition_penalty=1.7,
+        pad_token_id=0,
+    )
+    assert own[0, ids.shape[1] :].tolist()[: len(said)] == said
+
+
 def test_what_cannot_be_is_refused_by_name(language_model, tokenizer) -> None:
     for culprit, options in (
         ("temperature", {"temperature": -1.0}),
@@ -212,6 +260,9 @@ def test_what_cannot_be_is_refused_by_name(language_model, tokenizer) -> None:
         ("top_p", {"top_p": 0.0}),
         ("top_k", {"top_k": -1}),
         ("min_p", {"min_p": 1.0}),
+        ("repetition_penalty", {"repetition_penalty": 0.0}),
+        ("presence_penalty", {"presence_penalty": 2.5}),
+        ("frequency_penalty", {"frequency_penalty": -2.5}),
         ("stop", {"stop": ("",)}),
     ):
         with pytest.raises(ValueError, match=f"sampling.{culprit}"):

@@ -420,6 +420,8 @@ def test_what_is_asked_for(language_model, tokenizer) -> None:
     )
     more = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "min_tokens": 2}
     assert arguments(cut) == expected | more
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    assert arguments(replace(cut, **penalties)) == expected | more | penalties
     stop = {"stop": ["end"], "skip_special_tokens": False}
     assert arguments(replace(cut, stop=("end",))) == expected | more | stop
 

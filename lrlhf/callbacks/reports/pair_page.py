@@ -13,8 +13,9 @@ from PIL import Image, ImageDraw, ImageOps
 from lrlhf.arguments import KeepsArguments
 from lrlhf.callbacks.eval_jsonl import is_evaluation
 from lrlhf.callbacks.output_files import atomic_write, hold_output_folder, output_folder
+from lrlhf.callbacks.reports.pictures import picture
 from lrlhf.run.step_numbers import model_step
-from lrlhf.types import Media, PreferenceBatch
+from lrlhf.types import PreferenceBatch
 
 _RIGHT, _WRONG, _OPEN = "#3a8a4d", "#b3261e", "#555555"
 _COLUMNS = 4
@@ -67,7 +68,7 @@ class PairPage(KeepsArguments, L.Callback):
         rows = zip(media, outputs["records"], batch.labels.tolist(), strict=False)
         for (left, right), record, labels in rows:
             if left is not None and right is not None and len(self._pairs) < self.pairs:
-                self._pairs.append((_picture(left), _picture(right), _lines(record, labels)))
+                self._pairs.append((picture(left), picture(right), _lines(record, labels)))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._pairs and is_evaluation(trainer):
@@ -86,8 +87,8 @@ def draw_pairs(path: Path, pairs: Sequence[_Pair]) -> None:
     for index, (first, second, lines) in enumerate(pairs):
         row, column = divmod(index, columns)
         left, top = column * width + _GAP, row * height + _GAP
-        for picture, place in ((first, left), (second, left + _SIDE + _GAP)):
-            shown = ImageOps.pad(picture.convert("RGB"), (_SIDE, _SIDE), color="white")
+        for one, place in ((first, left), (second, left + _SIDE + _GAP)):
+            shown = ImageOps.pad(one.convert("RGB"), (_SIDE, _SIDE), color="white")
             page.paste(shown, (place, top))
         for number, (text, colour) in enumerate(lines):
             draw.text((left, top + _SIDE + _LINE * number), text, fill=colour, font_size=11)
@@ -104,10 +105,3 @@ def _lines(record: Mapping[str, Any], labels: Sequence[float]) -> list[tuple[str
         colour = _OPEN if label not in (1.0, -1.0) else _RIGHT if right else _WRONG
         lines.append((f"{head}: {best}   {first:.2f} | {second:.2f}", colour))
     return lines
-
-
-def _picture(media: Media) -> Image.Image:
-    if media.images:
-        image: Image.Image = media.images[0]
-        return image
-    return Image.fromarray(media.videos[0].frames[0])

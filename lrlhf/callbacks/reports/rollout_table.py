@@ -7,19 +7,27 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import lightning as L
+import numpy as np
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from PIL import Image
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lrlhf.callbacks.reports.markdown import inert
+from lrlhf.callbacks.reports.markdown import table as markdown_table
+from lrlhf.callbacks.reports.pictures import stack, strip
 from lrlhf.callbacks.reports.progress import short
 from lrlhf.secrets import escaped
+from lrlhf.types import Media
 
+T = TypeVar("T")
 _COLUMNS = ("prompt", "answer", "completion", "score", "rewards", "advantage", "length", "finish")
 """Of W&B and TensorBoard; the terminal has less room."""
 _TELLING = (
@@ -33,7 +41,17 @@ _MAX_LINES = 12
 _BREAKS = re.compile(r"\s*\n\s*")
 
 
-def spread(records: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+@runtime_checkable
+class ShowsTables(Protocol):
+    """A logger with tables of its own, which takes texts for Markdown."""
+
+    def log_table(
+        self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int
+    ) -> None:
+        """Log rows of numbers, texts, pictures and None."""
+
+
+def spread(records: Sequence[T], count: int) -> list[T]:
     """Pick up to ``count`` records at even distances, so that several prompts are among them."""
     count = min(count, len(records))
     return [records[index * len(records) // count] for index in range(count)]
@@ -100,15 +118,43 @@ def send(
     key: str,
     step: int,
     answers: Mapping[str, str] | None = None,
+    media: Sequence[Media | None] | None = None,
 ) -> None:
-    """Log records as a table to every attached logger that shows text; rank zero only."""
+    """Log records as a table to every attached logger that shows text; rank zero only.
+
+    Args:
+        trainer: Has the loggers.
+        records: As `RolloutListener.on_rollout` gets them.
+        key: Name of the table.
+        step: Step that it belongs to.
+        answers: As of `render`.
+        media: What each record shows; a table has pictures where one of its records has some.
+            TensorBoard, whose tables hold none, gets them below each other under ``<key>/images``.
+    """
+    shown = [None if one is None else strip(one) for one in media or [None] * len(records)]
+    pictures = [one for one in shown if one is not None]
+    columns = ["step", *_COLUMNS, *(["images"] if pictures else [])]
+    rows = [
+        [step, *_typed(record, answers), *([shown[index]] if pictures else [])]
+        for index, record in enumerate(records)
+    ]
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
-            rows = [[step, *_typed(record, answers)] for record in records]
-            logger.log_table(key, columns=["step", *_COLUMNS], data=rows, step=step)
+            # only then is it sure to be installed
+            image = import_module("wandb").Image
+            logger.log_table(key, columns=columns, data=_with(image, rows), step=step)
         elif isinstance(logger, TensorBoardLogger):
-            text = _markdown(records, answers)
-            logger.experiment.add_text(key, text, global_step=step)
+            logger.experiment.add_text(key, _markdown(records, answers), global_step=step)
+            if pictures:
+                page = np.asarray(stack(pictures))
+                logger.experiment.add_image(f"{key}/images", page, step, dataformats="HWC")
+        elif isinstance(logger, ShowsTables):
+            cells = [[inert(cell) if isinstance(cell, str) else cell for cell in r] for r in rows]
+            logger.log_table(key, columns, cells, step)
+
+
+def _with(image: Callable[[Image.Image], Any], rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    return [[image(cell) if isinstance(cell, Image.Image) else cell for cell in r] for r in rows]
 
 
 # ---- what a record says
@@ -201,10 +247,19 @@ def _text(value: Any) -> str:
     """Text as it is, or the turns of a chat with their roles."""
     if isinstance(value, str):
         return value
-    return "\n".join(f"{turn['role']}: {_content(turn['content'])}" for turn in value)
+    return "\n".join(f"{turn['role']}: {_turn(turn)}" for turn in value)
+
+
+def _turn(turn: Mapping[str, Any]) -> str:
+    """Content of a turn, and the tools that it calls."""
+    calls = turn.get("tool_calls")
+    called = [json.dumps(calls, ensure_ascii=False)] if calls else []
+    return " ".join(filter(None, [_content(turn.get("content")), *called]))
 
 
 def _content(content: Any) -> str:
+    if content is None:
+        return ""
     if isinstance(content, str):
         return content
     # a turn with media is a list of typed parts
@@ -219,7 +274,7 @@ def _typed(record: Mapping[str, Any], answers: Mapping[str, str] | None) -> tupl
     return (
         _asked(record, short=False),
         answer and answer[1],
-        _text(record["completion"]),
+        _text(record.get("episode") or record["completion"]),
         record["score"],
         json.dumps(record["rewards"]),
         record["advantage"],
@@ -231,21 +286,13 @@ def _typed(record: Mapping[str, Any], answers: Mapping[str, str] | None) -> tupl
 def _markdown(
     records: Sequence[Mapping[str, Any]], answers: Mapping[str, str] | None = None
 ) -> str:
-    rows = [_COLUMNS, ["---"] * len(_COLUMNS)]
+    rows = []
     for record in records:
         prompt, answer, completion, score, _, advantage, *rest = _typed(record, answers)
         rewards = " ".join(f"{name}={_number(value)}" for name, value in record["rewards"].items())
         texts = (prompt, answer or "-", completion, _number(score), rewards, _number(advantage))
-        rows.append([_inert(_visible(str(text))) for text in (*texts, *rest)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _inert(text: str) -> str:
-    """Keep Markdown and HTML from reading the text: every sign that could open either."""
-    return "".join(
-        f"&#{ord(character)};" if character in "\\`*_{}[]()<>#+-!|&~" else character
-        for character in text
-    )
+        rows.append([inert(str(text)) for text in (*texts, *rest)])
+    return markdown_table(_COLUMNS, rows)
 
 
 def _number(value: float | None) -> str:

@@ -210,6 +210,11 @@ class HubSource(Source):
         return self._dataset
 
     @property
+    def dataset_id(self) -> str:
+        """Without config and split."""
+        return self._id
+
+    @property
     def folder(self) -> Path | None:
         return FOREIGN
 

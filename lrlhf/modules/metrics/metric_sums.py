@@ -18,6 +18,8 @@ _Number = Tensor | float
 _FIRST, _SECOND = "#1", "#2"
 _WIDE = torch.float64
 
+_NEGATED = "/negated"
+"""Of the smallest value the negative is kept, as the largest."""
 BIN_WIDTH = 1e-3
 """Of the logarithms that percentiles are taken of: these are exact to 0.05 %."""
 
@@ -51,6 +53,20 @@ class MetricSums:
     def maximum(self, name: str, value: Tensor | float) -> None:
         """Keep the largest value called ``name``."""
         self._maxima.setdefault(name, []).append(_kept(value))
+
+    def minimum(self, name: str, value: Tensor | float) -> None:
+        """Keep the smallest value called ``name``."""
+        self.maximum(f"{name}{_NEGATED}", -value)
+
+    def add_range(self, name: str, values: Tensor) -> None:
+        """Keep mean, smallest and largest value: ``<name>``, ``<name>_min`` and ``<name>_max``.
+
+        Of no value there is nothing to keep.
+        """
+        if len(values):
+            self.add_values(name, values)
+            self.minimum(f"{name}_min", values.min())
+            self.maximum(f"{name}_max", values.max())
 
     def add_quantiles(self, name: str, log_values: Tensor) -> None:
         """Count every value towards the percentiles of ``exp(log_values)``.
@@ -92,7 +108,9 @@ class MetricSums:
         if peaks:
             largest = torch.tensor([maxima.get(name, -math.inf) for name in peaks], dtype=_WIDE)
             largest = collectives.max(_movable(largest, device)).cpu()
-            results |= dict(zip(peaks, largest.tolist(), strict=True))
+            for name, value in zip(peaks, largest.tolist(), strict=True):
+                negated = name.endswith(_NEGATED)
+                results[name.removesuffix(_NEGATED)] = -value if negated else value
         spreads = collectives.union(self._histograms)
         empty = torch.zeros(2 * _MIDDLE + 1, dtype=_WIDE)
         if spreads:

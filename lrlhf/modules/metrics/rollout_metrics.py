@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lrlhf.functional.algorithm import PolicyLoss
 from lrlhf.functional.kl import kl_estimate
-from lrlhf.functional.masking import masked_sum
-from lrlhf.functional.policy import policy_metrics, sequence_ratio
+from lrlhf.functional.masking import masked_mean, masked_sum
+from lrlhf.functional.policy import clip_fractions, policy_metrics, sequence_ratio, token_ratio
 from lrlhf.guard.anomalies import reference_kl
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.settings import Critic
@@ -35,7 +35,9 @@ def measure_rollout(
     alike = ~groups_differ(scores, num_generations)
     metrics.add_values("rollout/zero_variance_groups", alike.double())
     metrics.add_values("rollout/unscorable_fraction", scores.isnan().double())
-    metrics.add_values("rollout/response_length", rollout.response_mask.sum(dim=1).double())
+    lengths = rollout.response_mask.sum(dim=1).double()
+    metrics.add_range("rollout/response_length", lengths)
+    metrics.add_range("rollout/terminated_length", lengths[~rollout.truncated])
     metrics.add_values("rollout/truncated_fraction", rollout.truncated.double())
     if rollout.episodes is not None:
         measure_episodes(rollout.episodes, metrics)
@@ -96,7 +98,9 @@ def measure_update(
 ) -> None:
     """How far one micro-batch has moved from the policy that sampled it.
 
-    The clip fraction and the largest ratio are of what the loss clips: tokens, or whole responses.
+    Clip fractions and the largest ratio are of what the loss clips: tokens, or whole responses. Of
+    all ratios outside the range, those count as low and high that the advantage would push further
+    out, and that clipping leaves without a gradient.
     """
     mask = micro.loss_mask
     tokens = mask.sum()
@@ -110,16 +114,23 @@ def measure_update(
     metrics.add("policy/approx_kl", measured.approx_kl * tokens, tokens)
     if loss.level == "sequence":
         normalized = loss.options.get("length_normalized", False)
-        counted = micro.counted
-        ratio = sequence_ratio(logprobs, old, mask, length_normalized=normalized)
+        ratio, counted = (
+            sequence_ratio(logprobs, old, mask, length_normalized=normalized),
+            micro.counted,
+        )
+        advantages = masked_mean(micro.advantages, micro.response_mask, dim=1)
         clipped = ((ratio < 1 - low) | (ratio > 1 + high)) & counted
         clip_fraction, ratios = clipped.sum(), counted.sum()
         metrics.maximum("policy/ratio_max", torch.where(counted, ratio, 0.0).amax())
     else:
+        ratio, counted, advantages = token_ratio(logprobs, old, mask), mask, micro.advantages
         clip_fraction, ratios = measured.clip_fraction * tokens, tokens
         metrics.maximum("policy/ratio_max", measured.ratio_max)
     if bounds is not None:
+        held = clip_fractions(ratio, advantages, counted, clip_low=low, clip_high=high)
         metrics.add("policy/clip_fraction", clip_fraction, ratios)
+        metrics.add("policy/clip_fraction_low", held.low * ratios, ratios)
+        metrics.add("policy/clip_fraction_high", held.high * ratios, ratios)
     # where no entropy was computed, the mean surprise of the sampled tokens estimates it
     surprise = -micro.sampling_logprobs if entropy is None else entropy.detach()
     metrics.add("policy/entropy", masked_sum(surprise, mask), tokens)

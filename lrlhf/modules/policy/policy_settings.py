@@ -265,6 +265,13 @@ def _check_sampling(settings: PolicySettings) -> None:
             "temperature 0 are all the same: set evaluation.temperatures or "
             "eval_sampling.temperature above 0"
         )
+    if settings.sampling.penalizes:
+        raise ValueError(
+            "sampling.repetition_penalty, presence_penalty or frequency_penalty makes responses "
+            "come from another distribution than the policy's, whose probabilities have no "
+            "penalty: set them to 1.0, 0.0 and 0.0 (eval_sampling may have them), and let the "
+            "reward `repetition_penalty` punish repetition"
+        )
     for name, options in settings.algorithm.beside.items():
         try:
             replace(settings.sampling, **options)

@@ -29,7 +29,7 @@ from lrlhf.rollout import (
     collect_different,
 )
 from lrlhf.run import sample_seeds
-from lrlhf.run.step_numbers import model_step
+from lrlhf.run.step_numbers import last_step, model_step
 from lrlhf.types import PromptBatch, Rollout, StoredRollout
 
 _BESIDE_STREAM = 1_000_033
@@ -289,6 +289,7 @@ class Sampler:
             self._engine.attach(*self._policy)
             self._engine.use_chat(chat_of(it.trainer, self._policy))
             self._rewards.prepare()
+            self._collector.max_steps = last_step(it.trainer)
             if self._queue is not None and self._queue.updates_in_flight:
                 self._engine.allow_updates_in_flight(True)
             self._ready = True

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from lrlhf.callbacks.hub import HubRepo
 from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.checks.trainer_options import entries_of
 from lrlhf.planning.config_entries import options_of
@@ -32,6 +33,18 @@ def check_wandb(trainer: Mapping[str, Any]) -> None:
             "WANDB_MODE=offline keeps the run here, for `wandb sync` later",
             value=name,
         )
+
+
+def check_hub(trainer: Mapping[str, Any]) -> None:
+    """Refuse to push to the hub offline or without an account, before the weights are loaded."""
+    for callback in entries_of(trainer["callbacks"]):
+        name = options_of(callback).get("push_to_hub")
+        if str(callback["class_path"]).rpartition(".")[2] != "HFExport" or name is None:
+            continue
+        try:
+            HubRepo(repo_id=name).check()
+        except ValueError as error:
+            raise MistakeError(("trainer", "callbacks"), str(error), value=name) from error
 
 
 def _stays_away(logger: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from lrlhf.planning.checks.data_rows import (
     check_sources,
 )
 from lrlhf.planning.checks.folders import check_folders
-from lrlhf.planning.checks.logins import check_wandb
+from lrlhf.planning.checks.logins import check_hub, check_wandb
 from lrlhf.planning.checks.mistake import MistakeError, RefusedError
 from lrlhf.planning.checks.models import check_main_memory, check_models
 from lrlhf.planning.checks.together import (
@@ -84,6 +84,7 @@ def check_run(sections: dict[str, Any], parts: Parts, *, trains: bool) -> Iterat
         _tried(check, trainer)
     _tried(check_folders, trainer)
     if trains:
+        _tried(check_hub, trainer)
         _tried(check_length, trainer)
         _tried(check_replaced, trainer, model)
         _tried(check_texts_beside, model, data)

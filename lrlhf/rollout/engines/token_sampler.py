@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -31,12 +31,13 @@ class TokenSampler(LogitsProcessor):
         sampling: Sampling,
         seeds: Sequence[int],
         *,
-        prompt_width: int,
+        prompt_mask: Bool[Tensor, "B P"],
         ruled_out: Sequence[int] = (),
     ) -> None:
         self._sampling = sampling
+        self._prompt_mask = prompt_mask
         self._ruled_out = torch.tensor(ruled_out, dtype=torch.long)
-        self._prompt_width = prompt_width
+        self._prompt_width = prompt_mask.shape[1]
         steps = sampling.max_new_tokens
         self._uniform = torch.from_numpy(
             np.stack([np.random.Generator(np.random.Philox(seed)).random(steps) for seed in seeds])
@@ -56,6 +57,8 @@ class TokenSampler(LogitsProcessor):
         greedy = self._sampling.temperature == 0
         if len(self._ruled_out):  # of a text model there are none, and this copies all scores
             scores = scores.index_fill(1, self._ruled_out.to(scores.device), -torch.inf)
+        if self._sampling.penalizes:
+            scores = self._penalized(input_ids, scores.float())
         full = (
             scores.float() if greedy else scores.float() / self._sampling.temperature
         ).log_softmax(-1)
@@ -73,6 +76,25 @@ class TokenSampler(LogitsProcessor):
         self._logprobs.append(logprobs.gather(1, chosen[:, None])[:, 0])
         # generate takes the argmax of what is returned: leave it one token to take
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
+
+    def _penalized(
+        self, input_ids: Int[Tensor, "B L"], scores: Float[Tensor, "B V"]
+    ) -> Float[Tensor, "B V"]:
+        """Apply the penalties of `Sampling`; padding is no token that was said."""
+        sampling, width = self._sampling, self._prompt_width
+        asked, said = (
+            torch.zeros_like(scores).scatter_add_(1, ids, counted.to(scores))
+            for ids, counted in (
+                (input_ids[:, :width], self._prompt_mask),
+                (input_ids[:, width:], torch.ones_like(input_ids[:, width:])),
+            )
+        )
+        factor = torch.where(
+            scores > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty
+        )
+        scores = torch.where(asked + said > 0, scores * factor, scores)
+        presence = sampling.presence_penalty * (said > 0)
+        return scores - presence - sampling.frequency_penalty * said
 
     def responses(self, token_ids: Tensor, ends: Tensor) -> list[Response]:
         """Cut the rows where they ended.

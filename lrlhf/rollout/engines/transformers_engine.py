@@ -288,7 +288,7 @@ class TransformersEngine(RolloutEngine):
             cache = DynamicCache(config=model.config)
         width = input_ids.shape[1]
         sampler = TokenSampler(
-            sampling, seeds, prompt_width=width, ruled_out=ruled_out_ids(model.config)
+            sampling, seeds, prompt_mask=mask.bool(), ruled_out=ruled_out_ids(model.config)
         )
         ending = Ending(eos, sampling.stop, self._tokenizer, prompt_width=width)
         config = GenerationConfig(  # type: ignore[no-untyped-call]

@@ -114,6 +114,9 @@ def sampling_arguments(
         arguments["logit_bias"] = dict.fromkeys(ruled_out, -100.0)
     if sampling.top_k > 0:
         arguments["top_k"] = sampling.top_k
+    if sampling.penalizes:
+        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        arguments |= {name: getattr(sampling, name) for name in names}
     if sampling.stop:
         # a stop string may be a special token, such as the end of a chat turn
         arguments |= {"stop": list(sampling.stop), "skip_special_tokens": False}
