@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import platform
 import re
 from collections import defaultdict
@@ -27,6 +28,7 @@ from lrlhf.models.loading.reward_files import HEAD_CONFIG
 from lrlhf.modules.contracts import Measured
 from lrlhf.modules.metrics.reward_metrics import accuracy_metrics
 from lrlhf.run.hidden_values import without_secrets
+from lrlhf.statistics import mean_interval
 
 CURVES = "training_curves.png"
 _CARD = "README.md"
@@ -35,8 +37,6 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SHOWN = ("kl/sequence", "rollout/response_length", "policy/entropy", "train/loss")
 """Metrics that are drawn after the two that the module names."""
 _PACKAGES = ("lrlhf", "torch", "transformers", "lightning", "peft")
-_Z = 1.959963984540054
-"""Quantile of the normal distribution for 95 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,22 +286,19 @@ def _figures(origin: Origin) -> Iterator[_Figure]:
 
 
 def _of_policy(subset: str, records: Sequence[Mapping[str, Any]]) -> Iterator[_Figure]:
-    """Mean scores; several responses to one prompt are one sample, their mean."""
-    columns: dict[str, dict[Any, list[float]]] = defaultdict(lambda: defaultdict(list))
+    """Mean scores; several responses to one prompt are one cluster."""
+    columns: dict[str, list[tuple[Any, float]]] = defaultdict(list)
     for number, record in enumerate(records):
         prompt = (record.get("source"), record.get("row", number))
         parts = record.get("rewards") or {}
         rewards = parts if len(parts) > 1 else {}
         for name, value in {"score": record["score"], **rewards}.items():
             if value is not None:
-                columns[name][prompt].append(float(value))
-    for name, prompts in columns.items():
-        means = torch.tensor([sum(of) / len(of) for of in prompts.values()], dtype=torch.float64)
-        mean, spread = float(means.mean()), float(means.std(correction=min(1, len(means) - 1)))
-        # of samples that are all alike the normal approximation would be too sure
-        half = _Z * spread / len(means) ** 0.5 if spread > 0 else None
-        low, high = (None, None) if half is None else (mean - half, mean + half)
-        yield _Figure(subset, name, mean, low, high, len(means))
+                columns[name].append((prompt, float(value)))
+    for name, found in columns.items():
+        told = mean_interval([value for _, value in found], [prompt for prompt, _ in found])
+        low, high = (None, None) if math.isnan(told.low) else (told.low, told.high)
+        yield _Figure(subset, name, told.mean, low, high, told.number)
 
 
 def _of_reward_model(subset: str, records: Sequence[Mapping[str, Any]]) -> Iterator[_Figure]:

@@ -137,7 +137,7 @@ def _fitted(ray: Any, cluster: Cluster, command: Command) -> Any:
     raise AssertionError
 
 
-def _await_start(ray: Any, done: Callable[[], bool], board: Any, asked: list[int]) -> None:
+def _await_start(ray: Any, done: Callable[[], bool], board: Any, asked: Sequence[int]) -> None:
     """Wait for the first trainer, and say what waits for room where none comes."""
     deadline, looked = time.monotonic() + _UNPLACED_SECONDS, 0
     while not (done() or asked or looked or time.monotonic() > deadline):
@@ -213,7 +213,7 @@ def _reward_workers(ray: Any, cluster: Cluster, run: Run, groups: dict[str, Any]
     ]
 
 
-def _await(ray: Any, done: Callable[[], bool], board: Any, asked: list[int]) -> int | None:
+def _await(ray: Any, done: Callable[[], bool], board: Any, asked: Sequence[int]) -> int | None:
     """Wait for the trainers; None: they are through, else the status to end with at once."""
     while not done() and not asked:
         time.sleep(0.2)

@@ -23,6 +23,7 @@ from lrlhf.datamodules.loading.loader import (
 )
 from lrlhf.datamodules.loading.order import BalancedOrder, GivenOrder, Order
 from lrlhf.datamodules.loading.sources import (
+    Component,
     Data,
     Entries,
     Weighted,
