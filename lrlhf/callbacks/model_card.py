@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import platform
 import re
 from collections import defaultdict
@@ -297,7 +296,9 @@ def _of_policy(subset: str, records: Sequence[Mapping[str, Any]]) -> Iterator[_F
                 columns[name].append((prompt, float(value)))
     for name, found in columns.items():
         told = mean_interval([value for _, value in found], [prompt for prompt, _ in found])
-        low, high = (None, None) if math.isnan(told.low) else (told.low, told.high)
+        # values that are all alike tell nothing of their spread
+        known = told.low < told.high
+        low, high = (told.low, told.high) if known else (None, None)
         yield _Figure(subset, name, told.mean, low, high, told.number)
 
 

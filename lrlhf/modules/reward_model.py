@@ -128,7 +128,7 @@ class RewardModel(TrainingModule):
         self.tie_thresholds: Tensor
         self.register_buffer("tie_thresholds", torch.full((len(weights),), torch.nan))
         self.train_metrics = RewardMetrics(self.head_names, weights)
-        self.eval_metrics = RewardMetrics(self.head_names, weights)
+        self.eval_metrics = RewardMetrics(self.head_names, weights, by_set=True)
         self.measurements: list[Measurement] = []
         """What the last evaluation has found."""
         self.stateful["pairs"] = _UnloggedPairs(self, self.train_metrics)

@@ -114,8 +114,8 @@ def test_scores_of_one_prompt_are_one_sample_of_the_interval(tmp_path: Path) -> 
     ]
     records.append({"source": "a.jsonl", "row": 5, "score": None, "rewards": {"exact": None}})
     made = card(tmp_path / "export", run=run_folder(tmp_path, records))
-    # means of the prompts 1/2, 1, 0, 1/2: mean 1/2, variance (1/4 + 1/4) / 3
-    half = 1.959964 * math.sqrt(1 / 6) / 2
+    # means of the prompts 1/2, 1, 0, 1/2: mean 1/2, variance (1/4 + 1/4) / 3; t(3) = 3.182446
+    half = 3.182446 * math.sqrt(1 / 6) / 2
     assert row_of(made, "score") == [
         "score", "0.5", f"{0.5 - half:.4g} to {0.5 + half:.4g}", "4"
     ]  # fmt: skip
@@ -125,13 +125,13 @@ def test_scores_of_one_prompt_are_one_sample_of_the_interval(tmp_path: Path) -> 
 
 def test_parts_of_a_score_and_sets_have_rows_of_their_own(tmp_path: Path) -> None:
     records = [
-        {"set": name, "row": row, "score": 2.0, "rewards": {"a": 1.0, "b": None}}
+        {"set": name, "row": row, "score": 2.0, "rewards": {"a": 1.5, "b": None}}
         for name in ("sums", "letters")
         for row in (1, 2)
     ]
     made = card(tmp_path / "export", run=run_folder(tmp_path, records))
     rows = [line for line in made.text.splitlines() if line.startswith(("| sums", "| letters"))]
-    assert [row.split(" | ")[1:3] for row in rows] == [["score", "2"], ["a", "1"]] * 2
+    assert [row.split(" | ")[1:3] for row in rows] == [["score", "2"], ["a", "1.5"]] * 2
     # of samples that are all alike no interval is known
     assert all(row.split("|")[4].strip() == "" for row in rows)
 

@@ -19,6 +19,7 @@ from lrlhf.cli.help_texts import _TEXTS
 from lrlhf.datamodules import PreferenceDataModule, PromptDataModule, ReplayDataModule
 from lrlhf.functional import ALGORITHMS, ESTIMATORS, POLICY_LOSSES
 from lrlhf.modules import PPO, RLOO, RewardModel
+from lrlhf.modules.metrics.reward_metrics import METRICS
 from tests.docs.public import PACKAGE, ROOT, public_names
 
 OWNERS: dict[str, tuple[type, ...]] = {
@@ -30,6 +31,8 @@ METRIC = re.compile(
     r"(train|eval|test|policy|value|rollout|rewards|reward_model|kl|mismatch|importance|sync|perf|guard)"
     r"/[a-z0-9_…]+(/[a-z0-9_]+)?"
 )
+OF_POLICIES = {"score", "response_length", "truncated_fraction"}
+"""What every evaluation of a policy logs."""
 PATH = re.compile(r"[a-z_0-9]+(\.[a-z_0-9]+)+")
 NAMED_VALUES = {"algorithm": ALGORITHMS, "loss": POLICY_LOSSES, "estimator": ESTIMATORS}
 
@@ -235,7 +238,10 @@ def is_metric(name: str) -> bool:
     texts, patterns = source()
     if "…" in name:
         return name.replace("…", "(.+)") in patterns
-    if re.sub(r"_p(01|50|99)$", "", name) in texts:
+    if {name, re.sub(r"_(p01|p50|p99|min|max)$", "", name)} & texts:
+        return True
+    of_evaluation, _, rest = name.partition("/")
+    if of_evaluation == "eval" and re.sub(r"_(low|high)$", "", rest) in {*METRICS, *OF_POLICIES}:
         return True
     filled = (re.fullmatch(one, name) for one in patterns if "/" in one and one != "(.+)/(.+)")
     return any(match and set(match.groups()) <= texts for match in filled)

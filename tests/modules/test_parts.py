@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.models import TokenBudget, frozen_reference
@@ -44,6 +45,7 @@ def iteration(rank: int = 0, world_size: int = 1) -> Iteration:
         world_size=world_size,
         global_rank=rank,
         callbacks=[],
+        state=SimpleNamespace(fn=TrainerFn.FITTING),
         train_dataloader=None,
         strategy=SimpleNamespace(root_device=torch.device("cpu")),
         estimated_stepping_batches=10,

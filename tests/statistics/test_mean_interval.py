@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from lrlhf.statistics.mean_interval import mean_interval
+from lrlhf.statistics.intervals import mean_interval
 
 
 def test_a_plain_mean() -> None:

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from lrlhf.statistics.pass_at_k import majority_score, pass_at_k
+from lrlhf.statistics.repeated_samples import majority_score, pass_at_k
 
 
 @pytest.mark.parametrize("samples", range(1, 9))

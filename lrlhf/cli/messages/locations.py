@@ -149,7 +149,7 @@ def _follow(node: yaml.Node, path: tuple[str | InClass, ...], parent: yaml.Node)
     if isinstance(step, InClass):
         # a mapping gives the class's options by class path, or as a plain mapping
         written = entries["class_path"][1].value if "class_path" in entries else step.name
-        same = _last_name(written) == _last_name(step.name)
+        same = isinstance(written, str) and _last_name(written) == _last_name(step.name)
         return _follow(node, rest, node if rest else parent) if same else here
     if step in entries:
         key, value = entries[step]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from lrlhf.statistics.mean_interval import mean_interval
+from lrlhf.statistics.intervals import mean_interval
 
 
 class Measurement(NamedTuple):

@@ -62,6 +62,7 @@ class RewardMetrics(Metric):
     Args:
         head_names: Names of the heads, in the order of the scores' columns.
         head_weights: Weight of each head in the loss.
+        by_set: Sum up the pairs of each validation set too.
     """
 
     full_state_update = False
@@ -69,8 +70,11 @@ class RewardMetrics(Metric):
     lengths: list[Tensor]
     sets: list[Tensor]
 
-    def __init__(self, head_names: Sequence[str], head_weights: Sequence[float]) -> None:
+    def __init__(
+        self, head_names: Sequence[str], head_weights: Sequence[float], *, by_set: bool = False
+    ) -> None:
         super().__init__()
+        self.by_set = by_set
         self.head_names = tuple(head_names)
         self.head_weights = tuple(head_weights)
         self.add_state("pairs", default=[], dist_reduce_fx="cat")
@@ -128,6 +132,8 @@ class RewardMetrics(Metric):
     def compute(self) -> RewardSummary:
         """Return every metric that the collected pairs define, and the pairs themselves."""
         pairs, lengths = dim_zero_cat(self.pairs), dim_zero_cat(self.lengths)
+        if not self.by_set:
+            return self._summary(pairs, lengths)
         sets = dim_zero_cat(self.sets)
         own = {
             number: self._summary(pairs[sets == number], lengths[sets == number])

@@ -20,7 +20,7 @@ from lrlhf.rewards.lookup import ReadsAnswer
 from lrlhf.rollout import Collected, Sampling
 from lrlhf.rollout.responses import prompt_token_ids
 from lrlhf.run import Collectives, sample_seeds
-from lrlhf.statistics.pass_at_k import majority_score, pass_at_k
+from lrlhf.statistics.repeated_samples import majority_score, pass_at_k
 from lrlhf.types import PromptBatch
 
 _STREAM = 1_000_003
