@@ -79,7 +79,7 @@ def write_model_card(folder: Path, origin: Origin) -> None:
         license=origin.license,
         pipeline_tag=usage.task,
         tags=["lrlhf", *_tags(origin.module)],
-        model_name=(origin.repo or folder.name).rpartition("/")[2],
+        model_name=origin.repo.rpartition("/")[2] if origin.repo else kind,
         eval_results=[_result(figure, usage.task) for figure in figures] or None,
     )
     title = inert(origin.repo or kind)

@@ -138,8 +138,9 @@ def letters(completions: list[str]) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["RLOO", "RewardModel"])
 def test_models_are_evaluated_on_the_same_prompts(
-    module: str, model_folder: str, capfd: Capture
+    module: str, model_folder: str, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # of the reward
     rows = [{"prompt": f"say {one}", "chosen": one * 2, "rejected": one} for one in "abcdefgh"]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     policy = module == "RLOO"

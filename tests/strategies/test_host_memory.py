@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from lrlhf.run import keep_host_memory, return_host_memory
 import torch
+import lightning, transformers  # as in a run
 count, size = map(int, sys.argv[1:])
 blocks = lambda: [torch.zeros(size) for _ in range(count)]
 asked = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
