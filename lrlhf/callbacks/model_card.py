@@ -196,10 +196,15 @@ def _training(origin: Origin, sources: Sequence[Source]) -> str:
 
 
 def _config(origin: Origin) -> Any:
-    """Return the merged config of the run, without secrets and folders of the machine."""
+    """Return the merged config of the run, without secrets and folders of the machine.
+
+    A run that was continued has that of one that went through.
+    """
     saved = origin.run / "config.yaml" if origin.run is not None else None
     if saved is not None and saved.exists():
         config = yaml.safe_load(saved.read_text())
+        for way_of_starting in ("ckpt_path", "weights_only"):
+            config.pop(way_of_starting, None)
     else:
         config = {"model": json.loads(json.dumps(dict(origin.module.hparams), default=str))}
     return _everywhere(without_secrets(config))

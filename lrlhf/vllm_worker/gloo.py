@@ -59,11 +59,12 @@ class GlooGroup:
         Raises:
             RuntimeError: The timeout has passed, a member was lost, or one has left the group.
         """
-        if self._group is None:
+        group = self._group  # which another thread may take away
+        if group is None:
             raise RuntimeError("the group of trainer and workers is closed")
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = src, 0
-        self._work = self._group.broadcast([tensor], options)
+        self._work = group.broadcast([tensor], options)
         while not self._is_done():
             # gloo does not tell one that waits for the rest of a message that it will not come
             if self._group is None or self._store.check([_LEFT]):
@@ -76,19 +77,19 @@ class GlooGroup:
             return self._work.is_completed() and bool(self._work.wait())
 
     def destroy(self) -> None:
-        """Leave; what waits for the others fails, here and there."""
+        """Leave; what waits for the others fails, here and there. From any thread."""
         group, self._group = self._group, None
         if group is None:
             return
         with contextlib.suppress(RuntimeError):  # of a store that is gone, as a member sees too
             self._store.set(_LEFT, "")
         # the end of a group waits for what runs in it, and Python would wait with it
-        threading.Thread(target=_keep_until_done, args=(group, self._work), daemon=True).start()
+        threading.Thread(target=self._keep_until_done, args=(group,), daemon=True).start()
 
-
-def _keep_until_done(_group: Any, work: Any) -> None:
-    while work is not None and not work.is_completed():
-        time.sleep(_LOOK_EVERY.total_seconds())
+    def _keep_until_done(self, _group: Any) -> None:
+        time.sleep(_LOOK_EVERY.total_seconds())  # another thread may be about to begin a broadcast
+        while self._work is not None and not self._work.is_completed():
+            time.sleep(_LOOK_EVERY.total_seconds())
 
 
 def open_store(host: str, timeout: float) -> TCPStore:

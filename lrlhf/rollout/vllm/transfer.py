@@ -111,8 +111,8 @@ class BreakableGroup:
         """Have the other members fail, and whoever waits for them here; from any thread."""
         first, self.failure = self.failure is None, self.failure or reason
         # NCCL must not be called while its communicator is given up, but one that waits inside a
-        # broadcast is only freed by that
-        held = self._lock.acquire(timeout=_LOCK_SECONDS)
+        # broadcast is only freed by that; gloo can be left at any time
+        held = not isinstance(self._group, GlooGroup) and self._lock.acquire(timeout=_LOCK_SECONDS)
         if first:
             self._group.destroy()
         if held:
