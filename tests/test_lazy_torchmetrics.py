@@ -28,7 +28,7 @@ def lines_of(code: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_name_is_that_of_the_real_package() -> None:
     assert lines_of("import lrlhf\n" + DESCRIBE) == lines_of(DESCRIBE)
 
@@ -49,7 +49,7 @@ def test_lightning_and_the_metrics_of_a_run_load_three_modules_of_it() -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("statement", "value"),
     [
@@ -86,7 +86,7 @@ def test_a_class_taken_early_is_the_one_of_the_whole_package() -> None:
     assert printed == ["True True", "3.0 True"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_package_that_is_loaded_already_is_left_alone() -> None:
     printed = lines_of(
         "import torchmetrics\n"

@@ -61,8 +61,10 @@ def assert_same(model: PreTrainedModel, compute: Callable[[], Tensor]) -> None:
     "build",
     [
         pytest.param(llama, marks=pytest.mark.slow),
-        pytest.param(gemma2, marks=pytest.mark.slow),
-        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (gpt2, cohere2, granite)),
+        *(
+            pytest.param(each, marks=pytest.mark.exhaustive)
+            for each in (gemma2, gpt2, cohere2, granite)
+        ),
     ],
 )
 def test_packed_rows_of_any_length_get_the_numbers_of_plain_layers(
