@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
+from lrlhf.cli.command_parser import command_parser
 from lrlhf.cli.generation_options import add_loading_options
 
 _COMMANDS = """\
@@ -24,12 +25,10 @@ commands:
 
 def parser() -> argparse.ArgumentParser:
     """Return what reads the options."""
-    parser = argparse.ArgumentParser(
-        prog="lrlhf chat",
-        description="Talk with a policy in the terminal. Lines from a pipe are a turn each.",
-        epilog=f"{_COMMANDS}\nexample:\n  lrlhf chat runs/quickstart",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "chat",
+        "Talk with a policy in the terminal. Lines from a pipe are a turn each.",
+        f"{_COMMANDS}\nexample:\n  lrlhf chat runs/quickstart",
     )
     add_loading_options(parser)
     parser.add_argument("--system", help="system prompt; default: that of the run's data, if any")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from lrlhf.cli.command_parser import command_parser
 from lrlhf.cli.generation_options import add_loading_options
 
 _EPILOG = """\
@@ -23,12 +24,10 @@ example:
 
 def parser() -> argparse.ArgumentParser:
     """Return what reads the options."""
-    parser = argparse.ArgumentParser(
-        prog="lrlhf generate",
-        description="Answer a file of prompts.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "generate",
+        "Answer a file of prompts.",
+        _EPILOG,
     )
     add_loading_options(parser)
     parser.add_argument(

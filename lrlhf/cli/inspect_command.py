@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lrlhf.cli.command_parser import command_parser
 from lrlhf.cli.messages.errors import ConfigError
 
 _EPILOG = """\
@@ -21,12 +22,10 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """Return what reads the options."""
-    parser = argparse.ArgumentParser(
-        prog="lrlhf inspect",
-        description="Write a page with the curves and the responses of runs.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "inspect",
+        "Write a page with the curves and the responses of runs.",
+        _EPILOG,
     )
     parser.add_argument(
         "runs", metavar="RUN", type=Path, nargs="+", help="folder of a run (default_root_dir)"

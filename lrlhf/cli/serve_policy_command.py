@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from lrlhf.cli.command_parser import command_parser
 from lrlhf.cli.generation_options import add_loading_options
 
 TOKEN_ENV = "LRLHF_POLICY_TOKEN"
@@ -22,12 +23,10 @@ example:
 
 def parser() -> argparse.ArgumentParser:
     """Return what reads the options."""
-    parser = argparse.ArgumentParser(
-        prog="lrlhf serve-policy",
-        description="Serve a policy to agents, as OpenAI's chat completions.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "serve-policy",
+        "Serve a policy to agents, as OpenAI's chat completions.",
+        _EPILOG,
     )
     add_loading_options(parser)
     parser.add_argument("--host", default="127.0.0.1", help="default: this machine only")
