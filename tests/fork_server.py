@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _PRELOADED = (
-    "lrlhf.cli.application",
+    "lrlhf.cli.commands",
     "lrlhf.modules",
     "lrlhf.datamodules",
     "peft",

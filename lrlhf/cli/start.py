@@ -67,7 +67,7 @@ def _runs_rewards(arguments: Sequence[str]) -> bool:
 def _load(files: Sequence[ConfigFile]) -> Callable[..., int]:
     """Import what runs commands: torch, Lightning, transformers and all of lrlhf."""
     if "torch" in sys.modules:
-        return import_module("lrlhf.cli.application").run  # type: ignore[no-any-return]
+        return import_module("lrlhf.cli.commands").run  # type: ignore[no-any-return]
     if all(os.environ.get(name, "0") == "0" for name in _RANKS):
         read = ", ".join(file.path for file in files)
         sys.stderr.write(f"lrlhf {version('lrlhf')}: {f'read {safe(read)}; ' if read else ''}")
@@ -76,7 +76,7 @@ def _load(files: Sequence[ConfigFile]) -> Callable[..., int]:
     # at its import on processors with AVX512-BF16, of a faster kernel that is not installed
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     with _nothing_is_garbage():
-        return import_module("lrlhf.cli.application").run  # type: ignore[no-any-return]
+        return import_module("lrlhf.cli.commands").run  # type: ignore[no-any-return]
 
 
 @contextmanager

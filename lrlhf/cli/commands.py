@@ -1,0 +1,80 @@
+"""Runs a command, and ends it with one clear message whatever goes wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+from lrlhf.cli.application import Application, Exporter, Replayer
+from lrlhf.cli.chat_command import chat
+from lrlhf.cli.config_files import ConfigFile, folders_of_own_code, read_config_files
+from lrlhf.cli.convert_command import convert
+from lrlhf.cli.generate_command import generate
+from lrlhf.cli.messages.endings import end
+from lrlhf.cli.messages.output import configure_output
+from lrlhf.cli.messages.secrets import remember_secrets
+from lrlhf.cli.model_flags import with_sources
+from lrlhf.cli.readers import Auditor, Checker, Planner, RewardRunner
+from lrlhf.cli.replay_command import dump_and_options
+from lrlhf.cli.reward_command import responses_and_options
+from lrlhf.cli.serve_command import serve_reward
+from lrlhf.cli.serve_policy_command import serve_policy
+
+
+def run(arguments: Sequence[str], *, debug: bool = False) -> int:
+    """Run one command of ``lrlhf``.
+
+    Args:
+        arguments: The command and its options, without ``--debug``.
+        debug: Show tracebacks, and what other libraries log.
+
+    Returns:
+        The exit status, see `lrlhf.__main__.main`.
+    """
+    configure_output(debug=debug)
+    files: list[ConfigFile] = []
+    try:
+        application, arguments = _application(arguments, debug=debug)
+        files = read_config_files(arguments)
+        remember_secrets(files, arguments)
+        # last, so that a file of the user's never takes the place of an installed module
+        known = {str(Path(entry).absolute()) for entry in sys.path}
+        sys.path += [folder for folder in folders_of_own_code(files) if folder not in known]
+        application(with_sources(arguments, files))
+    except BaseException as error:  # noqa: BLE001  the outermost frame: everything ends in one line
+        return end(error, files, arguments, debug=debug)
+    return 0
+
+
+def _application(
+    arguments: Sequence[str], *, debug: bool
+) -> tuple[Callable[[Sequence[str]], object], Sequence[str]]:
+    """What runs a command, and the arguments that it reads."""
+    command, *options = arguments
+    own = {
+        "convert": convert,
+        "chat": chat,
+        "generate": generate,
+        "serve-policy": serve_policy,
+    }
+    if command in own:
+        return own[command], options
+    if command == "serve-reward":
+        return serve_reward, arguments
+    if command == "launch":
+        # what no other command needs
+        launcher = import_module("lrlhf.cli.launch_command").Launcher
+        return partial(launcher, debug=debug), ["fit", *options]
+    if command == "replay":
+        folder, options = dump_and_options(options)
+        return partial(Replayer, folder), ["fit", *options]
+    if command == "reward":
+        responses, options = responses_and_options(options)
+        return partial(RewardRunner, responses), ["fit", *options]
+    readers = {"plan": Planner, "check": Checker, "audit": Auditor, "export": Exporter}
+    if command in readers:
+        return readers[command], ["fit", *options]
+    return Application, arguments
