@@ -18,6 +18,7 @@ from lrlhf.rewards.functions.numeric_answer import NumericAnswer
 from lrlhf.rewards.functions.task_score import ReasoningGymScore
 from lrlhf.rewards.functions.text_rewards import ExactMatch, RegexFormat
 from lrlhf.rewards.isolation.isolated import IsolatedReward
+from lrlhf.rewards.judge.judge_reward import JudgeReward
 from lrlhf.rewards.learned import LearnedReward
 from lrlhf.rewards.remote.remote_reward import RemoteReward
 from lrlhf.rewards.reward_values import RewardResult
@@ -29,6 +30,7 @@ __all__ = [
     "CompletionTurns",
     "ExactMatch",
     "IsolatedReward",
+    "JudgeReward",
     "LearnedReward",
     "LengthPenalty",
     "NumericAnswer",

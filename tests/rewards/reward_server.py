@@ -28,6 +28,8 @@ class Server(ThreadingHTTPServer):
         self.headers: list[dict[str, str]] = []
         self.under_way = self.most_under_way = 0
         self.version = "v1"
+        self.models: list[str] | None = None
+        """Of an endpoint for chats."""
         self.lock = threading.Lock()
         self.stopped = threading.Event()
 
@@ -46,6 +48,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/health":
             self.reply({"status": "ok"})
+        elif self.path == "/v1/models" and self.server.models is not None:
+            self.reply({"data": [{"id": name} for name in self.server.models]})
         elif self.path == "/version":
             self.reply({"model": "fake", "version": self.server.version})
         else:

@@ -17,7 +17,7 @@ from PIL import Image
 
 from lrlhf.media import MediaOptions, Video, read_video
 from lrlhf.rewards import RemoteReward, RewardError, RewardResult, Rewards
-from lrlhf.rewards.remote import remote_http, remote_reward, remote_services
+from lrlhf.rewards.remote import remote_http, remote_services, service_client
 from lrlhf.rewards.remote.remote_http import ServiceError
 from lrlhf.rewards.remote.remote_services import Service, Services
 from tests.rewards.reward_server import (
@@ -41,7 +41,7 @@ QUICK: dict[str, Any] = {"timeout": 5.0, "startup_timeout": 3.0}
 
 @pytest.fixture(autouse=True)
 def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_reward, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(service_client, "_FIRST_PAUSE_S", 0.01)
 
 
 @pytest.fixture

@@ -51,6 +51,19 @@ class ServiceError(Exception):
         self.down = down
 
 
+class RequestRefusedError(RewardError):
+    """A service refuses a request for good.
+
+    Args:
+        message: What it said.
+        status: Of HTTP.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 @dataclass(frozen=True)
 class Exchange:
     """How requests are sent: whom with, and how long."""
@@ -66,7 +79,7 @@ class Exchange:
         Raises:
             ServiceError: It may work later, or elsewhere: no connection, no reply in time, a busy
                 or broken service, a reply that is no JSON object.
-            RewardError: The service refuses such requests for good.
+            RequestRefusedError: The service refuses such requests for good.
         """
         try:
             async with asyncio.timeout(self.timeout):
@@ -117,14 +130,20 @@ class Exchange:
                 wait = float(asked)
             return ServiceError(reason, wait=wait, down=status in _DOWN)
         advice = f"; {_ADVICE[status]}" if status in _ADVICE else ""
-        return RewardError(f"the reward service {url} refuses the request: {reason}{advice}")
+        message = f"the reward service {url} refuses the request: {reason}{advice}"
+        return RequestRefusedError(message, status)
 
     def _said(self, content: bytes) -> str:
         """Return the service's own sentence, if there is one."""
         try:
-            detail = json.loads(content)["detail"]
-        except (ValueError, RecursionError, TypeError, LookupError):
-            detail = None
+            reply = json.loads(content)
+        except (ValueError, RecursionError):
+            return ""
+        # the second is OpenAI's
+        kinds = (reply.get("detail"), reply.get("error")) if isinstance(reply, dict) else ()
+        detail = next((kind for kind in kinds if kind is not None), None)
+        if isinstance(detail, dict) and isinstance(detail.get("message"), str):
+            detail = detail["message"]
         if detail is None:
             return ""
         return f": {self._shown(detail if isinstance(detail, str) else json.dumps(detail))}"

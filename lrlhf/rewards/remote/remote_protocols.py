@@ -109,9 +109,9 @@ class LrlhfProtocol(Protocol):
             "completions": responses.completions,
         }
         if any(responses.images):
-            body["images"] = _in_base64(responses.images, _png)
+            body["images"] = in_base64(responses.images, png_file)
         if any(responses.videos):
-            body["videos"] = _in_base64(responses.videos, _animated_png)
+            body["videos"] = in_base64(responses.videos, _animated_png)
         if responses.columns:
             body["columns"] = responses.columns
         return body
@@ -150,7 +150,7 @@ class LightrftProtocol(Protocol):
             **responses.columns,
         }
         if any(responses.images):
-            body["images"] = _in_base64(responses.images, _jpeg)
+            body["images"] = in_base64(responses.images, _jpeg)
         return body
 
     def _text(self, prompt: Prompt) -> str:
@@ -197,7 +197,7 @@ def _culprit(body: Mapping[str, Any]) -> str:
     return "the request"
 
 
-def _in_base64(
+def in_base64(
     rows: Sequence[Sequence[Any]], encode: Callable[[Any], bytes]
 ) -> list[list[str] | None]:
     """Encode each image or video once, however many rows share it; None: the row shows nothing."""
@@ -206,7 +206,8 @@ def _in_base64(
     return [[texts[id(entry)] for entry in row] if row else None for row in rows]
 
 
-def _png(image: Any) -> bytes:
+def png_file(image: Any) -> bytes:
+    """Return an image as a PNG file."""
     return _saved(image, "PNG", compress_level=1)
 
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import logging
-import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from lrlhf.rewards.function import (
@@ -21,13 +16,7 @@ from lrlhf.rewards.function import (
     check_positive,
     column_of,
 )
-from lrlhf.rewards.remote.remote_http import (
-    Exchange,
-    ServiceError,
-    checked_url,
-    is_plain_and_remote,
-    new_client,
-)
+from lrlhf.rewards.remote.remote_http import Exchange, ServiceError
 from lrlhf.rewards.remote.remote_protocols import (
     LIGHTRFT_KEYS,
     LightrftProtocol,
@@ -35,39 +24,16 @@ from lrlhf.rewards.remote.remote_protocols import (
     Protocol,
     Responses,
 )
-from lrlhf.rewards.remote.remote_services import Service, Services, backoff
-from lrlhf.rewards.remote.service_token import DEFAULT_TOKEN_ENV, read_token
+from lrlhf.rewards.remote.remote_services import Service
+from lrlhf.rewards.remote.service_client import (
+    Calls,
+    ServiceClient,
+    ServicesDownError,
+    ServiceSettings,
+    all_of,
+)
+from lrlhf.rewards.remote.service_token import DEFAULT_TOKEN_ENV
 from lrlhf.types import Prompt
-
-logger = logging.getLogger(__name__)
-
-_POLL_S = 0.5
-_FIRST_PAUSE_S = 0.5
-"""Before the first repetition, doubled with every further one."""
-_TELL_S = 60.0
-"""Between two lines that say that the run waits."""
-
-
-class ServicesDownError(RuntimeError):
-    """No reward service answered."""
-
-
-@dataclass
-class _Asked:
-    """One call of the reward, while its batches are under way."""
-
-    exchange: Exchange
-    slots: asyncio.Semaphore
-    log_metric: LogMetric
-    deadline: float | None
-    """On the clock of the event loop."""
-    retries: int = 0
-    unanswered: int = 0
-    """Responses without a score because no service answered."""
-    down_since: float | None = None
-    """Since when the retries are used up and nothing was answered, on the same clock."""
-    tell_at: float = -math.inf
-    """When to say next that the services are waited for."""
 
 
 class RemoteReward(CopiesStartAfresh):
@@ -108,7 +74,7 @@ class RemoteReward(CopiesStartAfresh):
     """
 
     ends_by_itself: ClassVar[bool] = True
-    _not_copied = ("_services", "_ready")
+    _not_copied = ("_client", "_ready")
 
     @classmethod
     def columns_read(cls, options: Mapping[str, Any]) -> Iterable[str]:
@@ -132,28 +98,22 @@ class RemoteReward(CopiesStartAfresh):
         verify: bool | str = True,
         max_wait: float | None = 0.0,
     ) -> None:
-        self._urls = [checked_url(url) for url in ([urls] if isinstance(urls, str) else urls)]
-        if not self._urls or len(set(self._urls)) < len(self._urls):
-            raise ValueError(f"urls must name at least one service, each once, and is {urls}")
+        self._settings = ServiceSettings(
+            urls=urls,
+            token_env=token_env,
+            token_file=token_file,
+            timeout=timeout,
+            total_timeout=total_timeout,
+            retries=retries,
+            max_concurrency=max_concurrency,
+            startup_timeout=startup_timeout,
+            max_wait=max_wait,
+            verify=verify,
+        )
         if chat_template and protocol != "lightrft":
             raise ValueError("chat_template is for protocol: lightrft; others are sent the turns")
-        if verify == "":
-            raise ValueError("verify is empty; give true, false, or a path to authorities")
-        check_positive(
-            timeout=timeout, total_timeout=total_timeout, batch_size=batch_size,
-            max_concurrency=max_concurrency, startup_timeout=startup_timeout,
-        )  # fmt: skip
-        if retries < 0:
-            raise ValueError(f"retries is {retries}; it must be 0 or more")
-        if max_wait is not None and not max_wait >= 0:
-            raise ValueError(f"max_wait is {max_wait}; it must be 0 or more, or null for no limit")
-        self._token_env = token_env
-        self._token_file = token_file
-        self._timeout = timeout
-        self._total_timeout = total_timeout
-        self._retries = retries
+        check_positive(batch_size=batch_size)
         self._batch_size = batch_size
-        self._max_concurrency = max_concurrency
         self._columns = (
             columns if isinstance(columns, dict) else {key: key for key in columns or ()}
         )
@@ -165,13 +125,10 @@ class RemoteReward(CopiesStartAfresh):
         self._protocol: Protocol = (
             LightrftProtocol(chat_template) if protocol == "lightrft" else LrlhfProtocol()
         )
-        self._startup_timeout = startup_timeout
-        self._max_wait = math.inf if max_wait is None else max_wait
-        self._verify = verify
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        self._services = Services(self._urls)
+        self._client = ServiceClient(self._settings)
         self._ready = False
 
     def prepare(self) -> None:
@@ -181,16 +138,9 @@ class RemoteReward(CopiesStartAfresh):
             RewardError: None does within ``startup_timeout``, one refuses to say its version, they
                 have different models, or the token cannot be read.
         """
-        if self._ready:
-            return
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            asyncio.run(self._meet())
-        else:  # in a notebook: a loop of its own needs a thread of its own
-            with ThreadPoolExecutor(1) as thread:
-                thread.submit(asyncio.run, self._meet()).result()
-        self._ready = True
+        if not self._ready:
+            self._client.meet(self._greet)
+            self._ready = True
 
     async def __call__(
         self,
@@ -213,132 +163,42 @@ class RemoteReward(CopiesStartAfresh):
                 for key, name in self._columns.items()
             },
         )
-        limit = math.inf if self._total_timeout is None else self._total_timeout
-        deadline = asyncio.get_running_loop().time() + limit + self._max_wait
-        async with new_client(self._verify, self._max_concurrency) as client:
-            asked = _Asked(
-                Exchange(client, self._timeout, self._token()),
-                asyncio.Semaphore(self._max_concurrency),
-                log_metric,
-                deadline if math.isfinite(deadline) else None,
+        starts = range(0, len(completions), self._batch_size)
+        parts = [responses.part(slice(start, start + self._batch_size)) for start in starts]
+        async with self._client.calls() as calls:
+            answers = await all_of([self._ask(calls, part) for part in parts])
+        for seconds in calls.latencies:
+            log_metric("remote/latency_s", seconds)
+        unanswered = sum(
+            len(part.completions)
+            for part, answer in zip(parts, answers, strict=True)
+            if answer is None
+        )
+        log_metric("remote/retries", calls.retries)
+        log_metric("remote/failures", unanswered)
+        scores = list(
+            itertools.chain.from_iterable(
+                [None] * len(part.completions) if answer is None else answer
+                for part, answer in zip(parts, answers, strict=True)
             )
-            scores = await self._scores(asked, responses)
-        log_metric("remote/retries", asked.retries)
-        log_metric("remote/failures", asked.unanswered)
-        if not asked.unanswered:
+        )
+        if not unanswered:
             return scores
         failure = (
-            f"no reward service scored {asked.unanswered} of {len(scores)} responses: "
-            f"{self._services.complaints()}"
+            f"no reward service scored {unanswered} of {len(scores)} responses: "
+            f"{self._client.services.complaints()}"
         )
-        if asked.unanswered == len(scores):
+        if unanswered == len(scores):
             raise ServicesDownError(failure)
         return PartialValues(scores, failure)
 
-    async def _scores(self, asked: _Asked, responses: Responses) -> list[float | None]:
-        starts = range(0, len(responses.completions), self._batch_size)
-        parts = [responses.part(slice(start, start + self._batch_size)) for start in starts]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._batch(asked, part)) for part in parts]
-        except ExceptionGroup as errors:  # the first one tells enough, and has its own type
-            raise errors.exceptions[0] from None
-        return list(itertools.chain.from_iterable(task.result() for task in tasks))
-
-    async def _batch(self, asked: _Asked, part: Responses) -> list[float | None]:
-        """Return the scores of a batch; None everywhere if no service gave any."""
-        count = len(part.completions)
-        try:
-            async with asyncio.timeout_at(asked.deadline), asked.slots:
-                # pictures take their time, and the loop has others to serve
-                body = await asyncio.to_thread(self._protocol.encoded, part)
-                return await self._answer(asked, body, count)
-        except (ServiceError, TimeoutError):  # the services remember what was wrong
-            asked.unanswered += count
-            return [None] * count
-
-    async def _answer(self, asked: _Asked, body: bytes, count: int) -> list[float | None]:
-        """Ask one service after the other until one answers."""
-        tried: set[Service] = set()
-        failures = rounds = 0
-        while True:
-            service = await self._services.next(tried)
-            started = time.monotonic()
-            try:
-                with service.asked():
-                    reply = await asked.exchange.ask(self._protocol.address(service.url), body)
-                    scores = self._protocol.scores(reply, count)
-            except ServiceError as error:
-                if error.wait is None:
-                    failures += 1
-                    tried.add(service)
-                if failures > self._retries and not (error.down and self._waits(asked)):
-                    raise
-            else:
-                service.heard(reply)
-                asked.log_metric("remote/latency_s", time.monotonic() - started)
-                asked.down_since = None
-                return scores
-            asked.retries += 1
-            if len(tried) == len(self._services):
-                tried.clear()
-                rounds += 1
-                await asyncio.sleep(backoff(rounds, first=_FIRST_PAUSE_S))
-
-    def _waits(self, asked: _Asked) -> bool:
-        """Whether an outage is waited for; say so now and then."""
-        now = asyncio.get_running_loop().time()
-        if asked.down_since is None:
-            asked.down_since = now
-        lasted = now - asked.down_since
-        if lasted >= self._max_wait:
-            return False
-        if now >= asked.tell_at:
-            asked.tell_at = now + _TELL_S
-            logger.warning(
-                "no reward service has answered for %.0f s, and the run waits for them "
-                "(max_wait: %g s): %s",
-                lasted,
-                self._max_wait,
-                self._services.complaints(),
-            )
-        return True
-
-    def _token(self) -> str | None:
-        """Read the token, which is kept nowhere but in the connections."""
-        try:
-            token = read_token(self._token_env, self._token_file)
-        except ValueError as error:
-            raise RewardError(str(error)) from None
-        for url in self._urls:
-            if token is not None and is_plain_and_remote(url) and url not in _TOLD:
-                _TOLD.add(url)
-                logger.warning(
-                    "the token for the reward service %s can be read on its way there: the "
-                    "address is not https",
-                    url,
-                )
-        return token
-
-    async def _meet(self) -> None:
-        """Wait for the first service, and compare what models they have."""
-        until = time.monotonic() + self._startup_timeout
-        async with new_client(self._verify, self._max_concurrency) as client:
-            exchange = Exchange(client, self._timeout, self._token())
-            while True:
-                greetings = (self._greet(exchange, service) for service in self._services)
-                silent = [text for text in await asyncio.gather(*greetings) if text]
-                if len(silent) < len(self._services):
-                    break
-                if time.monotonic() >= until:
-                    raise RewardError(
-                        f"no reward service answers within startup_timeout = "
-                        f"{self._startup_timeout:g} s: {'; '.join(silent)}"
-                    )
-                await asyncio.sleep(_POLL_S)
-        for text in silent:
-            logger.warning("a reward service does not answer, and the others do: %s", text)
-        self._services.check_versions()
+    async def _ask(self, calls: Calls, part: Responses) -> list[float | None] | None:
+        """Return the scores of a batch; None: no service gave any."""
+        return await calls.ask(
+            self._protocol.address,
+            partial(self._protocol.encoded, part),
+            partial(self._protocol.scores, count=len(part.completions)),
+        )
 
     async def _greet(self, exchange: Exchange, service: Service) -> str:
         """Return what is wrong with a service; empty: nothing."""
@@ -357,7 +217,3 @@ class RemoteReward(CopiesStartAfresh):
             if protocol.tells_version:
                 raise
         return ""
-
-
-_TOLD: set[str] = set()
-"""Addresses that were warned of."""

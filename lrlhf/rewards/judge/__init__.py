@@ -1,0 +1,1 @@
+"""Rewards that a language model gives, asked with a rubric."""

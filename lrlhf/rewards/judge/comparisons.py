@@ -1,0 +1,107 @@
+"""Which responses a judge is shown together, and what becomes of the verdicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
+from statistics import fmean
+from typing import NamedTuple
+
+from lrlhf.rewards.function import RewardError
+from lrlhf.rewards.judge.verdicts import LETTERS
+
+REFERENCE = -1
+"""Stands for the reference answer among the numbers of responses."""
+
+Order = tuple[int, ...]
+"""Numbers of responses, in the order in which the judge is shown them."""
+Scores = Mapping[Order, tuple[float, ...] | None]
+"""What a verdict says of each response that was shown, from 0 to 1; None: there is no verdict."""
+
+
+class Comparison(NamedTuple):
+    """Responses that are judged together, in one order or in several that must not matter."""
+
+    orders: tuple[Order, ...]
+
+    def values(self, scores: Scores) -> dict[int, float]:
+        """Return the mean of the orders for each response; none if a verdict is missing.
+
+        With one order alone, a judge that likes what stands first would be believed.
+        """
+        said = [scores[order] for order in self.orders]
+        if any(entry is None for entry in said):
+            return {}
+        by_row = [dict(zip(order, scores[order] or (), strict=True)) for order in self.orders]
+        return {row: fmean(entry[row] for entry in by_row) for row in by_row[0]}
+
+    def agreement(self, scores: Scores) -> float | None:
+        """Return the share of pairs that all orders say the same of; None: nothing to compare."""
+        said = [scores[order] for order in self.orders]
+        if len(said) < 2 or any(entry is None for entry in said):
+            return None
+        by_row = [dict(zip(order, scores[order] or (), strict=True)) for order in self.orders]
+        same = [
+            len({_sign(entry[one] - entry[other]) for entry in by_row}) == 1
+            for one, other in combinations(by_row[0], 2)
+        ]
+        return fmean(same)
+
+
+def _sign(value: float) -> float:
+    return math.copysign(1.0, value) if value else 0.0
+
+
+def _both_ways(*rows: int) -> Comparison:
+    return Comparison((rows, rows[::-1]))
+
+
+def alone(rows: Sequence[int]) -> Iterator[Comparison]:
+    """Yield each response by itself."""
+    return (Comparison(((row,),)) for row in rows)
+
+
+def with_reference(rows: Sequence[int]) -> Iterator[Comparison]:
+    """Yield each response with the reference answer."""
+    return (_both_ways(row, REFERENCE) for row in rows)
+
+
+def in_pairs(opponents: int | None) -> Callable[[Sequence[int]], Iterator[Comparison]]:
+    """Return what yields the pairs of a group.
+
+    Args:
+        opponents: How many each response meets, an even number; None: all others. The responses
+            stand in a ring, and each meets its neighbours on both sides.
+    """
+
+    def pairs(rows: Sequence[int]) -> Iterator[Comparison]:
+        _check_group(rows, "pairwise")
+        if opponents is None or opponents >= len(rows) - 1:
+            yield from (_both_ways(*pair) for pair in combinations(rows, 2))
+            return
+        for step in range(1, opponents // 2 + 1):
+            for place, row in enumerate(rows):
+                yield _both_ways(row, rows[(place + step) % len(rows)])
+
+    return pairs
+
+
+def all_together(rows: Sequence[int]) -> Iterator[Comparison]:
+    """Yield the group as a whole."""
+    _check_group(rows, "listwise")
+    if len(rows) > len(LETTERS):
+        raise RewardError(
+            f"mode listwise shows a judge {len(LETTERS)} responses at most, and a prompt has "
+            f"{len(rows)}; take mode pairwise with opponents"
+        )
+    yield _both_ways(*rows)
+
+
+def _check_group(rows: Sequence[int], mode: str) -> None:
+    if len(rows) < 2:
+        raise RewardError(
+            f"mode {mode} compares the responses to a prompt, and one has a single response: take "
+            "mode absolute, or pairwise with reference_column; evaluations need several samples "
+            "(model.evaluation.num_samples)"
+        )
