@@ -83,7 +83,7 @@ class Comparison(NamedTuple):
     empty: list[str]
     """Metrics and subsets without a prompt that all runs have a value of."""
     power: Power | None
-    """None: one prompt tells nothing."""
+    """None: the prompts are too few, or nothing varies."""
 
     @property
     def seeds(self) -> tuple[int, int]:
@@ -235,6 +235,9 @@ def _power(matched: Matched, metric: str, differences: Sequence[float]) -> Power
     if count < 2:
         return None
     spread = variances(a, b)
+    detectable = detectable_difference(spread, prompts=count, seeds=seeds)
+    if not 0 < detectable < math.inf:
+        return None
     if not differences:
         deviation = float(np.concatenate([a, b]).std())
         usual = [float(f"{part * deviation:.1g}") for part in _DEVIATIONS]
@@ -248,4 +251,4 @@ def _power(matched: Matched, metric: str, differences: Sequence[float]) -> Power
         )
         for size in differences
     ]
-    return Power(detectable_difference(spread, prompts=count, seeds=seeds), spread, needs)
+    return Power(detectable, spread, needs)

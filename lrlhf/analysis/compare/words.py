@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from lrlhf.analysis.compare.comparison import Comparison, Power, Row
 from lrlhf.statistics import Estimate
+from lrlhf.statistics.proportions import unseen_share
+from lrlhf.statistics.sample_sizes import fewest_prompts
 
 _LEVEL = 0.05
 _FEW = 10
@@ -81,8 +83,14 @@ def notes(found: Comparison, a: str = "A", b: str = "B") -> Iterator[str]:
         yield f"Evaluations after different steps: {a} step {first}, {b} step {second}."
     if found.seeds == (1, 1) and row.differing < min(_FEW, row.prompts):
         few = f"{b} and {a} differ on {row.differing} of {row.prompts:,} prompts only"
-        unseen = f"they could still differ on up to {300 / row.prompts:.2g} % of such prompts"
+        share = 100 * unseen_share(row.prompts)
+        unseen = f"they could still differ on up to {share:.2g} % of such prompts"
         yield f"{few}; {'the interval rests on these few' if row.differing else unseen}."
+    if found.power is None:
+        yield (
+            "What such an evaluation could find is not known: that takes differences that vary, "
+            f"and with one seed each at least {fewest_prompts()} prompts."
+        )
 
 
 def _left_out(found: Comparison) -> Iterator[str]:

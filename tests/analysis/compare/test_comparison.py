@@ -163,7 +163,7 @@ def test_steps_are_the_last_the_best_or_a_number() -> None:
 def test_several_seeds_are_rows_and_several_sides_are_corrected() -> None:
     seeds = {
         name: [write_run(f"{name}{seed}", scored(scores)) for seed in range(count)]
-        for name, scores, count in (("a", A, 2), ("b", B, 3), ("c", A, 1))
+        for name, scores, count in (("a", A, 2), ("b", B, 3), ("c", A[::-1], 1))
     }
     report = compare_runs(seeds)
     first, second = report.comparisons
@@ -187,3 +187,16 @@ def test_what_is_no_evaluation_is_refused() -> None:
         compared(scored(A), scored(B), metric="scroe")
     with pytest.raises(ValueError, match="no metric 'score'"):
         compared(scored([None, None]), scored(B), metric="score")
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [([0.0] * 20, [1.0] * 20), ([0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0])]
+)
+def test_equal_differences_or_too_few_tell_nothing_of_power(a: list[float], b: list[float]) -> None:
+    assert compared(scored(a), scored(b)).power is None
+
+
+def test_few_prompts_plan_for_six_at_least() -> None:
+    found = compared(scored(A), scored(B), differences=[1000.0])
+    assert found.power is not None
+    assert found.power.needs[0].prompts == 6

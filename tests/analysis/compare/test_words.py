@@ -55,8 +55,9 @@ def test_what_is_not_shown_is_not_claimed() -> None:
 def test_equal_sides_are_equal_and_what_could_be_unseen_is_said() -> None:
     found = told([HALF], [HALF])
     assert answer(found).startswith("A and B have the same score, one by one, on these 20 prompts")
-    # the rule of three: 3 / 20
-    assert any("up to 15 % of such prompts" in note for note in notes(found))
+    # (1 - 0.139)^20 = 0.05
+    assert any("up to 14 % of such prompts" in note for note in notes(found))
+    assert any("What such an evaluation could find is not known" in note for note in notes(found))
     assert "0.0% wins, 100.0% ties" in wins_and_losses(found)
 
 
