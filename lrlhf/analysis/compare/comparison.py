@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lrlhf.analysis.compare.evaluations import main_metric
 from lrlhf.analysis.compare.matching import Match, Matched, Side, match
+from lrlhf.analysis.compare.samples import sizes_of
 from lrlhf.statistics import (
     Estimate,
     Variances,
@@ -116,7 +117,7 @@ def compare_sides(
     Raises:
         ValueError: The sides have no prompt, or not the metric or column, in common.
     """
-    matched = match(a, b, how)
+    matched = match(a, b, how, sizes_of(metric))
     name = metric or main_metric(a.evaluations[0])
     if name not in matched.values:
         raise ValueError(

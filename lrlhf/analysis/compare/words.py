@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from lrlhf.analysis.compare.comparison import Comparison, Power, Row
+from lrlhf.analysis.compare.samples import plain_name
 from lrlhf.statistics import Estimate
 from lrlhf.statistics.proportions import unseen_share
 from lrlhf.statistics.sample_sizes import fewest_prompts
@@ -35,7 +36,7 @@ def _verdict(row: Row, a: str, b: str) -> str:
             f"No difference in {row.metric} is shown between {a} and {b}: {b} is {size} {way} {a} "
             f"({told})"
         )
-    if row.metric.startswith(_NEUTRAL):
+    if plain_name(row.metric) in _NEUTRAL:
         return f"{b} has {'more' if up else 'less'} {row.metric} than {a} by {size} ({told})"
     return f"{b} is {'better' if up else 'worse'} than {a} by {size} ({told})"
 
@@ -75,7 +76,7 @@ def notes(found: Comparison, a: str = "A", b: str = "B") -> Iterator[str]:
     if max(matched.samples) > 1:
         yield (
             f"The samples of a prompt ({matched.samples[0]} and {matched.samples[1]}) are "
-            "averaged: they are no further prompts."
+            "averaged, or judged together: they are no further prompts."
         )
     steps = [sorted({one.step for one in side.evaluations}) for side in (found.a, found.b)]
     if steps[0] != steps[1]:
