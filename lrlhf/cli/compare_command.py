@@ -191,9 +191,8 @@ def _found(patterns: Sequence[str], *, models: bool) -> list[str]:
         there = sorted(glob.glob(pattern))  # noqa: PTH207
         fitting = [one for one in there if _can_be_run(one, models=models)]
         if not fitting:
-            _refuse(
-                f"nothing fits {pattern}" + (" but files, and a run is a folder" if there else "")
-            )
+            only = " but files, and a run is a folder" if there else ""
+            _refuse(f"nothing fits {pattern}{only}")
         runs += fitting
     return runs
 

@@ -139,9 +139,7 @@ def _model_option(configs: Sequence[str], folders_of_code: Sequence[str]) -> str
             model = model.get("class_path")
         class_path = str(model or class_path)
     if not class_path:
-        raise ConfigError(
-            f"{', '.join(configs)}: no model.class_path, so no model can be evaluated"
-        )
+        raise ConfigError(f"{', '.join(configs)}: no model.class_path to evaluate models with")
     known = options_of(class_path)
     if known is None:
         known = _own_parameters(class_path, folders_of_code)
