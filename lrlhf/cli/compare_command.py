@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from rich.console import Console
 
 from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.cli.model_evaluation import CHECKPOINT, evaluate_models
 
 if TYPE_CHECKING:
     from lrlhf.analysis.compare import Report
@@ -43,6 +44,13 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    _add_sides(parser)
+    _add_questions(parser)
+    _add_files(parser)
+    return parser
+
+
+def _add_sides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="*", help="one side each")
     parser.add_argument(
         "--a",
@@ -58,6 +66,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--step", default="last", help="evaluation: last (default), best or a number"
     )
+
+
+def _add_questions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metric", help="what is decided by; default: score, of reward models accuracy"
     )
@@ -83,6 +94,9 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         help="say what it takes to see such differences of the metric, such as 0.02",
     )
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", type=Path, help="write everything as JSON")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page")
     parser.add_argument(
@@ -99,7 +113,6 @@ def parser() -> argparse.ArgumentParser:
         default=Path("runs/compare"),
         help="with --config: folder of the evaluations; default: runs/compare",
     )
-    return parser
 
 
 def compare(arguments: Sequence[str]) -> None:
@@ -115,8 +128,6 @@ def compare(arguments: Sequence[str]) -> None:
 
     named = _sides(given)
     if given.config:
-        from lrlhf.cli.model_evaluation import evaluate_models  # noqa: PLC0415
-
         folders = evaluate_models(named, given.config, given.output)
     else:
         folders = {name: [Path(one) for one in runs] for name, runs in named.items()}
@@ -150,8 +161,8 @@ def _sides(given: argparse.Namespace) -> dict[str, list[str]]:
     """Return the runs of each side by its name, the one that others are compared with first.
 
     Raises:
-        ConfigError: There are less than two or too many, a pattern fits nothing, or a run is there
-            twice.
+        ConfigError: There are less than two or too many, a pattern fits nothing, or a run is a
+            file, or there twice.
     """
     asked = [side for side in (given.a, given.b, *([one] for one in given.runs)) if side]
     if not 2 <= len(asked) <= _MOST_SIDES:
@@ -159,7 +170,7 @@ def _sides(given: argparse.Namespace) -> dict[str, list[str]]:
             f"lrlhf compare needs two sides, up to {_MOST_SIDES}: lrlhf compare RUN_A RUN_B, or "
             "with several seeds --a RUN ... --b RUN ..."
         )
-    found = [(", ".join(side), _found(side)) for side in asked]
+    found = [(", ".join(side), _found(side, models=bool(given.config))) for side in asked]
     seen: set[Path] = set()
     for run in (run for _, side in found for run in side):
         if Path(run).resolve() in seen:
@@ -168,15 +179,27 @@ def _sides(given: argparse.Namespace) -> dict[str, list[str]]:
     return dict(found)
 
 
-def _found(patterns: Sequence[str]) -> list[str]:
+def _found(patterns: Sequence[str], *, models: bool) -> list[str]:
     runs: list[str] = []
     for pattern in patterns:
+        if Path(pattern).exists() or not glob.has_magic(pattern):
+            if Path(pattern).is_file() and not _can_be_run(pattern, models=models):
+                _refuse(f"{pattern} is a file; a run is a folder, such as {Path(pattern).parent}")
+            runs.append(pattern)
+            continue
         # Path.glob refuses absolute patterns
-        fitting = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]  # noqa: PTH207
+        there = sorted(glob.glob(pattern))  # noqa: PTH207
+        fitting = [one for one in there if _can_be_run(one, models=models)]
         if not fitting:
-            _refuse(f"nothing fits {pattern}")
+            only = " but files, and a run is a folder" if there else ""
+            _refuse(f"nothing fits {pattern}{only}")
         runs += fitting
     return runs
+
+
+def _can_be_run(path: str, *, models: bool) -> bool:
+    """Whether it is a folder or, where models are evaluated, a checkpoint."""
+    return Path(path).is_dir() or (models and Path(path).suffix == CHECKPOINT)
 
 
 def _write(report: Report, given: argparse.Namespace) -> None:

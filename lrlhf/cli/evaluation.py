@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -15,13 +14,12 @@ from rich.table import Table
 from lrlhf.callbacks import EvalJSONL
 from lrlhf.callbacks.reports.run_report import short_path
 from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.cli.model_evaluation import MODEL_OPTIONS, export_folder, is_export
 from lrlhf.modules.metrics.measurement import HasMeasurements, Measurement
 from lrlhf.planning.plain_table import plain_text
 
 EVALUATIONS = ("validate", "test", "predict")
 """Commands that take a model as it is."""
-_OPTIONS = ("policy", "model")
-"""Of the modules, for what they train."""
 
 
 def take_export(options: Any) -> None:
@@ -37,24 +35,23 @@ def take_export(options: Any) -> None:
         ConfigError: The module has no option for a model.
     """
     path = options.get("ckpt_path")
-    if path is None or not (Path(path) / "config.json").is_file():
+    if path is None or not is_export(path):
         return
     given = options.model.get("init_args") or Namespace()  # type: ignore[no-untyped-call]
-    option = next((name for name in _OPTIONS if name in given), None)
+    option = next((name for name in MODEL_OPTIONS if name in given), None)
     if option is None:
         raise ConfigError(
             f"ckpt_path: {path} is an exported model, and {options.model.class_path} has none of "
-            f"the options {' and '.join(_OPTIONS)} to load it with; give a checkpoint"
+            f"the options {' and '.join(MODEL_OPTIONS)} to load it with; give a checkpoint"
         )
     spec = given[option]
-    if option == "policy" and isinstance(spec, Namespace):
-        spec = spec.get("init_args", spec)
+    spec = spec.get("init_args", spec) if isinstance(spec, Namespace) else {}
+    if "source" in spec:
         spec["source"], spec["lora"] = str(path), None  # adapters are merged into an export
     else:
         given[option] = str(path)
     options.ckpt_path = None
-    folder = Path(options.trainer.default_root_dir) / "validate" / Path(path).resolve().name
-    options.trainer.default_root_dir = str(folder)
+    options.trainer.default_root_dir = str(export_folder(options.trainer.default_root_dir, path))
 
 
 def show_evaluation(trainer: L.Trainer) -> None:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from pydoc import ErrorDuringImport, locate
 from typing import Any
 
 import yaml
 
-from lrlhf.cli.config_files import config_arguments, read_config_files
+from lrlhf.cli.config_files import (
+    config_arguments,
+    folders_of_own_code,
+    is_inline,
+    read_config_files,
+)
 from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.cli.source_signatures import options_of
 
-_CHECKPOINT = ".ckpt"
+CHECKPOINT = ".ckpt"
+MODEL_OPTIONS = ("policy", "model")
+"""Of the modules, for what they train."""
 _OF_RUN = ("checkpoints/last.ckpt", "export/final")
 """What stands for a run."""
-_OPTIONS = {"RewardModel": "model"}
-"""What a module calls the model that it trains; others call it ``policy``."""
 
 
 def evaluate_models(
@@ -38,31 +46,64 @@ def evaluate_models(
         The folders, as `compare_runs` takes them.
 
     Raises:
-        ConfigError: A config cannot be used, or an evaluation has failed.
+        ConfigError: A config cannot be used, there is no such model, or an evaluation has failed.
     """
     flags = [flag for config in configs for flag in ("--config", config)]
-    read_config_files(flags)
-    option = _option(config_arguments(flags))
-    folders: dict[str, list[Path]] = {}
-    for name, models in sides.items():
-        folders[name] = [_evaluate(model, flags, option, output) for model in models]
-    return folders
+    files = read_config_files(flags)
+    folders_of_code = folders_of_own_code(files)
+    # all of them before the first evaluation, which takes the place of an earlier one
+    sources = {model: _source(model) for models in sides.values() for model in models}
+    option = ""
+    if not all(map(_has_path, sources.values())):
+        option = _model_option(config_arguments(flags), folders_of_code)
+    return {
+        name: [_evaluate(model, sources[model], flags, option, output) for model in models]
+        for name, models in sides.items()
+    }
 
 
-def _evaluate(model: str, flags: Sequence[str], option: str, output: Path) -> Path:
-    folder = output / _folder_name(model)
+def is_export(path: str | Path) -> bool:
+    """Whether it is a folder that ``transformers`` loads."""
+    return (Path(path) / "config.json").is_file()
+
+
+def export_folder(root: str | Path, export: str | Path) -> Path:
+    """Return where the evaluation of an exported model goes, below the run folder."""
+    return Path(root) / "validate" / Path(export).resolve().name
+
+
+def _source(model: str) -> str:
+    """Return the checkpoint, the exported folder, or the source elsewhere that a model stands for.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    path = Path(model)
+    if path.suffix != CHECKPOINT and path.is_dir() and not is_export(path):
+        found = next((path / one for one in _OF_RUN if (path / one).exists()), None)
+        if found is None and not any(path.glob("*.gguf")):
+            raise ConfigError(
+                f"{model} is no model: it has neither config.json nor {' nor '.join(_OF_RUN)}"
+            )
+        return str(found or path)
+    if (path.suffix == CHECKPOINT or model.startswith((".", "/"))) and not path.exists():
+        raise ConfigError(f"no model {model}")
+    return model
+
+
+def _has_path(source: str) -> bool:
+    """Whether ``--ckpt_path`` takes it."""
+    return Path(source).suffix == CHECKPOINT or is_export(source)
+
+
+def _evaluate(model: str, source: str, flags: Sequence[str], option: str, output: Path) -> Path:
+    root = output / _folder_name(model)
+    folder = export_folder(root, source) if is_export(source) else root
     for old in folder.glob("eval_scores_*.jsonl"):
         old.unlink()
-    path = Path(model)
-    if path.is_dir() and path.suffix != _CHECKPOINT and not (path / "config.json").exists():
-        path = next((path / one for one in _OF_RUN if (path / one).exists()), path)
-    is_checkpoint = path.suffix == _CHECKPOINT
-    if (is_checkpoint or model.startswith((".", "/"))) and not path.exists():
-        raise ConfigError(f"no model {model}")
-    source = str(path) if path.exists() else model
-    chosen = ["--ckpt_path", source] if is_checkpoint else [f"--model.{option}", source]
-    command = [sys.executable, "-m", "lrlhf", "validate", *flags, *chosen]
-    command += ["--trainer.default_root_dir", str(folder)]
+    chosen = "--ckpt_path" if _has_path(source) else f"--model.{option}"
+    command = [sys.executable, "-m", "lrlhf", "validate", *flags, chosen, source]
+    command += ["--trainer.default_root_dir", str(root)]
     sys.stderr.write(f"evaluating {model}\n")
     sys.stderr.flush()
     # its table and its progress are not the comparison
@@ -83,12 +124,41 @@ def _folder_name(model: str) -> str:
     return f"{Path(model).name}-{digest}"
 
 
-def _option(configs: Sequence[str]) -> str:
-    """Return which option of the config's module names the model."""
-    name = ""
+def _model_option(configs: Sequence[str], folders_of_code: Sequence[str]) -> str:
+    """Return which option of the config's module names the model.
+
+    Raises:
+        ConfigError: There is no module, or it has no such option.
+    """
+    class_path = ""
     for config in configs:
-        content: Any = yaml.safe_load(Path(config).read_text(encoding="utf-8")) or {}
-        model = content.get("model")
-        if isinstance(model, Mapping) and "class_path" in model:
-            name = str(model["class_path"]).rpartition(".")[2]
-    return _OPTIONS.get(name, "policy")
+        text = config if is_inline(config) else Path(config).read_text(encoding="utf-8")
+        content: Any = yaml.safe_load(text)
+        model = content.get("model") if isinstance(content, Mapping) else None
+        if isinstance(model, Mapping):
+            model = model.get("class_path")
+        class_path = str(model or class_path)
+    if not class_path:
+        raise ConfigError(f"{', '.join(configs)}: no model.class_path to evaluate models with")
+    known = options_of(class_path)
+    if known is None:
+        known = _own_parameters(class_path, folders_of_code)
+    option = next((name for name in MODEL_OPTIONS if name in known), None)
+    if option is None:
+        raise ConfigError(
+            f"{class_path} has none of the options {' and '.join(MODEL_OPTIONS)} to load a model "
+            "with; give checkpoints"
+        )
+    return option
+
+
+def _own_parameters(class_path: str, folders_of_code: Sequence[str]) -> Collection[str]:
+    """Return the parameters of a class of the user's."""
+    sys.path[:0] = [folder for folder in folders_of_code if folder not in sys.path]
+    try:
+        found = locate(class_path)
+    except ErrorDuringImport as error:
+        raise ConfigError(f"{class_path}: {error}") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"{class_path}: there is no such class")
+    return inspect.signature(found).parameters

@@ -331,15 +331,15 @@ class RewardModel(TrainingModule):
         return {**loss, **{f"reward_model/{k}": v for k, v in kept.items()}}
 
     def _log_evaluation(self, stage: str, summary: RewardSummary) -> None:
-        values = self._evaluation_values(summary)
         names = set_names(self.trainer)
-        for number, own in summary.sets.items():
-            of_set = self._evaluation_values(own)
-            values |= {f"{names[number]}/{key}": value for key, value in of_set.items()}
+        parts = {f"{stage}/": self._evaluation_values(summary)} | {
+            f"{stage}/{names[number]}/": self._evaluation_values(own)
+            for number, own in summary.sets.items()
+        }
+        logged = {f"{at}{key}": value for at, own in parts.items() for key, value in own.items()}
         # equal on all ranks already; sync_dist says so to Lightning
-        logged = {f"{stage}/{key}": value for key, value in values.items()}
         self.log_dict(logged, batch_size=1, sync_dist=True)
-        self.measurements = measurements_of(logged)
+        self.measurements = [one for at, own in parts.items() for one in measurements_of(own, at)]
 
     def _evaluation_values(self, summary: RewardSummary) -> dict[str, float]:
         values = dict(summary.metrics)

@@ -9,6 +9,7 @@ from lrlhf.functional.algorithm import Aggregate
 from lrlhf.models import CausalLM, HeadKind, ValueModel, ValueNetwork
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.rewards.lookup import NamedFunction
+from lrlhf.statistics.repeated_samples import usual_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,8 +266,7 @@ class Evaluation:
         """Each k of pass@k."""
         if self.pass_at is not None:
             return tuple(sorted(set(self.pass_at)))
-        powers = {1 << power for power in range(self.num_samples.bit_length())}
-        return tuple(sorted({*powers, self.num_samples})) if self.num_samples > 1 else ()
+        return usual_sizes(self.num_samples) if self.num_samples > 1 else ()
 
 
 @dataclass(frozen=True, kw_only=True)

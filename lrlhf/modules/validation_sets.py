@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 
 from lrlhf.datamodules import RowDataModule
+from lrlhf.run.lightning_internals import data_in_use
 
 
 def set_names(trainer: L.Trainer) -> tuple[str, ...]:
@@ -14,7 +15,7 @@ def set_names(trainer: L.Trainer) -> tuple[str, ...]:
 
     Data modules of this library name their sets where ``val`` is a mapping.
     """
-    data = getattr(trainer, "datamodule", None)
+    data = data_in_use(trainer)
     if isinstance(data, RowDataModule):
         return data.val_names
     of_stages = (

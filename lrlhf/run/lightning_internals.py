@@ -225,6 +225,15 @@ def log_hyperparameters_once(trainer: L.Trainer) -> None:
             logged.pop(name, None)
 
 
+def data_in_use(trainer: L.Trainer) -> Any:
+    """Return what the loaders of the running stage come from: a data module, or loaders.
+
+    ``trainer.datamodule`` stays that of an earlier call when the trainer is given loaders.
+    """
+    loop = trainer._active_loop
+    return None if loop is None else loop._data_source.instance
+
+
 build_optimizers = _init_optimizers_and_lr_schedulers
 """Returns what ``configure_optimizers`` of a module says: optimizers, and schedules."""
 move_optimizers = _optimizers_to_device

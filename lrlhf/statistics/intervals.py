@@ -36,8 +36,8 @@ def mean_interval(
 
         SE² = G / (G - 1) · Σ_g (Σ_i (x_gi - x̄))² / N²
 
-    Where all values of each cluster are 0, or all are 1, it is Wilson's score interval of a share,
-    which does not shrink to a point when all answers are right.
+    Of a share, whose bounds are 0 and 1, it is Wilson's score interval where all values of each
+    cluster are 0, or all are 1: that does not shrink to a point when all answers are right.
 
     Args:
         values: NaN is left out.
@@ -70,7 +70,8 @@ def mean_interval(
     # exact sums, which do not depend on the order of the values
     total = sum(map(len, groups.values()))
     mean = math.fsum(value for own in groups.values() for value in own) / total
-    if all(own in ([0.0] * len(own), [1.0] * len(own)) for own in groups.values()):
+    agreed = all(own in ([0.0] * len(own), [1.0] * len(own)) for own in groups.values())
+    if agreed and bounds == (0, 1):
         return MeanInterval(mean, *_wilson(mean, count, confidence), count)
     if count == 1:
         return MeanInterval(mean, math.nan, math.nan, 1)

@@ -15,7 +15,7 @@ from lrlhf.statistics.student_t import t_quantile, two_sided_p
 
 Scores = NDArray[np.float64]
 _CLOSE = 1e-9
-"""Relative difference of two means of samples that rounding may make."""
+"""Relative difference that rounding may make of two means."""
 
 
 class Wins(NamedTuple):
@@ -180,9 +180,10 @@ def _estimate(effects: Scores, sides: Sequence[Scores], confidence: float) -> Es
         return Estimate(mean, -math.inf, math.inf, 1.0)
     found = _mean_squares(effects, sides)
     error = math.sqrt(found.variance)
+    if error <= _CLOSE * max(float(np.abs(side).max()) for side in sides):
+        # nothing varies, however few the prompts are: only their signs still say something
+        return mean_by_sign_flips(effects, confidence=confidence)
     reach = t_quantile(confidence, found.degrees) * error
-    if error == 0:
-        return Estimate(mean, mean, mean, float(mean == 0))
     return Estimate(mean, mean - reach, mean + reach, two_sided_p(mean / error, found.degrees))
 
 

@@ -5,6 +5,7 @@ Both depend on which answers there are, and not on their order.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
@@ -64,3 +65,36 @@ def majority_score(answers: Sequence[Hashable | None], scores: Sequence[float]) 
     # sorted, so that the sum of ties does not depend on the order of the answers
     tied = sorted(float(np.mean(sorted(own))) for own in votes.values() if len(own) == most)
     return float(np.mean(tied))
+
+
+def usual_sizes(samples: int) -> tuple[int, ...]:
+    """Return each k of the pass@k that ``samples`` answers are shown by: powers of two, and all."""
+    return tuple(sorted({samples, *(1 << power for power in range(samples.bit_length()))}))
+
+
+def judged_together(
+    names: Sequence[str], rights: Sequence[bool | None], answers: Sequence[Hashable | None]
+) -> dict[str, float]:
+    """Return metrics of several answers to one prompt by their names.
+
+    Args:
+        names: ``pass@k`` with any k, and ``maj@n`` with n answers.
+        rights: Whether each answer is right; None: nobody could say, and it does not count.
+        answers: What each says, see `majority_score`; needed for ``maj@n`` only.
+
+    Returns:
+        NaN where too few answers could be judged.
+    """
+    judged = [right for right in rights if right is not None]
+    found = {}
+    for name in names:
+        kind, _, number = name.partition("@")
+        if len(judged) < (int(number) if kind == "pass" else 1):
+            found[name] = math.nan
+        elif kind == "pass":
+            found[name] = pass_at_k(len(judged), sum(judged), int(number))
+        else:
+            pairs = zip(answers, rights, strict=True)
+            votes = [(answer, float(right)) for answer, right in pairs if right is not None]
+            found[name] = majority_score(*zip(*votes, strict=True))
+    return found

@@ -27,8 +27,13 @@ def power(
         prompts: At least 2.
         seeds: Of each side.
         confidence: One minus the level of the test.
+
+    Returns:
+        0 where so few prompts can show nothing, see `fewest_prompts`.
     """
     variance = spread.of_mean(prompts, seeds)
+    if (max(seeds) == 1 or variance == 0) and prompts < fewest_prompts(confidence):
+        return 0.0
     if variance == 0:
         return float(difference != 0)
     return t_test_power(
@@ -36,11 +41,21 @@ def power(
     )
 
 
+def fewest_prompts(confidence: float = 0.95) -> int:
+    """Return with how many prompts a test of signs can find anything: 2 / 2^N ≤ 1 - confidence."""
+    return math.ceil(1 - math.log2(1 - confidence))
+
+
 def detectable_difference(
     spread: Variances, *, prompts: int, seeds: tuple[int, int] = (1, 1), wanted: float = 0.8
 ) -> float:
-    """Return the smallest difference that is found with the power ``wanted``."""
+    """Return the smallest difference that is found with the power ``wanted``.
+
+    Infinity where none is, because the prompts are too few, see `fewest_prompts`.
+    """
     low, high = 0.0, math.sqrt(spread.of_mean(prompts, seeds))
+    if max(seeds) == 1 and prompts < fewest_prompts():
+        return math.inf
     while high > 0 and power(spread, high, prompts=prompts, seeds=seeds) < wanted:
         high *= 2
     for _ in range(40):

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -160,6 +161,119 @@ def test_models_are_evaluated_on_the_same_prompts(
     # the same weights, prompts and seeds; a reward model's new head has the same seed too
     what = "score, one by one, on these 8 prompts" if policy else "accuracy, one by one, on these 8"
     assert shown.out.startswith(f"A and B have the same {what}")
-    assert len(list(Path("out").glob("*/eval_scores_0.jsonl"))) == 2
-    assert run(["compare", "./gone", "copy", "--config", "run.yaml"]) == 2
-    assert capfd.readouterr().err.endswith("error: no model ./gone\n")
+    assert len(list(Path("out").glob("*/validate/*/eval_scores_0.jsonl"))) == 2
+
+
+@pytest.fixture
+def validated(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that would evaluate; each leaves a file where `lrlhf validate` would."""
+    commands: list[list[str]] = []
+
+    def validate(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        commands.append(command[command.index("validate") :])
+        root, model = Path(command[-1]), Path(command[-3])
+        is_export = (model / "config.json").exists()
+        write_run(root / "validate" / model.name if is_export else root, scored(A))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", validate)
+    for export in ("base", "runs/a_seed1/export/final"):
+        Path(export).mkdir(parents=True)
+        Path(export, "config.json").write_text("{}")
+    Path("runs/b_seed1/checkpoints").mkdir()
+    Path("runs/b_seed1/checkpoints/last.ckpt").write_text("")
+    Path("own.py").write_text(OWN)
+    return commands
+
+
+OWN = """
+class Taken:
+    def __init__(self, loss, *, model): ...
+
+class Inherits(Taken): ...
+
+class Bare: ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "option"),
+    [
+        ("{class_path: RewardModel}", "--model.model"),
+        ("{class_path: lrlhf.modules.PPO}", "--model.policy"),
+        ("RewardModel", "--model.model"),
+        ("{class_path: own.Taken}", "--model.model"),
+        ("own.Inherits", "--model.model"),
+    ],
+)
+def test_what_is_not_here_is_named_by_the_option_of_the_module(
+    model: str, option: str, validated: list[list[str]], capsys: Capture
+) -> None:
+    Path("run.yaml").write_text(f"model: {model}")
+    models = ["base", "runs/a_seed1", "runs/b_seed1", "org/name"]
+    assert run(["compare", *models, "--config", "run.yaml", "--output", "out"]) == 0
+    assert [command[3:5] for command in validated] == [
+        ["--ckpt_path", "base"],
+        ["--ckpt_path", "runs/a_seed1/export/final"],
+        ["--ckpt_path", "runs/b_seed1/checkpoints/last.ckpt"],
+        [option, "org/name"],
+    ]
+    assert "the same score, one by one" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("own.Bare", "own.Bare has none of the options policy and model"),
+        ("own.Gone", "own.Gone: there is no such class"),
+        ("", "run.yaml: no model.class_path"),
+    ],
+)
+def test_a_module_that_takes_no_model_is_refused(
+    model: str, told: str, validated: list[list[str]], capsys: Capture
+) -> None:
+    Path("run.yaml").write_text(f"model: {model}")
+    assert told in refused(capsys, "base", "org/name", "--config", "run.yaml")
+    assert validated == []
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [("./gone", "no model ./gone"), ("runs/a_seed2", "runs/a_seed2 is no model: it has neither")],
+)
+def test_models_are_checked_before_old_evaluations_go(
+    model: str, told: str, validated: list[list[str]], capsys: Capture
+) -> None:
+    Path("run.yaml").write_text("model: RLOO")
+    options = ("--config", "run.yaml", "--output", "out")
+    assert run(["compare", "base", "runs/a_seed1", *options]) == 0
+    old = sorted(Path("out").rglob("eval_scores_*"))
+    capsys.readouterr()
+    assert told in refused(capsys, "base", model, *options)
+    assert len(validated) == len(old) == 2
+    assert sorted(Path("out").rglob("eval_scores_*")) == old
+
+
+def test_brackets_in_names_are_no_patterns_and_files_are_no_runs(capsys: Capture) -> None:
+    shutil.copytree("runs/a_seed1", "runs/a[1]")
+    assert "A: runs/a[1] (step 1)" in out(capsys, "runs/a[1]", "runs/b_seed1")
+    Path("runs/b_notes.txt").write_text("")
+    Path("runs/c.ckpt").write_text("")
+    text = out(capsys, "runs/a_seed[12]", "runs/b_*")
+    assert "B: runs/b_seed1 (step 1), runs/b_seed2 (step 1)" in text
+    told = refused(capsys, "runs/a_seed1", "runs/b_notes.txt")
+    assert "runs/b_notes.txt is a file; a run is a folder, such as runs" in told
+    assert "nothing fits runs/b_n* but files" in refused(capsys, "runs/a_seed1", "runs/b_n*")
+    assert "runs/c.ckpt is a file" in refused(capsys, "runs/a_seed1", "runs/c.ckpt")
+
+
+def test_checkpoints_fit_a_pattern_where_models_are_evaluated(
+    validated: list[list[str]], capsys: Capture
+) -> None:
+    for name in ("c1.ckpt", "c2.ckpt", "notes.txt"):
+        Path(name).write_text("")
+    Path("run.yaml").write_text("model: RLOO")
+    assert run(["compare", "base", "c*", "n*", "--config", "run.yaml"]) == 2
+    assert "nothing fits n* but files" in capsys.readouterr().err
+    assert run(["compare", "base", "c*", "--config", "run.yaml"]) == 0
+    assert [command[4] for command in validated] == ["base", "c1.ckpt", "c2.ckpt"]

@@ -125,6 +125,30 @@ def test_a_reward_model_has_accuracies_of_each_set(
     assert "eval/a/accuracy_low" not in measured
 
 
+def test_an_exported_reward_model_keeps_the_other_options_of_the_config(
+    model_folder: str,
+) -> None:
+    pairs = [{"prompt": f"{n} ", "chosen": f"{n} is a word", "rejected": "x"} for n in range(4)]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    found = {}
+    for pooling in ("mean", "last"):
+        settings = experiment(
+            "RewardModel",
+            {"model": {"source": model_folder, "pooling": pooling}},
+            {"train": "pairs.jsonl", "val": "pairs.jsonl"},
+            default_root_dir=pooling,
+            callbacks=[{"class_path": "EvalJSONL"}],
+        )
+        assert start("validate", settings) == 0
+        found[pooling] = lines(f"{pooling}/eval_scores_0.jsonl")
+    assert found["mean"] != found["last"]
+    options = {"source": "nowhere", "pooling": "mean", "lora": {"r": 2}}
+    settings["model"]["init_args"]["model"] = options
+    assert start("validate", settings, "--ckpt_path", model_folder) == 0
+    name = Path(model_folder).name
+    assert lines(f"last/validate/{name}/eval_scores_0.jsonl") == found["mean"]
+
+
 @pytest.mark.parametrize(
     ("monitor", "expected"),
     [

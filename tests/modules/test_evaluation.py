@@ -14,7 +14,7 @@ from lrlhf.callbacks import EvalJSONL
 from lrlhf.datamodules import PromptDataModule, ValidationSet
 from lrlhf.modules import PPO, RLOO, Critic, Evaluation
 from lrlhf.modules.hyperparameters import NOT_KEPT, as_hyperparameters
-from lrlhf.rewards import ExactMatch, NumericAnswer, Rewards
+from lrlhf.rewards import ExactMatch, NumericAnswer, RewardFunction, Rewards
 from lrlhf.rollout import Sampling, TransformersEngine
 from lrlhf.types import Rollout
 from tests.modules.policy_runs import letters
@@ -317,3 +317,46 @@ def test_a_checkpoint_remembers_what_is_measured() -> None:
     options = stored["evaluation"]["init_args"]
     assert options["temperatures"] == [0.5, 0.0]
     assert options["metrics"][0]["init_args"] == {"which": "boxed"}
+
+
+def test_loaders_have_no_names_of_the_data_before_them(build, tmp_path: Path) -> None:
+    train = rows(tmp_path / "train.jsonl", "xyz")
+    sets = {name: rows(tmp_path / f"{name}.jsonl", name) for name in ("ab", "cde")}
+    data = PromptDataModule(train, sets, batch_size=2)
+    log = EvalJSONL(tmp_path)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, callbacks=[log],
+        enable_model_summary=False, enable_checkpointing=False, max_steps=1, max_epochs=-1,
+        use_distributed_sampler=False, num_sanity_val_steps=0, val_check_interval=1,
+    )  # fmt: skip
+    module = build()
+    trainer.fit(module, datamodule=data)
+    assert "eval/ab/score" in trainer.logged_metrics
+    loaders = data.val_dataloader()
+    assert isinstance(loaders, list)
+    trainer.validate(module, dataloaders=[*loaders, loaders[0]], verbose=False)
+    lines = [json.loads(line) for line in log.paths[-1].read_text().splitlines()]
+    assert [line.get("dataloader") for line in lines] == [0, 0, 1, 1, 1, 2, 2]
+    assert not any("set" in line for line in lines)
+    assert {one.name for one in module.measurements} >= {"eval/score"}
+    assert not any("ab/" in name for name in trainer.logged_metrics)
+    trainer.validate(module, datamodule=data, verbose=False)
+    assert "eval/ab/score" in trainer.logged_metrics
+
+
+class Heavy(RewardFunction):
+    """Cannot be loaded."""
+
+    def prepare(self) -> None:
+        raise RuntimeError("there is no such metric")
+
+    def __call__(self, **_: Any) -> list[float]:
+        raise AssertionError
+
+
+def test_metrics_are_prepared_before_anything_is_generated(build, data, tmp_path: Path) -> None:
+    engine = Counting()
+    module = build(engine=engine, evaluation=Evaluation(metrics=[Heavy()]))
+    with pytest.raises(RuntimeError, match="no such metric"):
+        validate(module, data, tmp_path)
+    assert engine.most == 0

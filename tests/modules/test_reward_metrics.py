@@ -12,6 +12,7 @@ from lrlhf.modules.metrics.reward_metrics import (
     calibration_error,
     fit_tie_threshold,
     head_metrics,
+    measurements_of,
     pearson,
     three_way_accuracy,
     wilson_interval,
@@ -159,3 +160,16 @@ def test_pairs_that_were_seen_before_a_resume_count(ranks: int) -> None:
     assert resumed.seen() == {}
     resumed.update_with_nothing()
     assert resumed.compute().metrics == {}
+
+
+@pytest.mark.parametrize("name", ["pairs", "accuracy", "accuracy_low", "quality"])
+def test_sets_and_heads_may_be_called_as_metrics_are(name: str) -> None:
+    ends = {"accuracy": 0.5, "accuracy_low": 0.2, "accuracy_high": 0.8, "pairs": 6}
+    values = {f"{metric}/{name}": value for metric, value in ends.items()}
+    found = measurements_of({"loss": 0.7, f"margin/{name}": 2.0, **values}, f"eval/{name}/")
+    assert found[:2] == [
+        (f"eval/{name}/loss", 0.7, pytest.approx(NAN, nan_ok=True), found[0].high, 0),
+        (f"eval/{name}/margin/{name}", 2.0, pytest.approx(NAN, nan_ok=True), found[1].high, 0),
+    ]
+    assert found[2:] == [(f"eval/{name}/accuracy/{name}", 0.5, 0.2, 0.8, 6)]
+    assert measurements_of(ends, f"eval/{name}/") == [(f"eval/{name}/accuracy", 0.5, 0.2, 0.8, 6)]

@@ -35,14 +35,21 @@ def test_clusters_of_unequal_size() -> None:
 
 def test_shares_have_the_interval_of_wilson() -> None:
     # of 10 all: low is n / (n + z²) = 10 / 13.8415
-    all_right = mean_interval([1.0] * 10)
+    share = {"bounds": (0.0, 1.0)}
+    all_right = mean_interval([1.0] * 10, **share)
     assert all_right[:3] == pytest.approx((1.0, 0.722467, 1.0), abs=1e-5)
-    assert mean_interval([0.0] * 10)[:3] == pytest.approx((0.0, 0.0, 0.277533), abs=1e-5)
+    assert mean_interval([0.0] * 10, **share)[:3] == pytest.approx((0.0, 0.0, 0.277533), abs=1e-5)
     # 4 samples of each prompt that agree are one observation
-    assert mean_interval([1.0] * 40, [row // 4 for row in range(40)]) == all_right
+    assert mean_interval([1.0] * 40, [row // 4 for row in range(40)], **share) == all_right
     # n = 4, p = ½: centre ½, spread z √(1/16 + z²/64) / (1 + z²/4) with z² = 3.84146
-    half = mean_interval([0.0, 1.0, 1.0, 0.0])
+    half = mean_interval([0.0, 1.0, 1.0, 0.0], **share)
     assert half.high == pytest.approx(0.5 + 0.350014, abs=1e-4)
+
+
+def test_values_that_happen_to_be_0_or_1_are_no_shares() -> None:
+    # scores may be larger than 1: standard error √(1/3 / 4) = 0.288675, t(3) = 3.18245
+    found = mean_interval([0.0, 1.0, 1.0, 0.0])
+    assert (found.low, found.high) == pytest.approx((0.5 - 0.918694, 0.5 + 0.918694), abs=1e-5)
 
 
 def test_too_little_to_say() -> None:

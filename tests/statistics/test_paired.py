@@ -86,6 +86,21 @@ def test_sides_without_a_difference_are_equal() -> None:
     assert (found.wins, found.ties, found.losses) == (0, 1, 0)
 
 
+@pytest.mark.parametrize("gain", [1.0, 0.1])
+def test_equal_gains_of_few_prompts_show_nothing_with_several_seeds_too(gain: float) -> None:
+    a = np.tile([0.2, 0.4, 0.7], (3, 1))
+    found = paired_difference(a, a + gain)  # of 0.1 the differences are equal but for rounding
+    # all signs alike: 2 of 2^3
+    assert found.p_value == pytest.approx(2 / 8, abs=0.02)
+    assert (found.value, found.low, found.high) == (pytest.approx(gain), -math.inf, math.inf)
+    many = paired_difference(np.tile(a, 4), np.tile(a + gain, 4))
+    # 2 of 2^12
+    assert many.p_value < 0.002
+    assert (many.low, many.high) == (pytest.approx(gain), pytest.approx(gain))
+    net = wins(a, a + gain).net
+    assert (net.value, net.p_value) == (1.0, pytest.approx(2 / 8, abs=0.02))
+
+
 def test_seeds_and_prompts_both_count() -> None:
     # two seeds and two prompts of A, one seed of B, by hand: the differences of the prompts are
     # 0 and 2: 2 / 2 prompts; the seeds' means are 1 and 3: 2 / 2 seeds; the residual is

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lrlhf.analysis.compare.evaluations import main_metric
 from lrlhf.analysis.compare.matching import Match, Matched, Side, match
+from lrlhf.analysis.compare.samples import sizes_of
 from lrlhf.statistics import (
     Estimate,
     Variances,
@@ -83,7 +84,7 @@ class Comparison(NamedTuple):
     empty: list[str]
     """Metrics and subsets without a prompt that all runs have a value of."""
     power: Power | None
-    """None: one prompt tells nothing."""
+    """None: the prompts are too few, or nothing varies."""
 
     @property
     def seeds(self) -> tuple[int, int]:
@@ -116,7 +117,7 @@ def compare_sides(
     Raises:
         ValueError: The sides have no prompt, or not the metric or column, in common.
     """
-    matched = match(a, b, how)
+    matched = match(a, b, how, sizes_of(metric))
     name = metric or main_metric(a.evaluations[0])
     if name not in matched.values:
         raise ValueError(
@@ -235,6 +236,9 @@ def _power(matched: Matched, metric: str, differences: Sequence[float]) -> Power
     if count < 2:
         return None
     spread = variances(a, b)
+    detectable = detectable_difference(spread, prompts=count, seeds=seeds)
+    if not 0 < detectable < math.inf:
+        return None
     if not differences:
         deviation = float(np.concatenate([a, b]).std())
         usual = [float(f"{part * deviation:.1g}") for part in _DEVIATIONS]
@@ -248,4 +252,4 @@ def _power(matched: Matched, metric: str, differences: Sequence[float]) -> Power
         )
         for size in differences
     ]
-    return Power(detectable_difference(spread, prompts=count, seeds=seeds), spread, needs)
+    return Power(detectable, spread, needs)

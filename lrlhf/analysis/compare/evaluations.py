@@ -7,25 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lrlhf.analysis.compare.samples import RIGHT, Sample, grouped, prompt_values, sizes_of
 from lrlhf.analysis.run_files import RunFiles, records
 
-Key = tuple[str, ...]
 _PARTS = ("set", "dataloader")
 """What tells evaluation sets of one file apart."""
-
-
-class Sample(NamedTuple):
-    """One line of an evaluation file."""
-
-    place: Key | None
-    """Evaluation set, source and row; None: the line does not say."""
-    text: Key
-    """Evaluation set, and the prompt or the pair itself."""
-    values: Mapping[str, float]
-    """Each metric that this line has."""
-    answer: str
-    columns: Mapping[str, Any]
-    """What subsets can be made of."""
 
 
 class Evaluation(NamedTuple):
@@ -33,26 +19,36 @@ class Evaluation(NamedTuple):
 
     folder: Path
     step: int
+    temperature: float | None
+    """Of the metrics whose names begin with no temperature; None: the file does not say."""
     samples: list[Sample]
 
     def mean(self, metric: str) -> float:
-        """Return the mean over all lines; NaN: none has the metric."""
-        values = [one.values[metric] for one in self.samples if metric in one.values]
-        return math.fsum(values) / len(values) if values else math.nan
+        """Return the mean over all prompts; NaN: none has the metric."""
+        by_row = all(one.place is not None for one in self.samples)
+        found = prompt_values(grouped(self.samples, by_row=by_row), sizes_of(metric))
+        values = [own.get(metric, math.nan) for own in found.values()]
+        known = [value for value in values if math.isfinite(value)]
+        return math.fsum(known) / len(known) if known else math.nan
 
 
-def read_evaluation(folder: Path, step: str, metric: str | None) -> Evaluation:
+def read_evaluation(
+    folder: Path, step: str, metric: str | None, temperature: float | None = None
+) -> Evaluation:
     """Read an evaluation of a run.
 
     Args:
         folder: Of the run.
         step: ``last``, ``best`` (highest mean of the metric; of equal ones the first) or a number.
         metric: What ``best`` means; None: `main_metric`.
+        temperature: Of the responses whose metrics have plain names, those at others have names
+            such as ``t0.7/score``; None: the first one in the file.
 
     Raises:
         FileNotFoundError: There is no such run, or it has no evaluation.
         KeyError: It has none of that step; names those that there are.
-        ValueError: A line is no record of an evaluation; names file and line.
+        ValueError: A line is no record of an evaluation, or none is of that temperature; names the
+            file.
     """
     steps = RunFiles(folder).evaluations
     if not steps:
@@ -62,14 +58,14 @@ def read_evaluation(folder: Path, step: str, metric: str | None) -> Evaluation:
             "validation data"
         )
     if step == "best":
-        found = [_read(folder, one, path) for one, path in steps.items()]
+        found = [_read(folder, one, path, temperature) for one, path in steps.items()]
         means = [one.mean(metric or main_metric(one)) for one in found]
         return found[max(range(len(found)), key=lambda index: (_finite(means[index]), -index))]
     number = list(steps)[-1] if step == "last" else int(step)
     if number not in steps:
         there = ", ".join(map(str, steps))
         raise KeyError(f"{folder} has no evaluation of step {number}; there are {there}")
-    return _read(folder, number, steps[number])
+    return _read(folder, number, steps[number], temperature)
 
 
 def main_metric(evaluation: Evaluation) -> str:
@@ -78,27 +74,31 @@ def main_metric(evaluation: Evaluation) -> str:
     return next((name for name in ("score", "accuracy") if name in names), min(names, default=""))
 
 
-def _read(folder: Path, step: int, path: Path) -> Evaluation:
-    """Read a file; metrics at other temperatures than the first are called ``t0.7/score``."""
+def _read(folder: Path, step: int, path: Path, temperature: float | None) -> Evaluation:
     samples: list[Sample] = []
-    temperature = None
+    there: dict[float | None, None] = {}
     for number, record in enumerate(records(path), start=1):
         if "score" not in record and not isinstance(record.get("labels"), Mapping):
             raise ValueError(
                 f"{path}, line {number} has neither a score nor labels: it is no line that "
                 "EvalJSONL has written"
             )
-        values = measures(record)
-        temperature = record.get("temperature") if not samples else temperature
-        if record.get("temperature") != temperature:
-            values = {f"t{record.get('temperature')}/{name}": one for name, one in values.items()}
-        samples.append(_sample(record, values))
+        own = _numbers({"of": record.get("temperature")}).get("of")
+        there.setdefault(own)
+        temperature = own if temperature is None and not samples else temperature
+        samples.append(_sample(record, "" if own in (None, temperature) else f"t{own:g}/"))
     if not samples:
         raise ValueError(f"{path} is empty")
-    return Evaluation(folder, step, samples)
+    if not any(sample.label == "" for sample in samples):
+        raise ValueError(
+            f"{path} has responses at temperature {', '.join(f'{one:g}' for one in there)} and "
+            f"none at {temperature:g}, at which the first run was evaluated: evaluate both at the "
+            "same"
+        )
+    return Evaluation(folder, step, temperature, samples)
 
 
-def _sample(record: Mapping[str, Any], values: Mapping[str, float]) -> Sample:
+def _sample(record: Mapping[str, Any], label: str) -> Sample:
     part = tuple(str(record.get(name, "")) for name in _PARTS)
     place = None
     if "source" in record and "row" in record:
@@ -109,8 +109,16 @@ def _sample(record: Mapping[str, Any], values: Mapping[str, float]) -> Sample:
     columns: dict[str, Any] = {name: record[name] for name in _PARTS if name in record}
     for one in told:
         columns |= one if isinstance(one, Mapping) else {}
-    answer = str(record.get("completion", ""))
-    return Sample(place, (*part, *shown, media), values, answer, columns)
+    answered = record.get("answer")
+    return Sample(
+        place=place,
+        text=(*part, *shown, media),
+        label=label,
+        values=measures(record),
+        answer=str(record.get("completion", "")),
+        votes=(None if answered is None else str(answered),) if "answer" in record else (),
+        columns=columns,
+    )
 
 
 def measures(record: Mapping[str, Any]) -> dict[str, float]:
@@ -122,7 +130,7 @@ def _of_response(record: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, Any] = {"score": record.get("score")}
     for name, value in _mapping(record.get("rewards")).items():
         found[f"rewards/{name}"] = value
-    found["correct"] = record.get("correct")
+    found[RIGHT] = record.get("correct")
     found["length"] = record.get("length")
     if "finish_reason" in record:
         found["truncated"] = float(record["finish_reason"] == "length")

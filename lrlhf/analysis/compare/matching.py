@@ -9,7 +9,16 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lrlhf.analysis.compare.evaluations import Evaluation, Key, Sample
+from lrlhf.analysis.compare.evaluations import Evaluation
+from lrlhf.analysis.compare.samples import (
+    Groups,
+    Key,
+    Sample,
+    grouped,
+    is_share_of_answers,
+    most_samples,
+    prompt_values,
+)
 
 Match = Literal["auto", "row", "text"]
 _PROMPT = 2
@@ -39,22 +48,19 @@ class Matched(NamedTuple):
 
     prompts: list[Prompt]
     values: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
-    """Of each metric the means over the samples of a prompt, [seeds, prompts] of each side; NaN
-    where there is none."""
+    """Of each metric what the samples of a prompt come to, [seeds, prompts] of each side; NaN where
+    there is none."""
     samples: tuple[int, int]
-    """Most samples of one prompt, of each side."""
+    """Most samples of one prompt at one temperature, of each side."""
     binary: frozenset[str]
-    """Metrics that are 0 or 1 on each sample of both sides."""
+    """Metrics that are 0 or 1 on each sample of both sides, or shares of right answers."""
     by: str
     """``row`` or ``text``."""
     unmatched: dict[str, int]
     """Prompts that a run has and another one has not, by run."""
 
 
-_Groups = dict[Key, list[Sample]]
-
-
-def match(a: Side, b: Side, by: Match = "auto") -> Matched:
+def match(a: Side, b: Side, by: Match = "auto", sizes: Sequence[int] = ()) -> Matched:
     """Find the prompts that every run of both sides has.
 
     Args:
@@ -62,6 +68,7 @@ def match(a: Side, b: Side, by: Match = "auto") -> Matched:
         b: The other.
         by: ``row``: by evaluation set, source and row. ``text``: by what was asked. ``auto``: by
             row where all lines have one and the texts of equal rows are equal, else by text.
+        sizes: Each k of pass@k beside the usual ones.
 
     Raises:
         ValueError: They have none in common, or their lines do not say from which row they are.
@@ -74,11 +81,11 @@ def match(a: Side, b: Side, by: Match = "auto") -> Matched:
         )
     found = None
     if placed and by != "text":
-        found = [_group(run, by_row=True) for run in runs]
+        found = [grouped(run.samples, by_row=True) for run in runs]
         others = _different_texts(found)
         if others and by == "auto":
             found = None
-            by_text = [_group(run, by_row=False) for run in runs]
+            by_text = [grouped(run.samples, by_row=False) for run in runs]
             if not set.intersection(*map(set, by_text)):
                 raise ValueError(
                     f"{a.name} and {b.name} have the same rows, but on {len(others)} of them "
@@ -86,7 +93,7 @@ def match(a: Side, b: Side, by: Match = "auto") -> Matched:
                     "different data, or with different templates; --match row compares them "
                     "nevertheless"
                 )
-    groups = found or [_group(run, by_row=False) for run in runs]
+    groups = found or [grouped(run.samples, by_row=False) for run in runs]
     common = set.intersection(*map(set, groups))
     if not common:
         raise ValueError(
@@ -98,30 +105,42 @@ def match(a: Side, b: Side, by: Match = "auto") -> Matched:
     }
     keys = sorted(common, key=_in_order)
     split = len(a.evaluations)
-    return _matched(keys, groups[:split], groups[split:], "row" if found else "text", unmatched)
+    label = "row" if found else "text"
+    return _matched(keys, groups[:split], groups[split:], label, unmatched, sizes)
 
 
 def _matched(
     keys: Sequence[Key],
-    a: Sequence[_Groups],
-    b: Sequence[_Groups],
+    a: Sequence[Groups],
+    b: Sequence[Groups],
     by: str,
     unmatched: dict[str, int],
+    sizes: Sequence[int],
 ) -> Matched:
-    names: dict[str, None] = {}
-    whole: dict[str, bool] = {}
-    for own in (*a, *b):
-        for key in keys:
-            for sample in own[key]:
-                for name, value in sample.values.items():
-                    names.setdefault(name)
-                    whole[name] = whole.get(name, True) and value in (0.0, 1.0)
-    values = {name: (_means(name, keys, a), _means(name, keys, b)) for name in names}
-    both = {name: sides for name, sides in values.items() if all(map(_any_finite, sides))}
-    prompts = [_prompt(key, a[0][key][0], b[0][key][0]) for key in keys]
-    most = [max(len(own[key]) for own in side for key in keys) for side in (a, b)]
-    binary = frozenset(name for name in both if whole[name])
+    sides = [[{key: own[key] for key in keys} for own in side] for side in (a, b)]
+    known = [[prompt_values(own, sizes) for own in side] for side in sides]
+    names = dict.fromkeys(
+        name for side in known for own in side for one in own.values() for name in one
+    )
+    values = {name: (_column(name, known[0]), _column(name, known[1])) for name in names}
+    both = {name: columns for name, columns in values.items() if all(map(_any_finite, columns))}
+    prompts = [_prompt(key, a[0][key], b[0][key]) for key in keys]
+    most = [max(max(most_samples(own).values()) for own in side) for side in sides]
+    no_shares = _with_other_values([*sides[0], *sides[1]])
+    binary = frozenset(n for n in both if is_share_of_answers(n) or n not in no_shares)
     return Matched(prompts, _without_copies(both), (most[0], most[1]), binary, by, unmatched)
+
+
+def _with_other_values(runs: Sequence[Groups]) -> set[str]:
+    """Return the metrics that are neither 0 nor 1 on some sample."""
+    return {
+        f"{sample.label}{name}"
+        for own in runs
+        for samples in own.values()
+        for sample in samples
+        for name, value in sample.values.items()
+        if value not in (0.0, 1.0)
+    }
 
 
 def _without_copies(
@@ -141,29 +160,17 @@ def _without_copies(
     }
 
 
-def _prompt(key: Key, first: Sample, second: Sample) -> Prompt:
+def _prompt(key: Key, a: Sequence[Sample], b: Sequence[Sample]) -> Prompt:
+    first, second = (min(side, key=lambda one: one.label != "") for side in (a, b))
     text = "\n".join(filter(None, first.text[_PROMPT:]))
     return Prompt(key, text, first.columns, (first.answer, second.answer))
 
 
-def _means(name: str, keys: Sequence[Key], side: Sequence[_Groups]) -> NDArray[np.float64]:
-    return np.array([[_mean(name, own[key]) for key in keys] for own in side])
+def _column(name: str, side: Sequence[Mapping[Key, Mapping[str, float]]]) -> NDArray[np.float64]:
+    return np.array([[own[key].get(name, math.nan) for key in own] for own in side])
 
 
-def _mean(name: str, samples: Sequence[Sample]) -> float:
-    values = [sample.values[name] for sample in samples if name in sample.values]
-    return math.fsum(values) / len(values) if values else math.nan
-
-
-def _group(run: Evaluation, *, by_row: bool) -> _Groups:
-    groups: _Groups = {}
-    for sample in run.samples:
-        key = sample.place if by_row and sample.place is not None else sample.text
-        groups.setdefault(key, []).append(sample)
-    return groups
-
-
-def _different_texts(groups: Sequence[_Groups]) -> list[Key]:
+def _different_texts(groups: Sequence[Groups]) -> list[Key]:
     """Return the common rows whose texts are not the same in all runs."""
     common = set.intersection(*map(set, groups))
     return sorted(

@@ -108,7 +108,7 @@ def _finite(value: float) -> float | None:
 
 
 def _power(found: Comparison, seen: Power) -> Chart:
-    sizes = np.linspace(0, 2 * seen.detectable, _STEPS).tolist() if seen.detectable else [0.0]
+    sizes = np.linspace(0, 2 * seen.detectable, _STEPS).tolist()
     prompts, seeds = found.main.prompts, found.seeds
     shares = [power(seen.variances, size, prompts=prompts, seeds=seeds) for size in sizes]
     trace = {"type": "scatter", "mode": "lines", "x": sizes, "y": shares}

@@ -70,12 +70,17 @@ def compare_runs(
     Raises:
         FileNotFoundError: A run or its evaluation is not there.
         KeyError: A run has no evaluation of that step.
-        ValueError: A file is damaged, or the sides have nothing in common.
+        ValueError: A file is damaged, or the sides have nothing in common: no prompt, or not the
+            temperature of the first run.
     """
-    read = [
-        Side(name, [read_evaluation(folder, step, metric) for folder in folders])
-        for name, folders in sides.items()
-    ]
+    read: list[Side] = []
+    temperature = None
+    for name, folders in sides.items():
+        read.append(Side(name, []))
+        for folder in folders:
+            found = read_evaluation(folder, step, metric, temperature)
+            read[-1].evaluations.append(found)
+            temperature = read[0].evaluations[0].temperature
     comparisons = correct_for_several(
         [
             compare_sides(read[0], side, metric=metric, by=by, how=how, differences=differences)

@@ -6,7 +6,10 @@ import math
 from collections.abc import Iterator
 
 from lrlhf.analysis.compare.comparison import Comparison, Power, Row
+from lrlhf.analysis.compare.samples import plain_name
 from lrlhf.statistics import Estimate
+from lrlhf.statistics.proportions import unseen_share
+from lrlhf.statistics.sample_sizes import fewest_prompts
 
 _LEVEL = 0.05
 _FEW = 10
@@ -33,7 +36,7 @@ def _verdict(row: Row, a: str, b: str) -> str:
             f"No difference in {row.metric} is shown between {a} and {b}: {b} is {size} {way} {a} "
             f"({told})"
         )
-    if row.metric.startswith(_NEUTRAL):
+    if plain_name(row.metric) in _NEUTRAL:
         return f"{b} has {'more' if up else 'less'} {row.metric} than {a} by {size} ({told})"
     return f"{b} is {'better' if up else 'worse'} than {a} by {size} ({told})"
 
@@ -73,7 +76,7 @@ def notes(found: Comparison, a: str = "A", b: str = "B") -> Iterator[str]:
     if max(matched.samples) > 1:
         yield (
             f"The samples of a prompt ({matched.samples[0]} and {matched.samples[1]}) are "
-            "averaged: they are no further prompts."
+            "averaged, or judged together: they are no further prompts."
         )
     steps = [sorted({one.step for one in side.evaluations}) for side in (found.a, found.b)]
     if steps[0] != steps[1]:
@@ -81,8 +84,14 @@ def notes(found: Comparison, a: str = "A", b: str = "B") -> Iterator[str]:
         yield f"Evaluations after different steps: {a} step {first}, {b} step {second}."
     if found.seeds == (1, 1) and row.differing < min(_FEW, row.prompts):
         few = f"{b} and {a} differ on {row.differing} of {row.prompts:,} prompts only"
-        unseen = f"they could still differ on up to {300 / row.prompts:.2g} % of such prompts"
+        share = 100 * unseen_share(row.prompts)
+        unseen = f"they could still differ on up to {share:.2g} % of such prompts"
         yield f"{few}; {'the interval rests on these few' if row.differing else unseen}."
+    if found.power is None:
+        yield (
+            "What such an evaluation could find is not known: that takes differences that vary, "
+            f"and with one seed each at least {fewest_prompts()} prompts."
+        )
 
 
 def _left_out(found: Comparison) -> Iterator[str]:

@@ -208,20 +208,23 @@ def accuracy_metrics(gaps: Float[Tensor, " N"]) -> dict[str, float]:
     return {"accuracy": accuracy, "accuracy_low": low, "accuracy_high": high, "pairs": len(gaps)}
 
 
-def measurements_of(logged: Mapping[str, float]) -> list[Measurement]:
-    """Return the metrics of an evaluation; accuracies have an interval."""
+def measurements_of(values: Mapping[str, float], prefix: str) -> list[Measurement]:
+    """Return the metrics of an evaluation; accuracies have an interval.
+
+    Args:
+        values: By metric, ``/head`` appended where there are several heads.
+        prefix: What they are logged under, such as ``eval/set/``.
+    """
     found = []
-    for name, value in logged.items():
-        parts = name.split("/")
-        if not set(INTERVAL) & set(parts):
-            low, high, pairs = (
-                logged.get("/".join(end if part == "accuracy" else part for part in parts))
-                if "accuracy" in parts
-                else None
-                for end in INTERVAL
-            )
-            interval = (math.nan if low is None else low, math.nan if high is None else high)
-            found.append(Measurement(name, value, *interval, int(pairs or 0)))
+    for name, value in values.items():
+        metric, slash, head = name.partition("/")
+        if metric in INTERVAL:
+            continue
+        low, high, pairs = (
+            values.get(f"{end}{slash}{head}") if metric == "accuracy" else None for end in INTERVAL
+        )
+        interval = (math.nan if low is None else low, math.nan if high is None else high)
+        found.append(Measurement(f"{prefix}{name}", value, *interval, int(pairs or 0)))
     return found
 
 

@@ -20,7 +20,7 @@ from lrlhf.rewards.lookup import ReadsAnswer
 from lrlhf.rollout import Collected, Sampling
 from lrlhf.rollout.responses import prompt_token_ids
 from lrlhf.run import Collectives, sample_seeds
-from lrlhf.statistics.repeated_samples import majority_score, pass_at_k
+from lrlhf.statistics.repeated_samples import judged_together
 from lrlhf.types import PromptBatch
 
 _STREAM = 1_000_003
@@ -249,19 +249,7 @@ class _Responses:
 
     def together(self, names: Sequence[str]) -> dict[str, float]:
         """Return metrics such as ``pass@4``; NaN: too few responses could be judged."""
-        judged = [right for right in self.rights if right is not None]
-        found = {}
-        for name in names:
-            kind, _, number = name.partition("@")
-            if len(judged) < (int(number) if kind == "pass" else 1):
-                found[name] = math.nan
-            elif kind == "pass":
-                found[name] = pass_at_k(len(judged), sum(judged), int(number))
-            else:
-                pairs = zip(self.answers, self.rights, strict=True)
-                votes = [(answer, float(right)) for answer, right in pairs if right is not None]
-                found[name] = majority_score(*zip(*votes, strict=True))
-        return found
+        return judged_together(names, self.rights, self.answers)
 
 
 def prompt_numbers(batch: PromptBatch, position: int) -> list[int]:

@@ -293,6 +293,8 @@ class Sampler:
             if self._queue is not None and self._queue.updates_in_flight:
                 self._engine.allow_updates_in_flight(True)
             self._ready = True
+        if evaluates and self._metrics is not None:
+            self._metrics.prepare()  # nothing that is there already
         if self._queue is not None and (evaluates or not self._queue.updates_in_flight):
             # no weights may change under responses in the making, here or on another rank: never
             # to those of an evaluation, which may be averaged ones

@@ -163,7 +163,7 @@ def test_steps_are_the_last_the_best_or_a_number() -> None:
 def test_several_seeds_are_rows_and_several_sides_are_corrected() -> None:
     seeds = {
         name: [write_run(f"{name}{seed}", scored(scores)) for seed in range(count)]
-        for name, scores, count in (("a", A, 2), ("b", B, 3), ("c", A, 1))
+        for name, scores, count in (("a", A, 2), ("b", B, 3), ("c", A[::-1], 1))
     }
     report = compare_runs(seeds)
     first, second = report.comparisons
@@ -187,3 +187,107 @@ def test_what_is_no_evaluation_is_refused() -> None:
         compared(scored(A), scored(B), metric="scroe")
     with pytest.raises(ValueError, match="no metric 'score'"):
         compared(scored([None, None]), scored(B), metric="score")
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [([0.0] * 20, [1.0] * 20), ([0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0])]
+)
+def test_equal_differences_or_too_few_tell_nothing_of_power(a: list[float], b: list[float]) -> None:
+    assert compared(scored(a), scored(b)).power is None
+
+
+def test_few_prompts_plan_for_six_at_least() -> None:
+    found = compared(scored(A), scored(B), differences=[1000.0])
+    assert found.power is not None
+    assert found.power.needs[0].prompts == 6
+
+
+def sampled(row: int, rights: str, said: str = "", **changed: Any) -> list[dict[str, Any]]:
+    """A line for each sample of a prompt: + right, - wrong, ? not judged; one letter answered."""
+    judged = {"+": True, "-": False, "?": None}
+    texts = said or " " * len(rights)
+    return [
+        response(row, 0.5, sample=index, correct=judged[sign], **changed)
+        | ({"answer": None if text == "_" else text} if said else {})
+        for index, (sign, text) in enumerate(zip(rights, texts, strict=True))
+    ]
+
+
+def rows_of(found: Comparison) -> dict[str, Any]:
+    return {row.metric: row for row in (found.main, *found.others)}
+
+
+def test_pass_at_k_and_the_majority_are_compared_prompt_by_prompt() -> None:
+    a = [*sampled(1, "+---", "xyyz"), *sampled(2, "++--", "xxyz"), *sampled(3, "----", "xxyz")]
+    b = [*sampled(1, "++--", "xxyy"), *sampled(2, "+---", "xyyz"), *sampled(3, "---+", "yy_z")]
+    found = rows_of(compared(a, b[::-1], metric="pass@2"))
+    assert [name for name in found if "@" in name] == ["pass@2", "pass@1", "pass@4", "maj@4"]
+    # c right ones of 4: 1 - C(4 - c, 2) / 6 is 1/2, 5/6, 0 and 5/6, 1/2, 1/2
+    assert found["pass@2"].means == pytest.approx((4 / 9, 11 / 18))
+    assert found["pass@2"].difference.value == pytest.approx(1 / 6)
+    assert found["pass@1"].means == pytest.approx((3 / 12, 4 / 12))
+    assert found["pass@4"].means == pytest.approx((2 / 3, 1))
+    # y and x win with A; with B x or y (one of them drawn: 1/2), y, y
+    assert found["maj@4"].means == pytest.approx((1 / 3, 1 / 6))
+    assert {found[name].prompts for name in found} == {3}
+    assert all(found[name].binary for name in found if "@" in name)
+    # one that is not usual is there if it is asked for
+    # 1 - C(4 - c, 3) / 4: 3/4, 1, 0
+    assert rows_of(compared(a, b, metric="pass@3"))["pass@3"].means[0] == pytest.approx(7 / 12)
+    with pytest.raises(ValueError, match=r"no metric 'pass@5' that both sides have; .*pass@4"):
+        compared(a, b, metric="pass@5")
+
+
+def test_only_what_both_sides_have_sampled_often_enough_is_compared() -> None:
+    four = [*sampled(1, "+-+-", "xxyy"), *sampled(2, "?-++", "xyzz")]
+    two = [*sampled(1, "+-", "xx"), *sampled(2, "++", "xx")]
+    found = rows_of(compared(four, two))
+    assert [name for name in found if "@" in name] == ["pass@1", "pass@2"]
+    # of the second prompt two of three are right: 1 - C(1, 2) / C(3, 2)
+    assert found["pass@2"].means == pytest.approx(((5 / 6 + 1) / 2, 1))
+    # without what they say there is no majority
+    silent = [*sampled(1, "+-+-"), *sampled(2, "?-++")]
+    assert "maj@4" not in rows_of(compared(silent, silent))
+    # and four that could be judged are needed of each prompt
+    assert rows_of(compared(silent, silent))["pass@4"].left_out == 1
+    once = rows_of(compared([*sampled(1, "+")], [*sampled(1, "-")]))
+    assert [name for name in once if "@" in name] == ["pass@1"]
+
+
+def test_temperatures_are_no_samples() -> None:
+    cold = scored([1.0, 0.0], lambda _: {"temperature": 0.0, "completion": "cold"})
+    hot = [
+        line
+        for row, rights in ((1, "+-"), (2, "--"))
+        for line in sampled(row, rights, temperature=0.7, completion="hot")
+    ]
+    found = compared(cold + hot, cold + hot)
+    assert compared(cold, cold).matched.samples == (1, 1)
+    assert compared(cold + hot[::2], cold + hot[::2]).matched.samples == (1, 1)
+    assert found.matched.samples == (2, 2)
+    assert rows_of(found)["t0.7/pass@2"].means == pytest.approx((1 / 2, 1 / 2))
+    assert "pass@2" not in rows_of(found)
+
+
+def test_equal_temperatures_are_compared_whichever_comes_first() -> None:
+    cold = scored(A, lambda _: {"temperature": 0.0, "completion": "cold"})
+    hot = scored(B, lambda _: {"temperature": 1.0, "completion": "hot"})
+    found = compared(cold + hot, hot + cold)
+    assert found.main.means == pytest.approx((3 / 8, 3 / 8))
+    assert rows_of(found)["t1/score"].means == pytest.approx((6 / 8, 6 / 8))
+    assert found.matched.prompts[0].answers == ("cold", "cold")
+    told = r"b/eval_scores_1.jsonl has responses at temperature 1 and none at 0, at which the first"
+    with pytest.raises(ValueError, match=told):
+        compared(cold, hot)
+    # a file that does not say is taken as it is
+    assert compared(cold, scored(B)).main.means == pytest.approx((3 / 8, 6 / 8))
+
+
+def test_the_best_step_may_be_that_of_the_highest_pass_at_k() -> None:
+    write_run("run", [*sampled(1, "+++-"), *sampled(2, "----")], step=1)
+    write_run("run", [*sampled(1, "+---"), *sampled(2, "+---")], step=2)
+    write_run("other", [*sampled(1, "+---"), *sampled(2, "+---")])
+    for metric, expected in (("pass@4", 2), ("pass@1", 1)):
+        sides = {"r": [Path("run")], "o": [Path("other")]}
+        found = compare_runs(sides, step="best", metric=metric).comparisons[0]
+        assert found.a.evaluations[0].step == expected

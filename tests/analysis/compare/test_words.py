@@ -9,7 +9,7 @@ import pytest
 
 from lrlhf.analysis.compare import compare_runs
 from lrlhf.analysis.compare.words import answer, needs, notes, power_sentence, wins_and_losses
-from tests.analysis.compare.runs import scored, write_run
+from tests.analysis.compare.runs import response, scored, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +55,9 @@ def test_what_is_not_shown_is_not_claimed() -> None:
 def test_equal_sides_are_equal_and_what_could_be_unseen_is_said() -> None:
     found = told([HALF], [HALF])
     assert answer(found).startswith("A and B have the same score, one by one, on these 20 prompts")
-    # the rule of three: 3 / 20
-    assert any("up to 15 % of such prompts" in note for note in notes(found))
+    # (1 - 0.139)^20 = 0.05
+    assert any("up to 14 % of such prompts" in note for note in notes(found))
+    assert any("What such an evaluation could find is not known" in note for note in notes(found))
     assert "0.0% wins, 100.0% ties" in wins_and_losses(found)
 
 
@@ -84,3 +85,38 @@ def test_what_it_takes_is_said() -> None:
 def test_scores_that_are_no_shares_have_no_points() -> None:
     found = answer(told([[0.25 * i for i in range(20)]], [[0.25 * i + 1.5 for i in range(20)]]))
     assert found.startswith("B is better than A by 1.5 (95 % interval 1.5 to 1.5, p < 0.001)")
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        ("length", "B has more length than A by 5 ("),
+        ("t0.7/length", "B has less t0.7/length than A by 3 ("),
+        ("rewards/length", "B is better than A by 1 ("),
+    ],
+)
+def test_a_longer_response_is_neither_better_nor_worse(metric: str, expected: str) -> None:
+    sides = {}
+    for name, cold, hot, reward in (("a", 10, 8, 2.0), ("b", 15, 5, 3.0)):
+        lines = [
+            response(row, 0.5, temperature=temperature, length=length, rewards={"length": reward})
+            for temperature, length in ((0.0, cold), (0.7, hot))
+            for row in range(20)
+        ]
+        sides[name] = [write_run(name, lines)]
+    assert answer(compare_runs(sides, metric=metric).comparisons[0]).startswith(expected)
+
+
+def test_pass_at_k_is_told_in_points() -> None:
+    sides = {}
+    for name, rights in (("a", (True, False)), ("b", (True, True))):
+        lines = [
+            response(row, 0.5, sample=index, correct=right and (name == "b" or row < 10))
+            for row in range(20)
+            for index, right in enumerate(rights)
+        ]
+        sides[name] = [write_run(name, lines)]
+    found = compare_runs(sides, metric="pass@2").comparisons[0]
+    # A has a right one on 10 of 20 prompts, B on all
+    assert answer(found).startswith("B is better than A by 50.0 points (95 % interval ")
+    assert any("averaged, or judged together" in note for note in notes(found))
