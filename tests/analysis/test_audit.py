@@ -193,11 +193,13 @@ def test_a_bias_to_the_first_answer_is_found_where_the_order_says_nothing() -> N
 
 def test_swapped_candidates_with_a_swapped_label_are_duplicates_and_contradict_nothing() -> None:
     rows = as_candidates(clean_pairs(60), 30)
-    copy = {**rows[3], "tag": "copy", "label": "B"}
-    copy["candidate0"], copy["candidate1"] = copy["candidate1"], copy["candidate0"]
-    rows.append(copy)
+    rows[5]["label"] = "C"  # a tie
+    for number, label in ((3, "B"), (5, "C")):
+        copy = {**rows[number], "tag": f"copy of {number}", "label": label}
+        copy["candidate0"], copy["candidate1"] = copy["candidate1"], copy["candidate0"]
+        rows.append(copy)
 
-    assert tags(audited(rows), rows) == {"exact duplicates": {"copy"}}
+    assert tags(audited(rows), rows) == {"exact duplicates": {"copy of 3", "copy of 5"}}
 
 
 def test_labels_that_were_turned_round_are_doubted() -> None:
@@ -241,6 +243,31 @@ def test_rows_held_out_by_the_data_module_are_its_validation_rows() -> None:
 
     assert found.totals == found.usable == {"train": 60, "validation": 20}
     assert found.findings == []
+
+
+def test_files_of_the_same_name_keep_their_leaks_apart() -> None:
+    draw = random.Random(6)
+    train, val, more = clean_pairs(30), clean_pairs(20, seed=1), clean_pairs(20, seed=2)
+    train += [{**row, "prompt": question(draw)} for row in clean_pairs(2, seed=3)]
+    val[4]["prompt"] = train[30]["prompt"]
+    more[4]["prompt"] = train[31]["prompt"].replace("number", "no.", 1)
+    data = PreferenceDataModule(
+        train=Rows(train, "train.jsonl"),
+        val={"one": Rows(val, "val.jsonl"), "two": Rows(more, "val.jsonl")},
+        max_tokens=MAX_TOKENS,
+    )
+
+    found = audit(data, BESIDE)
+
+    leaks = {
+        finding.name: [row[:2] for row in finding.rows]
+        for finding in found.findings
+        if "leaks" in finding.name
+    }
+    assert leaks == {
+        "leaks between train and validation": [("one validation", "val.jsonl:5")],
+        "near leaks between train and validation": [("two validation", "val.jsonl:5")],
+    }
 
 
 def test_prompts_are_audited_with_the_room_that_their_responses_need() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,12 +88,12 @@ def page_of(path: Path, count: int, texts: Texts) -> dict[str, Any]:
 def head_statistics(pairs: Sequence[Judged]) -> dict[str, Any]:
     """Return what the labelled pairs say of a head.
 
-    ``accuracy``: the share of pairs in which the better candidate has the higher score.
-    ``calibration``: for ten ranges of the predicted probability, sigmoid(|margin|) in [0.5, 1],
-    that the candidate with the higher score is better: pairs, mean prediction, and share in which
-    it is. ``calibration_error``: the mean distance of the two, weighted by pairs.
-    ``length``: shares of pairs in which model and people prefer the longer text, and the
-    correlation of margin and difference in length.
+    ``accuracy``: the share of pairs in which the better candidate has the higher score, where equal
+    scores count half, here and below. ``calibration``: for ten ranges of the predicted
+    probability, sigmoid(|margin|) in [0.5, 1], that the candidate with the higher score is better:
+    pairs, mean prediction, and share in which it is. ``calibration_error``: the mean distance of
+    the two, weighted by pairs. ``length``: shares of pairs in which model and people prefer the
+    longer text, and the correlation of margin and difference in length.
     """
     bins: list[list[Judged]] = [[] for _ in range(_BINS)]
     for pair in pairs:
@@ -103,7 +103,7 @@ def head_statistics(pairs: Sequence[Judged]) -> dict[str, Any]:
         {
             "pairs": len(part),
             "predicted": statistics.fmean(_sigmoid(abs(pair.margin)) for pair in part),
-            "right": _share(pair.signed > 0 for pair in part),
+            "right": _share_won(pair.signed for pair in part),
         }
         for part in bins
         if part
@@ -111,7 +111,7 @@ def head_statistics(pairs: Sequence[Judged]) -> dict[str, Any]:
     gaps = (entry["pairs"] * abs(entry["predicted"] - entry["right"]) for entry in calibration)
     return {
         "pairs": len(pairs),
-        "accuracy": _share(pair.signed > 0 for pair in pairs),
+        "accuracy": _share_won(pair.signed for pair in pairs),
         "calibration": calibration,
         "calibration_error": sum(gaps) / len(pairs),
         "length": _length_bias(pairs),
@@ -126,8 +126,8 @@ def _length_bias(pairs: Sequence[Judged]) -> dict[str, Any] | None:
     varied = min(len(set(margins)), len(set(lengths))) > 1
     return {
         "pairs": len(told),
-        "model_prefers_longer": _share(pair.margin * length > 0 for pair, length in told),
-        "people_prefer_longer": _share(pair.label * length > 0 for pair, length in told),
+        "model_prefers_longer": _share_won(pair.margin * length for pair, length in told),
+        "people_prefer_longer": _share_won(pair.label * length for pair, length in told),
         "correlation": statistics.correlation(margins, lengths) if varied else None,
     }
 
@@ -163,5 +163,5 @@ def _sigmoid(value: float) -> float:
     return 1 / (1 + math.exp(-value))
 
 
-def _share(values: Any) -> float:
-    return statistics.fmean(map(float, values))
+def _share_won(gaps: Iterable[float]) -> float:
+    return statistics.fmean(0.5 if gap == 0 else float(gap > 0) for gap in gaps)

@@ -17,7 +17,7 @@ const pairsView = () => {
   };
   const card = (pair) => {
     const value = signedMargin(pair), more = json(pair.more);
-    const verdict = value === null ? chip(LABELS[pair.labels[head]] ?? "not labelled") : value > 0 ? chip(`right by ${number(value)}`, "rose") : chip(`wrong by ${number(-value)}`, "fell");
+    const verdict = value === null ? chip(LABELS[pair.labels[head]] ?? "not labelled") : value === 0 ? chip("equal scores") : value > 0 ? chip(`right by ${number(value)}`, "rose") : chip(`wrong by ${number(-value)}`, "fell");
     return el("article", { class: "pair" }, el("div", { class: "chips" }, verdict, pair.place === NOTHING ? null : chip(visible(text(pair.place).split("/").pop()))), pictures(json(pair.media) ?? []),
       pair.prompt === NOTHING ? null : textBlock(text(pair.prompt), "prompt clamped"), el("div", { class: "sides" }, side(pair, 0), side(pair, 1)),
       more ? el("details", {}, el("summary", { text: "Row" }), table(Object.entries(more))) : null);
@@ -32,9 +32,10 @@ const pairsView = () => {
 
   const drawLength = () => {
     const pairs = current().pairs.filter((pair) => pair.candidate0 !== NOTHING && typeof pair.margins[head] === "number");
-    const of = (right) => pairs.filter((pair) => (right === null ? signedMargin(pair) === null : signedMargin(pair) !== null && signedMargin(pair) > 0 === right));
+    const won = (pair) => Math.sign(signedMargin(pair) ?? NaN) + 0; // never -0
     const trace = (some, name, color) => ({ x: some.map((pair) => text(pair.candidate0).length - text(pair.candidate1).length), y: some.map((pair) => pair.margins[head]), mode: "markers", name, marker: { size: 6, opacity: 0.6, color }, hovertemplate: "%{x} characters longer: margin %{y:.3f}<extra></extra>" });
-    drawChart(length, [trace(of(true), "right", colour("--accent")), trace(of(false), "wrong", colour("--bad")), trace(of(null), "not labelled", colour("--faint"))].filter((one) => one.x.length),
+    const kinds = [["right", 1, "--accent"], ["wrong", -1, "--bad"], ["equal scores", 0, "--ink"], ["not labelled", NaN, "--faint"]];
+    drawChart(length, kinds.map(([name, way, shade]) => trace(pairs.filter((pair) => Object.is(won(pair), way)), name, colour(shade))).filter((one) => one.x.length),
       { height: 300, legend: { orientation: "h", y: 1.15 }, xaxis: { title: { text: "first less second, characters" } }, yaxis: { title: { text: "margin" } } }, { displayModeBar: false });
   };
 
