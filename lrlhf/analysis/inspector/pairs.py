@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lrlhf.analysis.inspector.sampling import even_shares
 from lrlhf.analysis.inspector.texts import Texts, short_number
 from lrlhf.analysis.run_files import records
 
 _BINS = 10
-_OWN = {"step", "source", "row", "prompt", "candidate0", "candidate1", "labels", "scores0"}
+_OWN = {
+    "step",
+    "set",
+    "dataloader",
+    "source",
+    "row",
+    "prompt",
+    "candidate0",
+    "candidate1",
+    "labels",
+    "scores0",
+}
 _OWN |= {"scores1", "margins", "info", "media"}
 
 
@@ -54,35 +67,52 @@ def judged_pairs(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Judged]
         yield record, found
 
 
-def page_of(path: Path, count: int, texts: Texts) -> dict[str, Any]:
-    """Return an evaluation as the page reads it.
+def page_of(path: Path, count: int, texts: Texts) -> list[dict[str, Any]]:
+    """Return an evaluation as the page reads it, each validation set by itself.
 
     Args:
         path: Its file.
-        count: Pairs to show at most; then half of them are the worst mistakes, and the others are
-            taken at even distances. The statistics are of all pairs.
+        count: Pairs to show at most, as many of each set as of every other; of a set that has
+            more, half are the worst mistakes, and the others are taken at even distances. The
+            statistics are of all pairs.
         texts: Takes the texts.
 
     Raises:
         ValueError: A line is no pair; names file and line.
     """
-    judged: dict[str, list[Judged]] = {}
-    worst: list[float] = []
-    for _, by_head in judged_pairs(path):
-        worst.append(min((pair.signed for pair in by_head.values()), default=math.inf))
+    judged: dict[str, dict[str, list[Judged]]] = {}
+    worst: dict[str, list[float]] = {}
+    for record, by_head in judged_pairs(path):
+        name = _set_of(record)
+        least = min((pair.signed for pair in by_head.values()), default=math.inf)
+        worst.setdefault(name, []).append(least)
+        heads = judged.setdefault(name, {})
         for head, pair in by_head.items():
-            judged.setdefault(head, []).append(pair)
-    chosen = _chosen(worst, count)
-    shown = [
-        _row(record, texts)
-        for number, (record, _) in enumerate(judged_pairs(path))
-        if number in chosen
-    ]
-    return {
-        "total": len(worst),
-        "pairs": shown,
-        "heads": {head: head_statistics(pairs) for head, pairs in judged.items()},
+            heads.setdefault(head, []).append(pair)
+    shares = even_shares([len(own) for own in worst.values()], count)
+    chosen = {
+        name: _chosen(own, share) for (name, own), share in zip(worst.items(), shares, strict=True)
     }
+    shown: dict[str, list[dict[str, Any]]] = {name: [] for name in worst}
+    numbers: Counter[str] = Counter()
+    for record, _ in judged_pairs(path):
+        name = _set_of(record)
+        if numbers[name] in chosen[name]:
+            shown[name].append(_row(record, texts))
+        numbers[name] += 1
+    return [
+        {
+            "set": name,
+            "total": len(worst[name]),
+            "pairs": shown[name],
+            "heads": {head: head_statistics(pairs) for head, pairs in judged[name].items()},
+        }
+        for name in worst
+    ]
+
+
+def _set_of(record: Mapping[str, Any]) -> str:
+    return str(record.get("set", record.get("dataloader", "")))
 
 
 def head_statistics(pairs: Sequence[Judged]) -> dict[str, Any]:

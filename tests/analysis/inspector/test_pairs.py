@@ -64,8 +64,8 @@ def line(margin: float | None, label: float | None, **more: Any) -> dict[str, An
 def test_the_worst_mistakes_are_kept_and_statistics_are_of_all(tmp_path: Path) -> None:
     path = tmp_path / "eval_scores_1.jsonl"
     write_lines(path, [line(float(at - 50), 1, row=at, source="s") for at in range(100)])
-    told = page_of(path, 20, Texts())
-    assert told["total"] == 100
+    (told,) = page_of(path, 20, Texts())
+    assert (told["set"], told["total"]) == ("", 100)
     assert told["heads"]["h"]["pairs"] == 100
     assert told["heads"]["h"]["accuracy"] == 0.495  # 49 right, one with equal scores
     margins = [pair["margins"]["h"] for pair in told["pairs"]]
@@ -75,10 +75,28 @@ def test_the_worst_mistakes_are_kept_and_statistics_are_of_all(tmp_path: Path) -
     assert max(margins) > 40
 
 
+def test_validation_sets_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "eval_scores_1.jsonl"
+    ours = [line(1.0, 1, set="ours", row=at) for at in range(10)]
+    theirs = [line(-1.0 - at, 1, set="theirs", row=at) for at in range(4)]
+    write_lines(path, [*ours[:5], *theirs, *ours[5:]])
+
+    first, second = page_of(path, 6, Texts())
+
+    assert [(one["set"], one["total"], len(one["pairs"])) for one in (first, second)] == [
+        ("ours", 10, 3),
+        ("theirs", 4, 3),
+    ]
+    assert (first["heads"]["h"]["accuracy"], second["heads"]["h"]["accuracy"]) == (1.0, 0.0)
+    assert [pair["margins"]["h"] for pair in second["pairs"]][-1] == -4.0  # its worst mistake
+    write_lines(path, [line(1.0, 1, dataloader=0), line(1.0, 1, dataloader=1)])
+    assert [one["set"] for one in page_of(path, 6, Texts())] == ["0", "1"]
+
+
 def test_unlabelled_equal_and_unscored_pairs_are_shown_and_not_counted(tmp_path: Path) -> None:
     path = tmp_path / "eval_scores_1.jsonl"
     write_lines(path, [line(1.0, None), line(1.0, 0), line(None, 1), line(2.0, 1)])
-    told = page_of(path, 10, Texts())
+    (told,) = page_of(path, 10, Texts())
     assert len(told["pairs"]) == 4
     assert told["heads"]["h"]["pairs"] == 1
 
