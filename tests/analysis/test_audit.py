@@ -319,3 +319,4 @@ def test_a_report_holds_what_was_found(tmp_path: Path) -> None:
     assert "unfilled templates" in page
     assert "train.jsonl:36" in page
     assert "Audit of &lt;data&gt;" in page
+    assert f'data-value="{1 / 6}">16.67%<' in page

@@ -226,3 +226,4 @@ def test_a_report_holds_every_figure(tmp_path: Path) -> None:
     page = as_page(lab, tmp_path / "rewards.html", "Rewards").read_text()
     assert "Without a value of none_for_a_tenth" in page
     assert "raises no alarm" in page
+    assert 'data-value="0.1">10.0% (5.8% to 16.7%)<' in page
