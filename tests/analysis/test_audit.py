@@ -171,6 +171,29 @@ def test_a_bias_to_the_longer_answer_is_told_with_its_interval(longer: int, seve
     assert 0.5 < measure.low < longer / 300 < measure.high
 
 
+def test_pairs_of_one_prompt_count_as_a_cluster() -> None:
+    rows = clean_pairs(60)
+    for number, row in enumerate(rows):
+        worse, better = sorted((row["chosen"], row["rejected"]), key=len)
+        better += "!"
+        row["chosen"], row["rejected"] = (better, worse) if number < 37 else (worse, better)
+    # answers that are other texts, and as long
+    copies = [
+        {**row, "chosen": row["chosen"].replace("e", vowel), "rejected": row["rejected"]}
+        for row in rows
+        for vowel in "aeiou"
+    ]
+
+    (alone,), (repeated,) = (
+        [one for one in audited(some).measures if "longer" in one.name] for some in (rows, copies)
+    )
+
+    assert (alone.of, repeated.of) == (60, 300)
+    assert repeated[1:4] == pytest.approx(alone[1:4])
+    # 37 of 60 may well be chance; 185 of 300 independent pairs would not
+    assert "length bias" not in tags(audited(copies), copies)
+
+
 def as_candidates(rows: Sequence[Row], first: int) -> list[Row]:
     """Write pairs in an order that says nothing, the first ``first`` of them better-first."""
     written = []
