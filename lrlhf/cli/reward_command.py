@@ -94,24 +94,40 @@ def run_rewards(config: Namespace, build: Callable[[], Rewards], path: Path) -> 
     """
     # not at the top: they bring torch
     from lrlhf.analysis.reward_lab.given import given_responses  # noqa: PLC0415
-    from lrlhf.analysis.reward_lab.scoring import score_responses  # noqa: PLC0415
+    from lrlhf.analysis.reward_lab.scoring import reads_media, score_responses  # noqa: PLC0415
     from lrlhf.analysis.reward_lab.times import with_times  # noqa: PLC0415
+    from lrlhf.datamodules.rows.media_rows import MediaReader  # noqa: PLC0415
+    from lrlhf.media import MediaOptions  # noqa: PLC0415
     from lrlhf.planning.checks.mistake import MistakeError  # noqa: PLC0415
     from lrlhf.planning.checks.models import check_models  # noqa: PLC0415
+    from lrlhf.planning.config_entries import is_ours, options_of  # noqa: PLC0415
 
     for name in ("json", "html"):
         check_output(name, config[name])
     if config.prompts_per_call < 1:
         raise ConfigError(f"--prompts_per_call is {config.prompts_per_call}; give 1 or more")
+    sections = config.as_dict()
+    rewards, trained = build(), check_models(sections["model"])
+    tokenizer, processor = (
+        (None, None) if trained is None else (trained.tokenizer(), trained.processor())
+    )
+    data = sections.get("data")
+    options = options_of(data).get("media") if is_ours(data) else None
+    media = MediaReader(processor, MediaOptions(**(options or {})))
     try:
-        given = given_responses(path)
+        given = given_responses(path, media, reads_media=reads_media(rewards))
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
-    rewards = build()
-    trained = check_models(config.model.as_dict())
-    tokenizer = None if trained is None else trained.tokenizer()
+    steps = sections["trainer"]["max_steps"]
     try:
-        scored = score_responses(given, rewards, tokenizer, config.prompts_per_call)
+        scored = score_responses(
+            given,
+            rewards,
+            tokenizer,
+            config.prompts_per_call,
+            max_steps=steps if steps and steps > 0 else None,
+            media=media,
+        )
     except (ValueError, ImportError, OSError) as error:
         raise MistakeError(("model", "rewards"), str(error)) from error
     lab = with_times(look_at(scored.responses, scored.unit), scored)

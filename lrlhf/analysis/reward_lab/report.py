@@ -71,7 +71,7 @@ def _part_json(part: Part) -> dict[str, Any]:
 
 
 def _share_json(share: Share) -> dict[str, Any]:
-    return {**vars(share), "share": share.value, "interval": list(share.interval)}
+    return {**vars(share), "share": share.value}
 
 
 def _rows_json(rows: Sequence[OddRow]) -> list[dict[str, Any]]:
