@@ -45,7 +45,7 @@ from lrlhf.cli.null_values import refuse_nulls
 from lrlhf.cli.parser import Parser
 from lrlhf.cli.plan_command import add_plan_options, describe_run
 from lrlhf.cli.replay_command import dump_and_options, show_replay
-from lrlhf.cli.reward_command import add_reward_options, responses_and_options, run_rewards
+from lrlhf.cli.reward_command import add_reward_options, run_rewards
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.cli.serve_command import serve_reward
 from lrlhf.cli.serve_policy_command import serve_policy
@@ -244,13 +244,8 @@ class RewardRunner(Reader):
     """Builds the rewards of a ``fit`` config, and runs them over given responses.
 
     Args:
-        responses: The file.
         arguments: Those of ``fit``, the command included.
     """
-
-    def __init__(self, responses: Path, arguments: Sequence[str]) -> None:
-        self._responses = responses
-        super().__init__(arguments)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.usage = (
@@ -262,7 +257,7 @@ class RewardRunner(Reader):
 
     def run_command(self, subcommand: str) -> None:
         options = self.config[subcommand]
-        run_rewards(options, CheapParts(options).all_rewards, self._responses)
+        run_rewards(options, CheapParts(options).all_rewards)
 
 
 class Exporter(Application):
@@ -390,10 +385,13 @@ def _application(
     if command == "replay":
         folder, options = dump_and_options(options)
         return partial(Replayer, folder), ["fit", *options]
-    if command == "reward":
-        responses, options = responses_and_options(options)
-        return partial(RewardRunner, responses), ["fit", *options]
-    readers = {"plan": Planner, "check": Checker, "audit": Auditor, "export": Exporter}
+    readers = {
+        "plan": Planner,
+        "check": Checker,
+        "audit": Auditor,
+        "reward": RewardRunner,
+        "export": Exporter,
+    }
     if command in readers:
         return readers[command], ["fit", *options]
     return Application, arguments
