@@ -19,7 +19,6 @@ from lrlhf.cli.messages.secrets import remember_secrets
 from lrlhf.cli.model_flags import with_sources
 from lrlhf.cli.readers import Auditor, Checker, Planner, RewardRunner
 from lrlhf.cli.replay_command import dump_and_options
-from lrlhf.cli.reward_command import responses_and_options
 from lrlhf.cli.serve_command import serve_reward
 from lrlhf.cli.serve_policy_command import serve_policy
 
@@ -71,10 +70,13 @@ def _application(
     if command == "replay":
         folder, options = dump_and_options(options)
         return partial(Replayer, folder), ["fit", *options]
-    if command == "reward":
-        responses, options = responses_and_options(options)
-        return partial(RewardRunner, responses), ["fit", *options]
-    readers = {"plan": Planner, "check": Checker, "audit": Auditor, "export": Exporter}
+    readers = {
+        "plan": Planner,
+        "check": Checker,
+        "audit": Auditor,
+        "reward": RewardRunner,
+        "export": Exporter,
+    }
     if command in readers:
         return readers[command], ["fit", *options]
     return Application, arguments

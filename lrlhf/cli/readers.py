@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -100,13 +98,8 @@ class RewardRunner(Reader):
     """Builds the rewards of a ``fit`` config, and runs them over given responses.
 
     Args:
-        responses: The file.
         arguments: Those of ``fit``, the command included.
     """
-
-    def __init__(self, responses: Path, arguments: Sequence[str]) -> None:
-        self._responses = responses
-        super().__init__(arguments)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.usage = (
@@ -118,4 +111,4 @@ class RewardRunner(Reader):
 
     def run_command(self, subcommand: str) -> None:
         options = self.config[subcommand]
-        run_rewards(options, CheapParts(options).all_rewards, self._responses)
+        run_rewards(options, CheapParts(options).all_rewards)

@@ -47,6 +47,8 @@ def report_run(arguments: Sequence[str]) -> None:
 
 def add_reward_options(parser: ArgumentParser) -> None:
     """Add what ``reward`` takes beside the options of ``fit``."""
+    # as an argument of the parser, which alone knows which words are values of options
+    parser.add_argument("responses", type=str, help="file of responses, or the folder of a run")
     parser.add_argument("--json", type=str | None, help="file for all figures")
     parser.add_argument("--html", type=str | None, help="file for a page with charts")
     parser.add_argument(
@@ -54,39 +56,12 @@ def add_reward_options(parser: ArgumentParser) -> None:
     )
 
 
-def responses_and_options(options: Sequence[str]) -> tuple[Path, list[str]]:
-    """Split what follows the command: the file of responses, and the options.
-
-    Raises:
-        ConfigError: There is no such file, or not one.
-    """
-    if {"-h", "--help"} & set(options):
-        return Path(), list(options)
-    values = {
-        index + 1 for index, word in enumerate(options) if word.startswith("-") and "=" not in word
-    }
-    alone = [
-        index
-        for index, word in enumerate(options)
-        if not word.startswith("-") and index not in values
-    ]
-    if len(alone) != 1:
-        named = ", ".join(options[index] for index in alone) or "none is given"
-        raise ConfigError(f"lrlhf reward --config FILE needs one file of responses ({named})")
-    path = Path(options[alone[0]])
-    path = path / "rollouts.jsonl" if path.is_dir() else path
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path}; give one with prompts and completions")
-    return path, [word for index, word in enumerate(options) if index != alone[0]]
-
-
-def run_rewards(config: Namespace, build: Callable[[], Rewards], path: Path) -> None:
+def run_rewards(config: Namespace, build: Callable[[], Rewards]) -> None:
     """Run the rewards of a config over a file of responses, and tell what they say.
 
     Args:
         config: Parsed.
         build: Makes the rewards.
-        path: The responses.
 
     Raises:
         ConfigError: The file or an option cannot be used.
@@ -94,24 +69,44 @@ def run_rewards(config: Namespace, build: Callable[[], Rewards], path: Path) -> 
     """
     # not at the top: they bring torch
     from lrlhf.analysis.reward_lab.given import given_responses  # noqa: PLC0415
-    from lrlhf.analysis.reward_lab.scoring import score_responses  # noqa: PLC0415
+    from lrlhf.analysis.reward_lab.scoring import reads_media, score_responses  # noqa: PLC0415
     from lrlhf.analysis.reward_lab.times import with_times  # noqa: PLC0415
+    from lrlhf.datamodules.rows.media_rows import MediaReader  # noqa: PLC0415
+    from lrlhf.media import MediaOptions  # noqa: PLC0415
     from lrlhf.planning.checks.mistake import MistakeError  # noqa: PLC0415
     from lrlhf.planning.checks.models import check_models  # noqa: PLC0415
+    from lrlhf.planning.config_entries import is_ours, options_of  # noqa: PLC0415
 
+    path = Path(config.responses)
+    path = path / "rollouts.jsonl" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}; give one with prompts and completions")
     for name in ("json", "html"):
         check_output(name, config[name])
     if config.prompts_per_call < 1:
         raise ConfigError(f"--prompts_per_call is {config.prompts_per_call}; give 1 or more")
+    sections = config.as_dict()
+    rewards, trained = build(), check_models(sections["model"])
+    tokenizer, processor = (
+        (None, None) if trained is None else (trained.tokenizer(), trained.processor())
+    )
+    data = sections.get("data")
+    options = options_of(data).get("media") if is_ours(data) else None
+    media = MediaReader(processor, MediaOptions(**(options or {})))
     try:
-        given = given_responses(path)
+        given = given_responses(path, media, reads_media=reads_media(rewards))
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
-    rewards = build()
-    trained = check_models(config.model.as_dict())
-    tokenizer = None if trained is None else trained.tokenizer()
+    steps = sections["trainer"]["max_steps"]
     try:
-        scored = score_responses(given, rewards, tokenizer, config.prompts_per_call)
+        scored = score_responses(
+            given,
+            rewards,
+            tokenizer,
+            config.prompts_per_call,
+            max_steps=steps if steps and steps > 0 else None,
+            media=media,
+        )
     except (ValueError, ImportError, OSError) as error:
         raise MistakeError(("model", "rewards"), str(error)) from error
     lab = with_times(look_at(scored.responses, scored.unit), scored)

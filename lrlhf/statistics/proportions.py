@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from statistics import NormalDist
 
 
-def wilson_interval(count: int, total: int, level: float = 0.95) -> tuple[float, float]:
+def wilson_interval(count: float, total: float, level: float = 0.95) -> tuple[float, float]:
     """Return the score interval of a share, which lies in [0, 1] however small the sample is.
 
     Args:
@@ -40,3 +42,44 @@ def unseen_share(total: int, level: float = 0.95) -> float:
         one-sided
     """
     return float(1 - (1 - level) ** (1 / total))
+
+
+def share_interval(
+    outcomes: Sequence[bool], clusters: Sequence[Hashable], level: float = 0.95
+) -> tuple[float, float]:
+    """Return the interval of a share of outcomes that depend on each other within clusters.
+
+    It is Wilson's of so many independent outcomes as say as much as these:
+
+        n* = min(n, 1 + p (1 - p) / SE²),   SE² = G / (G - 1) · Σ_g (Σ_i (x_gi - p))² / n²
+
+    With one outcome in each cluster that is n, and with several that are always equal the number of
+    clusters, G; it is G too where all outcomes are the same.
+
+    Args:
+        outcomes: What the share is of.
+        clusters: What each outcome belongs to, such as its prompt.
+        level: How often such intervals hold the true share.
+
+    Raises:
+        ValueError: There is not one cluster for each outcome.
+
+    Reference:
+        Franco, Little, Louis and Slud 2019, https://doi.org/10.1093/jssam/smy019 (Wilson's interval
+        with the effective sample size); Miller 2024, eq. 4, https://arxiv.org/abs/2411.00640 (SE)
+    """
+    count = len(outcomes)
+    if not count:
+        return wilson_interval(0, 0, level)
+    share = sum(outcomes) / count
+    gaps: dict[Hashable, float] = defaultdict(float)
+    for outcome, cluster in zip(outcomes, clusters, strict=True):
+        gaps[cluster] += outcome - share
+    effective = float(len(gaps))
+    if 0 < share < 1 and len(gaps) > 1:
+        squares = math.fsum(gap * gap for gap in gaps.values())
+        variance = squares * len(gaps) / (len(gaps) - 1) / count**2
+        # a sum that rounding alone keeps from zero
+        known = variance > 1e-15
+        effective = min(float(count), 1 + share * (1 - share) / variance) if known else count
+    return wilson_interval(share * effective, effective, level)

@@ -171,6 +171,29 @@ def test_a_bias_to_the_longer_answer_is_told_with_its_interval(longer: int, seve
     assert 0.5 < measure.low < longer / 300 < measure.high
 
 
+def test_pairs_of_one_prompt_count_as_a_cluster() -> None:
+    rows = clean_pairs(60)
+    for number, row in enumerate(rows):
+        worse, better = sorted((row["chosen"], row["rejected"]), key=len)
+        better += "!"
+        row["chosen"], row["rejected"] = (better, worse) if number < 37 else (worse, better)
+    # answers that are other texts, and as long
+    copies = [
+        {**row, "chosen": row["chosen"].replace("e", vowel), "rejected": row["rejected"]}
+        for row in rows
+        for vowel in "aeiou"
+    ]
+
+    (alone,), (repeated,) = (
+        [one for one in audited(some).measures if "longer" in one.name] for some in (rows, copies)
+    )
+
+    assert (alone.of, repeated.of) == (60, 300)
+    assert repeated[1:4] == pytest.approx(alone[1:4])
+    # 37 of 60 may well be chance; 185 of 300 independent pairs would not
+    assert "length bias" not in tags(audited(copies), copies)
+
+
 def as_candidates(rows: Sequence[Row], first: int) -> list[Row]:
     """Write pairs in an order that says nothing, the first ``first`` of them better-first."""
     written = []
@@ -193,11 +216,13 @@ def test_a_bias_to_the_first_answer_is_found_where_the_order_says_nothing() -> N
 
 def test_swapped_candidates_with_a_swapped_label_are_duplicates_and_contradict_nothing() -> None:
     rows = as_candidates(clean_pairs(60), 30)
-    copy = {**rows[3], "tag": "copy", "label": "B"}
-    copy["candidate0"], copy["candidate1"] = copy["candidate1"], copy["candidate0"]
-    rows.append(copy)
+    rows[5]["label"] = "C"  # a tie
+    for number, label in ((3, "B"), (5, "C")):
+        copy = {**rows[number], "tag": f"copy of {number}", "label": label}
+        copy["candidate0"], copy["candidate1"] = copy["candidate1"], copy["candidate0"]
+        rows.append(copy)
 
-    assert tags(audited(rows), rows) == {"exact duplicates": {"copy"}}
+    assert tags(audited(rows), rows) == {"exact duplicates": {"copy of 3", "copy of 5"}}
 
 
 def test_labels_that_were_turned_round_are_doubted() -> None:
@@ -241,6 +266,31 @@ def test_rows_held_out_by_the_data_module_are_its_validation_rows() -> None:
 
     assert found.totals == found.usable == {"train": 60, "validation": 20}
     assert found.findings == []
+
+
+def test_files_of_the_same_name_keep_their_leaks_apart() -> None:
+    draw = random.Random(6)
+    train, val, more = clean_pairs(30), clean_pairs(20, seed=1), clean_pairs(20, seed=2)
+    train += [{**row, "prompt": question(draw)} for row in clean_pairs(2, seed=3)]
+    val[4]["prompt"] = train[30]["prompt"]
+    more[4]["prompt"] = train[31]["prompt"].replace("number", "no.", 1)
+    data = PreferenceDataModule(
+        train=Rows(train, "train.jsonl"),
+        val={"one": Rows(val, "val.jsonl"), "two": Rows(more, "val.jsonl")},
+        max_tokens=MAX_TOKENS,
+    )
+
+    found = audit(data, BESIDE)
+
+    leaks = {
+        finding.name: [row[:2] for row in finding.rows]
+        for finding in found.findings
+        if "leaks" in finding.name
+    }
+    assert leaks == {
+        "leaks between train and validation": [("one validation", "val.jsonl:5")],
+        "near leaks between train and validation": [("two validation", "val.jsonl:5")],
+    }
 
 
 def test_prompts_are_audited_with_the_room_that_their_responses_need() -> None:
@@ -292,3 +342,4 @@ def test_a_report_holds_what_was_found(tmp_path: Path) -> None:
     assert "unfilled templates" in page
     assert "train.jsonl:36" in page
     assert "Audit of &lt;data&gt;" in page
+    assert f'data-value="{1 / 6}">16.67%<' in page

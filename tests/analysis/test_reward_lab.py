@@ -5,16 +5,22 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from PIL import Image
 
 from lrlhf.analysis.reward_lab import Lab, Response, as_json, as_page, as_text, look_at
 from lrlhf.analysis.reward_lab.given import given_responses
 from lrlhf.analysis.reward_lab.lab import Part
-from lrlhf.analysis.reward_lab.scoring import ScoredResponses, score_responses
+from lrlhf.analysis.reward_lab.scoring import ScoredResponses, reads_media, score_responses
+from lrlhf.analysis.reward_lab.shown import of_record
 from lrlhf.analysis.reward_lab.times import with_times
+from lrlhf.datamodules.rows.media_rows import MediaReader
+from lrlhf.media import MediaProcessor, MediaRefs
 from lrlhf.rewards import Rewards
+from lrlhf.rewards.functions.numeric_answer import NumericAnswer
+from lrlhf.statistics.proportions import wilson_interval
 from tests.conftest import build_tokenizer
 
 NAN = math.nan
@@ -146,11 +152,153 @@ def test_rows_and_messages_reach_the_functions(tmp_path: Path) -> None:
     assert seen["answer"] == ["four"]
 
 
+def groups_of(path: Path, *functions: Any, media: MediaReader = MediaReader()) -> list[int]:  # noqa: B008
+    """Number the group of each response in the order of the file."""
+    given = given_responses(path, media)
+    found = score_responses(given, Rewards(list(functions)), build_tokenizer(), media=media)
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(one.group, len(numbers)) for one in found.responses]
+
+
+def test_functions_get_the_columns_that_a_run_adds_and_those_that_other_rows_have(
+    tmp_path: Path,
+) -> None:
+    seen: dict[str, list[Any]] = {"step": [], "max_steps": [], "answer": []}
+
+    def looks(completions: Any, step: Any, max_steps: Any, answer: Any) -> list[float]:
+        for name, values in (("step", step), ("max_steps", max_steps), ("answer", answer)):
+            seen[name] += values
+        return [1.0] * len(completions)
+
+    path = write(tmp_path / "rows.jsonl", [
+        {"prompt": "a", "completion": "b", "answer": "x"},
+        {"prompt": "c", "completion": "d"},
+        {"prompt": "e", "completion": "f", "step": 7},
+        {"prompt": "g", "completion": "h", "columns": {"answer": "y"}, "rewards": {}, "step": 30,
+         "rank": 0, "group": 0},
+    ])  # fmt: skip
+
+    score_responses(given_responses(path), Rewards([looks]), build_tokenizer(), max_steps=40)
+
+    assert seen == {"step": [0, 0, 7, 30], "max_steps": [40] * 4, "answer": ["x", None, None, "y"]}
+
+
+def test_a_prompt_stands_in_for_messages_that_are_null(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "rows.jsonl", [{"messages": None, "prompt": "asked", "completion": "b"}]
+    )
+
+    assert [one.prompt for one in given_responses(path)] == ["asked"]
+
+
+def evaluated(**more: Any) -> dict[str, Any]:
+    """A line of an evaluation: the first prompt of its batch has the group 0."""
+    return {"step": 5, "group": 0, "prompt": "p", "completion": "1a", "columns": {}, "rewards": {},
+            **more}  # fmt: skip
+
+
+def test_evaluations_of_several_sets_and_batches_are_not_merged(tmp_path: Path) -> None:
+    path = write(tmp_path / "eval_scores_5.jsonl", [
+        evaluated(set="one", source="a.jsonl", row=1, sample=0),
+        evaluated(set="one", source="a.jsonl", row=1, sample=1),
+        evaluated(set="one", source="a.jsonl", row=2),  # of the next batch
+        evaluated(set="two", source="a.jsonl", row=1),
+        evaluated(set="one", source="b.jsonl", row=1),
+        evaluated(set="one", source="a.jsonl", row=1, temperature=1.0),
+        evaluated(set="one", source="a.jsonl", row=1, step=6),
+    ])  # fmt: skip
+
+    assert groups_of(path, digit) == [0, 0, 1, 2, 3, 4, 5]
+
+
+def test_the_ranks_of_a_run_are_not_merged(tmp_path: Path) -> None:
+    places = [(0, 0, 1), (0, 0, 1), (1, 0, 1), (0, 1, 1)]
+    path = write(tmp_path / "rollouts.jsonl", [
+        evaluated(rank=rank, group=group, source="a.jsonl", row=row) for rank, group, row in places
+    ])  # fmt: skip
+
+    # the same row again in a step is a group of its own
+    assert groups_of(path, digit) == [0, 0, 1, 2]
+
+
+def test_prompts_with_equal_text_and_other_answers_are_not_the_same(tmp_path: Path) -> None:
+    def right(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
+        return [float(one == wanted) for one, wanted in zip(completions, answer, strict=True)]
+
+    rows = [{"prompt": "p", "completion": "1", "answer": answer, "id": at}
+            for at, answer in enumerate("1121")]  # fmt: skip
+    path = write(tmp_path / "rows.jsonl", rows)
+
+    assert groups_of(path, right) == [0, 0, 1, 0]
+    assert groups_of(path, digit) == [0, 0, 0, 0]
+    assert groups_of(path, NumericAnswer(answer_column="answer")) == [0, 0, 1, 0]
+
+
+def image(folder: Path, name: str, width: int) -> str:
+    Image.new("RGB", (width, 8)).save(folder / name)
+    return name
+
+
+def test_images_of_rows_reach_the_functions_and_tell_prompts_apart(tmp_path: Path) -> None:
+    # what reads the rows needs none of its methods
+    media = MediaReader(cast(MediaProcessor, object()))
+    small, large = image(tmp_path, "small.png", 8), image(tmp_path, "large.png", 16)
+    turns = [{"role": "user", "content": [{"type": "image", "image": small},
+                                          {"type": "text", "text": "What is it?"}]}]  # fmt: skip
+    bare = [{"role": "user", "content": [{"type": "image"}]}]
+    path = write(tmp_path / "rows.jsonl", [
+        {"prompt": "p", "completions": ["1a", "2b"], "image": small},
+        {"prompt": "p", "completion": "3c", "images": [large, small]},
+        {"prompt": turns, "completion": "4d"},
+        evaluated(source="s", row=1, messages=bare, media=[str(tmp_path / large)]),
+        {"prompt": "p", "completion": "5e"},
+    ])  # fmt: skip
+    seen: list[Any] = []
+
+    def looks(prompts: Any, images: Any, videos: Any) -> list[float]:
+        assert videos == [[]] * len(prompts)
+        seen.extend([one.width for one in shown] for shown in images)
+        return [1.0] * len(prompts)
+
+    assert groups_of(path, looks, media=media) == [0, 0, 1, 2, 3, 4]
+    assert seen == [[8], [8], [16, 8], [8], [16], []]
+    assert given_responses(path, media)[3].prompt == (
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
+    )
+    assert groups_of(path, digit, media=media) == [0, 0, 1, 2, 3, 4]
+
+
+def test_an_image_that_cannot_be_read_is_named_where_a_function_asks_for_it(tmp_path: Path) -> None:
+    media = MediaReader(cast(MediaProcessor, object()))
+    path = write(tmp_path / "rows.jsonl", [
+        {"prompt": "p", "completion": "1", "image": image(tmp_path, "there.png", 8)},
+        {"prompt": "p", "completion": "1", "image": "missing.png"},
+    ])  # fmt: skip
+
+    def looks(images: Sequence[Any]) -> list[float]:
+        return [1.0 for _ in images]
+
+    assert (reads_media(Rewards([looks])), reads_media(Rewards([digit]))) == (True, False)
+    with pytest.raises(ValueError, match=r"row 2: .*missing\.png"):
+        given_responses(path, media, reads_media=True)
+    assert len(given_responses(path, media)) == 2
+
+
+def test_videos_of_a_run_are_told_from_images() -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "video"}]
+    chat = evaluated(messages=[{"role": "user", "content": parts}], media=["a.png", "b.gif"])
+
+    assert of_record(chat) == MediaRefs(("a.png",), ("b.gif",))
+    assert of_record(evaluated(media=["a.png", "b.mp4"])) == MediaRefs(("a.png",), ("b.mp4",))
+    assert of_record(evaluated()) == MediaRefs()
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
         ({"prompt": "a", "response": "b"}, "row 2: there is no column completion or completions"),
         ({"completion": "b"}, "row 2: prompt is None"),
+        ({"prompt": "a", "completions": []}, "row 2: completions is an empty list"),
         ({"prompt": "a", "completion": 3}, "row 2: completion is 3"),
         ({"prompt": "a", "completion": [{"content": "b"}]}, "row 2: completion has a turn without"),
     ],
@@ -164,7 +312,7 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, row: dict[str, Any],
 
 def response(group: int, score: float, length: int = 1, step: int = 1, **parts: float) -> Response:
     return Response(
-        place=f"rollouts.jsonl:{group}", group=(step, group), step=step, prompt="p",
+        place=f"rollouts.jsonl:{group}", group=(step, group), asked=group, step=step, prompt="p",
         completion="c", length=length, score=score, parts=parts or {"part": score},
     )  # fmt: skip
 
@@ -184,6 +332,22 @@ def test_signal_and_variance_are_those_of_the_groups() -> None:
     assert score.distribution.median == 3
     assert score.distribution.mean == pytest.approx(25 / 7)
     assert score.distribution.distinct == 5
+
+
+def test_responses_to_one_prompt_are_a_cluster_of_the_intervals() -> None:
+    # in each of 40 steps the same four responses to one of 20 prompts, of a few no score
+    rows = [
+        response(step % 20, NAN if step % 20 < 3 else float(k), step=step)
+        for step in range(40)
+        for k in range(4)
+    ]
+
+    score = part_of(look_at(rows), "score")
+
+    assert (score.missing.count, score.missing.of) == (24, 160)
+    assert score.missing.interval == pytest.approx(wilson_interval(3, 20))
+    assert (score.no_signal.count, score.no_signal.of) == (0, 34)
+    assert score.no_signal.interval == pytest.approx(wilson_interval(0, 17))
 
 
 def test_odd_rows_are_the_high_and_short_ones_and_those_that_parts_dispute() -> None:
@@ -226,3 +390,4 @@ def test_a_report_holds_every_figure(tmp_path: Path) -> None:
     page = as_page(lab, tmp_path / "rewards.html", "Rewards").read_text()
     assert "Without a value of none_for_a_tenth" in page
     assert "raises no alarm" in page
+    assert 'data-value="0.1">10.0% (5.8% to 16.7%)<' in page

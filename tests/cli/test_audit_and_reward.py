@@ -115,10 +115,33 @@ def test_reward_runs_the_rewards_of_a_config_without_its_policy(
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ["answers.jsonl", "--config", "prompts.yaml", "--model.reference.kl_coef=0"],
+        ["--config=prompts.yaml", "--json=out.json", "answers.jsonl"],
+        # values that look like options, and options that look like values
+        ["--config", "prompts.yaml", "--trainer.max_steps", "-1", "answers.jsonl"],
+        ["--config", "prompts.yaml", "--data.train", "prompts.jsonl", "answers.jsonl"],
+        ["--config", "prompts.yaml", "--", "answers.jsonl"],
+    ],
+)
+def test_the_file_of_responses_stands_anywhere_among_the_options(
+    prompts: str, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert prompts == "prompts.yaml"
+    write_rows("answers.jsonl", [{"prompt": "1 + 1 =", "completion": "2", "answer": "2"}])
+
+    assert main(["reward", *arguments]) == 0
+
+    assert "1 responses to 1 prompts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["missing.jsonl"], "there is no file missing.jsonl"),
-        ([], "needs one file of responses (none is given)"),
+        ([], "responses: required, but missing"),
+        (["bare.jsonl", "prompts.jsonl"], "prompts.jsonl"),
         (["prompts.jsonl"], "prompts.jsonl, row 1: there is no column completion"),
         (["bare.jsonl"], "reward function 'digits': reward function 'digits' takes an argument"),
         (["bare.jsonl", "--prompts_per_call", "0"], "--prompts_per_call is 0; give 1 or more"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lrlhf.analysis.audit.findings import Finding, Measure, Severity
 from lrlhf.analysis.audit.rows import AuditedRow
-from lrlhf.statistics.proportions import wilson_interval
+from lrlhf.statistics.proportions import share_interval
 
 _NOTED, _GRAVE = 0.05, 0.15
 """How far from one half a share must be to be a finding, and to be a warning."""
@@ -18,18 +18,18 @@ def biases(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure]]:
 
     Ties, and for the length pairs of equally long answers, do not count. The position is only
     that of candidates in an order that does not tell which is better (``candidate0``,
-    ``candidate1``).
+    ``candidate1``). Of the intervals, pairs of one prompt are a cluster.
     """
     judged = [(row, row.preferred) for row in rows if row.preferred is not None]
     longer = [
-        row.answer_tokens[better] > row.answer_tokens[1 - better]
+        (row.answer_tokens[better] > row.answer_tokens[1 - better], row.keys)
         for row, better in judged
         if len(set(row.answer_tokens)) == 2
     ]
-    first = [better == 0 for row, better in judged if row.unordered]
+    first = [(better == 0, row.keys) for row, better in judged if row.unordered]
     findings: list[Finding] = []
     measures: list[Measure] = []
-    for name, preferred, outcomes, meaning, remedy in (
+    for name, preferred, found, meaning, remedy in (
         (
             "length bias",
             "longer answer preferred",
@@ -46,8 +46,9 @@ def biases(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure]]:
             "Judge each pair in both orders, or shuffle the candidates before they are judged.",
         ),
     ):
+        outcomes, prompts = [one for one, _ in found], [keys for _, keys in found]
         count, of = sum(outcomes), len(outcomes)
-        low, high = wilson_interval(count, of)
+        low, high = share_interval(outcomes, prompts)
         if of:
             measures.append(Measure(f"{preferred} (share)", count / of, low, high, of))
         if of and not low <= 0.5 <= high and abs(count / of - 0.5) >= _NOTED:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lrlhf.analysis.audit.findings import FaultKind, Finding, Measure, RowToLookAt
 from lrlhf.analysis.audit.rows import AuditedRow
-from lrlhf.statistics.proportions import wilson_interval
+from lrlhf.statistics.proportions import share_interval
 
 DOUBTFUL = FaultKind(
     "doubtful labels",
@@ -46,8 +46,8 @@ def label_noise(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure
     if len(prompts) < _FEWEST:
         return [], [Measure("label noise", f"not looked at: needs {_FEWEST} prompts or more")]
     logits = _held_out_logits(judged, np.array([prompts[row.keys] for row in judged]))
-    right, of = int((logits > 0).sum()), len(judged)
-    low, high = wilson_interval(right, of)
+    outcomes, of = (logits > 0).tolist(), len(judged)
+    right, (low, high) = sum(outcomes), share_interval(outcomes, [row.keys for row in judged])
     measures = [Measure("cross-fitted model: accuracy on unseen pairs", right / of, low, high, of)]
     if low < _BETTER_THAN_CHANCE:
         told = "nothing can be said: the cross-fitted model is hardly better than chance"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 
 from lrlhf.analysis.audit.findings import FaultKind, Finding, RowToLookAt
 from lrlhf.analysis.audit.rows import AuditedData, AuditedRow
@@ -74,14 +74,15 @@ def repeated_rows(data: AuditedData) -> list[Finding]:
         *CONTRADICTION.found(_contradictions(data.rows), total),
         *EQUAL.found(_equal(data), total),
         *LEAK.found(leaked.values(), held),
-        *NEAR_LEAK.found(_near_leaks(data.rows, {*leaked}), held),
+        *NEAR_LEAK.found(_near_leaks(data.rows, leaked), held),
     ]
 
 
 def _identity(row: AuditedRow) -> Hashable:
     """Return what an exact duplicate shares, in whatever order its candidates stand."""
     labels = {
-        candidate: tuple(sign * label for label in row.labels)
+        # 0 added: a tie is 0.0 the other way round too, not -0.0
+        candidate: tuple(sign * label + 0.0 for label in row.labels)
         for candidate, sign in zip(row.candidates, (1.0, -1.0), strict=False)
     }
     # NaN is not equal to itself
@@ -162,22 +163,25 @@ def _equal(data: AuditedData) -> Iterator[RowToLookAt]:
             yield RowToLookAt(row.split, row.place, "equal but for case and white space")
 
 
-def _leaks(rows: Sequence[AuditedRow]) -> Iterator[tuple[str, RowToLookAt]]:
+def _leaks(rows: Sequence[AuditedRow]) -> Iterator[tuple[tuple[str, str], RowToLookAt]]:
     trained = {key: row.place for row in rows if row.split == "train" for key in row.keys}
     for row in rows:
         shared = [trained[key] for key in row.keys if key in trained]
         if row.split != "train" and shared:
-            yield row.place, RowToLookAt(row.split, row.place, f"prompt also in {shared[0]}")
+            told = RowToLookAt(row.split, row.place, f"prompt also in {shared[0]}")
+            yield (row.split, row.place), told
 
 
-def _near_leaks(rows: Sequence[AuditedRow], leaked: set[str]) -> Iterator[RowToLookAt]:
+def _near_leaks(
+    rows: Sequence[AuditedRow], leaked: Container[tuple[str, str]]
+) -> Iterator[RowToLookAt]:
     of_train: dict[str, AuditedRow] = {}
     of_held: dict[str, list[AuditedRow]] = defaultdict(list)
     for row in rows:
         text = "\n\n".join((row.prompt.strip() or "\n\n".join(row.answers), _context(row)))
         if row.split == "train":
             of_train.setdefault(text, row)
-        elif row.place not in leaked:
+        elif (row.split, row.place) not in leaked:
             of_held[text].append(row)
     if not of_held:
         return

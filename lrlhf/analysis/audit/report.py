@@ -9,7 +9,7 @@ from typing import Any
 
 from lrlhf.analysis.audit.audit import Audit
 from lrlhf.analysis.audit.findings import Finding, Measure
-from lrlhf.analysis.page import Section, Table, Text, write_page
+from lrlhf.analysis.page import Number, Section, Table, Text, write_page
 
 _IN_TEXT, _ON_PAGE = 3, 200
 _WIDTH = 100
@@ -57,7 +57,10 @@ def as_page(audit: Audit, path: str | Path, title: str) -> Path:
             Table(["data", "rows", "usable"], counts),
             Table(
                 ["severity", "finding", "rows", "of", "share"],
-                [[f.severity, f.name, f.count, f.of, f"{f.share:.2%}"] for f in audit.findings],
+                [
+                    [f.severity, f.name, f.count, f.of, Number(f.share, f"{f.share:.2%}")]
+                    for f in audit.findings
+                ],
                 title="Findings",
                 note="" if audit.findings else "Nothing was found.",
             ),

@@ -51,10 +51,9 @@ def write_inspector(
         content = packed(data)
         if max_responses is not None or len(content) <= _DATA_BYTES or count == 1:
             break
-        count = max(
-            1,
-            int(min(count, data["responses"]["size"] or count) * 0.9 * _DATA_BYTES / len(content)),
-        )
+        pairs = sum(len(one["pairs"]) for one in data["evaluations"])
+        shown = max(data["responses"]["size"], pairs) or count
+        count = max(1, int(min(count, shown) * 0.9 * _DATA_BYTES / len(content)))
     path = write_document(
         output,
         _PACKAGE,

@@ -105,13 +105,15 @@ def page_data(
 
 
 def _evaluations(runs: Sequence[RunSources], count: int, texts: Texts) -> list[dict[str, Any]]:
-    """Return the evaluations of reward models, each with its share of the pairs."""
+    """Return the evaluations of reward models by validation set, each with a share of the pairs."""
     places = [
         (index, step, path) for index, run in enumerate(runs) for step, path in run.pairs.items()
     ]
     each = max(1, count // max(1, len(places)))
     return [
-        {"run": index, "step": step, **page_of(path, each, texts)} for index, step, path in places
+        {"run": index, "step": step, **of_set}
+        for index, step, path in places
+        for of_set in page_of(path, each, texts)
     ]
 
 

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lrlhf.analysis.inspector.sampling import even_shares
 from lrlhf.analysis.inspector.texts import Texts, short_number
 from lrlhf.analysis.run_files import records
 
 _BINS = 10
-_OWN = {"step", "source", "row", "prompt", "candidate0", "candidate1", "labels", "scores0"}
+_OWN = {
+    "step",
+    "set",
+    "dataloader",
+    "source",
+    "row",
+    "prompt",
+    "candidate0",
+    "candidate1",
+    "labels",
+    "scores0",
+}
 _OWN |= {"scores1", "margins", "info", "media"}
 
 
@@ -54,46 +67,63 @@ def judged_pairs(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Judged]
         yield record, found
 
 
-def page_of(path: Path, count: int, texts: Texts) -> dict[str, Any]:
-    """Return an evaluation as the page reads it.
+def page_of(path: Path, count: int, texts: Texts) -> list[dict[str, Any]]:
+    """Return an evaluation as the page reads it, each validation set by itself.
 
     Args:
         path: Its file.
-        count: Pairs to show at most; then half of them are the worst mistakes, and the others are
-            taken at even distances. The statistics are of all pairs.
+        count: Pairs to show at most, as many of each set as of every other; of a set that has
+            more, half are the worst mistakes, and the others are taken at even distances. The
+            statistics are of all pairs.
         texts: Takes the texts.
 
     Raises:
         ValueError: A line is no pair; names file and line.
     """
-    judged: dict[str, list[Judged]] = {}
-    worst: list[float] = []
-    for _, by_head in judged_pairs(path):
-        worst.append(min((pair.signed for pair in by_head.values()), default=math.inf))
+    judged: dict[str, dict[str, list[Judged]]] = {}
+    worst: dict[str, list[float]] = {}
+    for record, by_head in judged_pairs(path):
+        name = _set_of(record)
+        least = min((pair.signed for pair in by_head.values()), default=math.inf)
+        worst.setdefault(name, []).append(least)
+        heads = judged.setdefault(name, {})
         for head, pair in by_head.items():
-            judged.setdefault(head, []).append(pair)
-    chosen = _chosen(worst, count)
-    shown = [
-        _row(record, texts)
-        for number, (record, _) in enumerate(judged_pairs(path))
-        if number in chosen
-    ]
-    return {
-        "total": len(worst),
-        "pairs": shown,
-        "heads": {head: head_statistics(pairs) for head, pairs in judged.items()},
+            heads.setdefault(head, []).append(pair)
+    shares = even_shares([len(own) for own in worst.values()], count)
+    chosen = {
+        name: _chosen(own, share) for (name, own), share in zip(worst.items(), shares, strict=True)
     }
+    shown: dict[str, list[dict[str, Any]]] = {name: [] for name in worst}
+    numbers: Counter[str] = Counter()
+    for record, _ in judged_pairs(path):
+        name = _set_of(record)
+        if numbers[name] in chosen[name]:
+            shown[name].append(_row(record, texts))
+        numbers[name] += 1
+    return [
+        {
+            "set": name,
+            "total": len(worst[name]),
+            "pairs": shown[name],
+            "heads": {head: head_statistics(pairs) for head, pairs in judged[name].items()},
+        }
+        for name in worst
+    ]
+
+
+def _set_of(record: Mapping[str, Any]) -> str:
+    return str(record.get("set", record.get("dataloader", "")))
 
 
 def head_statistics(pairs: Sequence[Judged]) -> dict[str, Any]:
     """Return what the labelled pairs say of a head.
 
-    ``accuracy``: the share of pairs in which the better candidate has the higher score.
-    ``calibration``: for ten ranges of the predicted probability, sigmoid(|margin|) in [0.5, 1],
-    that the candidate with the higher score is better: pairs, mean prediction, and share in which
-    it is. ``calibration_error``: the mean distance of the two, weighted by pairs.
-    ``length``: shares of pairs in which model and people prefer the longer text, and the
-    correlation of margin and difference in length.
+    ``accuracy``: the share of pairs in which the better candidate has the higher score, where equal
+    scores count half, here and below. ``calibration``: for ten ranges of the predicted
+    probability, sigmoid(|margin|) in [0.5, 1], that the candidate with the higher score is better:
+    pairs, mean prediction, and share in which it is. ``calibration_error``: the mean distance of
+    the two, weighted by pairs. ``length``: shares of pairs in which model and people prefer the
+    longer text, and the correlation of margin and difference in length.
     """
     bins: list[list[Judged]] = [[] for _ in range(_BINS)]
     for pair in pairs:
@@ -103,7 +133,7 @@ def head_statistics(pairs: Sequence[Judged]) -> dict[str, Any]:
         {
             "pairs": len(part),
             "predicted": statistics.fmean(_sigmoid(abs(pair.margin)) for pair in part),
-            "right": _share(pair.signed > 0 for pair in part),
+            "right": _share_won(pair.signed for pair in part),
         }
         for part in bins
         if part
@@ -111,7 +141,7 @@ def head_statistics(pairs: Sequence[Judged]) -> dict[str, Any]:
     gaps = (entry["pairs"] * abs(entry["predicted"] - entry["right"]) for entry in calibration)
     return {
         "pairs": len(pairs),
-        "accuracy": _share(pair.signed > 0 for pair in pairs),
+        "accuracy": _share_won(pair.signed for pair in pairs),
         "calibration": calibration,
         "calibration_error": sum(gaps) / len(pairs),
         "length": _length_bias(pairs),
@@ -126,8 +156,8 @@ def _length_bias(pairs: Sequence[Judged]) -> dict[str, Any] | None:
     varied = min(len(set(margins)), len(set(lengths))) > 1
     return {
         "pairs": len(told),
-        "model_prefers_longer": _share(pair.margin * length > 0 for pair, length in told),
-        "people_prefer_longer": _share(pair.label * length > 0 for pair, length in told),
+        "model_prefers_longer": _share_won(pair.margin * length for pair, length in told),
+        "people_prefer_longer": _share_won(pair.label * length for pair, length in told),
         "correlation": statistics.correlation(margins, lengths) if varied else None,
     }
 
@@ -163,5 +193,5 @@ def _sigmoid(value: float) -> float:
     return 1 / (1 + math.exp(-value))
 
 
-def _share(values: Any) -> float:
-    return statistics.fmean(map(float, values))
+def _share_won(gaps: Iterable[float]) -> float:
+    return statistics.fmean(0.5 if gap == 0 else float(gap > 0) for gap in gaps)

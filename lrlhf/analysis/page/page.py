@@ -9,7 +9,20 @@ from typing import Any, NamedTuple
 
 from lrlhf.analysis.page.document import write_document
 
-Cell = str | float | int | bool | None
+
+class Number(NamedTuple):
+    """A number that is shown as another text than its digits, such as a share with its interval.
+
+    Attributes:
+        value: By which its column is sorted.
+        text: What is shown.
+    """
+
+    value: float
+    text: str
+
+
+Cell = str | float | int | bool | Number | None
 
 
 class Text(NamedTuple):
@@ -101,6 +114,7 @@ def write_page(path: str | Path, title: str, sections: Sequence[Section], lead: 
         lead=lead,
         sections=sections,
         shown=_shown,
+        sorted_by=_sorted_by,
     )
 
 
@@ -108,6 +122,15 @@ def _shown(cell: Cell) -> str:
     """Return a cell as people read it."""
     if cell is None:
         return ""
+    if isinstance(cell, Number):
+        return cell.text
     if isinstance(cell, float):
         return f"{cell:,.4g}" if abs(cell) < 1e4 else f"{cell:,.0f}"
     return f"{cell:,}" if isinstance(cell, int) and not isinstance(cell, bool) else str(cell)
+
+
+def _sorted_by(cell: Cell) -> float | int | None:
+    """Return the number that a cell is sorted by; None: it is text."""
+    if isinstance(cell, Number):
+        return cell.value
+    return cell if isinstance(cell, float | int) and not isinstance(cell, bool) else None

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lrlhf.analysis.reward_lab.responses import Response
 from lrlhf.statistics.correlation import Correlation, ranks, spearman_interval
-from lrlhf.statistics.proportions import wilson_interval
+from lrlhf.statistics.proportions import share_interval
 
 SCORE = "score"
 LENGTH = "length"
@@ -24,20 +24,17 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Share:
-    """A part of so many, with its 95 % interval."""
+    """A part of so many."""
 
     count: int
     of: int
+    interval: tuple[float, float]
+    """Of 95 %, of `share_interval` with the prompts as clusters."""
 
     @property
     def value(self) -> float:
         """The share; NaN of nothing."""
         return self.count / self.of if self.of else math.nan
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Wilson's interval."""
-        return wilson_interval(self.count, self.of)
 
 
 class Distribution(NamedTuple):
@@ -141,16 +138,16 @@ def look_at(responses: Sequence[Response], unit: str = "tokens") -> Lab:
     }
     values[SCORE] = np.array([response.score for response in responses])
     lengths = np.array([response.length for response in responses], np.float64)
-    groups = [response.group for response in responses]
-    members = _members(groups)
-    parts = [_part(name, own, lengths, groups, members) for name, own in values.items()]
+    members = _members([response.group for response in responses])
+    asked = [response.asked for response in responses]
+    parts = [_part(name, own, lengths, asked, members) for name, own in values.items()]
     return Lab(
         responses=len(responses),
         prompts=len(members),
         unit=unit,
         parts=parts,
         correlations={
-            (one, two): spearman_interval(values[one], values[two], groups)
+            (one, two): spearman_interval(values[one], values[two], asked)
             for one, two in combinations(names, 2)
         },
         facts=_facts(names, values, lengths),
@@ -176,22 +173,29 @@ def _part(
     name: str,
     values: Values,
     lengths: Values,
-    groups: Sequence[Hashable],
+    asked: Sequence[Hashable],
     members: Sequence[NDArray[np.intp]],
 ) -> Part:
-    there = values[~np.isnan(values)]
-    of_groups = [own for rows in members if len(own := _finite(values[rows])) > 1]
+    missing = np.isnan(values)
+    there = values[~missing]
+    compared = [rows for rows in members if len(_finite(values[rows])) > 1]
+    of_groups = [_finite(values[rows]) for rows in compared]
+    silent = [bool((own == own[0]).all()) for own in of_groups]
     within = sum(float(((own - own.mean()) ** 2).sum()) for own in of_groups)
     together = np.concatenate(of_groups) if of_groups else np.empty(0)
     total = float(((together - together.mean()) ** 2).sum()) if len(together) else 0.0
     return Part(
         name,
-        Share(len(values) - len(there), len(values)),
+        _share(missing.tolist(), asked),
         _distribution(there),
         within / total if total > 0 else math.nan,
-        Share(sum(bool((own == own[0]).all()) for own in of_groups), len(of_groups)),
-        spearman_interval(values, lengths, groups),
+        _share(silent, [asked[rows[0]] for rows in compared]),
+        spearman_interval(values, lengths, asked),
     )
+
+
+def _share(outcomes: Sequence[bool], prompts: Sequence[Hashable]) -> Share:
+    return Share(sum(outcomes), len(outcomes), share_interval(outcomes, prompts))
 
 
 def _finite(values: Values) -> Values:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lrlhf.analysis.page import Chart, Section, Table, Text, write_page
+from lrlhf.analysis.page import Chart, Number, Section, Table, Text, write_page
 from lrlhf.analysis.reward_lab.lab import SCORE, Lab, OddRow, Part, Share
 from lrlhf.statistics.correlation import Correlation
 
@@ -71,7 +71,7 @@ def _part_json(part: Part) -> dict[str, Any]:
 
 
 def _share_json(share: Share) -> dict[str, Any]:
-    return {**vars(share), "share": share.value, "interval": list(share.interval)}
+    return {**vars(share), "share": share.value}
 
 
 def _rows_json(rows: Sequence[OddRow]) -> list[dict[str, Any]]:
@@ -212,22 +212,32 @@ def _cells(part: Part) -> list[Any]:
         _percent(part.missing),
         *(_plain(float(value)) for value in part.distribution[:-1]),
         part.distribution.distinct,
-        "" if math.isnan(part.within_groups) else f"{part.within_groups:.1%}",
+        _number(part.within_groups, f"{part.within_groups:.1%}"),
         _percent(part.no_signal),
         _coefficient(part.with_length),
     ]
 
 
-def _percent(share: Share) -> str:
+def _percent(share: Share) -> Number | None:
     low, high = share.interval
-    return f"{share.value:.1%} ({low:.1%} to {high:.1%})" if share.of else ""
+    return _number(share.value, f"{share.value:.1%} ({low:.1%} to {high:.1%})")
 
 
-def _coefficient(found: Correlation) -> str:
-    if math.isnan(found.value):
-        return ""
+def _coefficient(found: Correlation) -> Number | None:
     interval = "" if math.isnan(found.low) else f" ({found.low:.2f} to {found.high:.2f})"
-    return f"{found.value:.2f}{interval}"
+    return _number(found.value, f"{found.value:.2f}{interval}")
+
+
+def _number(value: float, text: str) -> Number | None:
+    return None if math.isnan(value) else Number(value, text)
+
+
+def _told(cell: Any) -> str:
+    if cell is None:
+        return "-"
+    if isinstance(cell, Number):
+        return cell.text
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
 
 
 def _lines(lab: Lab) -> Iterator[str]:
@@ -236,12 +246,12 @@ def _lines(lab: Lab) -> Iterator[str]:
         yield ""
         yield part.name
         for column, cell in zip(_COLUMNS[1:], _cells(part)[1:], strict=True):
-            told = f"{cell:.4g}" if isinstance(cell, float) else "-" if cell in (None, "") else cell
-            yield f"  {column:<29} {told}"
+            yield f"  {column:<29} {_told(cell)}"
         for one in lab.without_value[part.name][:_ROWS_IN_TEXT] if part.name != SCORE else ():
             yield f"    no value: {one.place}: {_short(one.completion)}"
     yield from _block("parts with each other (Spearman)", [
-        f"{one} and {two}: {_coefficient(found) or 'one of them does not vary'}"
+        f"{one} and {two}: "
+        f"{'one of them does not vary' if math.isnan(found.value) else _told(_coefficient(found))}"
         for (one, two), found in lab.correlations.items()
     ])  # fmt: skip
     yield from _block("true of every response", lab.facts)

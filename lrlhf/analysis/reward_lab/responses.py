@@ -21,6 +21,8 @@ class Response:
     """File and line."""
     group: Hashable
     """Responses to one prompt, of one step, have the same."""
+    asked: Hashable
+    """Responses to one prompt, of whatever step, have the same: they resemble each other."""
     step: int | None
     prompt: str
     """The end of it."""
@@ -62,9 +64,11 @@ def responses_of_run(folder: str | Path) -> list[Response]:
 
 
 def _of_record(record: Mapping[str, Any], place: str) -> Response:
+    group = (record["step"], record.get("rank", 0), record["group"])
     return Response(
         place=place,
-        group=(record["step"], record.get("rank", 0), record["group"]),
+        group=group,
+        asked=(record["source"], record.get("row")) if record.get("source") else group,
         step=int(record["step"]),
         prompt=end_of(str(record["prompt"])),
         completion=beginning_of(str(record["completion"])),

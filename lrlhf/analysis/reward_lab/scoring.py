@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -12,6 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.analysis.reward_lab.given import GivenResponse
 from lrlhf.analysis.reward_lab.responses import Response, beginning_of, end_of
+from lrlhf.analysis.reward_lab.shown import read_media
+from lrlhf.datamodules.rows.media_rows import MediaReader
+from lrlhf.media import MediaOptions
 from lrlhf.rewards import CompletionText, CompletionTurns, Rewards
 from lrlhf.rewards.function import TextSegment, content_text
 
@@ -38,15 +42,27 @@ class ScoredResponses(NamedTuple):
     """Of the lengths: ``tokens`` or ``characters``."""
 
 
+def reads_media(rewards: Rewards) -> bool:
+    """Whether a reward function asks for what prompts show."""
+    return any(map(rewards.asking_for, ("images", "videos")))
+
+
 def score_responses(
     given: Sequence[GivenResponse],
     rewards: Rewards,
     tokenizer: PreTrainedTokenizerBase | None,
     prompts_per_call: int = 1,
+    *,
+    max_steps: int | None = None,
+    media: MediaReader = MediaReader(),  # noqa: B008  frozen
 ) -> ScoredResponses:
     """Score responses as a run would, the functions side by side.
 
     A call holds all responses to so many prompts, as functions may compare the responses to one.
+    Prompts are the same if text, images, and the columns that the functions name are. Functions
+    also have the columns of a run: ``step`` (0 where none is given), ``max_steps``, and with a
+    vision-language policy ``images`` and ``videos``. A column that only some rows have is None in
+    the others.
 
     Args:
         given: Responses; those of a group need not stand together.
@@ -54,11 +70,13 @@ def score_responses(
         tokenizer: The policy's; makes the token ids of responses that come without. None: lengths
             are in characters unless all have ids.
         prompts_per_call: More make the times of calls those of larger batches.
+        max_steps: Last step of the run; None: it has no end.
+        media: As of `given_responses`; reads what prompts show, where a function asks for it.
 
     Raises:
         RewardError: A function needs a column that is not there, or does not return one value per
             response.
-        ValueError: A function reads token ids, and there are none.
+        ValueError: A function reads token ids, and there are none, or an image is broken.
     """
     ids = _token_ids(given, tokenizer)
     if ids is None and (asking := rewards.asking_for("completion_ids")):
@@ -66,9 +84,13 @@ def score_responses(
             f"{', '.join(asking)} reads completion_ids, which the responses lack, and there is no "
             "tokenizer to make them"
         )
+    names = dict.fromkeys(name for one in given for name in one.columns)
+    judged = {*rewards.answer_columns, *filter(rewards.asking_for, names)}
+    keys = [_column_key(one, judged) for one in given]
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for index, response in enumerate(given):
-        groups[response.group].append(index)
+        groups[response.group, keys[index]].append(index)
+    shows = media.options if media.processor is not None and reads_media(rewards) else None
     scored: dict[int, Response] = {}
     timings: list[Timing] = []
     failures: dict[str, int] = defaultdict(int)
@@ -80,7 +102,7 @@ def score_responses(
                 [one.prompt for one in own],
                 [_completion(one) for one in own],
                 [[] if ids is None else ids[row] for row in rows],
-                [one.columns for one in own],
+                _columns(own, names, max_steps, shows),
                 limited=False,
             )
             for failure in result.failures:
@@ -92,7 +114,8 @@ def score_responses(
             for row, one, score, parts in zip(rows, own, scores, values, strict=True):
                 scored[row] = Response(
                     place=one.place,
-                    group=one.group,
+                    group=(one.group, keys[row]),
+                    asked=(one.asked, keys[row]),
                     step=one.step,
                     prompt=end_of(_text(one.prompt)),
                     completion=beginning_of(one.completion),
@@ -106,6 +129,37 @@ def score_responses(
     return ScoredResponses(
         ordered, timings, dict(failures), "characters" if ids is None else "tokens"
     )
+
+
+def _column_key(one: GivenResponse, names: Collection[str]) -> str:
+    """Return what is equal for responses to one prompt: what they are judged by."""
+    judged = {name: one.columns.get(name) for name in sorted(names)}
+    return json.dumps(judged, default=str, sort_keys=True)
+
+
+def _columns(
+    given: Sequence[GivenResponse],
+    names: Mapping[str, None],
+    max_steps: int | None,
+    shows: MediaOptions | None,
+) -> list[Mapping[str, Any]]:
+    """Return the columns of responses as a run's collector makes them.
+
+    Args:
+        given: Of one call.
+        names: Every column that any response has.
+        max_steps: See `score_responses`.
+        shows: How images and videos are read; None: nobody asks for them.
+    """
+    read: dict[str, dict[str, list[Any]]] = {}
+    columns: list[Mapping[str, Any]] = []
+    for one in given:
+        progress = {"step": one.step or 0, "max_steps": max_steps}
+        key = one.refs.key
+        if shows is not None and key not in read:
+            read[key] = read_media(one.refs, shows)
+        columns.append({**names, **progress, **one.columns, **read.get(key, {})})
+    return columns
 
 
 def _chunks(groups: Sequence[list[int]], size: int) -> Iterator[list[int]]:

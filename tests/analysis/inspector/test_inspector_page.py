@@ -282,6 +282,62 @@ def test_a_long_difference_is_found_quickly_and_puts_both_texts_together_again(
     page.context.close()
 
 
+def test_the_change_of_a_prompt_is_within_runs_and_kinds_and_only_where_there_are_two_scores(
+    opened: Opened, tmp_path: Path
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    write_lines(one / "rollouts.jsonl", [
+        plain(1, "unscored at first", "a", None), plain(2, "unscored at first", "b", 5.0),
+        plain(1, "in training", "a", 1.0), plain(3, "in training", "b", 2.0),
+        plain(1, "evaluated", "a", 9.0), plain(4, "evaluated", "b", 9.0),
+    ])  # fmt: skip
+    write_lines(two / "rollouts.jsonl", [
+        # a second run that starts far above
+        plain(2, "in training", "c", 20.0), plain(4, "in training", "d", 23.0),
+    ])  # fmt: skip
+    for step, score in ((2, 1.0), (3, 0.5)):
+        write_lines(one / f"eval_scores_{step}.jsonl", [plain(step, "evaluated", "e", score)])
+    write_inspector([one, two], tmp_path / "page.html")
+
+    page = opened(tmp_path / "page.html", "prompts")
+    items = page.locator(".side .item")
+    told = {
+        item.locator(".said").inner_text(): item.locator(".rose, .fell").all_inner_texts()
+        for item in items.all()
+    }
+    # of 1 to 2 and of 20 to 23 the mean; and of evaluations alone
+    assert told == {"unscored at first": [], "in training": ["+2"], "evaluated": ["−0.5"]}
+    page.get_by_label("Sort prompts").select_option(label="score fell most")
+    order = ["evaluated", "in training", "unscored at first"]
+    eventually(items.locator(".said")).to_have_text(order)
+    page.context.close()
+
+
+def test_pairs_of_several_validation_sets_are_told_apart(opened: Opened, tmp_path: Path) -> None:
+    for step, margin in ((1, 1.0), (2, 3.0)):
+        write_lines(tmp_path / f"eval_scores_{step}.jsonl", [
+            {"set": name, "margins": {"h": way * margin}, "labels": {"h": 1}, "scores0": {"h": 0.0},
+             "scores1": {"h": 0.0}, "prompt": name, "candidate0": "a", "candidate1": "b"}
+            for name, way in (("ours", 1), ("theirs", -1), ("nobody's", 0))
+        ])  # fmt: skip
+    write_inspector([tmp_path], tmp_path / "page.html")
+
+    page = opened(tmp_path / "page.html", "pairs")
+    first = page.locator(".pair .chip").first
+
+    page.get_by_label("Validation set").select_option(label="theirs")
+    eventually(first).to_have_text("wrong by 3")
+    page.get_by_label("Evaluation").select_option(label="step 1")
+    eventually(first).to_have_text("wrong by 1")
+    eventually(page.locator(".lead")).to_contain_text("0 % of 1 labelled pairs")
+    page.get_by_label("Validation set").select_option(label="nobody's")
+    eventually(first).to_have_text("equal scores")
+    eventually(page.locator(".lead")).to_contain_text("50 % of 1 labelled pairs")
+    assert page.locator(".pair").count() == 1
+    assert page.get_by_label("Evaluation").locator("option").count() == 2
+    page.context.close()
+
+
 HOSTILE = [
     "</script><script>window.ran = 1</script>",
     "<img src=x onerror='window.ran = 2'><svg onload='window.ran = 3'>",

@@ -104,3 +104,21 @@ def test_more_than_a_page_holds_is_left_out_and_said(
     # who asks for a number gets it
     told = write_inspector([tmp_path], tmp_path / "page.html", max_responses=400)
     assert "responses are in" not in told
+
+
+def test_few_responses_do_not_limit_how_many_pairs_a_page_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lrlhf.analysis.inspector.inspector._DATA_BYTES", 12_000)
+    write_lines(tmp_path / "rollouts.jsonl", [{"step": at, "completion": "a"} for at in range(3)])
+    pairs = [
+        {"margins": {"h": at / 7}, "labels": {"h": 1}, "candidate0": str(at**9), "candidate1": "b"}
+        for at in range(600)
+    ]
+    write_lines(tmp_path / "eval_scores_1.jsonl", pairs)
+
+    told = write_inspector([tmp_path], tmp_path / "page.html")
+
+    (note,) = told.splitlines()[1:]
+    assert note.endswith("the charts count all.")
+    assert 100 < int(note.split()[0]) < 600

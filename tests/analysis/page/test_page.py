@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lrlhf.analysis.page import Chart, Section, Table, Text, write_page
+from lrlhf.analysis.page import Chart, Number, Section, Table, Text, write_page
 from tests.analysis.browser import NARROW, WIDE, eventually, fits, opening
 
 pytestmark = pytest.mark.slow
@@ -36,3 +36,19 @@ def test_charts_are_drawn_and_tables_sorted_searched_and_paged(tmp_path: Path) -
             eventually(page.locator(".tools span")).to_have_text("1–11 of 11 rows")
             assert page.evaluate("window.ran") is None
             page.context.close()
+
+
+def test_percentages_are_sorted_as_numbers(tmp_path: Path) -> None:
+    shares = [0.1, 0.025, 1.0, 0.99]
+    cells = [Number(share, f"{share:.1%} (0.0% to 100.0%)") for share in shares]
+    table = Table(["share"], [[cells[0]], [cells[1]], [None], [cells[2]], [cells[3]]])
+    path = write_page(tmp_path / "page.html", "Shares", [Section("Shares", [table])])
+    with opening() as opened:
+        page = opened(path)
+        shown = page.locator("tbody td")
+        page.get_by_role("button", name="share").click()
+        texts = [f"{text} (0.0% to 100.0%)" for text in ("2.5%", "10.0%", "99.0%", "100.0%")]
+        eventually(shown).to_have_text([*texts, ""])
+        page.get_by_role("button", name="share").click()
+        eventually(shown).to_have_text([*texts[::-1], ""])
+        page.context.close()

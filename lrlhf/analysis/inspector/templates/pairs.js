@@ -4,8 +4,11 @@ const LABELS = { 1: "people prefer the first", "-1": "people prefer the second",
 const pairsView = () => {
   const evaluations = data.evaluations;
   let chosen = evaluations.length - 1, head = "", order = "worst", search = "";
-  const names = evaluations.map((one, index) => [index, `${several() ? `${visible(data.runs[one.run].name)}, ` : ""}step ${one.step}`]);
-  const facts = el("p", { class: "lead" }), calibration = el("div", { class: "plot" }), length = el("div", { class: "plot" }), lengthNote = el("p", { class: "note" }), heads = el("span", {}), told = el("span", { class: "told" });
+  const same = (one, other) => one.run === other.run && one.step === other.step;
+  const setsOf = (index) => evaluations.flatMap((one, at) => (same(one, evaluations[index]) ? [[at, visible(one.set)]] : []));
+  // one entry for the sets of an evaluation, which have a choice of their own
+  const names = evaluations.map((one, index) => [index, `${several() ? `${visible(data.runs[one.run].name)}, ` : ""}step ${one.step}`]).filter(([index]) => setsOf(index)[0][0] === index);
+  const facts = el("p", { class: "lead" }), calibration = el("div", { class: "plot" }), length = el("div", { class: "plot" }), lengthNote = el("p", { class: "note" }), sets = el("span", {}), heads = el("span", {}), told = el("span", { class: "told" });
   const current = () => evaluations[chosen];
   const signedMargin = (pair) => { const label = pair.labels[head], margin = pair.margins[head]; return label && margin !== null && margin !== undefined ? margin * label : null; };
   const orders = { worst: ["worst mistakes first", (a, b) => a - b], best: ["clearest first", (a, b) => b - a], close: ["closest first", (a, b) => Math.abs(a) - Math.abs(b)] };
@@ -17,7 +20,7 @@ const pairsView = () => {
   };
   const card = (pair) => {
     const value = signedMargin(pair), more = json(pair.more);
-    const verdict = value === null ? chip(LABELS[pair.labels[head]] ?? "not labelled") : value > 0 ? chip(`right by ${number(value)}`, "rose") : chip(`wrong by ${number(-value)}`, "fell");
+    const verdict = value === null ? chip(LABELS[pair.labels[head]] ?? "not labelled") : value === 0 ? chip("equal scores") : value > 0 ? chip(`right by ${number(value)}`, "rose") : chip(`wrong by ${number(-value)}`, "fell");
     return el("article", { class: "pair" }, el("div", { class: "chips" }, verdict, pair.place === NOTHING ? null : chip(visible(text(pair.place).split("/").pop()))), pictures(json(pair.media) ?? []),
       pair.prompt === NOTHING ? null : textBlock(text(pair.prompt), "prompt clamped"), el("div", { class: "sides" }, side(pair, 0), side(pair, 1)),
       more ? el("details", {}, el("summary", { text: "Row" }), table(Object.entries(more))) : null);
@@ -32,9 +35,10 @@ const pairsView = () => {
 
   const drawLength = () => {
     const pairs = current().pairs.filter((pair) => pair.candidate0 !== NOTHING && typeof pair.margins[head] === "number");
-    const of = (right) => pairs.filter((pair) => (right === null ? signedMargin(pair) === null : signedMargin(pair) !== null && signedMargin(pair) > 0 === right));
+    const won = (pair) => Math.sign(signedMargin(pair) ?? NaN) + 0; // never -0
     const trace = (some, name, color) => ({ x: some.map((pair) => text(pair.candidate0).length - text(pair.candidate1).length), y: some.map((pair) => pair.margins[head]), mode: "markers", name, marker: { size: 6, opacity: 0.6, color }, hovertemplate: "%{x} characters longer: margin %{y:.3f}<extra></extra>" });
-    drawChart(length, [trace(of(true), "right", colour("--accent")), trace(of(false), "wrong", colour("--bad")), trace(of(null), "not labelled", colour("--faint"))].filter((one) => one.x.length),
+    const kinds = [["right", 1, "--accent"], ["wrong", -1, "--bad"], ["equal scores", 0, "--ink"], ["not labelled", NaN, "--faint"]];
+    drawChart(length, kinds.map(([name, way, shade]) => trace(pairs.filter((pair) => Object.is(won(pair), way)), name, colour(shade))).filter((one) => one.x.length),
       { height: 300, legend: { orientation: "h", y: 1.15 }, xaxis: { title: { text: "first less second, characters" } }, yaxis: { title: { text: "margin" } } }, { displayModeBar: false });
   };
 
@@ -58,15 +62,19 @@ const pairsView = () => {
   };
   const pick = (index) => {
     chosen = Number(index);
+    const own = setsOf(chosen);
+    sets.replaceChildren(...(own.length > 1 ? [choice("Validation set", own, chosen, pick)] : []));
     const all = [...new Set(current().pairs.flatMap((pair) => Object.keys(pair.margins)))];
     if (!all.includes(head)) head = all[0] ?? "";
     heads.replaceChildren(...(all.length > 1 ? [choice("Head", all.map((name) => [name, visible(name)]), head, (name) => { head = name; update(); })] : []));
     update();
   };
+  // the same set of another evaluation
+  const pickEvaluation = (index) => pick((setsOf(Number(index)).find(([at]) => evaluations[at].set === current().set) ?? [index])[0]);
   const figures = el("div", { class: "figures" }, el("figure", {}, el("figcaption", { text: "Calibration" }), calibration, el("p", { class: "note", text: "On the dotted line a model is as sure as it is right; below it, it is too sure. Larger dots stand for more pairs." })),
     el("figure", {}, el("figcaption", { text: "Length" }), length, lengthNote));
   const input = el("input", { type: "search", placeholder: "Search", "aria-label": "Search pairs", oninput: () => { search = input.value; listed(); } });
-  const element = el("div", { class: "pairs" }, el("div", { class: "bar" }, names.length > 1 ? choice("Evaluation", names, chosen, pick) : el("span", { text: names[0][1] }), heads), facts, figures,
+  const element = el("div", { class: "pairs" }, el("div", { class: "bar" }, names.length > 1 ? choice("Evaluation", names, setsOf(chosen)[0][0], pickEvaluation) : el("span", { text: names[0][1] }), sets, heads), facts, figures,
     el("div", { class: "bar" }, input, choice("Sort pairs", Object.entries(orders).map(([name, [label]]) => [name, label]), order, (name) => { order = name; listed(); }), told), list.element);
   return { element, opened() { pick(chosen); }, recolour() { update(); } };
 };

@@ -15,27 +15,43 @@ const groupPrompts = () => {
   promptGroups = [...groups.values()];
   for (const group of promptGroups) {
     group.rows.sort((a, b) => cell("step", a) - cell("step", b) || a - b);
-    const steps = [...new Set(group.rows.map((row) => cell("step", row)))];
-    group.steps = steps.length;
-    group.change = meanScore(group, steps[steps.length - 1]) - meanScore(group, steps[0]);
+    group.steps = new Set(group.rows.map((row) => cell("step", row))).size;
     group.evaluated = group.rows.some(isEvaluation);
+    group.series = seriesOf(group.rows);
+    group.change = changeOf(group.series);
   }
 };
 
 const promptOf = (row) => { groupPrompts(); return groupOfRow[row]; };
 
 const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
-const meanScore = (group, step) => mean(group.rows.filter((row) => cell("step", row) === step && cell("score", row) !== null).map((row) => cell("score", row)));
+
+// The scores of rows in the order of their steps, by run and kind: training samples otherwise than an evaluation.
+const seriesOf = (rows) => {
+  const found = new Map();
+  for (const row of rows.filter((row) => cell("score", row) !== null)) {
+    const run = cell("run", row), kind = cell("evaluation", row), key = 2 * run + kind, step = cell("step", row);
+    if (!found.has(key)) found.set(key, { key, run, kind, rows: [], scores: new Map() });
+    const series = found.get(key);
+    if (!series.scores.has(step)) series.scores.set(step, []);
+    series.scores.get(step).push(cell("score", row));
+    series.rows.push(row);
+  }
+  return [...found.values()].sort((a, b) => a.key - b.key).map(({ scores, ...series }) => ({ ...series, steps: [...scores.keys()], means: [...scores.values()].map(mean) }));
+};
+
+// By how much the mean score changes within a run, of evaluations where there are any; null: nothing was scored twice.
+const changeOf = (series) => {
+  const long = series.filter((one) => one.steps.length > 1), evaluations = long.filter((one) => one.kind);
+  return mean((evaluations.length ? evaluations : long).map((one) => one.means[one.means.length - 1] - one.means[0]));
+};
 
 const scoresChart = (group, place) => {
-  const kinds = data.runs.flatMap((run, index) => [[index, 0], [index, 1]]);
-  const traces = kinds.flatMap(([run, kind]) => {
-    const rows = group.rows.filter((row) => cell("run", row) === run && cell("evaluation", row) === kind && cell("score", row) !== null);
-    if (!rows.length) return [];
+  const traces = group.series.flatMap(({ run, kind, rows, steps, means }) => {
     const name = `${several() ? `${data.runs[run].name} ` : ""}${kind ? "evaluation" : "training"}`;
-    const steps = [...new Set(rows.map((row) => cell("step", row)))], color = kind ? colour("--ink") : runColour(run);
+    const color = kind ? colour("--ink") : runColour(run);
     const dots = { x: rows.map((row) => cell("step", row)), y: rows.map((row) => cell("score", row)), mode: "markers", name, marker: { size: 7, opacity: 0.55, color, symbol: kind ? "diamond" : "circle" }, hovertemplate: "step %{x}: %{y}<extra></extra>" };
-    const line = { x: steps, y: steps.map((step) => mean(rows.filter((row) => cell("step", row) === step).map((row) => cell("score", row)))), mode: "lines", line: { color, width: 1.5 }, showlegend: false, hoverinfo: "skip" };
+    const line = { x: steps, y: means, mode: "lines", line: { color, width: 1.5 }, showlegend: false, hoverinfo: "skip" };
     return steps.length > 1 ? [dots, line] : [dots];
   });
   drawChart(place, traces, { height: 230, margin: { l: 50, r: 10, t: 10, b: 40 }, legend: { orientation: "h", y: 1.15 }, showlegend: traces.length > 2, xaxis: { title: { text: "step" }, tickformat: "d" }, yaxis: { title: { text: "score" } } }, { displayModeBar: false });
@@ -44,7 +60,8 @@ const scoresChart = (group, place) => {
 const responseName = (row) => `${several() ? `${data.runs[cell("run", row)].name}, ` : ""}${isEvaluation(row) ? "evaluation" : "training"}, step ${cell("step", row)}, score ${cell("score", row) === null ? "none" : number(cell("score", row))}`;
 
 const comparison = (group) => {
-  const evaluated = group.rows.filter(isEvaluation), rows = evaluated.length > 1 ? evaluated : group.rows;
+  const evaluated = group.rows.filter(isEvaluation), kind = evaluated.length > 1 ? evaluated : group.rows;
+  const own = kind.filter((row) => cell("run", row) === cell("run", kind[0])), rows = own.length > 1 ? own : kind;
   let [first, second] = [rows[0], rows[rows.length - 1]];
   const shown = el("div", {}), entries = group.rows.map((row) => [row, visible(responseName(row))]);
   const update = () => shown.replaceChildren(diffView(completion(first), completion(second)));
@@ -72,9 +89,10 @@ const promptsView = (go) => {
   groupPrompts();
   let filter = { search: "", sort: "steps" }, chosen = null;
   const detail = el("div", { class: "detail", tabindex: "-1" });
-  const sorts = { steps: ["most steps", (a, b) => b.steps - a.steps], rise: ["score rose most", (a, b) => b.change - a.change], fall: ["score fell most", (a, b) => a.change - b.change], count: ["most responses", (a, b) => b.rows.length - a.rows.length] };
+  const unchanged = (a, b) => (a.change === null) - (b.change === null);
+  const sorts = { steps: ["most steps", (a, b) => b.steps - a.steps], rise: ["score rose most", (a, b) => unchanged(a, b) || b.change - a.change], fall: ["score fell most", (a, b) => unchanged(a, b) || a.change - b.change], count: ["most responses", (a, b) => b.rows.length - a.rows.length] };
   const item = (group) => el("button", { type: "button", class: "item", "aria-current": group === chosen ? "true" : null, "data-prompt": group.number, onclick: () => go(`prompt/${group.number}`) },
-    el("span", { class: "chips" }, chip(`${group.rows.length} responses`), chip(`${group.steps} step${group.steps > 1 ? "s" : ""}`), group.evaluated ? chip("evaluation", "evaluation") : null, group.steps > 1 ? chip(signed(group.change), group.change > 0 ? "rose" : group.change < 0 ? "fell" : "", "mean score, last step less first") : null),
+    el("span", { class: "chips" }, chip(`${group.rows.length} responses`), chip(`${group.steps} step${group.steps > 1 ? "s" : ""}`), group.evaluated ? chip("evaluation", "evaluation") : null, group.change !== null ? chip(signed(group.change), group.change > 0 ? "rose" : group.change < 0 ? "fell" : "", "mean score, last step less first") : null),
     el("bdi", { class: "said", text: snippet(asked(group.rows[0]), 200, filter.search) || "(empty)" }));
   const list = pagedList(50, item, "No prompt is like that.");
   const update = () => {

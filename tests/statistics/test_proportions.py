@@ -1,0 +1,66 @@
+"""Intervals of shares: known values, what must not matter, and how often they hold the truth."""
+
+import numpy as np
+import pytest
+
+from lrlhf.statistics.proportions import share_interval, wilson_interval
+
+
+def test_independent_outcomes_have_wilsons_interval() -> None:
+    outcomes = [True] * 12 + [False] * 108
+
+    # Wilson 1927: (0.1 + z² / 240 ± z √(0.09 / 120 + z² / 57600)) / (1 + z² / 120), z = 1.95996
+    assert share_interval(outcomes, range(120)) == pytest.approx((0.0581, 0.1666), abs=1e-4)
+    assert share_interval([], []) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("right", [0, 1, 17, 40])
+def test_outcomes_that_are_said_again_say_no_more(right: int) -> None:
+    once = [index < right for index in range(40)]
+
+    again = share_interval([one for one in once for _ in range(5)], [k // 5 for k in range(200)])
+
+    assert again == pytest.approx(wilson_interval(right, 40))
+
+
+def test_two_outcomes_of_each_cluster_by_hand() -> None:
+    # shares of the clusters 1, 1/2, 1/2, 0: gaps 1, 0, 0, -1; SE² = 4 / 3 · 2 / 64 = 1 / 24
+    outcomes = [True, True, True, False, False, True, False, False]
+
+    found = share_interval(outcomes, [0, 0, 1, 1, 2, 2, 3, 3])
+
+    assert found == pytest.approx(wilson_interval(3.5, 7))  # 1 + 24 / 4
+
+
+def test_neither_order_nor_clusters_that_cancel_make_it_narrower_than_independence() -> None:
+    rng = np.random.default_rng(0)
+    outcomes, clusters = [True, False] * 30, [k // 2 for k in range(60)]
+    order = rng.permutation(60)
+
+    # every cluster has one of two: there is no spread between clusters
+    found = share_interval(outcomes, clusters)
+
+    assert found == wilson_interval(30, 60)
+    assert share_interval([outcomes[k] for k in order], [clusters[k] for k in order]) == found
+    assert share_interval([True, False], ["a", "a"]) == wilson_interval(0.5, 1)
+
+
+def test_outcomes_and_clusters_come_together() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        share_interval([True, False], [0])
+
+
+def test_it_holds_the_true_share_in_95_of_100_samples() -> None:
+    rng = np.random.default_rng(1)
+    held = alone = 0
+    samples, groups, each = 1500, 40, 6
+    clusters = np.repeat(np.arange(groups), each).tolist()
+    for _ in range(samples):
+        shares = rng.beta(1.2, 2.8, size=groups)  # of mean 0.3
+        outcomes = (rng.random((groups, each)) < shares[:, None]).ravel()
+        low, high = share_interval(outcomes.tolist(), clusters)
+        held += low <= 0.3 <= high
+        low, high = wilson_interval(int(outcomes.sum()), len(outcomes))
+        alone += low <= 0.3 <= high
+    assert 0.93 < held / samples < 0.97
+    assert alone / samples < 0.87
