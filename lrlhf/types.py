@@ -138,6 +138,14 @@ class SequenceBatch(TensorBatch):
         return self.attention_mask.sum(dim=1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedBatch(SequenceBatch):
+    """Texts to be learnt, each a row of its own."""
+
+    places: tuple[str, ...] | None = None
+    """Where each row stands in the data, such as ``chats.jsonl:17``; None: nowhere."""
+
+
 def joined_media(batches: Sequence[SequenceBatch]) -> tuple[Media | None, ...] | None:
     """Return the media of the rows of several batches, one after the other."""
     if all(batch.media is None for batch in batches):

@@ -17,10 +17,12 @@ from lrlhf.modules.settings import (
     Reference,
     Update,
 )
+from lrlhf.modules.sft import SFT
 
 __all__ = [
     "PPO",
     "RLOO",
+    "SFT",
     "Advantage",
     "Critic",
     "DumpReplay",

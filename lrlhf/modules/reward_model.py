@@ -117,7 +117,7 @@ class RewardModel(TrainingModule):
         if max_grad_norm <= 0:
             raise ValueError(f"max_grad_norm is {max_grad_norm}; it must be above 0")
         self.max_grad_norm = max_grad_norm
-        refuse_policy_limits(self.step_guard.settings)
+        refuse_policy_limits(guard, type(self).__name__)
         self.network, self.tokenizer, self.processor = load_reward_model(
             model, tokenizer, processor
         )
