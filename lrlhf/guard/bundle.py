@@ -13,19 +13,10 @@ from torch import Tensor
 
 from lrlhf.rollout.records import plain_json
 from lrlhf.run.atomic import naming
-from lrlhf.types import (
-    Experience,
-    Media,
-    PreferenceBatch,
-    Rollout,
-    SequenceBatch,
-    SupervisedBatch,
-    TensorBatch,
-)
+from lrlhf.types import Experience, Media, PreferenceBatch, Rollout, SequenceBatch, TensorBatch
 
 _KINDS: dict[str, type[TensorBatch]] = {
-    kind.__name__: kind
-    for kind in (Experience, PreferenceBatch, Rollout, SequenceBatch, SupervisedBatch)
+    kind.__name__: kind for kind in (Experience, PreferenceBatch, Rollout, SequenceBatch)
 }
 
 

@@ -41,7 +41,7 @@ from lrlhf.modules.validation_sets import set_names
 from lrlhf.rollout import trim
 from lrlhf.rollout.records import origin
 from lrlhf.run import Collectives
-from lrlhf.types import SequenceBatch
+from lrlhf.types import SequenceBatch, SupervisedBatch
 
 _LR = 2e-5
 _WARMUP = 0.03
@@ -158,21 +158,13 @@ class SFT(TrainingModule):
                 "attn_implementation, or leave require_packing out"
             )
 
-    def transfer_batch_to_device(
-        self, batch: Any, device: torch.device, dataloader_idx: int
-    ) -> Any:
-        # its micro-batches are moved one by one, and with them what they show
-        del device, dataloader_idx
-        return batch
-
     # ---- training
 
-    def training_step(self, batch: SequenceBatch, batch_idx: int) -> None:
-        refuse_other_batch(self, batch, SequenceBatch, "SupervisedDataModule")
+    def training_step(self, batch: SupervisedBatch, batch_idx: int) -> None:
         it = Iteration(self)
         it.metrics.add("train/lr", self.optimizer_of(0).param_groups[0]["lr"], 1.0)
         with it.phase("update"):
-            self._take(self._trained(batch), it)
+            self._take(self._trained(batch), it, batch.places)
         self.advance_schedule(0)
         self.token_budget.settle(it.ranks.least)
         it.measure_times(float(batch.attention_mask.sum()))
@@ -181,15 +173,18 @@ class SFT(TrainingModule):
         for name, value in _named(it.metrics.reduce(it.ranks, it.device)).items():
             self.log(name, value, prog_bar=name == self.train_metric, batch_size=len(batch))
 
-    def _trained(self, batch: SequenceBatch) -> SequenceBatch:
+    def _trained(self, batch: SupervisedBatch) -> SequenceBatch:
         """Return the rows, trained on what a model says and something precedes."""
+        refuse_other_batch(self, batch, SupervisedBatch, "SupervisedDataModule")
         # what stands for an image is given, not said
         given = torch.tensor(ruled_out_ids(self.policy.config), device=batch.input_ids.device)
         counts = batch.response_mask & batch.attention_mask & ~torch.isin(batch.input_ids, given)
         counts &= batch.attention_mask.cumsum(dim=1) > 1
-        return replace(batch, response_mask=counts)
+        return replace(batch.rows, response_mask=counts)
 
-    def _take(self, part: SequenceBatch, it: Iteration) -> None:
+    def _take(
+        self, part: SequenceBatch, it: Iteration, places: tuple[str, ...] | None = None
+    ) -> None:
         """Take an optimizer step, unless there is nothing to learn from."""
         self.policy.train()
         total = it.ranks.sum(part.response_mask.sum().float().to(it.device))
@@ -212,7 +207,7 @@ class SFT(TrainingModule):
 
         def bundle(seeds: tuple[int, ...], watch: StepWatch) -> StepBundle:
             del watch
-            records = self._records(part)
+            records = self._records(part, places)
             return StepBundle(
                 stage=_STAGE, batches={"part": part}, seeds=[seeds], context={}, records=records
             )
@@ -251,9 +246,10 @@ class SFT(TrainingModule):
     def _place_of(self, rows: SequenceBatch, watch: StepWatch) -> str:
         return locate(rows, watch.outputs, tokenizer=self.tokenizer, rows=watch.rows)
 
-    def _records(self, rows: SequenceBatch) -> list[dict[str, Any]]:
+    def _records(
+        self, rows: SequenceBatch, places: tuple[str, ...] | None = None
+    ) -> list[dict[str, Any]]:
         """Describe each row in JSON types."""
-        places = getattr(rows, "places", None) or ("",) * len(rows)
         return [
             {
                 **origin(place),
@@ -263,7 +259,7 @@ class SFT(TrainingModule):
                 ),
                 "tokens": int(rows.response_mask[row].sum()),
             }
-            for row, place in enumerate(places)
+            for row, place in enumerate(places or ("",) * len(rows))
         ]
 
     @property
@@ -281,7 +277,7 @@ class SFT(TrainingModule):
     # ---- evaluation
 
     def validation_step(
-        self, batch: SequenceBatch, batch_idx: int, dataloader_idx: int = 0
+        self, batch: SupervisedBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> dict[str, Any]:
         del batch_idx
         named = set_names(self.trainer)[dataloader_idx]
@@ -290,17 +286,16 @@ class SFT(TrainingModule):
     test_step = validation_step
 
     def predict_step(
-        self, batch: SequenceBatch, batch_idx: int, dataloader_idx: int = 0
+        self, batch: SupervisedBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> list[dict[str, Any]]:
         """Return a line for each text, with the log-probability of what is trained on."""
         del batch_idx, dataloader_idx
         return self._evaluate(batch, set())
 
-    def _evaluate(self, batch: SequenceBatch, prefixes: set[str]) -> list[dict[str, Any]]:
+    def _evaluate(self, batch: SupervisedBatch, prefixes: set[str]) -> list[dict[str, Any]]:
         """Add rows to the metrics; returns a line for each."""
-        refuse_other_batch(self, batch, SequenceBatch, "SupervisedDataModule")
         part, it = self._trained(batch), Iteration(self)
-        records = self._records(part)
+        records = self._records(part, batch.places)
         micro_batches = plan_micro_batches(
             part, [self.policy], it, max_tokens=self.micro_batch_tokens, shared=False
         )

@@ -109,8 +109,8 @@ def collate_pairs(rows: Sequence[PairRow], pad_token_id: int) -> PreferenceBatch
     """Make a right-padded batch; each candidate is as wide as its own longest row."""
     margins = [row.margin for row in rows if row.margin is not None]
     return PreferenceBatch(
-        candidate0=rightpadded([row.texts[0] for row in rows], pad_token_id),
-        candidate1=rightpadded([row.texts[1] for row in rows], pad_token_id),
+        candidate0=right_padded([row.texts[0] for row in rows], pad_token_id),
+        candidate1=right_padded([row.texts[1] for row in rows], pad_token_id),
         labels=torch.tensor([row.labels for row in rows], dtype=torch.float32),
         margin=torch.tensor(margins, dtype=torch.float32) if margins else None,
         info=tuple(row.info for row in rows),
@@ -118,7 +118,7 @@ def collate_pairs(rows: Sequence[PairRow], pad_token_id: int) -> PreferenceBatch
     )
 
 
-def rightpadded(candidates: Sequence[Candidate], pad_token_id: int) -> SequenceBatch:
+def right_padded(candidates: Sequence[Candidate], pad_token_id: int) -> SequenceBatch:
     """Put sequences into right-padded rows; each is trained on from its ``start``."""
     input_ids, attention_mask = padded(candidates, pad_token_id, "right")
     starts = torch.tensor([candidate.start for candidate in candidates])
