@@ -52,6 +52,13 @@ from lrlhf.functional.policy import (
     sequence_clipped_policy_loss,
     sequence_ratio,
 )
+from lrlhf.functional.preference import (
+    PREFERENCE_LOSSES,
+    PreferenceLoss,
+    hinge_loss,
+    implicit_rewards,
+    ipo_loss,
+)
 from lrlhf.functional.reward import (
     bradley_terry_loss,
     center_penalty,
@@ -68,6 +75,7 @@ __all__ = [
     "ESTIMATORS",
     "IMPORTANCE_MODES",
     "POLICY_LOSSES",
+    "PREFERENCE_LOSSES",
     "TOKEN_LOSSES",
     "AdvantagesAndReturns",
     "Algorithm",
@@ -79,6 +87,7 @@ __all__ = [
     "LogprobsAndEntropy",
     "PolicyLoss",
     "PolicyMetrics",
+    "PreferenceLoss",
     "TokenStatistics",
     "adaptive_kl_coef",
     "aggregate",
@@ -97,9 +106,12 @@ __all__ = [
     "group_normalized_advantages",
     "has_baseline",
     "high_entropy_mask",
+    "hinge_loss",
     "hps_loss",
+    "implicit_rewards",
     "importance_weighted_policy_loss",
     "importance_weights",
+    "ipo_loss",
     "kl_estimate",
     "leave_one_out_advantages",
     "log_exp_loss",

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from lrlhf.functional.logprobs import TokenStatistics, token_statistics
 from lrlhf.models.backbone import hidden_states
 from lrlhf.models.experts import load_balancing_loss
+from lrlhf.models.media_inputs import ruled_out_ids
 from lrlhf.models.output_head import output_head, plain_model
 from lrlhf.models.sharding import within
 from lrlhf.types import SequenceBatch
@@ -32,6 +33,13 @@ class SequenceOutputs(NamedTuple):
     """Value of the state in which each token was chosen; None: there was no head."""
     router_loss: Float[Tensor, ""] | None
     """Load-balancing loss of a mixture of experts, unweighted; None: not asked for."""
+
+
+def said_tokens(model: PreTrainedModel | PeftModel, batch: SequenceBatch) -> Bool[Tensor, "B T"]:
+    """Tell which response tokens a model can say: not a row's first, none that stands for media."""
+    given = torch.tensor(ruled_out_ids(model.config), device=batch.input_ids.device)
+    said = batch.response_mask & batch.attention_mask & ~torch.isin(batch.input_ids, given)
+    return said & (batch.attention_mask.cumsum(dim=1) > 1)
 
 
 def sequence_outputs(

@@ -4,6 +4,7 @@ import lrlhf.strategies  # noqa: F401  registers its names with Lightning
 from lrlhf.guard import DumpReplay, Guard, NotADumpError, TrainingDivergedError, replay_dump
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.contracts import Exportable, KLPenalized, SamplesResponses
+from lrlhf.modules.dpo import DPO
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy.importance_sampling import ImportanceSampling
 from lrlhf.modules.ppo import PPO
@@ -20,6 +21,7 @@ from lrlhf.modules.settings import (
 from lrlhf.modules.sft import SFT
 
 __all__ = [
+    "DPO",
     "PPO",
     "RLOO",
     "SFT",

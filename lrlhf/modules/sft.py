@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from peft import PeftModel
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from lrlhf.models import (
     SequenceOutputs,
     packs,
     plain_model,
-    ruled_out_ids,
+    said_tokens,
     sequence_outputs,
 )
 from lrlhf.modules.base import TrainingModule
@@ -174,13 +173,10 @@ class SFT(TrainingModule):
             self.log(name, value, prog_bar=name == self.train_metric, batch_size=len(batch))
 
     def _trained(self, batch: SupervisedBatch) -> SequenceBatch:
-        """Return the rows, trained on what a model says and something precedes."""
+        """Return the rows, trained on what the model can say."""
         refuse_other_batch(self, batch, SupervisedBatch, "SupervisedDataModule")
-        # what stands for an image is given, not said
-        given = torch.tensor(ruled_out_ids(self.policy.config), device=batch.input_ids.device)
-        counts = batch.response_mask & batch.attention_mask & ~torch.isin(batch.input_ids, given)
-        counts &= batch.attention_mask.cumsum(dim=1) > 1
-        return replace(batch.rows, response_mask=counts)
+        rows = batch.rows
+        return replace(rows, response_mask=said_tokens(self.policy, rows))
 
     def _take(
         self, part: SequenceBatch, it: Iteration, places: tuple[str, ...] | None = None
