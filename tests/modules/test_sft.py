@@ -239,7 +239,7 @@ def test_export_is_loaded_by_transformers(build: Build, tmp_path: Path) -> None:
 
 
 def test_lora_trains_its_adapters_only(model_folder: str, build: Build, tmp_path: Path) -> None:
-    module = build(CausalLM(source=model_folder, lora=LoRA(rank=2)))
+    module = build(CausalLM(source=model_folder, lora=LoRA(r=2)))
     found, logged = gradients(module, [texts(ROWS)], tmp_path)
     moved = {name for name, value in found.items() if bool(value.any())}
     assert moved
