@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from lrlhf.callbacks import EvalJSONL
 from lrlhf.datamodules import SupervisedDataModule
 from lrlhf.models import CausalLM, LoRA, allow_packing, packs
-from lrlhf.modules import SFT, Guard, OptimizerConfig
+from lrlhf.modules import SFT, Guard, OptimizerConfig, replay_dump
 from lrlhf.modules.sft import _named
 from tests.conftest import build_language_model
 from tests.modules.language_runs import SGD, Row, fit, gradients, loader, texts, weights
@@ -259,6 +259,15 @@ def test_a_step_that_is_not_finite_moves_nothing(
     assert float(run.callback_metrics["train/skipped_steps"]) == 1
     assert "the loss is not finite" in caplog.text
     assert all(torch.equal(before[name], weight) for name, weight in weights(module).items())
+
+
+def test_a_dump_of_such_a_step_repeats_it(build: Build, tmp_path: Path) -> None:
+    module = build(loss=f"{__name__}.infinite", guard=Guard(dirpath=str(tmp_path / "dumps")))
+    fit(module, [texts(ROWS)], tmp_path)
+    (folder,) = (tmp_path / "dumps").iterdir()
+    again = replay_dump(build(loss=f"{__name__}.infinite"), folder)
+    assert again.reproduced
+    assert [row["tokens"] for row in again.ranks[0].rows] == [3, 5, 1, 3]
 
 
 def infinite(logprobs: Tensor, mask: Tensor) -> Tensor:
