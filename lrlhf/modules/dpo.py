@@ -162,6 +162,10 @@ class DPO(PairModule):
 
     # ---- the pairs
 
+    @staticmethod
+    def train_name(metric: str) -> str:
+        return f"rewards/{metric}"
+
     def outputs_of(self, batch: PreferenceBatch) -> PairOutputs:
         """Compute the implicit rewards of both candidates, what they share only once."""
         both = concatenate(batch.candidate0, batch.candidate1, pad_id=pad_id_of(self.tokenizer))
@@ -175,7 +179,7 @@ class DPO(PairModule):
             beta=self.beta,
             length_normalized=self.length_normalized,
         )
-        scores = PairScores(*rewards[:, None].split(len(batch)))
+        scores = PairScores(*torch.split(rewards[:, None], len(batch)))
         chosen, rejected = _by_label(masked_sum(logprobs, said, dim=1), batch.labels)
         values = {"logprobs/chosen": chosen.detach(), "logprobs/rejected": rejected.detach()}
         if not self.sft_coef:

@@ -119,6 +119,10 @@ class RewardModel(PairModule):
         scores: Tensor = self.network(batch)
         return scores
 
+    @staticmethod
+    def train_name(metric: str) -> str:
+        return f"reward_model/{metric}"
+
     def outputs_of(self, batch: PreferenceBatch) -> PairOutputs:
         """Score both candidates in one forward pass."""
         both = concatenate(batch.candidate0, batch.candidate1, pad_id=pad_id_of(self.tokenizer))

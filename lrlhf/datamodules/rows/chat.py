@@ -136,13 +136,13 @@ class ChatFormat:
         template = self.tokenizer.get_chat_template(self.template, self._tools(row))
         if _GENERATION.search(template):
             # what `apply_chat_template` calls, which keeps the characters of the marks to itself
-            render = partial(
-                render_jinja_template,
-                chat_template=template,
-                return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
-            )
-            _, (marked,) = self._applied(lambda chat, **rest: render([chat], **rest), messages, row)
+            marks = {"return_assistant_tokens_mask": True, **self.tokenizer.special_tokens_map}
+
+            def render(chat: list[dict[str, Any]], **options: Any) -> Any:
+                given = {"chat_template": template, **marks, **options}
+                return render_jinja_template(conversations=[chat], **given)
+
+            _, (marked,) = self._applied(render, messages, row)
             return text, [(int(first), int(last)) for first, last in marked]
         return text, [
             self._added(messages, number, text, row)

@@ -57,7 +57,7 @@ class PairModule(TrainingModule):
     The loss of an optimizer step is the mean over all of its pairs, of all micro-batches and
     ranks, of the summed losses of each pair's labels. A step whose loss or gradient is not finite
     is left out on all ranks. A subclass sets ``tokenizer``, calls `set_heads`, and defines
-    ``trainable_models`` and ``outputs_of``.
+    ``trainable_models``, ``outputs_of`` and ``train_name``.
 
     Args:
         objective: Loss of the labels.
@@ -110,6 +110,11 @@ class PairModule(TrainingModule):
 
     def outputs_of(self, batch: PreferenceBatch) -> PairOutputs:
         """Run the model over both candidates of every pair."""
+        raise NotImplementedError
+
+    @staticmethod
+    def train_name(metric: str) -> str:
+        """Return what a metric of the scores is logged as in training."""
         raise NotImplementedError
 
     def score_pairs(self, batch: PreferenceBatch) -> PairScores:
@@ -282,9 +287,8 @@ class PairModule(TrainingModule):
         """Sum up the pairs since the last call, all ranks together; empty: there are none."""
         metrics = self._compute(self.train_metrics).metrics
         loss = {"train/loss": metrics.pop("loss")} if metrics else {}
-        prefix = self.train_metric.partition("/")[0]
         kept = {k: v for k, v in metrics.items() if k.split("/")[0] not in INTERVAL}
-        return {**loss, **{f"{prefix}/{k}": v for k, v in kept.items()}}
+        return {**loss, **{self.train_name(k): v for k, v in kept.items()}}
 
     def _log_evaluation(self, stage: str, summary: RewardSummary) -> None:
         values = self._evaluation_values(summary)
