@@ -184,6 +184,18 @@ FAMILIAR_NAMES: Mapping[str, str] = {
         ("is_correction_threshold", "rollout_is_threshold"), "model.importance_sampling.high"
     ),
     "center_rewards_coefficient": "model.center_coef",
+    # supervised fine-tuning and preferences
+    **dict.fromkeys(
+        ("completion_only_loss", "assistant_only_loss", "train_on_inputs"),
+        "data.loss_on (completion, assistant or all)",
+    ),
+    **dict.fromkeys(
+        ("packing", "padding_free", "sample_packing"),
+        "model.require_packing (rows are packed without padding wherever the model allows it)",
+    ),
+    "dataset_text_field": "data.text_column",
+    "simpo_gamma": "model.margin",
+    "rpo_alpha": "model.sft_coef",
     # models
     **dict.fromkeys(("model_name_or_path", "pretrain", "model_path"), _POLICY),
     **dict.fromkeys(("critic_pretrain", "value_model"), "model.critic.model"),

@@ -138,6 +138,24 @@ class SequenceBatch(TensorBatch):
         return self.attention_mask.sum(dim=1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedBatch(SequenceBatch):
+    """Texts to be learnt, each a row of its own."""
+
+    places: tuple[str, ...] | None = None
+    """Where each row stands in the data, such as ``chats.jsonl:17``; None: nowhere."""
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """Move every tensor but those of images and videos, which follow micro-batch by batch."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    @property
+    def rows(self) -> SequenceBatch:
+        """The rows alone, which move with what they show."""
+        values = {field.name: getattr(self, field.name) for field in fields(SequenceBatch)}
+        return SequenceBatch(**values)
+
+
 def joined_media(batches: Sequence[SequenceBatch]) -> tuple[Media | None, ...] | None:
     """Return the media of the rows of several batches, one after the other."""
     if all(batch.media is None for batch in batches):

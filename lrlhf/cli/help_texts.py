@@ -32,7 +32,7 @@ _TEXTS = {
     "fit": f"""\
 usage: lrlhf fit --config FILE [--config OVERLAY ...] [--KEY VALUE ...]
 
-Train a reward model or a policy.
+Train a reward model or a policy: on rewards, on pairs, or on given texts.
 
 options:
 {_CONFIG}

@@ -1,4 +1,4 @@
-"""Data modules for prompts, preference pairs and stored rollouts, and what they read."""
+"""Data modules for texts, prompts, preference pairs and stored rollouts, and what they read."""
 
 from lrlhf.datamodules.core import RowDataModule
 from lrlhf.datamodules.datasets.media_pairs import MediaPairs
@@ -12,6 +12,7 @@ from lrlhf.datamodules.prompts import PromptDataModule
 from lrlhf.datamodules.replay import ReplayDataModule
 from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
+from lrlhf.datamodules.supervised import SupervisedDataModule
 from lrlhf.datamodules.text import TextDataModule
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "RowDataModule",
     "RowKind",
     "Source",
+    "SupervisedDataModule",
     "TextDataModule",
     "TrainLoader",
     "ValidationSet",

@@ -33,7 +33,12 @@ from lrlhf.functional.algorithms.cpgd import cpgd_policy_loss
 from lrlhf.functional.importance import IMPORTANCE_MODES, ImportanceMode, importance_weights
 from lrlhf.functional.kl import adaptive_kl_coef, kl_estimate, shape_rewards
 from lrlhf.functional.linear_logprobs import LinearHead
-from lrlhf.functional.logprobs import LogprobsAndEntropy, token_logprobs
+from lrlhf.functional.logprobs import (
+    LogprobsAndEntropy,
+    TokenStatistics,
+    token_logprobs,
+    token_statistics,
+)
 from lrlhf.functional.masking import masked_mean, masked_sum, standardize, whiten
 from lrlhf.functional.policy import (
     ClipFractions,
@@ -47,6 +52,13 @@ from lrlhf.functional.policy import (
     sequence_clipped_policy_loss,
     sequence_ratio,
 )
+from lrlhf.functional.preference import (
+    PREFERENCE_LOSSES,
+    PreferenceLoss,
+    hinge_loss,
+    implicit_rewards,
+    ipo_loss,
+)
 from lrlhf.functional.reward import (
     bradley_terry_loss,
     center_penalty,
@@ -54,6 +66,7 @@ from lrlhf.functional.reward import (
     log_exp_loss,
     tie_loss,
 )
+from lrlhf.functional.supervised import TOKEN_LOSSES, dft_loss, nll_loss
 from lrlhf.functional.turns import spread_over_turns, turn_ends, turn_numbers, turn_sums
 from lrlhf.functional.value_loss import clipped_value_loss
 
@@ -62,6 +75,8 @@ __all__ = [
     "ESTIMATORS",
     "IMPORTANCE_MODES",
     "POLICY_LOSSES",
+    "PREFERENCE_LOSSES",
+    "TOKEN_LOSSES",
     "AdvantagesAndReturns",
     "Algorithm",
     "ClipFractions",
@@ -72,6 +87,8 @@ __all__ = [
     "LogprobsAndEntropy",
     "PolicyLoss",
     "PolicyMetrics",
+    "PreferenceLoss",
+    "TokenStatistics",
     "adaptive_kl_coef",
     "aggregate",
     "bradley_terry_loss",
@@ -82,20 +99,25 @@ __all__ = [
     "clipped_value_loss",
     "counted_scores",
     "cpgd_policy_loss",
+    "dft_loss",
     "discounted_returns",
     "generalized_advantages",
     "group_mean_advantages",
     "group_normalized_advantages",
     "has_baseline",
     "high_entropy_mask",
+    "hinge_loss",
     "hps_loss",
+    "implicit_rewards",
     "importance_weighted_policy_loss",
     "importance_weights",
+    "ipo_loss",
     "kl_estimate",
     "leave_one_out_advantages",
     "log_exp_loss",
     "masked_mean",
     "masked_sum",
+    "nll_loss",
     "penalized_scores",
     "policy_metrics",
     "resolve_algorithm",
@@ -111,6 +133,7 @@ __all__ = [
     "tie_loss",
     "token_logprobs",
     "token_rewards",
+    "token_statistics",
     "turn_ends",
     "turn_numbers",
     "turn_sums",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -70,8 +70,8 @@ def linear_logprobs(
     temperature: float,
     chunk_size: int,
     return_entropy: bool,
-) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
-    """Compute what :func:`~lrlhf.functional.logprobs.token_logprobs` describes, and the entropy."""
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None, Bool[Tensor, " N"]]:
+    """Compute what :func:`~lrlhf.functional.logprobs.token_statistics` describes."""
     plan = _Plan(
         dtype=_product_dtype(hidden, head.weight),
         scale=head.multiplier / temperature,
@@ -94,7 +94,7 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, plan: _Plan
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         of_hidden, of_weight = (plan.differentiable and each for each in ctx.needs_input_grad[:2])
@@ -102,19 +102,21 @@ class _LinearLogprob(torch.autograd.Function):
         # autocast is still on here and would choose the precision for us
         with torch.autocast(hidden.device.type, enabled=False):
             if ahead:
-                logprobs, direction = _with_direction(hidden, weight, targets, plan)
+                logprobs, is_top, direction = _with_direction(hidden, weight, targets, plan)
+                ctx.mark_non_differentiable(is_top)
                 ctx.save_for_backward(direction)
-                return logprobs, None
+                return logprobs, None, is_top
             rows = min(plan.chunk_size, len(hidden)) if of_hidden or of_weight else 0
             kept = hidden.new_empty((rows, len(weight)), dtype=plan.wide)
             result = _statistics(_Blocks(hidden, weight, plan), targets, kept)
         ctx.save_for_backward(hidden, weight, targets, result.normalizer, result.entropy, kept)
-        return result.logprobs, result.entropy
+        ctx.mark_non_differentiable(result.is_top)
+        return result.logprobs, result.entropy, result.is_top
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _of_is_top: None
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         saved = ctx.saved_tensors
         if len(saved) == 1:
@@ -258,21 +260,22 @@ def _with_direction(
     weight: Float[Tensor, "V H"],
     targets: Int[Tensor, " N"],
     plan: _Plan,
-) -> tuple[Float[Tensor, " N"], Float[Tensor, "N H"]]:
-    """Compute the log-probabilities, and the gradient of each for its hidden state."""
+) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"], Float[Tensor, "N H"]]:
+    """Compute log-probabilities, whether each is the largest, and its gradient for the states."""
     rows = min(plan.chunk_size, len(hidden))
     logits = hidden.new_empty((rows, len(weight)), dtype=plan.wide)
     logprobs = hidden.new_empty(len(hidden), dtype=plan.wide)
+    is_top = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
     direction = torch.zeros_like(hidden, dtype=plan.wide)
     for part in _spans(0, len(hidden), plan.chunk_size):
         blocks = _Blocks(hidden[part], weight, plan)
         kept = logits[: part.stop - part.start]
         result = _statistics(blocks, targets[part], kept)
-        logprobs[part] = result.logprobs
+        logprobs[part], is_top[part] = result.logprobs, result.is_top
         ones = torch.ones_like(result.logprobs)
         of_rows = RowGradients(targets[part], result.normalizer, None, ones, None)
         _add_gradients(blocks, of_rows, kept, direction[part], None)
-    return logprobs, direction.to(hidden.dtype)
+    return logprobs, is_top, direction.to(hidden.dtype)
 
 
 def _add_product(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
@@ -24,6 +24,17 @@ class LogprobsAndEntropy(NamedTuple):
     logprobs: Float[Tensor, "*dims"]
     entropy: Float[Tensor, "*dims"]
     """Of the whole next-token distribution."""
+
+
+class TokenStatistics(NamedTuple):
+    """What the distribution over the next token says of each target."""
+
+    logprobs: Float[Tensor, "*dims"]
+    """At least float32, in nats."""
+    entropy: Float[Tensor, "*dims"] | None
+    """Of the whole distribution, likewise; None: not asked for."""
+    is_top: Bool[Tensor, "*dims"]
+    """Whether no other token is more probable."""
 
 
 @overload
@@ -88,6 +99,27 @@ def token_logprobs(
     Raises:
         ValueError: ``temperature`` or ``chunk_size`` is not positive.
     """
+    logprobs, entropy, _ = token_statistics(
+        hidden,
+        lm_head,
+        targets,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        return_entropy=return_entropy,
+    )
+    return logprobs if entropy is None else LogprobsAndEntropy(logprobs, entropy)
+
+
+def token_statistics(
+    hidden: Float[Tensor, "N H"],
+    lm_head: Float[Tensor, "V H"] | LinearHead | OutputHead,
+    targets: Int[Tensor, " N"],
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = 1024,
+    return_entropy: bool = False,
+) -> TokenStatistics:
+    """Compute what `token_logprobs` does, and whether each target is the most probable token."""
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")
     if chunk_size < 1:
@@ -95,7 +127,7 @@ def token_logprobs(
     if isinstance(lm_head, Tensor):
         lm_head = LinearHead(weight=lm_head)
     if isinstance(lm_head, LinearHead):
-        logprobs, entropy = linear_logprobs(
+        found = linear_logprobs(
             hidden,
             lm_head,
             targets,
@@ -104,10 +136,8 @@ def token_logprobs(
             return_entropy=return_entropy,
         )
     else:
-        logprobs, entropy = _head_logprobs(
-            hidden, lm_head, targets, temperature, chunk_size, return_entropy
-        )
-    return logprobs if entropy is None else LogprobsAndEntropy(logprobs, entropy)
+        found = _head_logprobs(hidden, lm_head, targets, temperature, chunk_size, return_entropy)
+    return TokenStatistics(*found)
 
 
 def _head_logprobs(
@@ -117,7 +147,7 @@ def _head_logprobs(
     temperature: float,
     chunk_size: int,
     return_entropy: bool,
-) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None, Bool[Tensor, " N"]]:
     def of_chunk(rows: Tensor, ids: Tensor) -> Any:
         return _LogitsLogprob.apply(  # type: ignore[no-untyped-call]
             head(rows), ids, temperature, return_entropy
@@ -134,8 +164,8 @@ def _head_logprobs(
             parts.append(checkpoint(of_chunk, rows, ids, use_reentrant=False))
         else:
             parts.append(of_chunk(rows, ids))
-    logprobs = torch.cat([part[0] for part in parts])
-    return logprobs, torch.cat([part[1] for part in parts]) if return_entropy else None
+    logprobs, is_top = (torch.cat([part[place] for part in parts]) for place in (0, 2))
+    return logprobs, torch.cat([part[1] for part in parts]) if return_entropy else None, is_top
 
 
 class _LogitsLogprob(torch.autograd.Function):
@@ -144,7 +174,7 @@ class _LogitsLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, return_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.temperature = temperature
         scaled = _scaled(logits, temperature)
@@ -152,12 +182,13 @@ class _LogitsLogprob(torch.autograd.Function):
         softmax.add(scaled, _scratch(scaled, return_entropy), rows=slice(None), start=0)
         result = softmax.result()
         ctx.save_for_backward(logits, targets, result.normalizer, result.entropy)
-        return result.logprobs, result.entropy
+        ctx.mark_non_differentiable(result.is_top)
+        return result.logprobs, result.entropy, result.is_top
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _of_is_top: None
     ) -> tuple[Tensor | None, None, None, None]:
         if grad_logprobs is None and grad_entropy is None:
             return None, None, None, None

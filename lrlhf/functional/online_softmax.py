@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 _FAR = -1e4
@@ -20,6 +20,8 @@ class RowStatistics(NamedTuple):
     normalizer: Float[Tensor, " N"]
     """Log of the sum of the exponentials of the logits."""
     entropy: Float[Tensor, " N"] | None
+    is_top: Bool[Tensor, " N"]
+    """Whether no other id has a larger logit."""
 
 
 class OnlineSoftmax:
@@ -76,7 +78,9 @@ class OnlineSoftmax:
         normalizer = self._sum.log() + self._largest
         # H = log Σ e^s - Σ e^s s / Σ e^s
         entropy = None if self._moment is None else self._sum.log() - self._moment / self._sum
-        return RowStatistics(self._chosen - normalizer, normalizer, entropy)
+        return RowStatistics(
+            self._chosen - normalizer, normalizer, entropy, is_top=self._chosen >= self._largest
+        )
 
 
 class RowGradients(NamedTuple):

@@ -29,7 +29,7 @@ class StepBundle:
     """Inputs of one rank's step: batches, seeds and further values.
 
     Attributes:
-        stage: Which step: iteration, policy, value, joint or reward.
+        stage: Which step: iteration, policy, value, joint, reward, supervised or preference.
         batches: By name.
         seeds: Arguments of `seed_everything_for` that the step, or each of its micro-batches, was
             seeded with.

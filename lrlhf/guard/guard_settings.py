@@ -78,8 +78,13 @@ class Guard:
         return math.inf if self.max_ratio is None else math.log(self.max_ratio)
 
 
-def refuse_policy_limits(guard: Guard) -> None:
-    """Raise `ValueError` for a limit that is about responses, in a module that draws none."""
+def refuse_policy_limits(guard: Guard, module: str) -> None:
+    """Raise `ValueError` for a limit that is about responses, in a module that draws none.
+
+    Args:
+        guard: The limits.
+        module: Its name.
+    """
     for name in ("max_kl", "max_length_factor", "max_mismatch"):
         if getattr(guard, name) is not None:
-            raise ValueError(f"guard.{name} is about a policy's responses; RewardModel has none")
+            raise ValueError(f"guard.{name} is about a policy's responses; {module} has none")

@@ -35,6 +35,7 @@ from lrlhf.models.scorers import HeadedBackbone, StockClassifier
 from lrlhf.models.token_budget import TokenBudget
 from lrlhf.models.token_logprobs import (
     SequenceOutputs,
+    said_tokens,
     sequence_logprobs,
     sequence_outputs,
     sequence_values,
@@ -90,6 +91,7 @@ __all__ = [
     "repeat_offsets",
     "resolve_source",
     "ruled_out_ids",
+    "said_tokens",
     "save_model",
     "sequence_logprobs",
     "sequence_outputs",

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lrlhf.functional.logprobs import LogprobsAndEntropy, token_logprobs
+from lrlhf.functional.logprobs import TokenStatistics, token_statistics
 from lrlhf.models.backbone import hidden_states
 from lrlhf.models.experts import load_balancing_loss
+from lrlhf.models.media_inputs import ruled_out_ids
 from lrlhf.models.output_head import output_head, plain_model
 from lrlhf.models.sharding import within
 from lrlhf.types import SequenceBatch
@@ -26,10 +27,19 @@ class SequenceOutputs(NamedTuple):
     """At least float32; 0 outside ``response_mask`` and on a row's first token."""
     entropy: Float[Tensor, "B T"] | None
     """Of every next-token distribution, in nats; None: not asked for."""
+    is_top: Bool[Tensor, "B T"]
+    """Whether no token is more probable; False outside ``response_mask``."""
     values: Float[Tensor, "B T"] | None
     """Value of the state in which each token was chosen; None: there was no head."""
     router_loss: Float[Tensor, ""] | None
     """Load-balancing loss of a mixture of experts, unweighted; None: not asked for."""
+
+
+def said_tokens(model: PreTrainedModel | PeftModel, batch: SequenceBatch) -> Bool[Tensor, "B T"]:
+    """Tell which response tokens a model can say: not a row's first, none that stands for media."""
+    given = torch.tensor(ruled_out_ids(model.config), device=batch.input_ids.device)
+    said = batch.response_mask & batch.attention_mask & ~torch.isin(batch.input_ids, given)
+    return said & (batch.attention_mask.cumsum(dim=1) > 1)
 
 
 def sequence_outputs(
@@ -61,9 +71,9 @@ def sequence_outputs(
     """
     plain = plain_model(model)
 
-    def forward() -> tuple[_Body, Tensor | LogprobsAndEntropy]:
+    def forward() -> tuple[_Body, TokenStatistics]:
         body = _run(plain, batch, router_logits=router_loss)
-        return body, token_logprobs(
+        return body, token_statistics(
             body.predicting,
             output_head(plain).fastest(),
             body.targets,
@@ -73,11 +83,10 @@ def sequence_outputs(
         )
 
     body, result = within(model, forward)
-    entropies = body.spread(result.entropy) if isinstance(result, LogprobsAndEntropy) else None
-    logprobs = result.logprobs if isinstance(result, LogprobsAndEntropy) else result
     return SequenceOutputs(
-        logprobs=body.spread(logprobs),
-        entropy=entropies,
+        logprobs=body.spread(result.logprobs),
+        entropy=None if result.entropy is None else body.spread(result.entropy),
+        is_top=body.spread(result.is_top),
         values=None if value_head is None else body.spread(value_head(body.predicting)),
         router_loss=None
         if body.router_logits is None
@@ -134,11 +143,11 @@ class _Body(NamedTuple):
     computed: Bool[Tensor, "R L"]
     router_logits: tuple[Tensor, ...] | None
 
-    def spread(self, values: Float[Tensor, " M"]) -> Float[Tensor, "B T"]:
+    def spread(self, values: Shaped[Tensor, " M"]) -> Shaped[Tensor, "B T"]:
         """Put values where they were asked for, zero elsewhere, in the original columns."""
         asked, counts = self.asked, self.counts
         spread = torch.zeros(asked.shape, dtype=values.dtype, device=values.device)
-        spread = spread.masked_scatter(asked, values).masked_fill(~counts, 0.0)
+        spread = spread.masked_scatter(asked, values).masked_fill(~counts, 0)
         return torch.zeros_like(spread).scatter(1, self.order, spread)
 
 

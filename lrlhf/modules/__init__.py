@@ -4,6 +4,7 @@ import lrlhf.strategies  # noqa: F401  registers its names with Lightning
 from lrlhf.guard import DumpReplay, Guard, NotADumpError, TrainingDivergedError, replay_dump
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.contracts import Exportable, KLPenalized, SamplesResponses
+from lrlhf.modules.dpo import DPO
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy.importance_sampling import ImportanceSampling
 from lrlhf.modules.ppo import PPO
@@ -17,10 +18,13 @@ from lrlhf.modules.settings import (
     Reference,
     Update,
 )
+from lrlhf.modules.sft import SFT
 
 __all__ = [
+    "DPO",
     "PPO",
     "RLOO",
+    "SFT",
     "Advantage",
     "Critic",
     "DumpReplay",

@@ -16,15 +16,25 @@ import yaml
 
 from lrlhf import Trainer
 from lrlhf.cli.help_texts import _TEXTS
-from lrlhf.datamodules import PreferenceDataModule, PromptDataModule, ReplayDataModule
+from lrlhf.datamodules import (
+    PreferenceDataModule,
+    PromptDataModule,
+    ReplayDataModule,
+    SupervisedDataModule,
+)
 from lrlhf.functional import ALGORITHMS, ESTIMATORS, POLICY_LOSSES
-from lrlhf.modules import PPO, RLOO, RewardModel
+from lrlhf.modules import DPO, PPO, RLOO, SFT, RewardModel
 from lrlhf.modules.metrics.reward_metrics import METRICS
 from tests.docs.public import PACKAGE, ROOT, public_names
 
 OWNERS: dict[str, tuple[type, ...]] = {
-    "model": (RLOO, PPO, RewardModel),
-    "data": (PromptDataModule, PreferenceDataModule, ReplayDataModule),
+    "model": (RLOO, PPO, RewardModel, SFT, DPO),
+    "data": (
+        PromptDataModule,
+        PreferenceDataModule,
+        ReplayDataModule,
+        SupervisedDataModule,
+    ),
     "trainer": (Trainer,),
 }
 METRIC = re.compile(

@@ -37,6 +37,8 @@ SUMS, TEXT = ROOT / "configs" / "cpu" / "sums.yaml", ROOT / "configs" / "rloo_te
 TINY = {
     "RLOO": ["--model.policy={model}"],
     "RewardModel": ["--model.model.source={model}"],
+    "SFT": ["--model.policy.source={model}", "--data.max_tokens=128"],
+    "DPO": ["--model.policy.source={model}", "--data.max_tokens=128"],
     "PPO": [
         "--model.policy={model}",
         "--model.rewards.functions.preference.source={reward}",
@@ -98,7 +100,7 @@ def _small_data(config: dict[str, Any], folder: Path) -> list[str]:
     rows = [
         {
             "question": f"What is {n} + 1?", "answer": f"#### {n + 1}", "prompt": f"{n} + 1 =",
-            "chosen": f"{n + 1}", "rejected": "?",
+            "chosen": f"{n + 1}", "rejected": "?", "completion": f"{n + 1}",
         }
         for n in range(40)
     ]  # fmt: skip
@@ -106,6 +108,8 @@ def _small_data(config: dict[str, Any], folder: Path) -> list[str]:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if _class(config, "data") == "PreferenceDataModule":
         return [f"--data.{part}={file}" for part in ("train", "val") if part in options]
+    if _class(config, "data") == "SupervisedDataModule":
+        return [f"--data.train={file}"]
     held_out = [] if "val_size" in options else ["--data.val_fraction=0.2"]
     short = ["--data.max_prompt_tokens=128", "--model.sampling.max_new_tokens=48"]
     return [f"--data.train={file}", *held_out, *short]

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.columns import structure_of, whole_text, wrong_type
 from lrlhf.types import Message
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""Begins what the assistant writes, as `transformers` knows it."""
+Span = tuple[int, int]
+"""First character, and the one behind the last."""
 
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -99,6 +107,69 @@ class ChatFormat:
             BadRow: The template refuses the messages.
             ValueError: There is no template.
         """
+        goes_on = prompt and messages[-1]["role"] == "assistant"
+        text = self._applied(
+            partial(
+                self.tokenizer.apply_chat_template, chat_template=self.template, tokenize=False
+            ),
+            messages,
+            row,
+            add_generation_prompt=prompt and not goes_on,
+            continue_final_message=goes_on,
+        )
+        if not isinstance(text, str):
+            raise TypeError(f"apply_chat_template returned {type(text).__name__}")
+        return whole_text(text, "the rendered chat")
+
+    def render_spans(self, messages: Sequence[Message], row: Row) -> tuple[str, list[Span]]:
+        """Render a conversation, and say which characters of it the assistant writes.
+
+        A template that marks them (``{% generation %}``) says so itself. Of another one, a turn is
+        what it adds to the prompt that leaves this turn open; that must be the same whatever
+        follows.
+
+        Raises:
+            BadRow: The template refuses the messages, or does not tell the turns apart.
+            ValueError: There is no template.
+        """
+        text = self.render(messages, row, prompt=False)
+        template = self.tokenizer.get_chat_template(self.template, self._tools(row))
+        if _GENERATION.search(template):
+            # what `apply_chat_template` calls, which keeps the characters of the marks to itself
+            marks = {"return_assistant_tokens_mask": True, **self.tokenizer.special_tokens_map}
+
+            def render(chat: list[dict[str, Any]], **options: Any) -> Any:
+                given = {"chat_template": template, **marks, **options}
+                return render_jinja_template(conversations=[chat], **given)
+
+            _, (marked,) = self._applied(render, messages, row)
+            return text, [(int(first), int(last)) for first, last in marked]
+        return text, [
+            self._added(messages, number, text, row)
+            for number, message in enumerate(messages)
+            if message["role"] == "assistant"
+        ]
+
+    def _added(self, messages: Sequence[Message], number: int, text: str, row: Row) -> Span:
+        """Return what one turn adds to the text of those before it."""
+        if number == 0 or messages[number - 1]["role"] == "assistant":
+            raise _unclear(number, "has no turn of another role before it")
+        before = self.render(messages[:number], row, prompt=True)
+        until = self.render(messages[: number + 1], row, prompt=False)
+        if not until.startswith(before):
+            raise _unclear(number, "does not begin with the prompt that leads up to it")
+        if not text.startswith(until):
+            raise _unclear(number, "becomes another text where further turns follow")
+        return len(before), len(until)
+
+    def _tools(self, row: Row) -> list[dict[str, Any]] | None:
+        tools = structure_of(row, "tools", list) or self.tools
+        return [dict(tool) for tool in tools] if tools else None
+
+    def _applied(
+        self, apply: Callable[..., Any], messages: Sequence[Message], row: Row, **options: bool
+    ) -> Any:
+        """Apply a template to turns, with the options of all rows and those of this one."""
         if self.template is None and self.tokenizer.chat_template is None:
             raise ValueError(
                 f"the rows hold chat messages, and the tokenizer {self.tokenizer.name_or_path!r} "
@@ -106,17 +177,12 @@ class ChatFormat:
                 "tokenizer of an instruction-tuned model, or give plain text rows"
             )
         own = structure_of(row, "chat_template_kwargs", dict) or {}
-        tools = structure_of(row, "tools", list) or self.tools
-        goes_on = prompt and messages[-1]["role"] == "assistant"
+        tools = self._tools(row)
         try:
-            text = self.tokenizer.apply_chat_template(
+            return apply(
                 [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] if tools else None,
-                chat_template=self.template,
-                tokenize=False,
-                add_generation_prompt=prompt and not goes_on,
-                continue_final_message=goes_on,
-                **{**self.kwargs, **own},
+                tools=tools,
+                **{**options, **self.kwargs, **own},
             )
         # whatever a template does with data that it was not written for
         except Exception as error:
@@ -126,9 +192,15 @@ class ChatFormat:
                 f"{', '.join(str(message['role']) for message in messages)})",
                 remedy="check the roles and their order, or give another `chat_template`",
             ) from error
-        if not isinstance(text, str):
-            raise TypeError(f"apply_chat_template returned {type(text).__name__}")
-        return whole_text(text, "the rendered chat")
+
+
+def _unclear(number: int, what: str) -> BadRow:
+    return BadRow(
+        "unclear turns",
+        f"the chat template does not mark what the assistant writes, and turn {number + 1} {what}",
+        remedy="give a `chat_template` with {% generation %} marks, or set `loss_on` to completion "
+        "(the last turn) or all",
+    )
 
 
 def _template_text(template: str) -> str:

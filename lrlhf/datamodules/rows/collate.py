@@ -94,13 +94,13 @@ def with_place(row: RowT, place: str) -> RowT:
 
 def collate_prompts(rows: Sequence[PromptRow], pad_token_id: int) -> PromptBatch:
     """Make a left-padded batch; the padding is any id, as the mask says what is padding."""
-    input_ids, attention_mask = _padded(rows, pad_token_id, "left")
+    input_ids, attention_mask = padded(rows, pad_token_id, "left")
     return PromptBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
         prompts=tuple(row.prompt for row in rows),
         columns=tuple(row.columns for row in rows),
-        media=_media_of(rows),
+        media=media_of(rows),
         places=tuple(row.place for row in rows),
     )
 
@@ -120,18 +120,18 @@ def collate_pairs(rows: Sequence[PairRow], pad_token_id: int) -> PreferenceBatch
 
 def right_padded(candidates: Sequence[Candidate], pad_token_id: int) -> SequenceBatch:
     """Put sequences into right-padded rows; each is trained on from its ``start``."""
-    input_ids, attention_mask = _padded(candidates, pad_token_id, "right")
+    input_ids, attention_mask = padded(candidates, pad_token_id, "right")
     starts = torch.tensor([candidate.start for candidate in candidates])
     answers = torch.arange(input_ids.shape[1]) >= starts[:, None]
     return SequenceBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
         response_mask=attention_mask & answers,
-        media=_media_of(candidates),
+        media=media_of(candidates),
     )
 
 
-def _padded(
+def padded(
     rows: Sequence[TokenizedText], pad_token_id: int, side: Literal["left", "right"]
 ) -> tuple[Tensor, Tensor]:
     """Return the ids `[B, T]` int64 and the mask `[B, T]` of what is no padding."""
@@ -143,7 +143,7 @@ def _padded(
     )
 
 
-def _media_of(rows: Sequence[TokenizedText]) -> tuple[Media | None, ...] | None:
+def media_of(rows: Sequence[TokenizedText]) -> tuple[Media | None, ...] | None:
     """Return the media of each row; None: no row has any."""
     media = tuple(row.media for row in rows)
     return media if any(entry is not None for entry in media) else None

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.loading.sources import Row
@@ -27,7 +26,14 @@ from lrlhf.datamodules.rows.implicit_prompts import (
 from lrlhf.datamodules.rows.media_rows import MediaReader, Unread, bare_parts, media_columns
 from lrlhf.datamodules.rows.preference_labels import LabelReader, MarginReader
 from lrlhf.datamodules.rows.prompt_rows import PromptTemplate
-from lrlhf.datamodules.rows.tokenizing import Text, Tokens, common_prefix, tokenize
+from lrlhf.datamodules.rows.tokenizing import (
+    Text,
+    Tokens,
+    common_prefix,
+    tokenize,
+    tokenize_ended,
+    with_end,
+)
 from lrlhf.media import MediaRefs
 from lrlhf.rollout.records import plain_json
 from lrlhf.types import Message
@@ -246,18 +252,19 @@ def tokenize_pairs(
     """
     pairs = [draft.pair for draft in drafts]
     prompts = tokenize(tokenizer, [pair.prompt for pair in pairs])
-    both = [_with_end(tokenizer, [pair.candidates[index] for pair in pairs]) for index in (0, 1)]
-    end = str(tokenizer.eos_token or "")
+    both = [
+        tokenize_ended(tokenizer, [pair.candidates[index] for pair in pairs]) for index in (0, 1)
+    ]
     rows: list[PairRow | BadRow] = []
     for draft, prompt, *ids in zip(drafts, prompts, *both, strict=True):
         try:
             first, second = (
-                _candidate(draft.pair, index, prompt, ids[index], end) for index in (0, 1)
+                _candidate(draft.pair, index, prompt, ids[index], tokenizer) for index in (0, 1)
             )
         except BadRow as problem:
             rows.append(problem)
         else:
-            keys = tuple(_digest(key) for key in draft.keys)
+            keys = tuple(digest(key) for key in draft.keys)
             rows.append(
                 PairRow(
                     texts=(first, second),
@@ -270,33 +277,22 @@ def tokenize_pairs(
     return rows
 
 
-def _candidate(pair: TextPair, index: int, prompt: Tokens, ids: Tokens, end: str) -> Candidate:
+def _candidate(
+    pair: TextPair, index: int, prompt: Tokens, ids: Tokens, tokenizer: PreTrainedTokenizerBase
+) -> Candidate:
     start = common_prefix(prompt, ids)
     if start >= len(ids):
         raise BadRow("empty text", f"the answer of candidate {index} has no token")
     refs = pair.refs[index]
     if not refs:
         return Candidate(input_ids=ids, start=start)
-    text = pair.candidates[index]
-    if not text.complete:
-        text = text._replace(text=text.text.removesuffix(end) + end)  # as `_with_end` does
+    text = with_end(tokenizer, pair.candidates[index])
     alone = not pair.prompt.text or len(refs) == len(pair.prompt_refs)
     before = None if alone else Unread(pair.prompt, pair.prompt_refs)
     return Candidate(input_ids=ids, start=start, unread=Unread(text, refs, before))
 
 
-def _with_end(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> list[Tokens]:
-    """Tokenise, and end plain text with the end-of-sequence token unless it does already."""
-    end = tokenizer.eos_token_id
-    return [
-        ids
-        if text.complete or end is None or (len(ids) and ids[-1] == end)
-        else np.append(ids, np.int32(end))
-        for text, ids in zip(texts, tokenize(tokenizer, texts), strict=True)
-    ]
-
-
-def _digest(key: str) -> str:
+def digest(key: str) -> str:
     """Stand for a long text where only equality matters."""
     return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 Tokens = NDArray[np.int32]
+Mask = NDArray[np.bool_]
 
 _CHUNK = 1024
 
@@ -37,6 +38,69 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> list[
         for row, ids in zip(rows, encoded, strict=True):
             tokens[row] = _single_bos(ids, tokenizer.bos_token_id)
     return tokens
+
+
+def with_end(tokenizer: PreTrainedTokenizerBase, text: Text) -> Text:
+    """Return a plain text with one end-of-sequence token behind it; others have theirs."""
+    end = str(tokenizer.eos_token or "")
+    return text if text.complete else text._replace(text=text.text.removesuffix(end) + end)
+
+
+def tokenize_ended(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> list[Tokens]:
+    """Tokenise, and end plain text with the end-of-sequence token unless it does already."""
+    end = tokenizer.eos_token_id
+    return [
+        ids
+        if text.complete or end is None or (len(ids) and ids[-1] == end)
+        else np.append(ids, np.int32(end))
+        for text, ids in zip(texts, tokenize(tokenizer, texts), strict=True)
+    ]
+
+
+def tokenize_spans(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    spans: Sequence[Sequence[tuple[int, int]]],
+) -> list[tuple[Tokens, Mask]]:
+    """Tokenise complete texts, and tell which tokens have a character in one of the spans.
+
+    Args:
+        tokenizer: A fast one, which knows the characters of its tokens.
+        texts: As a chat template renders them.
+        spans: Of each text, first character and the one behind the last, in order.
+
+    Raises:
+        ValueError: The tokenizer does not know the characters of its tokens.
+    """
+    if texts and not tokenizer.is_fast:
+        raise ValueError(
+            f"the tokenizer {tokenizer.name_or_path!r} does not tell which characters a token has, "
+            "which the turns of the assistant are found by: take its fast version, or set "
+            "`loss_on` to completion or all"
+        )
+    found: list[tuple[Tokens, Mask]] = []
+    for start in range(0, len(texts), _CHUNK):
+        encoded = tokenizer(
+            list(texts[start : start + _CHUNK]),
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        columns = zip(
+            encoded["input_ids"],
+            encoded["offset_mapping"],
+            spans[start : start + _CHUNK],
+            strict=True,
+        )
+        for row, offsets, own in columns:
+            begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+            inside = np.zeros(len(row), dtype=np.bool_)
+            for first, last in own:
+                inside |= (begins < last) & (ends > first)
+            ids = _single_bos(np.asarray(row, dtype=np.int32), tokenizer.bos_token_id)
+            found.append((ids, inside[len(inside) - len(ids) :]))
+    return found
 
 
 def tokenize_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> list[Tokens]:

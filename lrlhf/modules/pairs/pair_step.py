@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedTokenizerBase
 
 from lrlhf.run.collectives import Collectives
 from lrlhf.types import PreferenceBatch, SequenceBatch, joined_media
@@ -40,6 +41,13 @@ def concatenate(first: SequenceBatch, second: SequenceBatch, *, pad_id: int) -> 
         media=joined_media([first, second]),
         group_ids=torch.arange(len(first)).repeat(2),
     )
+
+
+def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return an id for padding."""
+    # every tokenizer that lrlhf loads has one; padding is masked, so any id would do
+    pad_id = tokenizer.pad_token_id
+    return pad_id if isinstance(pad_id, int) else 0
 
 
 class MicroBatch(NamedTuple):

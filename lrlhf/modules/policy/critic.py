@@ -21,10 +21,11 @@ from lrlhf.models import (
 )
 from lrlhf.modules.metrics.rollout_metrics import measure_values
 from lrlhf.modules.optimizers import OptimizerAndScheduler
-from lrlhf.modules.policy.gradient_step import GradientStep, PolicyStep, Stepped
+from lrlhf.modules.policy.gradient_step import GradientStep, PolicyStep
 from lrlhf.modules.policy.iteration import Iteration, UpdateContext
 from lrlhf.modules.policy.objective import Denominators, value_loss
 from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.modules.policy.row_step import Stepped
 from lrlhf.modules.policy.running_moments import ScoreMoments
 from lrlhf.modules.settings import Critic
 from lrlhf.run.quiet_output import quiet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 from peft import PeftModel
@@ -14,6 +15,7 @@ from lrlhf.models import (
     check_mergeable,
     check_output_head,
     plain_model,
+    save_model,
 )
 from lrlhf.run.quiet_output import quiet
 
@@ -24,6 +26,12 @@ class LoadedPolicy(NamedTuple):
     model: PreTrainedModel | PeftModel
     tokenizer: PreTrainedTokenizerBase
     processor: MediaProcessor | None
+
+    def save(self, folder: Path | None) -> None:
+        """Write the policy, adapters merged, and what reads for it, as ``transformers`` loads."""
+        save_model(self.model, folder, self.tokenizer)
+        if self.processor is not None and folder is not None:
+            self.processor.save(folder)
 
 
 @quiet()

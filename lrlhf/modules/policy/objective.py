@@ -21,7 +21,7 @@ from lrlhf.functional.masking import masked_mean
 from lrlhf.functional.policy import aggregate
 from lrlhf.functional.value_loss import clipped_value_loss
 from lrlhf.guard.step_watch import StepWatch
-from lrlhf.models import SequenceOutputs, ruled_out_ids, sequence_logprobs, sequence_outputs
+from lrlhf.models import SequenceOutputs, said_tokens, sequence_logprobs, sequence_outputs
 from lrlhf.modules.metrics.rollout_metrics import measure_mismatch, measure_update
 from lrlhf.modules.policy.importance_sampling import measure_importance, with_importance_weights
 from lrlhf.modules.policy.iteration import Iteration, UpdateContext
@@ -258,9 +258,7 @@ class PolicyObjective:
         if text is None:
             return None
         texts = text.to(it.device)
-        # what stands for an image is given, not said
-        ruled_out = torch.tensor(ruled_out_ids(self._policy.config), device=it.device)
-        said = texts.response_mask & ~torch.isin(texts.input_ids, ruled_out)
+        said = said_tokens(self._policy, texts)
         texts = replace(texts, response_mask=said)
         update = self._settings.update
 

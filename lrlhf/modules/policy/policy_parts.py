@@ -15,7 +15,6 @@ from lrlhf.models import (
     check_has_experts,
     frozen_reference,
     plain_model,
-    save_model,
 )
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.checks import refuse_idle_encoder, refuse_other_batch
@@ -211,9 +210,7 @@ class PolicyParts:
 
     def export(self, folder: Path | None) -> None:
         """Write the policy, adapters merged, and what reads for it, as ``transformers`` loads."""
-        save_model(self.policy.model, folder, self.policy.tokenizer)
-        if self.policy.processor is not None and folder is not None:
-            self.policy.processor.save(folder)
+        self.policy.save(folder)
 
 
 def plan_iteration(

@@ -163,7 +163,15 @@ class Scorer:
         Its results are `[B, T]` each, or None.
         """
         whole: list[Tensor | None] = []
-        for micro in plan_micro_batches(rollout, [model], self._settings.update, it):
+        update = self._settings.update
+        micro_batches = plan_micro_batches(
+            rollout,
+            [model],
+            it,
+            max_tokens=update.micro_batch_tokens,
+            shared=update.router_loss_coef == 0,
+        )
+        for micro in micro_batches:
             parts = function(trim(rollout.select(micro.rows)))
             if not whole:
                 blank = rollout.sampling_logprobs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from peft import PeftModel
@@ -13,7 +14,6 @@ from transformers import PreTrainedModel
 from lrlhf.models import looking_once, packs, plain_model
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.policy_settings import PolicySettings
-from lrlhf.modules.settings import Update
 from lrlhf.rollout import MicroBatch, minibatches, trim
 from lrlhf.rollout import plan_micro_batches as plan_own
 from lrlhf.run.sequence_balancing import balance_over_ranks
@@ -67,8 +67,10 @@ def _split_texts(texts: SequenceBatch | None, steps: int) -> list[SequenceBatch 
 def plan_micro_batches(
     part: SequenceBatch,
     models: Sequence[PreTrainedModel | PeftModel],
-    update: Update,
     it: Iteration,
+    *,
+    max_tokens: int | Literal["auto"] | None,
+    shared: bool,
 ) -> list[MicroBatch]:
     """Cut rows into the micro-batches that go through some models.
 
@@ -77,17 +79,17 @@ def plan_micro_batches(
     Args:
         part: Rows of this rank.
         models: What each micro-batch goes through.
-        update: How many tokens a micro-batch may have.
         it: The ranks.
+        max_tokens: Tokens that a micro-batch may have, see `Update.micro_batch_tokens`.
+        shared: Whether rows of one group may share what they begin with.
     """
-    limit = it.module.token_budget.limit(update.micro_batch_tokens, it.device)
+    limit = it.module.token_budget.limit(max_tokens, it.device)
     plan = partial(
         plan_own,
         part,
         max_tokens=limit,
         packed=all(packs(plain_model(model), part) for model in models),
-        # experts are balanced over the tokens of whole rows
-        shared=update.router_loss_coef == 0,
+        shared=shared,
     )
     own = plan()
     if it.ranks.world_size == 1 or limit is None:

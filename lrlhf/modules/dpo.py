@@ -1,0 +1,249 @@
+"""Direct preference optimization, and the losses that followed it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from lrlhf.functional.masking import masked_mean, masked_sum
+from lrlhf.functional.names import import_value
+from lrlhf.functional.preference import PREFERENCE_LOSSES, PreferenceLoss, implicit_rewards
+from lrlhf.guard import Guard
+from lrlhf.models import (
+    CausalLM,
+    ReferencePolicy,
+    frozen_reference,
+    plain_model,
+    said_tokens,
+    sequence_logprobs,
+)
+from lrlhf.modules.checks import refuse_idle_encoder
+from lrlhf.modules.optimizers import OptimizerConfig
+from lrlhf.modules.pairs.pair_losses import PairLoss, PairObjective
+from lrlhf.modules.pairs.pair_module import PairModule, PairOutputs
+from lrlhf.modules.pairs.pair_step import PairScores, concatenate, pad_id_of
+from lrlhf.modules.policy.load_policy import load_policy
+from lrlhf.types import PreferenceBatch, SequenceBatch
+
+_HEAD = "reward"
+
+
+class DPO(PairModule):
+    """Trains a policy on preference pairs, by the rewards that its log-probabilities imply.
+
+    The implicit reward of an answer is β times the sum of its tokens' log-ratios of policy and
+    reference. A pair's loss is one of reward models, of these rewards; everything else is as in
+    `RewardModel`: the loss of an optimizer step is the mean over all of its pairs, and what is
+    measured of scores is measured of these. Pairs that are labelled as equal add nothing.
+
+    Args:
+        policy: What to train: a hub id, a folder, ``package:<module>``, a `CausalLM` that says
+            how to load it (LoRA, precision, frozen parts), or a model that is already built (then
+            pass ``tokenizer``).
+        tokenizer: For a policy that is already built.
+        processor: For a vision-language policy that is already built; as ``AutoProcessor`` loads
+            it.
+        loss: ``sigmoid`` (DPO), ``sigmoid_norm`` (of rewards per token), ``ipo``, ``hinge``,
+            ``simpo`` (per token, without a reference), a `PreferenceLoss`, or the import path of
+            one or of a function from rewards `[N]` of chosen and rejected answers to losses `[N]`.
+        beta: Scale of the rewards; None: 0.1, and 2 of ``sigmoid_norm`` and ``simpo``.
+        margin: By how much the chosen reward should lead; a pair's own margin replaces it. None:
+            0, and 1 of ``simpo`` (γ).
+        length_normalized: Whether rewards are means over the tokens of an answer; None: as the
+            loss has it.
+        label_smoothing: Assumed share of wrong labels (cDPO).
+        sft_coef: Weight of the negative log-likelihood per token of the chosen answer, which keeps
+            it from falling (RPO).
+        reference: Another model as the reference, with the policy's tokenizer. None: the policy as
+            it starts: a frozen copy, or with LoRA itself without what was learnt.
+        logprob_chunk: Tokens whose logits may exist at the same time.
+        optimizer: AdamW and its schedule, counted in optimizer steps; 1e-6 where it names no
+            ``lr``, and 3 % of the steps are warm-up unless ``warmup_steps`` says otherwise.
+        max_grad_norm: Clip the gradient to this norm; ``inf`` leaves it.
+            ``trainer.gradient_clip_val`` takes its place where that is set.
+        guard: When an optimizer step is left out, and when to give up; of the limits only those
+            of loss and gradient are about pairs.
+        seed: Seeds dropout, together with rank and step; None: the seed of ``seed_everything``.
+
+    Raises:
+        ValueError: An option is out of its range, or does not belong to the loss.
+
+    Reference:
+        Rafailov et al. 2023, eq. 7, https://arxiv.org/abs/2305.18290
+    """
+
+    train_metric: ClassVar[str] = "rewards/accuracy"
+    stage: ClassVar[str] = "preference"
+    lr: ClassVar[float] = 1e-6
+
+    def __init__(  # noqa: PLR0913  the constructor is the config schema
+        self,
+        policy: str | CausalLM | PreTrainedModel | PeftModel,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        processor: ProcessorMixin | None = None,
+        loss: str | PreferenceLoss = "sigmoid",
+        beta: float | None = None,
+        margin: float | None = None,
+        length_normalized: bool | None = None,
+        label_smoothing: float = 0.0,
+        sft_coef: float = 0.0,
+        reference: str | CausalLM | None = None,
+        logprob_chunk: int = 1024,
+        optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008  frozen
+        max_grad_norm: float = 1.0,
+        guard: Guard = Guard(),  # noqa: B008  frozen
+        seed: int | None = None,
+    ) -> None:
+        chosen = resolve_preference_loss(loss)
+        self_beta = chosen.beta if beta is None else beta
+        _check(chosen, self_beta, sft_coef, logprob_chunk, has_reference=reference is not None)
+        super().__init__(
+            PairObjective(
+                losses=((_pair_loss(chosen, self_beta), 1.0),),
+                margin=chosen.margin if margin is None else margin,
+                tie_weight=0.0,
+                label_smoothing=label_smoothing,
+            ),
+            optimizer=optimizer,
+            max_grad_norm=max_grad_norm,
+            guard=guard,
+            seed=seed,
+        )
+        self.loss, self.beta, self.sft_coef = chosen, self_beta, sft_coef
+        self.length_normalized = (
+            chosen.length_normalized if length_normalized is None else length_normalized
+        )
+        self.logprob_chunk = logprob_chunk
+        self._loaded = load_policy(policy, tokenizer, processor)
+        self.policy, self.tokenizer, self.processor = self._loaded
+        if isinstance(reference, str):
+            reference = CausalLM(source=reference)
+        self.reference: ReferencePolicy | None = (
+            frozen_reference(self.policy, reference) if chosen.reference else None
+        )
+        """Outside of the module tree: not trained, not saved."""
+        self.set_heads([_HEAD], [1.0])
+
+    def trainable_models(self) -> dict[str, nn.Module]:
+        return {"policy": self.policy}
+
+    def export_pretrained(self, folder: Path | None) -> None:
+        """Write the policy, adapters merged, and its tokenizer, as ``transformers`` loads them."""
+        self._loaded.save(folder)
+
+    def summary(self) -> dict[str, str]:
+        """Say what is trained, and by which loss."""
+        return {**super().summary(), "loss": f"{self.loss.name}, beta {self.beta:g}"}
+
+    # ---- where the reference is
+
+    def on_fit_start(self) -> None:
+        refuse_idle_encoder(self.trainer, plain_model(self.policy), self.processor)
+        self._place_reference()
+        super().on_fit_start()
+
+    def on_validation_start(self) -> None:
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            self._place_reference()
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def _place_reference(self) -> None:
+        if self.reference is not None:
+            self.shard_frozen(self.reference)
+
+    # ---- the pairs
+
+    @staticmethod
+    def train_name(metric: str) -> str:
+        return f"rewards/{metric}"
+
+    def outputs_of(self, batch: PreferenceBatch) -> PairOutputs:
+        """Compute the implicit rewards of both candidates, what they share only once."""
+        both = concatenate(batch.candidate0, batch.candidate1, pad_id=pad_id_of(self.tokenizer))
+        said = said_tokens(self.policy, both)
+        reference = self._of_reference(both)
+        logprobs = sequence_logprobs(self.policy, both, chunk_size=self.logprob_chunk)
+        rewards = implicit_rewards(
+            logprobs,
+            reference,
+            said,
+            beta=self.beta,
+            length_normalized=self.length_normalized,
+        )
+        scores = PairScores(*torch.split(rewards[:, None], len(batch)))
+        chosen, rejected = _by_label(masked_sum(logprobs, said, dim=1), batch.labels)
+        values = {"logprobs/chosen": chosen.detach(), "logprobs/rejected": rejected.detach()}
+        if not self.sft_coef:
+            return PairOutputs(scores, values=values)
+        likelihood, _ = _by_label(masked_mean(logprobs, said, dim=1), batch.labels)
+        loss = -likelihood.nan_to_num(0.0)
+        values["train/sft_loss"] = -likelihood.detach()
+        return PairOutputs(scores, self.sft_coef * loss, values)
+
+    def _of_reference(self, rows: SequenceBatch) -> Tensor | None:
+        if self.reference is None:
+            return None
+        reference = self.reference.to(self.device)
+        logprobs = reference.logprobs(rows, chunk_size=self.logprob_chunk)
+        reference.rest(offload=False)
+        return logprobs
+
+
+def _by_label(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values `[B]` of chosen and rejected answers; NaN where there are none.
+
+    Args:
+        values: `[2B]`, of all first candidates, then of all second ones.
+        labels: `[B, 1]`.
+    """
+    first, second = values.chunk(2)
+    label = labels[:, 0].nan_to_num(0.0)
+    nothing = torch.full_like(first, torch.nan)
+    chosen = torch.where(label > 0, first, torch.where(label < 0, second, nothing))
+    rejected = torch.where(label > 0, second, torch.where(label < 0, first, nothing))
+    return chosen, rejected
+
+
+def resolve_preference_loss(loss: str | PreferenceLoss) -> PreferenceLoss:
+    """Look up a loss by name or import path.
+
+    Raises:
+        ValueError: Unknown name, or a path that leads to no loss.
+    """
+    if isinstance(loss, PreferenceLoss):
+        return loss
+    found = PREFERENCE_LOSSES.get(loss) or import_value("loss", loss, PREFERENCE_LOSSES)
+    if isinstance(found, PreferenceLoss):
+        return found
+    if not callable(found):
+        raise ValueError(
+            f"loss {loss!r} is a {type(found).__name__}, neither a PreferenceLoss nor a function"
+        )
+    return PreferenceLoss(name=loss, function=found)
+
+
+def _pair_loss(loss: PreferenceLoss, beta: float) -> PairLoss:
+    return partial(loss.function, beta=beta) if loss.takes_beta else loss.function
+
+
+def _check(
+    loss: PreferenceLoss, beta: float, sft_coef: float, chunk: int, *, has_reference: bool
+) -> None:
+    """Refuse options out of their ranges."""
+    if beta <= 0:
+        raise ValueError(f"beta is {beta}; it must be above 0")
+    if sft_coef < 0:
+        raise ValueError(f"sft_coef is {sft_coef}; it must be 0 or more")
+    if chunk < 1:
+        raise ValueError(f"logprob_chunk is {chunk}; it must be 1 or more")
+    if has_reference and not loss.reference:
+        raise ValueError(f"loss {loss.name} has no reference: leave reference out")

@@ -1,0 +1,337 @@
+"""What training on preference pairs does, whatever gives the candidates their scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.guard import Anomaly, Guard, Retaken, StepBundle
+from lrlhf.guard.guard_settings import refuse_policy_limits
+from lrlhf.modules.base import TrainingModule
+from lrlhf.modules.checks import refuse_other_batch, uses_loss_scaler
+from lrlhf.modules.metrics.measurement import Measurement
+from lrlhf.modules.metrics.metric_sums import MetricSums
+from lrlhf.modules.metrics.reward_metrics import (
+    INTERVAL,
+    METRICS,
+    RewardMetrics,
+    RewardSummary,
+    fit_tie_threshold,
+    measurements_of,
+    three_way_accuracy,
+)
+from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
+from lrlhf.modules.pairs.pair_losses import PairObjective
+from lrlhf.modules.pairs.pair_records import bad_place, score_records, step_records
+from lrlhf.modules.pairs.pair_step import MicroBatch, PairMean, PairScores, PairStep
+from lrlhf.modules.validation_sets import set_names
+from lrlhf.run import Collectives, gradients_of, seed_everything_for
+from lrlhf.run.lightning_internals import trainer_of
+from lrlhf.types import PreferenceBatch
+
+_WARMUP = 0.03
+"""Share of a run's steps, where the optimizer does not say."""
+
+
+class PairOutputs(NamedTuple):
+    """What a model makes of pairs."""
+
+    scores: PairScores
+    loss: Tensor | None = None
+    """`[B]`, of each pair, beside that of its labels; None: there is none."""
+    values: Mapping[str, Tensor] = {}
+    """`[B]` each, by the names that their means over an optimizer step are logged under."""
+
+
+class PairModule(TrainingModule):
+    """Trains what gives scores to the candidates of pairs.
+
+    The loss of an optimizer step is the mean over all of its pairs, of all micro-batches and
+    ranks, of the summed losses of each pair's labels. A step whose loss or gradient is not finite
+    is left out on all ranks. A subclass sets ``tokenizer``, calls `set_heads`, and defines
+    ``trainable_models``, ``outputs_of`` and ``train_name``.
+
+    Args:
+        objective: Loss of the labels.
+        optimizer: AdamW and its schedule.
+        max_grad_norm: Clip the gradient to this norm.
+        guard: When an optimizer step is left out.
+        seed: Seeds dropout.
+    """
+
+    train_metric: ClassVar[str]
+    eval_metric: ClassVar[str] = "eval/accuracy"
+    stage: ClassVar[str]
+    """What dumps call the step."""
+    lr: ClassVar[float]
+    """Where the optimizer names none."""
+    tokenizer: PreTrainedTokenizerBase
+
+    def __init__(
+        self,
+        objective: PairObjective,
+        *,
+        optimizer: OptimizerConfig,
+        max_grad_norm: float,
+        guard: Guard,
+        seed: int | None,
+    ) -> None:
+        super().__init__(guard=guard, seed=seed)
+        self.automatic_optimization = True  # one loss, one optimizer: Lightning accumulates
+        self.objective = objective
+        self.optimizer_config = optimizer
+        if max_grad_norm <= 0:
+            raise ValueError(f"max_grad_norm is {max_grad_norm}; it must be above 0")
+        self.max_grad_norm = max_grad_norm
+        refuse_policy_limits(guard, type(self).__name__)
+        self._step = PairStep()
+        self._values = MetricSums()
+
+    def set_heads(self, names: Sequence[str], weights: Sequence[float]) -> None:
+        """Name what is scored, and weigh the losses of its labels."""
+        self.head_names: tuple[str, ...] = tuple(names)
+        self.head_weights: Tensor
+        self.register_buffer("head_weights", torch.tensor(weights), persistent=False)
+        self.tie_thresholds: Tensor
+        self.register_buffer("tie_thresholds", torch.full((len(weights),), torch.nan))
+        self.train_metrics = RewardMetrics(self.head_names, weights)
+        self.eval_metrics = RewardMetrics(self.head_names, weights, by_set=True)
+        self.measurements: list[Measurement] = []
+        """What the last evaluation has found."""
+        self.stateful["pairs"] = _UnloggedPairs(self, self.train_metrics)
+
+    def outputs_of(self, batch: PreferenceBatch) -> PairOutputs:
+        """Run the model over both candidates of every pair."""
+        raise NotImplementedError
+
+    @staticmethod
+    def train_name(metric: str) -> str:
+        """Return what a metric of the scores is logged as in training."""
+        raise NotImplementedError
+
+    def score_pairs(self, batch: PreferenceBatch) -> PairScores:
+        """Score both candidates of every pair, `[B, H]` each."""
+        return self.outputs_of(batch).scores
+
+    # ---- training
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer, scheduler = self._optimizer(self.trainer.estimated_stepping_batches)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def _optimizer(self, steps: float) -> OptimizerAndScheduler:
+        # a share of a run without an end is nothing
+        warmup = _WARMUP if math.isfinite(steps) else 0
+        config = self.optimizer_config.filled(lr=self.lr, warmup_steps=warmup)
+        (model,) = self.trainable_models().values()
+        return config.build(model.named_parameters(), steps)
+
+    def on_fit_start(self) -> None:
+        for model in self.trainable_models().values():
+            model.train()  # from_pretrained leaves eval mode, and Lightning keeps it
+        self._step, self._values = PairStep(), MetricSums()  # half of one may have been left
+
+    def training_step(self, batch: PreferenceBatch, batch_idx: int) -> Tensor:
+        refuse_other_batch(self, batch, PreferenceBatch, "PreferenceDataModule")
+        seed = (self.seed, self.global_rank, self.current_epoch, batch_idx)
+        return self._loss(batch, seed)
+
+    def _loss(self, batch: PreferenceBatch, seed: tuple[int, ...]) -> Tensor:
+        """Return a micro-batch's share of the step's loss, see `PairStep`."""
+        seed_everything_for(*seed)
+        scores, further, values = self.outputs_of(batch)
+        losses = self._measured(scores, batch, self.train_metrics)
+        total = (losses * self.head_weights).sum()
+        if further is not None:
+            total = total + further.sum()
+        for name, value in values.items():
+            self._values.add_values(name, value)
+        taken = MicroBatch(
+            batch.host or batch, PairScores(*(part.detach() for part in scores)), seed
+        )
+        return self._step.add(total, taken, Collectives(self.trainer))
+
+    def _measured(
+        self, scores: PairScores, batch: PreferenceBatch, metrics: RewardMetrics, number: int = -1
+    ) -> Tensor:
+        losses = self.objective(*scores, batch.labels, batch.margin)
+        lengths = torch.stack([batch.candidate0.lengths, batch.candidate1.lengths], dim=-1)
+        metrics.update(*scores, losses, batch.labels, lengths, number)
+        return losses
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        ranks = Collectives(self.trainer)
+        mean = self._step.close(self.trainer.accumulate_grad_batches, ranks)
+        gradients = gradients_of(self.trainer, optimizer)
+        if mean.correction != 1.0:
+            gradients.scale(mean.correction)
+        norm = gradients.norm()
+        gradients_finite = not ranks.sum((~norm.isfinite()).float())
+        # a loss scaler finds its scale by overflowing, and leaves those steps out itself
+        if not mean.finite or not (gradients_finite or uses_loss_scaler(self.trainer)):
+            gradients.drop()
+            self.step_guard.report(self._anomalies(mean, ranks), self._bundle, self)
+        elif self.trainer.gradient_clip_val is None and self.max_grad_norm < norm < math.inf:
+            gradients.scale(self.max_grad_norm / norm)
+        self._step = PairStep()
+        self._log_training(float(norm))
+
+    # ---- the guard
+
+    def _anomalies(self, mean: PairMean, ranks: Collectives) -> list[Anomaly]:
+        """Return what this rank knows of a step that is left out."""
+        if mean.finite:
+            return [Anomaly("gradient", "the gradient is not finite")] if ranks.rank == 0 else []
+        place = bad_place(self._step.micro_batches, self.head_names, self.tokenizer)
+        found = Anomaly("loss", f"the loss is not finite{f' ({place})' if place else ''}")
+        return [found] if place or ranks.rank == 0 else []
+
+    def _bundle(self) -> StepBundle:
+        taken = self._step.micro_batches
+        return StepBundle(
+            stage=self.stage,
+            batches={str(index): one.batch for index, one in enumerate(taken)},
+            seeds=[one.seed for one in taken],
+            context={},
+            records=step_records(taken, self.head_names, self.tokenizer),
+        )
+
+    @property
+    def step_names(self) -> tuple[str, ...]:
+        """The steps that `retake` knows."""
+        return (self.stage,)
+
+    def retake(self, bundle: StepBundle) -> Retaken:
+        """Take the step of a dump again, see `lrlhf.guard.dump_replay.Replayable`."""
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, LightningOptimizer)
+        for batch, seed in zip(bundle.batches.values(), bundle.seeds, strict=True):
+            assert isinstance(batch, PreferenceBatch)
+            self.manual_backward(self._loss(batch.to(self.device), seed))
+        records = step_records(self._step.micro_batches, self.head_names, self.tokenizer)
+        optimizer.step()
+        return Retaken(records)
+
+    # ---- evaluation
+
+    def validation_step(
+        self, batch: PreferenceBatch, batch_idx: int, dataloader_idx: int = 0
+    ) -> dict[str, Any]:
+        del batch_idx
+        scores = self.score_pairs(batch)
+        named = set_names(self.trainer)[dataloader_idx]
+        self._measured(scores, batch, self.eval_metrics, dataloader_idx if named else -1)
+        return {"records": score_records(scores, batch, self.head_names, self.tokenizer)}
+
+    test_step = validation_step
+
+    def predict_step(
+        self, batch: PreferenceBatch, batch_idx: int, dataloader_idx: int = 0
+    ) -> list[dict[str, Any]]:
+        """Return the scores of every pair, see `score_records`."""
+        del batch_idx, dataloader_idx
+        scores = self.score_pairs(batch)
+        return score_records(scores, batch, self.head_names, self.tokenizer)
+
+    def on_validation_epoch_start(self) -> None:
+        self.eval_metrics.reset()  # of one that was broken off
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def on_validation_epoch_end(self) -> None:
+        summary = self._compute(self.eval_metrics)
+        thresholds = [fit_tie_threshold(head) for head in summary.heads.values()]
+        for index, threshold in enumerate(thresholds):
+            self.tie_thresholds[index] = torch.nan if threshold is None else threshold
+        self._log_evaluation("eval", summary)
+
+    def on_test_epoch_end(self) -> None:
+        # with the thresholds of the last validation: fitted on other pairs than these
+        self._log_evaluation("test", self._compute(self.eval_metrics))
+
+    def evaluation_names(self) -> set[str]:
+        """Return the names of all metrics that evaluations may log."""
+        heads = self.head_names if len(self.head_names) > 1 else ()
+        names = {*METRICS, *(f"{name}/{head}" for name in METRICS for head in heads)}
+        sets = set_names(self.trainer)
+        prefixes = {prefix for one in sets for prefix in ("", f"{one}/" if one else "")}
+        return {f"eval/{prefix}{name}" for prefix in prefixes for name in names}
+
+    # ---- logging
+
+    def _log_training(self, norm: float) -> None:
+        values = {**self.step_guard.metrics(), "train/grad_norm": norm}
+        values |= self._values.reduce(Collectives(self.trainer), self.device)
+        self._values = MetricSums()
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if (self.trainer.global_step + 1) % max(1, every) == 0:
+            values |= self._training_values()
+            self.log("train/loss", values.pop("train/loss"), batch_size=1, prog_bar=True)
+        self.log_dict(values, batch_size=1)
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict(self._training_values(), batch_size=1, sync_dist=True)
+
+    def _training_values(self) -> dict[str, float]:
+        """Sum up the pairs since the last call, all ranks together; empty: there are none."""
+        metrics = self._compute(self.train_metrics).metrics
+        loss = {"train/loss": metrics.pop("loss")} if metrics else {}
+        kept = {k: v for k, v in metrics.items() if k.split("/")[0] not in INTERVAL}
+        return {**loss, **{self.train_name(k): v for k, v in kept.items()}}
+
+    def _log_evaluation(self, stage: str, summary: RewardSummary) -> None:
+        names = set_names(self.trainer)
+        parts = {f"{stage}/": self._evaluation_values(summary)} | {
+            f"{stage}/{names[number]}/": self._evaluation_values(own)
+            for number, own in summary.sets.items()
+        }
+        logged = {f"{at}{key}": value for at, own in parts.items() for key, value in own.items()}
+        # equal on all ranks already; sync_dist says so to Lightning
+        self.log_dict(logged, batch_size=1, sync_dist=True)
+        self.measurements = [one for at, own in parts.items() for one in measurements_of(own, at)]
+
+    def _evaluation_values(self, summary: RewardSummary) -> dict[str, float]:
+        values = dict(summary.metrics)
+        several = len(self.head_names) > 1
+        for (name, head), threshold in zip(
+            summary.heads.items(), self.tie_thresholds.tolist(), strict=True
+        ):
+            if not math.isnan(threshold) and not head.labels.isnan().all():
+                suffix = f"/{name}" if several else ""
+                values[f"tie_threshold{suffix}"] = threshold
+                values[f"three_way_accuracy{suffix}"] = three_way_accuracy(head, threshold)
+        return values
+
+    @staticmethod
+    def _compute(metrics: RewardMetrics) -> RewardSummary:
+        metrics.update_with_nothing()
+        summary: RewardSummary = metrics.compute()
+        metrics.reset()
+        return summary
+
+
+class _UnloggedPairs:
+    """The pairs, of all ranks, that the next logged row is about."""
+
+    def __init__(self, module: TrainingModule, metrics: RewardMetrics) -> None:
+        self._module = module
+        self._metrics = metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ranks": Collectives(self._module.trainer).gather(self._metrics.seen())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        trainer = trainer_of(self._module)
+        if trainer is not None:  # a run that goes on, not a model that is loaded
+            self._metrics.resume(state["ranks"], Collectives(trainer))
