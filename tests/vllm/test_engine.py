@@ -14,7 +14,14 @@ from lrlhf.rollout import (
     Sampling,
     VLLMEngine,
 )
-from tests.vllm.models import LONG, assert_pushes_arrive, build_policy, disturb, prompts_of
+from tests.vllm.models import (
+    LONG,
+    assert_pushes_arrive,
+    build_policy,
+    disturb,
+    largest_gap,
+    prompts_of,
+)
 
 
 def test_pushes_of_changing_weights_agree_with_the_policy_each_time(
@@ -134,3 +141,14 @@ def test_every_kind_of_policy_is_pushed_whole(
     engine.attach(policy, tokenizer)
     assert_pushes_arrive(engine, policy, tokenizer, count=5)
     engine.close()
+
+
+def test_prompts_that_are_more_than_one_pass_takes_are_not_cut(
+    engine: VLLMEngine, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    # 200 of 60 tokens and more: a pass of vLLM has 2,048 to 8,192
+    prompts = prompts_of(*(f"{number} {LONG}" for number in range(200)), tokenizer=tokenizer)
+    assert prompts.attention_mask.sum() > 8192
+    sampling = Sampling(max_new_tokens=2)
+    rollout = engine.generate(prompts, sampling, num_generations=1, seeds=range(200))
+    assert largest_gap(policy, rollout) < 1e-4

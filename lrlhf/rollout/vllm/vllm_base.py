@@ -206,6 +206,9 @@ class VLLMBase(SyncedEngine):
             arguments |= {"enable_lora": True, "max_lora_rank": vllm_rank(self._adapter.rank)}
         if is_cpu():
             arguments["block_size"] = _CPU_BLOCK
+            # vLLM winds back the random numbers of a response whose prompt is cut in two, which
+            # those of a CPU cannot be, and dies
+            arguments["enable_chunked_prefill"] = False
             cache_gib = cache_gib or _CPU_CACHE_GIB
         else:
             arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
