@@ -140,8 +140,8 @@ def _model_option(configs: Sequence[str], folders_of_code: Sequence[str]) -> str
         class_path = str(model or class_path)
     if not class_path:
         raise ConfigError(f"{', '.join(configs)}: no model.class_path to evaluate models with")
-    of_lrlhf = options_of(class_path)
-    known = _own_parameters(class_path, folders_of_code) if of_lrlhf is None else of_lrlhf
+    listed = options_of(class_path)
+    known = _own_parameters(class_path, folders_of_code) if listed is None else listed
     option = next((name for name in MODEL_OPTIONS if name in known), None)
     if option is None:
         raise ConfigError(
