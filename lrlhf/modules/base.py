@@ -84,7 +84,7 @@ class TrainingModule(L.LightningModule):
             ``seed_everything``.
 
     Example:
-        A complete module is ``examples/dpo.py``.
+        A complete module is ``examples/orpo.py``.
     """
 
     def __init__(self, *, guard: Guard = Guard(), seed: int | None = None) -> None:  # noqa: B008

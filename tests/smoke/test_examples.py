@@ -1,4 +1,4 @@
-"""What is written as a user writes it: the module ``examples/dpo.py``, CONTRIBUTING's algorithm."""
+"""What is written as a user writes it: ``examples/orpo.py``, CONTRIBUTING's algorithm."""
 
 import copy
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from dpo import DPO, dpo_loss
+from orpo import ORPO, odds_ratio_loss
 
 from lrlhf.cli import run
 from lrlhf.datamodules import PreferenceDataModule
@@ -28,7 +28,7 @@ def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "pairs.jsonl"
 
 
-def fit(model: DPO, pairs: str, steps: int) -> L.Trainer:
+def fit(model: ORPO, pairs: str, steps: int) -> L.Trainer:
     trainer = L.Trainer(
         max_steps=steps,
         logger=False,
@@ -43,24 +43,40 @@ def fit(model: DPO, pairs: str, steps: int) -> L.Trainer:
 
 
 def test_the_loss_of_a_pair_by_hand() -> None:
-    # log-ratios 1 and -2, beta 0.5: -log σ(±0.5 · 3) = log(1 + e^∓1.5)
-    gap = torch.tensor([3.0, 3.0, 3.0, 3.0])
-    labels = torch.tensor([1.0, -1.0, 0.0, math.nan])
+    # probabilities 0.8, 0.5 and 0.8 against 0.5, 0.8 and 0.8: odds 4, 1 and 4 against 1, 4 and 4;
+    # -log σ(log r) = log(1 + 1 / r)
+    better, worse = torch.tensor([[0.8, 0.5, 0.8], [0.5, 0.8, 0.8]]).log()
 
-    expected = torch.tensor([0.201413, 1.701413, 0.0, 0.0])
-    torch.testing.assert_close(dpo_loss(gap, labels, beta=0.5), expected)
+    expected = torch.tensor([1.25, 5.0, 2.0]).log()
+    torch.testing.assert_close(odds_ratio_loss(better, worse), expected)
+    # an answer without tokens counts as certain, and the loss stays finite
+    assert math.isfinite(float(odds_ratio_loss(torch.zeros(()), worse[0])))
 
 
-def test_it_starts_at_the_reference_and_learns_the_preference(
+def mean_logprob(model: ORPO, prompt: str, answer: str) -> float:
+    """Score an answer with plain logits, its end token too."""
+    given = model.tokenizer(prompt)["input_ids"]
+    said = [*model.tokenizer(answer)["input_ids"], model.tokenizer.eos_token_id]
+    with torch.no_grad():
+        logits = model.policy(torch.tensor([given + said])).logits[0]
+    logprobs = logits.log_softmax(dim=-1)[len(given) - 1 : -1]
+    return float(logprobs[torch.arange(len(said)), torch.tensor(said)].mean())
+
+
+def test_its_first_loss_is_that_of_plain_logits_and_it_learns_the_preference(
     model_folder: str, pairs: str
 ) -> None:
-    model = DPO(model_folder, optimizer=OptimizerConfig(lr=1e-2))
+    model = ORPO(model_folder, odds_coef=0.5, optimizer=OptimizerConfig(lr=1e-2))
 
-    # policy = reference: -log σ(0) = log 2
+    better, worse = (
+        mean_logprob(model, ROW["prompt"], ROW[name]) for name in ("chosen", "rejected")
+    )
+    odds = [math.exp(mean) / (1 - math.exp(mean)) for mean in (better, worse)]
+    expected = 0.5 * math.log(1 + odds[1] / odds[0]) - better
     first = fit(model, pairs, 1).callback_metrics
-    assert float(first["train/loss"]) == pytest.approx(math.log(2))
+    assert float(first["train/loss"]) == pytest.approx(expected, rel=1e-4)
     last = fit(model, pairs, 5).callback_metrics
-    assert float(last["train/loss"]) < math.log(2)
+    assert float(last["train/loss"]) < expected
     assert float(last["train/accuracy"]) == 1.0
     assert float(last["train/skipped_steps"]) == 0
 
@@ -68,7 +84,7 @@ def test_it_starts_at_the_reference_and_learns_the_preference(
 def test_a_gradient_that_is_not_finite_moves_nothing_and_counts(
     model_folder: str, pairs: str
 ) -> None:
-    model = DPO(model_folder, beta=math.nan, guard=Guard(max_skipped=1))
+    model = ORPO(model_folder, odds_coef=math.nan, guard=Guard(max_skipped=1))
     before = copy.deepcopy(model.policy.state_dict())
     with pytest.raises(TrainingDivergedError, match="gradient 2"):
         fit(model, pairs, 3)
@@ -80,7 +96,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_counts(
 def test_the_command_line_trains_it_and_resumes(
     model_folder: str, pairs: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    command = ["fit", "--model=dpo.DPO", f"--model.policy={model_folder}"]
+    command = ["fit", "--model=orpo.ORPO", f"--model.policy={model_folder}"]
     command += ["--data=PreferenceDataModule", f"--data.train={pairs}", "--data.batch_size=2"]
     command += ["--trainer.accelerator=cpu", "--trainer.logger=false"]
 

