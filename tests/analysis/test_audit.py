@@ -293,6 +293,33 @@ def test_files_of_the_same_name_keep_their_leaks_apart() -> None:
     }
 
 
+def test_an_instruction_around_different_questions_makes_no_near_duplicates() -> None:
+    draw = random.Random(8)
+    tasks = [(sentences(draw, 4), sentences(draw, 2)) for _ in range(2)]
+
+    def row(number: int, asked: str, tag: str = "") -> Row:
+        before, after = tasks[number % 2]
+        verdict = {"chosen": "Yes", "rejected": "Not", "tag": tag or str(number)}
+        return {"prompt": f"{before}\nQuestion: {asked}\n{after}", **verdict}
+
+    def short(number: int) -> str:
+        return f"is {draw.randrange(10**6)} more than {number}?"
+
+    rows = [row(number, short(number)) for number in range(60)]
+    long = [sentences(draw, 4) for _ in range(60)]
+    rows += [row(60 + number, asked) for number, asked in enumerate(long)]
+    held = [row(number, short(number)) for number in range(30)]
+
+    assert audited(rows, held).findings == []
+
+    rows.append(row(100, long[40].replace("number", "no.", 1), "like 100"))
+    held.append(row(110, long[50].replace("number", "no.", 1), "like 110"))
+    assert tags(audited(rows, held), rows, held) == {
+        "near-duplicates": {"like 100"},
+        "near leaks between train and validation": {"like 110"},
+    }
+
+
 def test_prompts_are_audited_with_the_room_that_their_responses_need() -> None:
     draw = random.Random(2)
     rows: list[Row] = [{"prompt": question(draw), "tag": str(number)} for number in range(50)]

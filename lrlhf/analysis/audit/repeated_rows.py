@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 
 from lrlhf.analysis.audit.findings import FaultKind, Finding, RowToLookAt
 from lrlhf.analysis.audit.rows import AuditedData, AuditedRow
-from lrlhf.analysis.audit.similar_texts import SIMILAR, SimilarTexts, are_similar, squashed
+from lrlhf.analysis.audit.similar_texts import SIMILAR, SimilarTexts, squashed
 from lrlhf.datamodules.loading.splits import connected_groups
 
 DUPLICATE = FaultKind(
@@ -103,7 +103,7 @@ def _near_duplicates(rows: Sequence[AuditedRow]) -> Iterator[RowToLookAt]:
     found = SimilarTexts([_whole(row) for row in rows])
     partners: dict[int, dict[int, float]] = defaultdict(dict)
     for one, two, similarity in found.pairs():
-        if rows[one].split == rows[two].split and _alike(rows[one], rows[two]):
+        if rows[one].split == rows[two].split and _alike(rows[one], rows[two], found.are_similar):
             partners[one][two] = partners[two][one] = similarity
     keys = [[index, *partners.get(index, ())] for index in range(len(rows))]
     for _, *others in connected_groups(keys):
@@ -118,7 +118,7 @@ def _whole(row: AuditedRow) -> str:
     return "\n\n".join((row.prompt, *sorted(row.answers), row.shown))
 
 
-def _alike(one: AuditedRow, two: AuditedRow) -> bool:
+def _alike(one: AuditedRow, two: AuditedRow, are_similar: Callable[[str, str], bool]) -> bool:
     """Whether both the prompts and the answers are similar, and the same media are shown."""
     if one.shown != two.shown or _texts(one) == _texts(two):
         return False  # the same texts judged otherwise are contradictory, no duplicates

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -201,9 +201,10 @@ def _audited_kind(kind: RowKind[Any, Any, Any], parser: Parser) -> RowKind[Any, 
     specials = _specials(parser)
 
     def parse(row: Row, folder: Path | None) -> _Draft:
-        parsed = parser(row, folder)
         contents.seen.clear()
         said = plain(row, folder)
+        # without turns the chat format had no part in it
+        parsed = parser(row, folder) if contents.seen else said
         if isinstance(said, PairDraft):
             own = _of_pair(row, said, contents.seen)
         else:
@@ -262,19 +263,19 @@ def _counted(
     texts: Sequence[TokenizedText] = value.texts
     ids = [text.input_ids for text in texts]
     starts = [text.start for text in texts if isinstance(text, Candidate)]
-    doubled = (name for one in ids for token, name in specials.items() if _is_doubled(one, token))
     return replace(
         row,
         tokens=tuple(len(one) for one in ids),
         answer_tokens=tuple(len(ids[k]) - start for k, start in enumerate(starts)),
-        doubled=next(doubled, ""),
+        doubled=next(filter(None, (_doubled(one, specials) for one in ids)), ""),
         keys=keys,
     )
 
 
-def _is_doubled(ids: NDArray[np.int32], token: int) -> bool:
-    places = np.flatnonzero(ids == token)
-    return bool((np.diff(places) == 1).any())
+def _doubled(ids: NDArray[np.int32], specials: Mapping[int, str]) -> str:
+    """Return the special token of the lowest id that stands twice in a row; empty: none."""
+    again = ids[1:][ids[1:] == ids[:-1]]
+    return next((specials[token] for token in np.unique(again).tolist() if token in specials), "")
 
 
 def _of_pair(row: Row, draft: PairDraft, seen: Sequence[list[tuple[str, str]]]) -> AuditedRow:

@@ -11,8 +11,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lrlhf.datamodules.rows.implicit_prompts import shared_length
-
 SIMILAR = 0.8
 """Jaccard similarity from which on texts are nearly the same."""
 FEWEST = 10
@@ -20,10 +18,15 @@ FEWEST = 10
 _WORDS = 3
 _BANDS, _ROWS = 16, 6
 """Texts of similarity s become candidates with probability 1 - (1 - s^6)^16: 0.99 of 0.8."""
-_CHUNK = 512
+_CHUNK, _COUNTED = 512, 10_000
 _PARTNERS = 4
-_BOILERPLATE_FROM = 20
-"""Distinct texts from which on a beginning or end that all share is taken for boilerplate."""
+_COMMON, _COMMON_FROM = 0.02, 20
+"""Share and number of texts above which a shingle that all of them have is boilerplate."""
+_SIMILAR_REST = 0.7
+"""Jaccard similarity without boilerplate from which on texts are nearly the same; smaller, as where
+many texts are alike in parts there is little else in them."""
+_COUNTERS = 22
+"""Bits of a shingle by which it is counted: collisions with one of the few common ones are rare."""
 _WORD = re.compile(r"\w+")
 # written without spaces: each letter is a word
 _UNSPACED = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
@@ -36,33 +39,28 @@ def squashed(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def are_similar(one: str, two: str) -> bool:
-    """Whether two texts are similar as `SimilarTexts` has it."""
-    both = SimilarTexts([one, two])
-    return both._similarity(0, 1) >= SIMILAR
-
-
 class SimilarTexts:
     """Finds nearly equal texts, the same ones in whatever order they are given.
 
     A text is the set of its runs of three words (shingles), case and punctuation left out. Two
-    texts are similar if the Jaccard index of their sets is `SIMILAR` or more, and those with few
-    shingles if they are equal but for case and white space. MinHash signatures in bands (Leskovec,
-    Rajaraman and Ullman, Mining of Massive Datasets, chapter 3) propose pairs, and every pair is
-    compared in full.
+    texts are similar if the Jaccard index of their sets is `SIMILAR` or more, and still 0.7 or more
+    without boilerplate: the shingles that more than 2 % of the texts, and more than 20, have, such
+    as those of an instruction around different questions. Texts with few shingles beside
+    boilerplate are similar if they are equal but for case and white space. MinHash signatures in
+    bands (Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, chapter 3), of what is no
+    boilerplate, propose pairs, and every pair is compared in full.
 
     Args:
-        texts: Distinct ones. A beginning and an end that all of them share, such as a template's,
-            do not count.
+        texts: Distinct ones.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
         digests = [hashlib.blake2b(_bytes(text), digest_size=16).digest() for text in texts]
         self._order = sorted(range(len(texts)), key=digests.__getitem__)
-        self._words: dict[str, int] = {}
-        own = _without_boilerplate(texts)
-        self._shingles = [self._shingle(own[index]) for index in self._order]
-        self._squashed = [squashed(own[index]) for index in self._order]
+        self._words = _Words()
+        self._shingles = [self._shingle(texts[index]) for index in self._order]
+        self._squashed = [squashed(texts[index]) for index in self._order]
+        self._is_common = _common(self._shingles)
 
     def pairs(self) -> Iterator[tuple[int, int, float]]:
         """Yield pairs of similar texts, by index, and their similarity.
@@ -90,14 +88,27 @@ class SimilarTexts:
             if similarity >= SIMILAR:
                 yield self._order[one], self._order[two], similarity
 
+    def are_similar(self, one: str, two: str) -> bool:
+        """Whether parts of two of the texts are similar by themselves."""
+        if squashed(one) == squashed(two):
+            return True
+        return self._of_shingles(self._shingle(one), self._shingle(two)) >= SIMILAR
+
     def _similarity(self, one: int, two: int) -> float:
         if self._squashed[one] == self._squashed[two]:
             return 1.0
-        first, second = self._shingles[one], self._shingles[two]
-        if min(len(first), len(second)) < FEWEST:
+        return self._of_shingles(self._shingles[one], self._shingles[two])
+
+    def _of_shingles(self, one: Shingles, two: Shingles) -> float:
+        """Return the Jaccard index; 0 where what is no boilerplate is little, or not similar."""
+        rest = self._rest(one), self._rest(two)
+        if min(map(len, rest)) < FEWEST or _jaccard(*rest) < _SIMILAR_REST:
             return 0.0
-        shared = len(np.intersect1d(first, second, assume_unique=True))
-        return shared / (len(first) + len(second) - shared)
+        return _jaccard(one, two)
+
+    def _rest(self, shingles: Shingles) -> Shingles:
+        """Leave boilerplate out."""
+        return shingles[~self._is_common[_counter(shingles)]]
 
     def _buckets(self) -> Iterator[list[int]]:
         """Yield groups of texts that may be similar, each in order of their digests."""
@@ -106,11 +117,16 @@ class SimilarTexts:
         for index, text in enumerate(self._squashed):
             alike[text].append(index)
         yield from (group for group in alike.values() if len(group) > 1)
-        long = [index for index, one in enumerate(self._shingles) if len(one) >= FEWEST]
-        if len(long) < 2:
+        rests = {
+            index: rest
+            for index, shingles in enumerate(self._shingles)
+            if len(rest := self._rest(shingles)) >= FEWEST
+        }
+        if len(rests) < 2:
             return
-        signatures = _signatures([self._shingles[index] for index in long])
-        positions = np.array(long)
+        signatures = _signatures(list(rests.values()))
+        positions = np.array(list(rests))
+        del rests
         for band in range(_BANDS):
             rows = np.ascontiguousarray(signatures[:, band * _ROWS : (band + 1) * _ROWS])
             keys = rows.view(f"V{rows.itemsize * _ROWS}").ravel()
@@ -125,11 +141,8 @@ class SimilarTexts:
         text = text.casefold()
         if not text.isascii():
             text = _UNSPACED.sub(r" \g<0> ", text)
-        words, known = _WORD.findall(text), self._words
-        for word in words:
-            if word not in known:
-                known[word] = _stable(word)
-        ids = np.array([known[word] for word in words], np.uint64)
+        words = _WORD.findall(text)
+        ids = np.fromiter(map(self._words.__getitem__, words), np.uint64, len(words))
         runs = len(ids) - _WORDS + 1
         if runs < 1:
             return np.empty(0, np.uint32)
@@ -160,19 +173,31 @@ def _signatures(shingles: Sequence[Shingles]) -> NDArray[np.uint32]:
     return signatures
 
 
-def _without_boilerplate(texts: Sequence[str]) -> list[str]:
-    if len(texts) < _BOILERPLATE_FROM:
-        return list(texts)
-    start = shared_length(min(texts), max(texts))
-    rest = [text[start:] for text in texts]
-    turned = [text[::-1] for text in rest]
-    end = shared_length(min(turned), max(turned))
-    return [text[: len(text) - end] for text in rest]
+def _common(shingles: Sequence[Shingles]) -> NDArray[np.bool_]:
+    """Return of each counter whether it is that of boilerplate."""
+    counts = np.zeros(1 << _COUNTERS, np.int64)
+    for start in range(0, len(shingles), _COUNTED):
+        joined = np.concatenate(shingles[start : start + _COUNTED])
+        counts += np.bincount(_counter(joined), minlength=len(counts))
+    return counts > max(_COMMON_FROM, _COMMON * len(shingles))
 
 
-def _stable(word: str) -> int:
-    """Return a number that stands for a word, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(_bytes(word), digest_size=8).digest(), "little")
+def _counter(shingles: Shingles) -> Shingles:
+    return shingles >> np.uint32(32 - _COUNTERS)
+
+
+def _jaccard(one: Shingles, two: Shingles) -> float:
+    shared = len(np.intersect1d(one, two, assume_unique=True))
+    return shared / (len(one) + len(two) - shared)
+
+
+class _Words(dict[str, int]):
+    """Numbers that stand for words, the same in every process."""
+
+    def __missing__(self, word: str) -> int:
+        digest = hashlib.blake2b(_bytes(word), digest_size=8).digest()
+        number = self[word] = int.from_bytes(digest, "little")
+        return number
 
 
 def _bytes(text: str) -> bytes:

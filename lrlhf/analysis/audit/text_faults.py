@@ -124,8 +124,9 @@ def text_faults(data: AuditedData, context: int | None, new_tokens: int) -> list
     ]
     findings = []
     for kind, look in looks:
-        found = (RowToLookAt(row.split, row.place, look(row)) for row in data.rows)
-        findings += kind.found((row for row in found if row.detail), len(data.rows))
+        details = ((row, look(row)) for row in data.rows)
+        found = (RowToLookAt(row.split, row.place, detail) for row, detail in details if detail)
+        findings += kind.found(found, len(data.rows))
     return [
         *findings,
         *BLANK.found(_blank(data), data.total),
