@@ -6,6 +6,7 @@ from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.contracts import Exportable, KLPenalized, SamplesResponses
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy.importance_sampling import ImportanceSampling
+from lrlhf.modules.policy.sampled import Sampled
 from lrlhf.modules.ppo import PPO
 from lrlhf.modules.reward_model import RewardModel
 from lrlhf.modules.rloo import RLOO
@@ -34,6 +35,7 @@ __all__ = [
     "OptimizerConfig",
     "Reference",
     "RewardModel",
+    "Sampled",
     "SamplesResponses",
     "TrainingDivergedError",
     "TrainingModule",
