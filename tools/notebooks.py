@@ -20,8 +20,9 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parents[1] / "notebooks"
 _FOR_OTHERS = re.compile(
     # what packages that are, or are not, beside lrlhf say when they are imported
-    r".*(TqdmWarning|tqdm_notebook|gemm_4bit_forward|real_accelerator\.py).*\n?"
+    r".*(IProgress not found|notebook_tqdm|gemm_4bit_forward|real_accelerator\.py).*\n?"
 )
+_CLOCK = re.compile(r"^\d\d:\d\d:\d\d ", re.MULTILINE)
 
 
 def execute(path: Path, folder: Path = FOLDER) -> nbformat.NotebookNode:
@@ -63,7 +64,7 @@ def execute(path: Path, folder: Path = FOLDER) -> nbformat.NotebookNode:
 def _cleaned(output: Any) -> Any | None:
     if output.output_type != "stream":
         return output
-    output.text = _FOR_OTHERS.sub("", output.text)
+    output.text = _CLOCK.sub("", _FOR_OTHERS.sub("", output.text))
     return output if output.text.strip() else None
 
 

@@ -109,7 +109,7 @@ def sample(
 
     Example:
         >>> module.sample({"prompt": "2 + 2 =", "answer": "4"}, scored=True)
-        Sampled(' 4', score=1.0, tokens=2, logprob=-0.53, finish_reason='stop')
+        Sampled(' 4', score=1, tokens=2, logprob=-0.53, finish_reason='stop')
     """
     from lrlhf.modules.policy import response_details as details  # noqa: PLC0415  see `_answer`
 
