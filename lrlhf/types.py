@@ -43,13 +43,18 @@ class Media:
     """What logs call the images and videos."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TensorBatch:
     """Rows of tensors and of Python values that move and split together.
 
     Lightning refuses to move a frozen dataclass that has no ``to``, and a DataLoader silently
     leaves one unpinned that has no ``pin_memory``, so both are here.
     """
+
+    def __repr__(self) -> str:
+        held = ((field.name, getattr(self, field.name)) for field in fields(self))
+        lines = [f"{name}: {_in_brief(value)}" for name, value in held if value is not None]
+        return "\n  ".join([type(self).__name__, *lines])
 
     def map(self, function: Callable[[Tensor], Tensor], *, media: bool = False) -> Self:
         """Apply ``function`` to every tensor, also inside nested batches.
@@ -97,6 +102,16 @@ class TensorBatch:
         return replace(self, **changed)
 
 
+def _in_brief(value: Any) -> str:
+    """Write a field of a batch without its numbers."""
+    if isinstance(value, Tensor):
+        device = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{device}"
+    if isinstance(value, TensorBatch):
+        return repr(value).replace("\n", "\n  ")
+    return f"{len(value)} rows" if isinstance(value, tuple) else repr(value)
+
+
 def _map_media(
     media: tuple[Media | None, ...], function: Callable[[Tensor], Tensor], seen: dict[int, Media]
 ) -> tuple[Media | None, ...]:
@@ -110,7 +125,7 @@ def _map_media(
     return tuple(None if entry is None else seen[id(entry)] for entry in media)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SequenceBatch(TensorBatch):
     """Token sequences, right-padded."""
 
@@ -138,7 +153,7 @@ class SequenceBatch(TensorBatch):
         return self.attention_mask.sum(dim=1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SupervisedBatch(SequenceBatch):
     """Texts to be learnt, each a row of its own."""
 
@@ -163,7 +178,7 @@ def joined_media(batches: Sequence[SequenceBatch]) -> tuple[Media | None, ...] |
     return tuple(entry for batch in batches for entry in batch.media or (None,) * len(batch))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PreferenceBatch(TensorBatch):
     """Pairs of candidate answers and which of the two each head prefers."""
 
@@ -192,7 +207,7 @@ class PreferenceBatch(TensorBatch):
         return self.labels.shape[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PromptBatch(TensorBatch):
     """Unique prompts, ready to generate from."""
 
@@ -248,7 +263,7 @@ class Episode:
         return sum(message["role"] == "assistant" for message in self.messages)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Rollout(SequenceBatch):
     """Responses as the engine returned them; rows of one prompt are consecutive."""
 
@@ -299,7 +314,7 @@ ROLLOUT_TENSORS = tuple(
 """The fields of a `Rollout` that are tensors with a row for each response."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StoredRollout(TensorBatch):
     """Scored responses of an earlier iteration, to be trained on again without an engine."""
 
@@ -317,7 +332,7 @@ class StoredRollout(TensorBatch):
         return len(self.rollout)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Experience(Rollout):
     """A rollout with all that the update needs."""
 

@@ -5,6 +5,7 @@ leads out of the site, which has only the files in ``docs``. So the site gets a 
 of each linked file, under ``source/``, and the links lead there.
 """
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -45,11 +46,44 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     for path in sorted(paths):
         text = (Path(config.docs_dir).parent / path).read_text(encoding="utf-8")
-        fence = "`" * (2 + max(map(len, re.findall("`+", text)), default=1))
-        code = f"{fence}{LANGUAGES[Path(path).suffix]}\n{text}\n{fence}\n"
-        content = f"---\nsearch: {{exclude: true}}\n---\n\n# {path}\n\n{code}"
+        shown = (
+            notebook_page(text)
+            if path.endswith(".ipynb")
+            else f"# {path}\n\n{fenced(text, LANGUAGES[Path(path).suffix])}"
+        )
+        content = f"---\nsearch: {{exclude: true}}\n---\n\n{shown}"
         files.append(File.generated(config, f"source/{path}.md", content=content))
     return files
+
+
+def fenced(text: str, language: str) -> str:
+    """Text as a block of code."""
+    fence = "`" * (2 + max(map(len, re.findall("`+", text)), default=1))
+    return f"{fence}{language}\n{text}\n{fence}\n"
+
+
+def notebook_page(text: str) -> str:
+    """The cells of a notebook as Markdown, each with what came out; pictures are in the page.
+
+    Links into ``docs`` lead to the pages; of others, which lead to no page, the text stays.
+    """
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            source = source.replace("](../docs/", "](../../")
+            parts.append(re.sub(r"\[([^]]+)\]\(\.\./(?!\.\./)[^)]*\)", r"\1", source))
+            continue
+        parts.append(fenced(source, "python"))
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            if "image/png" in data:
+                picture = "".join(data["image/png"]).replace("\n", "")
+                parts.append(f"![output of the cell](data:image/png;base64,{picture})")
+            else:
+                said = "".join(output.get("text") or data["text/plain"])
+                parts.append(fenced(said.strip("\n"), "text"))
+    return "\n\n".join(parts)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: object) -> str:

@@ -6,7 +6,7 @@ import csv
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +102,31 @@ class RunFiles:
         if step not in self.evaluations:
             raise KeyError(f"{self.folder} has no evaluation of step {step}; it has {steps}")
         return list(records(self.evaluations[step]))
+
+    def response_table(self) -> pd.DataFrame:
+        """Return the responses of training, one in a row.
+
+        Of the records, which [callbacks](../callbacks.md) describes, nested values have columns of
+        their own, such as ``rewards/exact_match`` and ``columns/answer``.
+        """
+        return _table(self.responses())
+
+    def evaluation_table(self) -> pd.DataFrame:
+        """Return the records of all evaluations, one in a row, as `response_table` does.
+
+        The column ``step`` says which evaluation a row is of.
+        """
+        return _table(
+            {"step": step, **record}
+            for step, path in self.evaluations.items()
+            for record in records(path)
+        )
+
+
+def _table(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
+    import pandas as pd  # noqa: PLC0415  takes half a second
+
+    return pd.json_normalize(list(rows), sep="/", max_level=1)
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:

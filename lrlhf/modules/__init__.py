@@ -7,6 +7,7 @@ from lrlhf.modules.contracts import Exportable, KLPenalized, SamplesResponses
 from lrlhf.modules.dpo import DPO
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy.importance_sampling import ImportanceSampling
+from lrlhf.modules.policy.sampled import Sampled
 from lrlhf.modules.ppo import PPO
 from lrlhf.modules.reward_model import RewardModel
 from lrlhf.modules.rloo import RLOO
@@ -38,6 +39,7 @@ __all__ = [
     "OptimizerConfig",
     "Reference",
     "RewardModel",
+    "Sampled",
     "SamplesResponses",
     "TrainingDivergedError",
     "TrainingModule",

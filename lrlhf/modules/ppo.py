@@ -23,7 +23,7 @@ from lrlhf.modules.metrics.rollout_metrics import measure_critic
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy import evaluation_steps
 from lrlhf.modules.policy.critic import CriticStep, JointStep, ValueFunction, load_value_function
-from lrlhf.modules.policy.generate import generate
+from lrlhf.modules.policy.generate import generate, sample
 from lrlhf.modules.policy.gradient_step import OptimizerStep, PolicyStep
 from lrlhf.modules.policy.importance_sampling import ImportanceSampling
 from lrlhf.modules.policy.load_policy import load_policy
@@ -209,6 +209,7 @@ class PPO(TrainingModule):
         return {"policy": self.policy, **critic}
 
     generate = generate
+    sample = sample
 
     def export_pretrained(self, folder: Path | None) -> None:
         """Write the policy as ``transformers`` loads it, and a critic of its own in ``critic``."""

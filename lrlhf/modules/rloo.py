@@ -20,7 +20,7 @@ from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.metrics.measurement import Measurement
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy import evaluation_steps
-from lrlhf.modules.policy.generate import generate
+from lrlhf.modules.policy.generate import generate, sample
 from lrlhf.modules.policy.gradient_step import PolicyStep
 from lrlhf.modules.policy.importance_sampling import ImportanceSampling
 from lrlhf.modules.policy.load_policy import load_policy
@@ -176,6 +176,7 @@ class RLOO(TrainingModule):
         return {"policy": self.policy}
 
     generate = generate
+    sample = sample
 
     def export_pretrained(self, folder: Path | None) -> None:
         """Write the policy, adapters merged, and its tokenizer, as ``transformers`` loads them."""

@@ -12,5 +12,5 @@ def plain_text(table: Table) -> str:
     """Render a table without colours, each row on one line."""
     buffer = io.StringIO()
     # wider than any line: a table that wraps cannot be searched
-    Console(file=buffer, width=4096, color_system=None).print(table)
+    Console(file=buffer, width=4096, color_system=None, force_jupyter=False).print(table)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines() if line.strip())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
@@ -171,6 +172,12 @@ class Rewards(KeepsArguments):
         for _, function in self._functions:
             if isinstance(function, RewardFunction):
                 function.close()
+
+    def beside_a_run(self) -> Rewards:
+        """Return the same functions, whose failures count by themselves."""
+        own = copy.copy(self)
+        own._failures, own._logged = defaultdict(float), set()
+        return own
 
     def score(
         self,

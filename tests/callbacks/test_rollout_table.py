@@ -110,3 +110,10 @@ def test_a_response_of_many_lines_keeps_its_two_ends() -> None:
 
 def test_what_is_left_of_a_zero_is_a_zero() -> None:
     assert "e-" not in table(record(1, 0, advantage=-2.2e-7))
+
+
+def test_in_a_notebook_the_table_is_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = table(record(1, 0))
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)  # rich would draw it itself
+    assert table(record(1, 0)) == drawn
+    assert "step 1" in drawn

@@ -107,7 +107,7 @@ def render(
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size((120, 24)).columns if terminal else 120
     buffer = io.StringIO()
-    Console(file=buffer, width=width, force_terminal=terminal).print(table)
+    Console(file=buffer, width=width, force_terminal=terminal, force_jupyter=False).print(table)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
 

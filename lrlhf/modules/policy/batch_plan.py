@@ -185,7 +185,7 @@ def table_of(title: str, quantities: Sequence[Quantity]) -> str:
         table.add_row(Text(what), Text(shown), Text(origin))
     buffer = io.StringIO()
     # wider than any line: a table that wraps cannot be searched
-    Console(file=buffer, width=4096, color_system=None).print(table)
+    Console(file=buffer, width=4096, color_system=None, force_jupyter=False).print(table)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines() if line.strip())
 
 

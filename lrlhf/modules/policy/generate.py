@@ -1,11 +1,17 @@
-"""``module.generate("…")``: what every module with a policy answers."""
+"""``module.generate("…")``, ``module.sample("…")``: what every module with a policy answers."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lrlhf.modules.policy.policy_parts import PolicyParts
 from lrlhf.rollout import Sampling
+
+if TYPE_CHECKING:
+    from lrlhf.datamodules.rows.collate import PromptRow
+    from lrlhf.modules.policy.text_generation import TextGenerator
 
 
 class _Generates(Protocol):
@@ -59,6 +65,76 @@ def generate(
         >>> module.generate("2 + 2 =", max_new_tokens=4, temperature=0)
         ' 4'
     """
+    answer = partial(_answer, module, prompts, sampling, options)
+    return answer(_texts, n=n, seed=seed, images=images, batch_size=batch_size)
+
+
+def sample(
+    module: _Generates,
+    prompts: Any,
+    sampling: Sampling | None = None,
+    *,
+    n: int = 1,
+    scored: bool = False,
+    seed: int | None = None,
+    images: Any = None,
+    batch_size: int = 64,
+    **options: Any,
+) -> Any:
+    """Answer prompts as `generate` does, and tell more of each response than its text.
+
+    The responses are those of `generate` with the same ``seed``. Where the run plays episodes, a
+    response is a single turn.
+
+    Args:
+        module: The module itself.
+        prompts: See `generate`. Rows of a data set may have the columns that rewards read.
+        sampling: See `generate`.
+        n: Responses to each prompt.
+        scored: Have the module's rewards score the responses. Functions that fail leave theirs
+            without a score, and do not count among the failures of the run.
+        seed: See `generate`.
+        images: See `generate`.
+        batch_size: Responses computed, and scored, at the same time.
+        **options: See `generate`.
+
+    Returns:
+        A `Sampled` for one prompt, a list for several; with ``n`` above 1 a list of ``n`` in the
+        place of each. ``pandas.DataFrame`` makes a table of such a list.
+
+    Raises:
+        TypeError: See `generate`.
+        ValueError: See `generate`; or a reward reads episodes, of which there are none.
+        RewardError: The rewards cannot be asked; a row lacks a column that one of them reads.
+
+    Example:
+        >>> module.sample({"prompt": "2 + 2 =", "answer": "4"}, scored=True)
+        Sampled(' 4', score=1, tokens=2, logprob=-0.53, finish_reason='stop')
+    """
+    from lrlhf.modules.policy import response_details as details  # noqa: PLC0415  see `_answer`
+
+    score = details.Scoring(module.parts, module.global_step) if scored else None
+    respond = partial(details.respond, score=score)
+    answer = partial(_answer, module, prompts, sampling, options)
+    return answer(respond, n=n, seed=seed, images=images, batch_size=batch_size)
+
+
+def _texts(
+    generator: TextGenerator, sampling: Sampling, rows: Sequence[PromptRow], seeds: Sequence[int]
+) -> list[list[str]]:
+    groups = generator.answer(rows, sampling, seeds=seeds)
+    return [[answer.text for answer in group] for group in groups]
+
+
+def _answer(
+    module: _Generates,
+    prompts: Any,
+    sampling: Sampling | None,
+    options: dict[str, Any],
+    respond: Callable[..., Any],
+    **further: Any,
+) -> Any:
+    """Answer with the module's own engine, or, where that has other weights, with the policy."""
     # not at the top: it brings all that reads data sets
     from lrlhf.modules.policy import text_generation as texts  # noqa: PLC0415
 
@@ -67,17 +143,14 @@ def generate(
     copied = engine.capabilities.holds_copy
     if copied and engine.version != module.global_step:
         engine, copied = parts.own_engine, False
+    generator = texts.TextGenerator(parts.policy, engine)
+    changed = texts.changed_sampling(sampling or parts.settings.sampling, options)
+    reader = texts.PromptReader(parts.policy)
+    if further["images"] is not None and not reader.sees:
+        raise ValueError("images were given, and the policy reads text only")
+    read = partial(texts.read_fitting, reader, generator, changed)
     try:
-        return texts.generate_texts(
-            texts.TextGenerator(parts.policy, engine),
-            texts.PromptReader(parts.policy),
-            prompts,
-            texts.changed_sampling(sampling or parts.settings.sampling, options),
-            n=n,
-            seed=seed,
-            images=images,
-            batch_size=batch_size,
-        )
+        return texts.answer_prompts(prompts, read, partial(respond, generator, changed), **further)
     finally:
         if copied:  # else the run would find what was computed here in its cache
             engine.forget()

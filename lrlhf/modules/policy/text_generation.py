@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from lrlhf.datamodules.prompts import tokenize_drafts
 from lrlhf.datamodules.rows.bad_rows import BadRow
@@ -22,6 +22,9 @@ from lrlhf.rewards.function import did_you_mean
 from lrlhf.rollout import RolloutEngine, Sampling
 from lrlhf.rollout.texts import response_texts
 from lrlhf.run import sample_seeds
+from lrlhf.types import PromptBatch, Rollout
+
+T = TypeVar("T")
 
 
 class Answer(NamedTuple):
@@ -76,6 +79,7 @@ class TextGenerator:
     def __init__(self, policy: LoadedPolicy, engine: RolloutEngine) -> None:
         self._policy = policy
         self._engine = engine
+        self.tokenizer = policy.tokenizer
         self.limit = context_length(policy.model)
 
     def answer(
@@ -88,13 +92,8 @@ class TextGenerator:
             sampling: How tokens are sampled.
             seeds: One per response, those of one prompt consecutive.
         """
-        tokenizer = self._policy.tokenizer
-        device = device_of(self._policy.model)
-        prompts = collate_prompts(rows, pad_token_id=_pad_id(tokenizer.pad_token_id)).to(device)
-        self._engine.attach(*self._policy)
-        n = len(seeds) // len(rows)
-        rollout = self._engine.generate(prompts, sampling, num_generations=n, seeds=seeds)
-        texts = response_texts(prompts, rollout, tokenizer, sampling)
+        prompts, rollout = self.generate(rows, sampling, seeds=seeds)
+        texts = response_texts(prompts, rollout, self.tokenizer, sampling)
         answers = [
             Answer(str(text), "length" if truncated else "stop", length)
             for text, truncated, length in zip(
@@ -104,18 +103,28 @@ class TextGenerator:
                 strict=True,
             )
         ]
-        return [answers[start : start + n] for start in range(0, len(answers), n)]
+        return in_groups(answers, len(rows))
+
+    def generate(
+        self, rows: Sequence[PromptRow], sampling: Sampling, *, seeds: Sequence[int]
+    ) -> tuple[PromptBatch, Rollout]:
+        """Return the prompts of `answer` as a batch, and the responses to them."""
+        device = device_of(self._policy.model)
+        pad_id = _pad_id(self.tokenizer.pad_token_id)
+        prompts = collate_prompts(rows, pad_token_id=pad_id).to(device)
+        self._engine.attach(*self._policy)
+        n = len(seeds) // len(rows)
+        return prompts, self._engine.generate(prompts, sampling, num_generations=n, seeds=seeds)
 
     def room(self, row: PromptRow) -> int | None:
         """Return how many tokens the model can read behind a prompt; None: it sets no limit."""
         return None if self.limit is None else self.limit - len(row.input_ids)
 
 
-def generate_texts(
-    generator: TextGenerator,
-    reader: PromptReader,
+def answer_prompts(
     prompts: Any,
-    sampling: Sampling,
+    read: Callable[[Mapping[str, Any], int], PromptRow],
+    respond: Callable[[Sequence[PromptRow], Sequence[int]], list[list[T]]],
     *,
     n: int,
     seed: int | None,
@@ -124,19 +133,30 @@ def generate_texts(
 ) -> Any:
     """Answer prompts in any of the forms of `lrlhf.modules.RLOO.generate`.
 
+    Args:
+        prompts: In any of those forms.
+        read: Reads a row, of which it is told the number.
+        respond: Called with the prompts that go together, and one seed per response; returns the
+            ``n`` responses to each.
+        n: Responses to each prompt.
+        seed: Of all responses; None: another one in each call.
+        images: What prompts show besides.
+        batch_size: Responses that go together.
+
+    Returns:
+        One response; a list for several prompts; with ``n`` above 1 lists in their place.
+
     Raises:
         TypeError: A prompt is neither text nor a chat nor a row.
-        ValueError: A prompt cannot be read, or is too long for the model.
+        ValueError: A number is out of its range.
     """
     for name, value in (("n", n), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be 1 or more")
-    if images is not None and not reader.sees:
-        raise ValueError("images were given, and the policy reads text only")
     asked, alone = rows_of(prompts, images)
-    rows = [_read(reader, generator, row, number, sampling) for number, row in enumerate(asked)]
+    rows = [read(row, number) for number, row in enumerate(asked)]
     seed = secrets.randbits(64) if seed is None else seed
-    texts: list[Any] = []
+    groups: list[list[T]] = []
     at_once = max(1, batch_size // n)
     for start in range(0, len(rows), at_once):
         chosen = rows[start : start + at_once]
@@ -145,11 +165,15 @@ def generate_texts(
             for number in range(start, start + len(chosen))
             for one in sample_seeds(seed, number, count=n)
         ]
-        answers = generator.answer(chosen, sampling, seeds=seeds)
-        texts += [[answer.text for answer in group] for group in answers]
-    if n == 1:
-        texts = [group[0] for group in texts]
-    return texts[0] if alone else texts
+        groups += respond(chosen, seeds)
+    answers = [group[0] for group in groups] if n == 1 else groups
+    return answers[0] if alone else answers
+
+
+def in_groups(responses: Sequence[T], groups: int) -> list[list[T]]:
+    """Put the responses to each prompt, which are consecutive, together."""
+    n = len(responses) // groups
+    return [list(responses[start : start + n]) for start in range(0, len(responses), n)]
 
 
 def changed_sampling(sampling: Sampling, options: Mapping[str, Any]) -> Sampling:
@@ -163,7 +187,7 @@ def changed_sampling(sampling: Sampling, options: Mapping[str, Any]) -> Sampling
     for name in options:
         if name not in known:
             raise TypeError(
-                f"generate() has no option {name!r}{did_you_mean(name, known)} (those of sampling "
+                f"there is no option {name!r}{did_you_mean(name, known)} (those of sampling "
                 f"are {', '.join(known)})"
             )
     changed = dict(options)
@@ -177,13 +201,25 @@ def _pad_id(pad_id: Any) -> int:
     return pad_id if isinstance(pad_id, int) else 0  # the mask says what is padding
 
 
-def _read(
+def read_fitting(
     reader: PromptReader,
     generator: TextGenerator,
+    sampling: Sampling,
     row: Mapping[str, Any],
     number: int,
-    sampling: Sampling,
 ) -> PromptRow:
+    """Read a prompt that leaves the model room for a response.
+
+    Args:
+        reader: Reads it.
+        generator: Will answer it.
+        sampling: Says how long a response may be.
+        row: The prompt.
+        number: Of the row, for messages.
+
+    Raises:
+        ValueError: It cannot be read, or is too long.
+    """
     try:
         read = reader.read(row)
     except BadRow as problem:
