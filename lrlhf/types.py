@@ -105,8 +105,8 @@ class TensorBatch:
 def _in_brief(value: Any) -> str:
     """Write a field of a batch without its numbers."""
     if isinstance(value, Tensor):
-        device = "" if value.device.type == "cpu" else f" on {value.device}"
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{device}"
+        place = f" on {value.device}".removesuffix(" on cpu")
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{place}"
     if isinstance(value, TensorBatch):
         return repr(value).replace("\n", "\n  ")
     return f"{len(value)} rows" if isinstance(value, tuple) else repr(value)
